@@ -1,0 +1,82 @@
+# Everything a newcomer or a developer runs. `make demo` and `make test` work on a machine with Python 3.11+, pip and make.
+PYTHON ?= python3
+ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Both names, because pip renamed the one that holds for the packages it builds with.
+PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+# A stamp is newer than what it was installed from, so a second call installs nothing.
+RUNTIME := $(VENV)/.stamp-runtime
+DEV := $(VENV)/.stamp-dev
+
+SAY := printf '\n\033[1m== %s\033[0m\n'
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test check lint types contracts format bench setup clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo '  PYTHON=python3.12        the Python to build .venv with (3.11 or newer)'
+	@echo '  ARGS="-k floors --cov"   more arguments for pytest or for the benchmark'
+
+demo: $(RUNTIME) ## set up what is missing and generate text with the shipped model
+	@$(SAY) 'a story from the shipped model'
+	$(BIN)/penstock run "Once upon a time"
+	@$(SAY) 'a needle in the prompt, and the question for it'
+	$(BIN)/penstock run "The secret number is 4817. The sky is blue and the grass is green. The secret number is"
+
+test: $(DEV) ## set up what is missing and run every test
+	@$(SAY) 'tests ($(WORKERS) workers, one thread each; GPU tests are skipped without a GPU)'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+check: lint types contracts ## style, types and who may import whom
+
+lint: $(DEV)
+	@$(SAY) 'style'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV)
+	@$(SAY) 'types'
+	$(BIN)/mypy
+
+contracts: $(DEV)
+	@$(SAY) 'import contracts'
+	$(BIN)/lint-imports --no-logo
+
+format: $(DEV) ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(RUNTIME) ## measure the shipped model on this machine
+	$(BIN)/penstock bench $(ARGS)
+
+setup: $(DEV) ## install everything a developer needs into .venv
+
+clean: ## delete .venv and everything that tools left behind
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage htmlcov
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Some systems ship Python without ensurepip; there the pip beside it fills the environment.
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo 'penstock needs Python 3.11 or newer, but there is no "$(PYTHON)"; try: make PYTHON=python3.12 ...'; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else "penstock needs Python 3.11 or newer, but $(PYTHON) is %d.%d; try: make PYTHON=python3.12 ..." % v)'
+	@$(SAY) 'a virtual environment in $(VENV)'
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install pip; fi || { rm -rf $(VENV); exit 1; }
+
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@$(SAY) 'torch, the largest download'
+	$(PIP) install torch
+	@$(SAY) 'penstock and what it runs on'
+	$(PIP) install --editable .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@$(SAY) 'what the checks and tests need'
+	$(PIP) install --editable '.[dev]'
+	@touch $@

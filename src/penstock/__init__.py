@@ -1,0 +1,32 @@
+"""penstock: an inference engine for language models larger than the GPU and contexts longer than its memory."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.api.llm import LLM as LLM
+    from penstock.api.outputs import Completion as Completion
+    from penstock.api.outputs import Delta as Delta
+    from penstock.api.outputs import Output as Output
+    from penstock.base.errors import PenstockError as PenstockError
+    from penstock.step.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "Delta", "Output", "PenstockError", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "penstock.api.llm",
+    "Completion": "penstock.api.outputs",
+    "Delta": "penstock.api.outputs",
+    "Output": "penstock.api.outputs",
+    "PenstockError": "penstock.base.errors",
+    "SamplingParams": "penstock.step.params",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Names are imported when they are used: LLM needs torch, which takes seconds that `penstock --help` does not have."""
+    import importlib
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,393 @@
+"""The Python face: a model in, text out."""
+
+import logging
+import secrets
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from penstock.api.detokenize import Detokenizer
+from penstock.api.outputs import Completion, Delta, Output
+from penstock.api.text import Tokenizer
+from penstock.arch.spec import ModelSpec
+from penstock.base.config import Config
+from penstock.base.errors import CheckpointError, RequestError
+from penstock.engine.boot import Booted, boot
+from penstock.engine.engine import Stats
+from penstock.sched.scheduler import Event
+from penstock.step.params import Sampling, SamplingParams
+from penstock.step.plan import RequestId, TokenLogprob
+from penstock.step.request import FinishReason
+from penstock.weights.checkpoint import Checkpoint
+
+SHIPPED_MODEL = Path(__file__).parent.parent / "shipped"
+"""The checkpoint that comes with the package."""
+
+Message = Mapping[str, object]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation."""
+
+_BAR_FROM = 2
+"""Prompts from which `generate` shows a progress bar on a terminal."""
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One output in the making."""
+
+    index: int
+    request: RequestId
+    sampling: Sampling
+    detokenizer: Detokenizer | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    deltas: deque[Delta] = field(default_factory=deque)
+    finish: FinishReason | None = None
+    cached: int = 0
+
+    def take(self, event: Event) -> bool:
+        """Add what happened in a step. True if a stop string has just ended the output, which the engine does not know."""
+        self.prompt_logprobs.extend(event.prompt_logprobs)
+        if event.token is None:
+            return False
+        self.cached = event.cached
+        self.tokens.append(event.token)
+        if event.logprob is not None:
+            self.logprobs.append(event.logprob)
+        self.finish = event.finish
+        text, stopped = "", False
+        if self.detokenizer is not None:
+            # The token that ends an output is no part of its text.
+            text = "" if self.finish is FinishReason.STOP else self.detokenizer.push([event.token])
+            stopped = self.detokenizer.stopped and self.finish is not FinishReason.STOP
+            if stopped:
+                self.finish = FinishReason.STOP
+            elif self.finish is not None:
+                text += self.detokenizer.finish()
+        self.text.append(text)
+        self.deltas.append(Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ()))
+        return stopped
+
+    def output(self) -> Output:
+        assert self.finish is not None
+        logprobs = None if self.sampling.logprobs is None else tuple(self.logprobs)
+        return Output(self.index, "".join(self.text), tuple(self.tokens), self.finish, logprobs)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A prompt and its outputs in the making."""
+
+    prompt: str | None
+    tokens: tuple[int, ...]
+    sequences: list[_Sequence]
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.finish is not None for sequence in self.sequences)
+
+    def completion(self) -> Completion:
+        first = self.sequences[0]
+        prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
+        outputs = tuple(sequence.output() for sequence in self.sequences)
+        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, first.cached)
+
+
+class LLM:
+    """A loaded model.
+
+    model: a Hugging Face checkpoint directory; None is the small model that comes with the package.
+    progress: whether `generate` shows a bar; None shows it for several prompts on a terminal.
+    Everything else is explained in base.config.Config. What was decided (device, dtype, how memory is divided) is logged to the
+    logger "penstock" at level INFO.
+
+    May be used from several threads; whichever waits for its own outputs drives the engine for all. Use it in a `with` block, or
+    call `close`, to free the device.
+
+    Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        max_length: int | None = None,
+        block_size: int = 32,
+        max_step_tokens: int | None = None,
+        max_sequences: int | None = None,
+        kv_blocks: int | None = None,
+        prefix_cache: bool = True,
+        check: bool = False,
+        progress: bool | None = None,
+    ) -> None:
+        config = Config(
+            model=SHIPPED_MODEL if model is None else Path(model),
+            device=device,
+            dtype=dtype,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            max_length=max_length,
+            block_size=block_size,
+            max_step_tokens=max_step_tokens,
+            max_sequences=max_sequences,
+            kv_blocks=kv_blocks,
+            prefix_cache=prefix_cache,
+            check=check,
+        )
+        self._progress = progress
+        self._lock = threading.RLock()
+        self._live: dict[RequestId, _Sequence] = {}
+        with Checkpoint.open(config.model) as checkpoint, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
+            # A large vocabulary takes most of a second to load: that happens beside the weights.
+            tokenizer = beside.submit(_load_tokenizer, config.model)
+            self._booted = boot(config, checkpoint, say=log.info)
+            self._defaults = checkpoint.generation
+            self._tokenizer = tokenizer.result()
+        self._engine = self._booted.engine
+
+    # -- what there is -------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises CheckpointError if the model has none."""
+        if self._tokenizer is None:
+            raise CheckpointError("the model directory has no tokenizer.json; give prompts as token ids, or add the file")
+        return self._tokenizer
+
+    @property
+    def booted(self) -> Booted:
+        """Facts about the loaded model: spec, device, dtype, limits, memory budget."""
+        return self._booted
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._booted.spec
+
+    def stats(self) -> Stats:
+        return self._engine.stats()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model's tokenizer puts around a text."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+    # -- generation ----------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete one prompt or many, all at once; the results stand in the order of the prompts.
+
+        prompts: text, a list of token ids, a conversation, or a list of any of these.
+        params: settings for all, or one for each.
+        Raises RequestError, before anything runs, if one of them cannot be served.
+        """
+        several = _as_prompts(prompts)
+        settings = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
+        if len(settings) != len(several):
+            raise RequestError(f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for each")
+        jobs: list[_Job] = []
+        try:
+            for prompt, one in zip(several, settings, strict=True):
+                jobs.append(self._submit(prompt, one))
+            with self._bar(len(jobs)) as advance:
+                for job in jobs:
+                    while not job.done:
+                        self._pump()
+                        advance(sum(job.done for job in jobs))
+        finally:
+            self._abandon(jobs)
+        return [job.completion() for job in jobs]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Complete one prompt and give out each piece as it becomes certain. Closing the iterator frees what the request held.
+
+        Raises RequestError at once, not at the first piece.
+        """
+        return self._deltas(self._submit(prompt, params or SamplingParams()))
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """The model's answer to a conversation: messages with a "role" and a "content"."""
+        return self.generate([messages], params)[0]
+
+    def clear_prefix_cache(self) -> int:
+        """Forget the KV of everything that is not running. Returns how many blocks were given up."""
+        with self._lock:
+            return self._engine.scheduler.ledger.forget()
+
+    def _deltas(self, job: _Job) -> Iterator[Delta]:
+        try:
+            while True:
+                for sequence in job.sequences:
+                    while sequence.deltas:
+                        yield sequence.deltas.popleft()
+                if job.done:
+                    return
+                self._pump()
+        finally:
+            self._abandon([job])
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        text, tokens = self._read(prompt)
+        sampling = self._sampling(params, len(tokens))
+        sequences: list[_Sequence] = []
+        job = _Job(text, tuple(tokens), sequences)
+        continues = isinstance(prompt, str) and bool(prompt)
+        with self._lock:
+            try:
+                for index in range(params.n):
+                    own = sampling(index)
+                    detokenizer = None
+                    if self._tokenizer is not None:
+                        stop = params.stop_strings
+                        detokenizer = self._tokenizer.detokenizer(stop, params.include_stop, continues=continues)
+                    request = self._engine.submit(tokens, own, params.max_tokens)
+                    sequences.append(_Sequence(index, request, own, detokenizer))
+                    self._live[request] = sequences[-1]
+            except BaseException:
+                self._abandon([job])
+                raise
+        return job
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it has one, and its tokens."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            text = self.tokenizer.render_chat(prompt)  # type: ignore[arg-type]  # Checked there, with a message of its own.
+            return text, self.tokenizer.encode(text, special=False)
+        vocab, tokens = self.spec.vocab_size, []
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestError(f"prompt token {token!r} is not in the vocabulary; token ids are whole numbers from 0 to {vocab - 1}")
+            tokens.append(token)
+        return None, tokens
+
+    def _sampling(self, params: SamplingParams, prompt_length: int) -> Callable[[int], Sampling]:
+        """The settings of output `index`, with the model's defaults filled in."""
+        defaults, vocab = self._defaults, self.spec.vocab_size
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if (worst := max(tokens, default=0)) >= vocab:
+                raise RequestError(f"{name} has token {worst}, but token ids end at {vocab - 1}")
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which the model directory does not have; use stop_token_ids")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+
+        def pick(asked: float | None, default: float | None, neutral: float) -> float:
+            return asked if asked is not None else default if default is not None else neutral
+
+        def sampling(index: int) -> Sampling:
+            return Sampling(
+                temperature=pick(params.temperature, defaults.temperature, 1.0),
+                top_k=int(pick(params.top_k, defaults.top_k, 0)),
+                top_p=pick(params.top_p, defaults.top_p, 1.0),
+                min_p=pick(params.min_p, defaults.min_p, 0.0),
+                repetition_penalty=pick(params.repetition_penalty, defaults.repetition_penalty, 1.0),
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                logit_bias=tuple(params.logit_bias.items()),
+                seed=seed + index,
+                end_tokens=frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else defaults.eos_tokens),
+                min_tokens=params.min_tokens,
+                logprobs=params.logprobs,
+                # The prompt is the same for all outputs: the first reports on it.
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            )
+
+        return sampling
+
+    def _pump(self) -> None:
+        """One step of the engine; its events go to whom they concern, whoever is waiting."""
+        with self._lock:
+            for event in self._engine.step():
+                sequence = self._live[event.request]
+                if sequence.take(event):
+                    self._engine.stop(event.request, FinishReason.STOP)
+                if sequence.finish is not None:
+                    del self._live[event.request]
+
+    def _abandon(self, jobs: Sequence[_Job]) -> None:
+        """End whatever of these jobs still runs."""
+        with self._lock:
+            for sequence in (sequence for job in jobs for sequence in job.sequences):
+                if self._live.pop(sequence.request, None) is not None:
+                    self._engine.stop(sequence.request)
+                    sequence.finish = FinishReason.ABORT
+
+    @contextmanager
+    def _bar(self, prompts: int) -> Iterator[Callable[[int], None]]:
+        shown = (prompts >= _BAR_FROM and sys.stderr.isatty()) if self._progress is None else self._progress
+        if not shown:
+            yield lambda done: None
+            return
+        from rich.console import Console  # 40 ms, and only a terminal wants it
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]} tokens/s"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task, before = bar.add_task("", total=prompts, rate="-"), self.stats().output_tokens
+
+            def advance(done: int) -> None:
+                elapsed = bar.tasks[0].elapsed or 0
+                rate = f"{(self.stats().output_tokens - before) / elapsed:,.0f}" if elapsed else "-"
+                bar.update(task, completed=done, rate=rate)
+
+            yield advance
+
+    # -- the end -------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free weights and KV. Requests that still run are aborted; any later call raises EngineClosedError."""
+        with self._lock:
+            for request, sequence in self._live.items():
+                self._engine.stop(request)
+                sequence.finish = FinishReason.ABORT
+            self._live.clear()
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _load_tokenizer(path: Path) -> Tokenizer | None:
+    return Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, of what may be a single one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"a prompt is text, a list of token ids or a list of messages; got {type(prompts).__name__}")
+    if prompts and isinstance(prompts[0], int | Mapping):
+        return [prompts]  # type: ignore[list-item]
+    for prompt in prompts:
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise RequestError(f"a prompt is text, a list of token ids or a list of messages; got {type(prompt).__name__}")
+    return list(prompts)  # type: ignore[arg-type]

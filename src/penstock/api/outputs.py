@@ -1,0 +1,59 @@
+"""What a caller gets back: completions, and the pieces of one that is still being made."""
+
+from dataclasses import dataclass
+
+from penstock.step.plan import TokenLogprob
+from penstock.step.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One continuation of a prompt. `tokens` includes the token that ended it; `text` has neither that nor special tokens."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each token, where they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and its continuations, as many as `SamplingParams.n`. The shortcuts are those of the first."""
+
+    prompt: str | None
+    """As it was given, or rendered from a chat; None for a prompt of tokens."""
+    prompt_tokens: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One for each prompt token, None for the first, where they were asked for."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found instead of computed."""
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.outputs[0].tokens
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.outputs[0].logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a step added to output `index`: tokens, the text that became certain, and in the last one why it ended."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()

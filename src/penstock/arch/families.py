@@ -1,0 +1,300 @@
+"""From a checkpoint's config.json to a ModelSpec: one page of switches and tensor names per family.
+
+A config is read through `_Reader`, which checks the type of every value it hands out; whatever this engine cannot run exactly
+is refused with the key that asks for it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec, MoeSpec, RopeKind, RopeSpec
+from penstock.base.errors import UnsupportedModelError
+
+MOST = 2**16
+"""Layers, and experts of a layer: an order of magnitude beyond any model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Where a family's checkpoints keep the tensors of a feed-forward; everything else has the same name in all of them."""
+
+    router: str = "mlp.gate"
+    expert_gate: str = "mlp.experts.{expert}.gate_proj"
+    expert_up: str = "mlp.experts.{expert}.up_proj"
+    expert_down: str = "mlp.experts.{expert}.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one `model_type` differs from Llama."""
+
+    read: Callable[["_Reader"], ModelSpec]
+    names: TensorNames = TensorNames()
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """What a key that config.json leaves out means in this family."""
+
+
+class _Reader:
+    """Typed access to config.json."""
+
+    def __init__(self, config: Mapping[str, object], where: str) -> None:
+        self.config = config
+        self.where = where
+
+    def get(self, key: str) -> object:
+        return self.config.get(key)
+
+    def whole(self, key: str, default: int | None = None, *, low: int = 1, high: int = 2**40) -> int:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise UnsupportedModelError(f"{self.where}: key '{key}' is missing; it must be a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; it must be a whole number from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.config.get(key)
+        value = default if value is None else value
+        # Within these bounds no formula of a model, rope's powers included, leaves the range of a double.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
+            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; it must be a number above zero")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; it must be true or false")
+        return value
+
+    def only(self, key: str, *supported: object) -> None:
+        """Refuse any value but the supported ones; an absent key is the first of them."""
+        value = self.config.get(key, supported[0])
+        if value not in supported:
+            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; supported: {', '.join(map(repr, supported))}")
+
+
+def read_spec(config: Mapping[str, object], where: str = "config.json") -> ModelSpec:
+    """The spec of the model that `config` (a parsed config.json) describes.
+
+    Raises UnsupportedModelError, naming the key, for families, switches or values that this engine does not run.
+    """
+    family = family_of(config, where)
+    return family.read(_Reader({**family.defaults, **config}, where))
+
+
+def family_of(config: Mapping[str, object], where: str = "config.json") -> Family:
+    name = config.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise UnsupportedModelError(f"{where}: key 'model_type' is {name!r}; supported: {', '.join(sorted(FAMILIES))}")
+    return family
+
+
+def _spec(
+    config: _Reader,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    windows: tuple[int | None, ...] = (),
+    moe: MoeSpec | None = None,
+    moe_layers: tuple[bool, ...] = (),
+) -> ModelSpec:
+    """What all families share; the switches are what sets them apart."""
+    config.only("hidden_act", "silu")
+    if config.get("quantization_config") is not None:
+        raise UnsupportedModelError(f"{config.where}: key 'quantization_config' is set; supported: unquantised float32, float16, bfloat16")
+    layers, heads, hidden = _layers(config), config.whole("num_attention_heads"), config.whole("hidden_size")
+    kv_heads = config.whole("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedModelError(f"{config.where}: key 'num_key_value_heads' is {kv_heads}, no divisor of num_attention_heads {heads}")
+    if config.get("head_dim") is None and hidden % heads:
+        raise UnsupportedModelError(f"{config.where}: key 'head_dim' is missing, and hidden_size {hidden} no multiple of {heads} heads")
+    head_dim = config.whole("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise UnsupportedModelError(f"{config.where}: key 'head_dim' is {head_dim}; rotary embeddings need an even one")
+    positions = config.whole("max_position_embeddings", 2048)
+    rope = _rope(config, head_dim, positions)
+    return ModelSpec(
+        family=str(config.get("model_type")),
+        vocab_size=config.whole("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=config.whole("intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        max_length=_max_length(rope, positions),
+        rope=rope,
+        dtype=_dtype(config),
+        tied_embeddings=config.flag("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        windows=windows or (None,) * layers,
+        moe=moe,
+        moe_layers=moe_layers,
+    )
+
+
+def _layers(config: _Reader) -> int:
+    """Bounded, as an experts' count is: these two size lists, before the files can contradict them."""
+    return config.whole("num_hidden_layers", high=MOST)
+
+
+def _max_length(rope: RopeSpec, positions: int) -> int:
+    """Yarn and dynamic scaling stretch the trained length by their factor, whether or not max_position_embeddings says so already."""
+    stretched = rope.kind in (RopeKind.YARN, RopeKind.DYNAMIC)
+    return max(positions, int(rope.original_length * rope.factor)) if stretched else positions
+
+
+def _dtype(config: _Reader) -> str:
+    key = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    value = config.get(key) or "float32"
+    if not isinstance(value, str) or value not in DTYPE_BYTES:
+        raise UnsupportedModelError(f"{config.where}: key '{key}' is {value!r}; supported: {', '.join(DTYPE_BYTES)}")
+    return value
+
+
+def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
+    """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` for both; the older one wins."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    scaling = config.get(key) or {}
+    if not isinstance(scaling, Mapping):
+        raise UnsupportedModelError(f"{config.where}: key '{key}' is {scaling!r}; it must be an object")
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise UnsupportedModelError(f"{config.where}: key '{key}' differs by layer; supported: one set for all layers")
+    reader = _Reader(scaling, f"{config.where}, {key}")
+    name = scaling.get("rope_type", scaling.get("type", "default"))
+    if name not in list(RopeKind):
+        raise UnsupportedModelError(f"{config.where}: key 'rope_type' is {name!r}; supported: {', '.join(RopeKind)}")
+    kind = RopeKind(str(name))
+    for partial in (config.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")):
+        if partial not in (None, 1, 1.0):
+            raise UnsupportedModelError(f"{config.where}: key 'partial_rotary_factor' is {partial!r}; supported: 1.0")
+    theta = reader.number("rope_theta", config.number("rope_theta", 10000.0))
+    if theta <= 1:
+        raise UnsupportedModelError(f"{config.where}: key 'rope_theta' is {theta}; it must be above 1")
+    if kind is RopeKind.DEFAULT:
+        return RopeSpec(theta=theta, dim=head_dim)
+    original = config.whole("original_max_position_embeddings", reader.whole("original_max_position_embeddings", max_length))
+    optional = {key: reader.number(key) for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None}
+    if kind is RopeKind.DYNAMIC and head_dim < 4:
+        raise UnsupportedModelError(f"{config.where}: key 'head_dim' is {head_dim}; dynamic rope needs at least 4")
+    rope = RopeSpec(
+        theta=theta,
+        dim=head_dim,
+        kind=kind,
+        factor=reader.number("factor", max_length / original if kind is RopeKind.YARN else None),
+        # Dynamic scaling starts where the configured positions end; there the key means nothing.
+        original_length=max_length if kind is RopeKind.DYNAMIC else original,
+        low_freq_factor=reader.number("low_freq_factor", 1.0),
+        high_freq_factor=reader.number("high_freq_factor", 4.0),
+        beta_fast=reader.number("beta_fast", 32.0),
+        beta_slow=reader.number("beta_slow", 1.0),
+        truncate=reader.flag("truncate", True),
+        **optional,
+    )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise UnsupportedModelError(f"{reader.where}: key 'high_freq_factor' is {rope.high_freq_factor}; it must be above low_freq_factor")
+    if rope.beta_fast < rope.beta_slow:
+        raise UnsupportedModelError(f"{reader.where}: key 'beta_fast' is {rope.beta_fast}; it must be at least beta_slow")
+    return rope
+
+
+def _window(config: _Reader) -> int | None:
+    return None if config.get("sliding_window") is None else config.whole("sliding_window")
+
+
+def _active_window(config: _Reader) -> int | None:
+    """Qwen configs name a window even where it is switched off."""
+    return _window(config) if config.flag("use_sliding_window", False) else None
+
+
+def _windows(config: _Reader) -> tuple[int | None, ...]:
+    """Sliding windows as dense Qwen configs give them: a list of layer types, or all layers from `max_window_layers` on."""
+    layers, window = _layers(config), _active_window(config)
+    types = config.get("layer_types")
+    if types is None:
+        first = config.whole("max_window_layers", layers, low=0)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    supported = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
+    if not isinstance(types, list) or len(types) != layers or any(kind not in supported for kind in types):
+        raise UnsupportedModelError(f"{config.where}: key 'layer_types' is {types!r}; supported: {layers} of {supported}")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _llama(config: _Reader) -> ModelSpec:
+    config.only("pretraining_tp", 1)
+    bias = config.flag("attention_bias", False)
+    return _spec(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+
+
+def _mistral(config: _Reader) -> ModelSpec:
+    return _spec(config, windows=(_window(config),) * _layers(config))
+
+
+def _qwen2(config: _Reader) -> ModelSpec:
+    return _spec(config, qkv_bias=True, windows=_windows(config))
+
+
+def _qwen3(config: _Reader) -> ModelSpec:
+    bias = config.flag("attention_bias", False)
+    return _spec(config, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_windows(config))
+
+
+def _mixtral(config: _Reader) -> ModelSpec:
+    experts, top_k = config.whole("num_local_experts", 8, high=MOST), config.whole("num_experts_per_tok", 2)
+    moe = _moe(config, MoeSpec(experts, top_k, config.whole("intermediate_size"), normalise=True))
+    return _spec(config, windows=(_window(config),) * _layers(config), moe=moe, moe_layers=(True,) * _layers(config))
+
+
+def _qwen3_moe(config: _Reader) -> ModelSpec:
+    layers, bias = _layers(config), config.flag("attention_bias", False)
+    experts = config.whole("num_experts" if config.get("num_experts") is not None else "num_local_experts", 128, high=MOST)
+    size, normalise = config.whole("moe_intermediate_size", 768), config.flag("norm_topk_prob", False)
+    moe = _moe(config, MoeSpec(experts, config.whole("num_experts_per_tok", 8), size, normalise))
+    step, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise UnsupportedModelError(f"{config.where}: key 'mlp_only_layers' is {dense!r}; it must be a list of layer numbers")
+    return _spec(
+        config,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        windows=(_active_window(config),) * layers,
+        moe=moe,
+        moe_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers)),
+    )
+
+
+def _moe(config: _Reader, moe: MoeSpec) -> MoeSpec:
+    if moe.top_k > moe.experts:
+        raise UnsupportedModelError(f"{config.where}: key 'num_experts_per_tok' is {moe.top_k}, but there are {moe.experts} experts")
+    return moe
+
+
+_QWEN_WINDOWS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_llama),
+    "mistral": Family(_mistral, defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}),
+    "qwen2": Family(_qwen2, defaults={"num_key_value_heads": 32, **_QWEN_WINDOWS}),
+    "qwen3": Family(_qwen3, defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOWS}),
+    "mixtral": Family(
+        _mixtral,
+        TensorNames(
+            router="block_sparse_moe.gate",
+            expert_gate="block_sparse_moe.experts.{expert}.w1",
+            expert_up="block_sparse_moe.experts.{expert}.w3",
+            expert_down="block_sparse_moe.experts.{expert}.w2",
+        ),
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    ),
+    "qwen3_moe": Family(_qwen3_moe, defaults={"num_key_value_heads": 4, **_QWEN_WINDOWS}),
+}

@@ -1,0 +1,165 @@
+"""How bytes are laid out: the groups of weights, what each holds and where it comes from; the bytes of a KV block.
+
+A group is the unit in which weights rest and move: one contiguous run. Projections that read the same input are fused, one below
+the other, so that a layer needs four matrix products and a group one copy.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from penstock.arch.families import TensorNames
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec
+
+ALIGNMENT = 256
+"""Bytes at which every field of a group starts: a multiple of any vector load and of what matrix kernels want."""
+
+
+class GroupKind(StrEnum):
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    FFN = "ffn"
+    ROUTER = "router"
+    EXPERT = "expert"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupId:
+    kind: GroupKind
+    layer: int = -1
+    expert: int = -1
+
+    def __str__(self) -> str:
+        parts = [self.kind.value, *(str(number) for number in (self.layer, self.expert) if number >= 0)]
+        return ".".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint tensor that fills a run of rows of a field."""
+
+    tensor: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a group, as the arithmetic wants it: its sources, one below the other."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the group's start."""
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    id: GroupId
+    fields: tuple[Field, ...]
+    size: int
+    """Bytes, a multiple of ALIGNMENT."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """A pool of KV blocks is `[blocks, layers, 2, block_size, kv_heads, head_dim]`: a block is one run, and in it a layer's K, then V."""
+
+    layers: int
+    block_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.block_size * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+
+def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:
+    return KVLayout(spec.layers, block_size, spec.kv_heads, spec.head_dim, dtype)
+
+
+def group_layouts(spec: ModelSpec, names: TensorNames, dtype: str) -> tuple[GroupLayout, ...]:
+    """Every group of the model in the order a pass uses them. With tied embeddings the head group has no matrix of its own."""
+    lay = _Layer(spec, names, DTYPE_BYTES[dtype])
+    embedding = _matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    groups = [lay.group(GroupId(GroupKind.EMBEDDING), {"embedding": [embedding]})]
+    for layer in range(spec.layers):
+        groups.append(lay.attention(layer))
+        groups.extend(lay.moe(layer) if spec.is_moe(layer) else [lay.ffn(layer)])
+    head = {"norm": [Source("model.norm.weight", (spec.hidden_size,))]}
+    if not spec.tied_embeddings:
+        head["output"] = [_matrix("lm_head.weight", spec.vocab_size, spec.hidden_size)]
+    groups.append(lay.group(GroupId(GroupKind.HEAD), head))
+    return tuple(groups)
+
+
+def _matrix(tensor: str, rows: int, columns: int) -> Source:
+    return Source(tensor, (rows, columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    spec: ModelSpec
+    names: TensorNames
+    element: int
+
+    def group(self, id: GroupId, fields: dict[str, list[Source]]) -> GroupLayout:
+        placed, offset = [], 0
+        for name, sources in fields.items():
+            shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
+            placed.append(Field(name, shape, offset, tuple(sources)))
+            offset += -(-prod(shape) * self.element // ALIGNMENT) * ALIGNMENT
+        return GroupLayout(id, tuple(placed), offset)
+
+    def attention(self, layer: int) -> GroupLayout:
+        spec, at = self.spec, f"model.layers.{layer}.self_attn"
+        rows = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
+        fields = {
+            "norm": [Source(f"model.layers.{layer}.input_layernorm.weight", (spec.hidden_size,))],
+            "qkv": [_matrix(f"{at}.{name}_proj.weight", size, spec.hidden_size) for name, size in rows.items()],
+        }
+        if spec.qkv_bias:
+            fields["qkv_bias"] = [Source(f"{at}.{name}_proj.bias", (size,)) for name, size in rows.items()]
+        if spec.qk_norm:
+            fields["q_norm"] = [Source(f"{at}.q_norm.weight", (spec.head_dim,))]
+            fields["k_norm"] = [Source(f"{at}.k_norm.weight", (spec.head_dim,))]
+        fields["out"] = [_matrix(f"{at}.o_proj.weight", spec.hidden_size, spec.query_size)]
+        if spec.out_bias:
+            fields["out_bias"] = [Source(f"{at}.o_proj.bias", (spec.hidden_size,))]
+        return self.group(GroupId(GroupKind.ATTENTION, layer), fields)
+
+    def ffn(self, layer: int) -> GroupLayout:
+        spec, at = self.spec, f"model.layers.{layer}.mlp"
+        gate, up, down = f"{at}.gate_proj", f"{at}.up_proj", f"{at}.down_proj"
+        fields = {"norm": [self._ffn_norm(layer)]} | self._mlp(gate, up, down, spec.intermediate_size)
+        if spec.mlp_bias:
+            fields["gate_up_bias"] = [Source(f"{name}.bias", (spec.intermediate_size,)) for name in (gate, up)]
+            fields["down_bias"] = [Source(f"{down}.bias", (spec.hidden_size,))]
+        return self.group(GroupId(GroupKind.FFN, layer), fields)
+
+    def moe(self, layer: int) -> list[GroupLayout]:
+        spec, names, at, moe = self.spec, self.names, f"model.layers.{layer}", self.spec.moe
+        assert moe is not None
+        router = {"norm": [self._ffn_norm(layer)], "router": [_matrix(f"{at}.{names.router}.weight", moe.experts, spec.hidden_size)]}
+        groups = [self.group(GroupId(GroupKind.ROUTER, layer), router)]
+        for expert in range(moe.experts):
+            gate, up, down = (f"{at}.{name.format(expert=expert)}" for name in (names.expert_gate, names.expert_up, names.expert_down))
+            groups.append(self.group(GroupId(GroupKind.EXPERT, layer, expert), self._mlp(gate, up, down, moe.intermediate_size)))
+        return groups
+
+    def _ffn_norm(self, layer: int) -> Source:
+        return Source(f"model.layers.{layer}.post_attention_layernorm.weight", (self.spec.hidden_size,))
+
+    def _mlp(self, gate: str, up: str, down: str, inner: int) -> dict[str, list[Source]]:
+        hidden = self.spec.hidden_size
+        return {
+            "gate_up": [_matrix(f"{gate}.weight", inner, hidden), _matrix(f"{up}.weight", inner, hidden)],
+            "down": [_matrix(f"{down}.weight", hidden, inner)],
+        }

@@ -1,0 +1,56 @@
+"""Every setting of an engine, read once, checked, frozen. Derived numbers live in the budget, not here."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.base.errors import ConfigError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What an engine is asked to be. Sizes are text or bytes (see base.units); `auto` is decided at boot and printed.
+
+    model: a Hugging Face checkpoint directory.
+    device: auto, cpu, cuda or cuda:N.
+    dtype: of weights, activations and KV; auto is the checkpoint's on CUDA, and on a CPU the faster exact one (see boot).
+    device_memory: bytes the engine may take on the device in all: weights, activations and KV.
+    host_memory: bytes it may take in host memory; on a CPU, where the device is the host, the smaller of the two counts.
+    max_length: longest sequence served; None is the model's.
+    block_size: tokens in a KV block.
+    max_step_tokens, max_sequences: most tokens and most requests in one step; None is the device's usual.
+    kv_blocks: KV blocks to allocate instead of what the budget leaves.
+    prefix_cache: share KV between requests with equal prefixes.
+    check: prove the ledger's invariants after every step (slow; for tests and hunting faults).
+    """
+
+    model: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    max_length: int | None = None
+    block_size: int = 32
+    max_step_tokens: int | None = None
+    max_sequences: int | None = None
+    kv_blocks: int | None = None
+    prefix_cache: bool = True
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+        kind, _, index = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())) or self.device.endswith(":"):
+            raise ConfigError(f"device {self.device!r} is not known; choose auto, cpu, cuda or cuda:N")
+        for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} {value!r} must be a whole number above zero")
+
+
+def debug_requested() -> bool:
+    """Whether PENSTOCK_DEBUG asks for tracebacks. The only reading of the environment in the package."""
+    return os.environ.get("PENSTOCK_DEBUG", "") not in ("", "0")

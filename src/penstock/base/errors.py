@@ -1,0 +1,33 @@
+"""The tree of errors: every fault a user can cause or meet, each saying what was asked, what is there, what to try."""
+
+
+class PenstockError(Exception):
+    """Root of all errors raised on purpose. The message is one line, fit to be shown to a person."""
+
+
+class ConfigError(PenstockError):
+    """A setting that does not parse or cannot be honoured."""
+
+
+class CheckpointError(PenstockError):
+    """A model directory, file, header or tensor that is missing, damaged or not what the config promises."""
+
+
+class UnsupportedModelError(PenstockError):
+    """A sound checkpoint of something this engine does not run. Names the config key and what is supported."""
+
+
+class RequestError(PenstockError):
+    """A request that cannot be served as asked: sampling values, prompt, lengths. Other requests are not affected."""
+
+
+class BudgetError(PenstockError):
+    """A memory budget in which the model, or even one layer of it, does not fit."""
+
+
+class DeviceError(PenstockError):
+    """A device that was asked for and is not there, or that failed."""
+
+
+class EngineClosedError(PenstockError):
+    """A call on an engine that has been closed or has failed."""

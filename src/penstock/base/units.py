@@ -1,0 +1,63 @@
+"""Sizes, shares and rates as people write them (`16GiB`, `80%`, `3GB/s`), and numbers as people read them."""
+
+import math
+import re
+
+from penstock.base.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "ib"] = 1024**_power
+    _UNITS[_letter + "b"] = 1000**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
+
+
+def parse_size(text: str | int, *, whole: int | None = None) -> int:
+    """Bytes meant by `text`: `16GiB`, `1.5GB`, `800M` (binary), a plain number of bytes, or `80%` of `whole` bytes.
+
+    Raises ConfigError when the text is not a size, is a share where no whole is known, or is not above zero.
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise ConfigError(f"a size is text such as 16GiB or 80%, or a number of bytes; got {text!r}")
+    if isinstance(text, int):
+        size = text
+    elif share := _SHARE.fullmatch(text):
+        percent = float(share[1])
+        if percent > 100:
+            raise ConfigError(f"size {text!r} is more than the whole; write at most 100%")
+        if whole is None:
+            raise ConfigError(f"size {text!r} is a share of something unknown here; write an amount such as 16GiB")
+        size = int(whole * percent / 100)
+    else:
+        match = _SIZE.fullmatch(text)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(f"cannot read {text!r} as a size; write it like 16GiB, 800MB, 80% or a number of bytes")
+        number = float(match[1]) * _UNITS[match[2].lower()]
+        if not math.isfinite(number) or number >= 2**63:
+            raise ConfigError(f"size {text!r} is larger than any memory; write it like 16GiB")
+        size = int(number)
+    if size <= 0:
+        raise ConfigError(f"size {text!r} must be above zero; write it like 16GiB or 80%")
+    return size
+
+
+def format_size(size: float) -> str:
+    """`size` bytes for a person, in binary units with three significant digits: `512 B`, `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    if unit == "B":
+        return f"{size:.0f} B"
+    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """A link's rate in decimal units, as links are sold: `53.4 GB/s`."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(bytes_per_second) < 1000 or unit == "TB":
+            break
+        bytes_per_second /= 1000
+    return f"{bytes_per_second:.{2 if abs(bytes_per_second) < 10 else 1 if abs(bytes_per_second) < 100 else 0}f} {unit}/s"

@@ -1,0 +1,165 @@
+"""Builds an engine from a Config: finds out what there is, sizes everything, constructs the parts. It decides no policy of its own."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from penstock.arch.layout import group_layouts, kv_layout
+from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.base.config import Config
+from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.units import format_size, parse_size
+from penstock.engine.budget import Budget, check_weights_fit, divide
+from penstock.engine.engine import Engine
+from penstock.kv.keys import root_key
+from penstock.kv.ledger import BlockLedger
+from penstock.kv.pool import KVPool
+from penstock.memory.device import choose_device, device_name, free_memory, native_half, peak_of, total_memory
+from penstock.models.decoder import Decoder
+from penstock.ops.attention import PAST_TILE
+from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.stream import WeightStream
+from penstock.worker.inputs import InputBuilder
+from penstock.worker.runner import Runner, largest_step
+from penstock.worker.sampler import Sampler
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDefaults:
+    """The usual step of a device: how many tokens keep it busy, and how many sequences share a pass over the weights."""
+
+    tokens: int
+    sequences: int
+    memory_share: float
+    """Of the memory that is free, when no budget was given."""
+
+
+_STEP = {"cpu": StepDefaults(1024, 64, 0.5), "cuda": StepDefaults(8192, 256, 0.9)}
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """An engine and the facts that were found or derived on the way."""
+
+    engine: Engine
+    spec: ModelSpec
+    device: torch.device
+    dtype: str
+    budget: Budget
+    limits: Limits
+    weights: WeightStream
+    seconds: float
+
+
+def boot(config: Config, checkpoint: Checkpoint, *, say: Say = lambda _: None, random_weights: bool = False) -> Booted:
+    """Everything from a frozen Config and an open checkpoint to a running engine. `say` is told what was decided.
+
+    random_weights: do not read any, for measuring shapes of which there is no checkpoint.
+    Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
+    """
+    begin = time.perf_counter()
+    spec = checkpoint.spec
+    device = choose_device(config.device)
+    dtype = _dtype(config, spec, device)
+    limits = _limits(config, spec, device)
+    total = _total(config, device)
+    layouts = group_layouts(spec, checkpoint.names, dtype)
+    if not random_weights:
+        checkpoint.verify(layouts)
+    check_weights_fit(total, sum(layout.size for layout in layouts), max(layout.size for layout in layouts))
+    say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
+
+    weights = WeightStream(layouts, dtype, device)
+    if random_weights:
+        weights.fill_random()
+    else:
+        weights.load(checkpoint)
+    blocks_per_row = -(-limits.max_length // config.block_size)
+    inputs = InputBuilder(spec, device, rows=limits.max_sequences, blocks_per_row=blocks_per_row, block_size=config.block_size)
+    runner = Runner(Decoder(spec), weights, inputs, Sampler(spec.vocab_size, device))
+
+    layout = kv_layout(spec, dtype, config.block_size)
+    budget = divide(
+        total,
+        weights=weights.bytes,
+        activations=_activation_peak(runner, KVPool(layout, 1, device), spec, limits, device),
+        block_bytes=layout.block_bytes,
+        block_size=config.block_size,
+        useful_blocks=limits.max_sequences * blocks_per_row,
+        fixed_blocks=config.kv_blocks,
+    )
+    runner.attach(KVPool(layout, budget.blocks, device))
+    ledger = BlockLedger(budget.blocks)
+    scheduler = Scheduler(ledger, limits, _prefix_rule(config, checkpoint, dtype), check=config.check)
+    say(f"memory {budget}")
+    if scheduler.longest < limits.max_length:
+        say(f"the longest request is {scheduler.longest:,} tokens, less than the context of {limits.max_length:,}: KV has no room for more")
+    return Booted(Engine(scheduler, runner), spec, device, dtype, budget, limits, weights, time.perf_counter() - begin)
+
+
+def _dtype(config: Config, spec: ModelSpec, device: torch.device) -> str:
+    """`auto` is the checkpoint's dtype, but float32 on processors that multiply halves in software, many times slower."""
+    if config.dtype != "auto":
+        return config.dtype
+    return spec.dtype if native_half(device) else "float32"
+
+
+def _limits(config: Config, spec: ModelSpec, device: torch.device) -> Limits:
+    usual = _STEP[device.type]
+    if config.max_length is not None and config.max_length > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
+        raise ConfigError(
+            f"max_length {config.max_length} is more than the {spec.max_length} positions the model was trained for; "
+            f"lower it, or give the checkpoint a rope scaling"
+        )
+    tokens = config.max_step_tokens or usual.tokens
+    sequences = config.max_sequences or min(usual.sequences, tokens)
+    if sequences > tokens:
+        raise ConfigError(f"max_sequences {sequences} is more than max_step_tokens {tokens}; every sequence needs a token a step")
+    if config.block_size & (config.block_size - 1) or config.block_size > 256:
+        raise ConfigError(f"block_size {config.block_size} must be a power of two, at most 256")
+    return Limits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
+
+
+def _total(config: Config, device: torch.device) -> int:
+    """Bytes the engine may take on the device: as asked, or a share of what is free."""
+    free, whole = free_memory(device), total_memory(device)
+    asked = [config.device_memory] + ([config.host_memory] if device.type == "cpu" else [])
+    sizes = [parse_size(size, whole=whole) for size in asked if size is not None]
+    if config.host_memory is not None:
+        parse_size(config.host_memory, whole=total_memory(torch.device("cpu")))
+    total = min(sizes, default=int(free * _STEP[device.type].memory_share))
+    if total > free:
+        raise BudgetError(f"{format_size(total)} of device memory were asked for, but only {format_size(free)} are free; ask for less")
+    return total
+
+
+def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, limits: Limits, device: torch.device) -> int:
+    """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again."""
+    kinds = {(spec.windows[layer], spec.is_moe(layer)): layer for layer in reversed(range(spec.layers))}
+    plan = largest_step(
+        max_step_tokens=limits.max_step_tokens,
+        max_sequences=limits.max_sequences,
+        max_length=limits.max_length,
+        block_size=limits.block_size,
+        past=PAST_TILE,
+    )
+    runner.attach(scratch)
+    layers = tuple(sorted(kinds.values()))
+    # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
+    peak = peak_of(device, lambda: runner.run(plan, layers))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        gc.collect()
+    return peak
+
+
+def _prefix_rule(config: Config, checkpoint: Checkpoint, dtype: str) -> PrefixRule:
+    rope = checkpoint.spec.rope
+    root = root_key(checkpoint.fingerprint(), dtype, config.block_size, replace(rope))
+    return PrefixRule(root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None)

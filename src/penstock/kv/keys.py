@@ -1,0 +1,28 @@
+"""The name of a full KV block: a hash over everything its contents depend on, the same in every process and on every machine.
+
+A block's key chains the key of the block before it with the block's own tokens, so equal keys mean equal prefixes. The first link is a
+root that covers the model, its dtype and the layout of the KV.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+KEY_BYTES = 16
+_BIG_ENDIAN = sys.byteorder == "big"
+
+
+def root_key(fingerprint: bytes, *facts: object) -> bytes:
+    """The first link: a digest of the model's fingerprint and of whatever else changes what KV means (dtype, block size, rope)."""
+    digest = blake2b(fingerprint, digest_size=KEY_BYTES, person=b"penstock-root")
+    digest.update(repr(facts).encode())
+    return digest.digest()
+
+
+def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of the block that holds `tokens` and follows the block with key `parent`."""
+    words = array("I", tokens)
+    if _BIG_ENDIAN:
+        words.byteswap()
+    return blake2b(parent + words.tobytes(), digest_size=KEY_BYTES, person=b"penstock-block").digest()

@@ -1,0 +1,95 @@
+"""The machine's memory as the engine sees it: which device, how much there is, and how much a piece of work takes at its peak."""
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from penstock.base.errors import DeviceError
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises DeviceError if it is not there."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    _, _, index = asked.partition(":")
+    number = int(index or 0)
+    if number >= count:
+        there = f"there are {count} CUDA devices" if count else "torch sees no CUDA device"
+        raise DeviceError(f"device {asked!r} was asked for, but {there}; try device=cpu, or a CUDA build of torch")
+    return torch.device("cuda", number)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def native_half(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 matrices in hardware."""
+    if device.type == "cuda":
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory the device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return min(int(psutil.virtual_memory().total), _cgroup_limit())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(int(psutil.virtual_memory().available), _cgroup_limit())
+
+
+def _cgroup_limit() -> int:
+    """A container's memory limit, which psutil does not know of."""
+    try:
+        return int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        return 2**62
+
+
+def peak_of(device: torch.device, work: Callable[[], object]) -> int:
+    """Bytes of device memory that `work` took at its peak, beyond what was taken before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    exact = _reset_peak_rss()
+    before = psutil.Process().memory_info().rss if exact else _peak_rss()
+    work()
+    return max(_peak_rss() - before, 0)
+
+
+def _reset_peak_rss() -> bool:
+    """Ask Linux to forget this process's highest RSS so far. Elsewhere the peak since start has to do."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_rss() -> int:
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if os.uname().sysname == "Darwin" else peak * 1024

@@ -1,0 +1,91 @@
+"""The decoder: one function of borrowed weights, KV views and a step's inputs, for every family the spec can express."""
+
+import torch
+from torch import Tensor
+
+from penstock.arch.layout import GroupId, GroupKind
+from penstock.arch.spec import ModelSpec
+from penstock.models.inputs import LayerCaches, StepInputs, Weights
+from penstock.models.moe import mixture
+from penstock.ops.activation import silu_mul
+from penstock.ops.attention import attend
+from penstock.ops.linear import linear
+from penstock.ops.norm import add_rms_norm, rms_norm
+from penstock.ops.rope import rotate
+
+EMBEDDING = GroupId(GroupKind.EMBEDDING)
+HEAD = GroupId(GroupKind.HEAD)
+
+
+class Decoder:
+    """Arithmetic only: it owns no weights and no KV, and keeps nothing between calls."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._scale = spec.head_dim**-0.5
+
+    def forward(self, weights: Weights, caches: LayerCaches, inputs: StepInputs, layers: range | tuple[int, ...] | None = None) -> Tensor:
+        """Hidden states `[rows, hidden]` of the wanted positions, normalised for the head; KV of all tokens is written to the caches.
+
+        `layers`: which to run, for measuring; all by default.
+        """
+        embedding = weights.take(EMBEDDING)
+        residual = torch.nn.functional.embedding(inputs.tokens, embedding["embedding"])
+        weights.release(EMBEDDING)
+        # Each block hands its output on instead of adding it, so that the sum and the next norm can be one kernel.
+        x: Tensor | None = None
+        for layer in range(self.spec.layers) if layers is None else layers:
+            x = self._attention(layer, x, residual, weights, caches[layer], inputs)
+            x = self._feed_forward(layer, x, residual, weights)
+        if x is not None:
+            residual.add_(x)
+        head = weights.take(HEAD)
+        hidden = rms_norm(residual[inputs.wanted], head["norm"], self.spec.norm_eps)
+        weights.release(HEAD)
+        return hidden
+
+    def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
+        """Float32 `[rows, vocab]` of hidden states that `forward` returned."""
+        group, name = (EMBEDDING, "embedding") if self.spec.tied_embeddings else (HEAD, "output")
+        head = weights.take(group)
+        logits = linear(hidden, head[name]).float()
+        weights.release(group)
+        return logits
+
+    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
+        if x is None:
+            return rms_norm(residual, weight, self.spec.norm_eps)
+        return add_rms_norm(x, residual, weight, self.spec.norm_eps)
+
+    def _attention(
+        self, layer: int, x: Tensor | None, residual: Tensor, weights: Weights, cache: tuple[Tensor, Tensor], inputs: StepInputs
+    ) -> Tensor:
+        spec, group = self.spec, GroupId(GroupKind.ATTENTION, layer)
+        w = weights.take(group)
+        qkv = linear(self._norm(x, residual, w["norm"]), w["qkv"], w.get("qkv_bias"))
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        qk, v = heads[:, : spec.heads + spec.kv_heads], heads[:, spec.heads + spec.kv_heads :]
+        if spec.qk_norm:
+            q, k = rms_norm(qk[:, : spec.heads], w["q_norm"], spec.norm_eps), rms_norm(qk[:, spec.heads :], w["k_norm"], spec.norm_eps)
+            qk = torch.cat((q, k), dim=1)
+        qk = rotate(qk, inputs.cos, inputs.sin)
+        seen = attend(qk[:, : spec.heads], qk[:, spec.heads :], v, cache, inputs.attention, self._scale, spec.windows[layer])
+        out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias"))
+        weights.release(group)
+        return out
+
+    def _feed_forward(self, layer: int, x: Tensor, residual: Tensor, weights: Weights) -> Tensor:
+        if self.spec.is_moe(layer):
+            router = GroupId(GroupKind.ROUTER, layer)
+            w = weights.take(router)
+            normed = self._norm(x, residual, w["norm"])
+            scores = linear(normed, w["router"])
+            weights.release(router)
+            assert self.spec.moe is not None
+            return mixture(normed, scores, self.spec.moe, layer, weights)
+        group = GroupId(GroupKind.FFN, layer)
+        w = weights.take(group)
+        inner = silu_mul(linear(self._norm(x, residual, w["norm"]), w["gate_up"], w.get("gate_up_bias")))
+        out = linear(inner, w["down"], w.get("down_bias"))
+        weights.release(group)
+        return out

@@ -1,0 +1,34 @@
+"""What a forward pass reads besides weights and KV, and how it reaches those without knowing where they rest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.arch.layout import GroupId
+from penstock.ops.attention import AttentionInputs
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted int64 `[rows]`: positions whose
+    hidden state leaves the pass."""
+
+    tokens: Tensor
+    cos: Tensor
+    sin: Tensor
+    attention: AttentionInputs
+    wanted: Tensor
+
+
+class Weights(Protocol):
+    """Borrowed weights: between `take` and `release` the group's fields may be read on the compute stream, and not after."""
+
+    def take(self, group: GroupId) -> Mapping[str, Tensor]: ...
+
+    def release(self, group: GroupId) -> None: ...
+
+
+LayerCaches = Sequence[tuple[Tensor, Tensor]]
+"""K and V of every layer, each a strided view `[blocks, block_size, kv_heads, head_dim]`."""

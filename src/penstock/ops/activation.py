@@ -1,0 +1,15 @@
+"""The gate of a feed-forward: SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.ops.kernels import pointwise_kernels
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of a fused `[tokens, 2 * inner]`, gate first: `[tokens, inner]`."""
+    if gate_up.is_cuda and (kernels := pointwise_kernels()):
+        result: Tensor = kernels.silu_mul(gate_up)
+        return result
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,36 @@
+"""Matrix products with weights stored `[out, in]`."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_FEW_ROWS = 256
+"""Up to here a float32 product on a CPU is bound by reading the weights, and their order in it matters."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: x `[tokens, in]`, weight `[out, in]`, bias `[out]`, result `[tokens, out]`, contiguous."""
+    if x.is_cuda or x.shape[0] > _FEW_ROWS:
+        return F.linear(x, weight, bias)
+    y = _few_rows_float32(x, weight) if x.dtype == torch.float32 else _few_rows_half(x, weight)
+    return y if bias is None else y.add_(bias)
+
+
+def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """The product with the weights on the left, which streams them once instead of packing them first.
+
+    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. A single row takes a routine of
+    its own that reads at less than half that rate (629 us), so it travels with a copy of itself.
+    """
+    rows = x.shape[0]
+    if rows == 1:
+        return torch.mm(weight, x.expand(2, -1).t().contiguous())[:, 0].contiguous().unsqueeze(0)
+    return torch.mm(weight, x.t()).t().contiguous()
+
+
+def _few_rows_half(x: Tensor, weight: Tensor) -> Tensor:
+    """One row of bfloat16 or float16 is faster through torch's own vector product (122 us against 292) than through oneDNN."""
+    if x.shape[0] == 1:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return F.linear(x, weight)
+    return F.linear(x, weight)

@@ -1,0 +1,24 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.ops.kernels import pointwise_kernels
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension: in float32, rounded to x's dtype before the weight is applied."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add `x` to `residual` in place, and return the normalised sum. Both `[tokens, hidden]`."""
+    if x.is_cuda and (kernels := pointwise_kernels()):
+        normed: Tensor = kernels.rms_norm(x, weight, eps, residual)[0]
+        return normed
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)

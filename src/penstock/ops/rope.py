@@ -1,0 +1,43 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) in the half-split form that checkpoints use."""
+
+import torch
+from torch import Tensor
+
+from penstock.arch.rope import attention_scale, inverse_frequencies
+from penstock.arch.spec import RopeKind, RopeSpec
+from penstock.ops.kernels import pointwise_kernels
+
+
+class RotaryAngles:
+    """Cosines and sines for any positions. Angles are taken in float64, so that no position in use is rounded into its neighbour."""
+
+    def __init__(self, rope: RopeSpec, device: torch.device) -> None:
+        self._rope = rope
+        self._device = device
+        self._scale = attention_scale(rope)
+        self._frequencies = self._tensor(inverse_frequencies(rope))
+
+    def _tensor(self, frequencies: list[float]) -> Tensor:
+        return torch.tensor(frequencies, dtype=torch.float64, device=self._device)
+
+    def tables(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """(cos, sin), float32 `[tokens, dim / 2]`, for int64 positions `[tokens]`.
+
+        `lengths`, one per token and only for dynamic scaling: the sequence length that its frequencies are made for.
+        """
+        frequencies = self._frequencies
+        if self._rope.kind is RopeKind.DYNAMIC and lengths is not None:
+            rows = {length: inverse_frequencies(self._rope, length) for length in set(lengths)}
+            frequencies = self._tensor([frequency for length in lengths for frequency in rows[length]]).view(len(lengths), -1)
+        angles = positions.to(torch.float64)[:, None] * frequencies
+        return (angles.cos() * self._scale).float(), (angles.sin() * self._scale).float()
+
+
+def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries and keys `[tokens, heads, dim]` by their positions' angles; cos and sin `[tokens, dim / 2]`, float32. May be in place."""
+    if qk.is_cuda and (kernels := pointwise_kernels()):
+        kernels.rope_(qk, qk[:, :0], cos, sin)
+        return qk
+    first, second = qk.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qk.dtype)

@@ -1,0 +1,351 @@
+"""Attention kernels for short queries: paged decode with balanced split-K, the log-sum-exp merge, and the write of new keys and values.
+
+How decode divides its work. The visible keys of all sequences are cut into tiles, the tiles of the whole batch are laid in one row, and
+that row is cut into equal runs, one per worker and KV head. So one sequence of a million tokens and a batch of ragged ones keep every
+multiprocessor busy for the same time, the grid depends on no length, and nothing but a tensor of lengths changes between two steps.
+A sequence inside one run is finished by its worker. One that crosses runs leaves a partial output and log-sum-exp per run,
+which a second small kernel joins.
+
+Why this is safe. A worker has at most two unfinished sequences, the one it continues and the one that goes on after it: partial 0
+of a worker is the sequence that its run opens with, partial 1 one that begins inside. Each is written by one program; the join reads
+only those that the same arithmetic over the same lengths says were written, after the first kernel, in stream order.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """How decode attention is cut: keys a tile, warps a program, tiles in flight per program, programs per multiprocessor."""
+
+    tile: int
+    warps: int
+    depth: int
+    workers_per_sm: int
+
+
+def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
+    """The one place for constants. 32 KiB of K and V a tile keeps enough bytes in flight; a tile inside one block needs one table entry."""
+    row = max(16, triton.next_power_of_2(head_dim)) * itemsize
+    tile = min(64, max(16, 16384 // row))
+    if itemsize > 2:  # exact fp32 products go through plain registers
+        tile = min(tile, 32)
+    if block_size >= 32:
+        tile = min(tile, block_size)
+    return DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=3)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; on the CPU, where kernels are interpreted, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_tile(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tile of the oldest visible key."""
+    return tl.maximum(length - window, 0) // TILE if WINDOWED else length * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiles(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles that hold at least one visible key."""
+    return (length + TILE - 1) // TILE - _first_tile(length, window, TILE, WINDOWED)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["window", "batch", "workers", "s_table"], do_not_specialize_on_alignment=["table", "lengths"]
+)
+def _decode(  # type: ignore[no-untyped-def]
+    q, k_cache, v_cache, table, lengths, out, lse, part_out, part_lse, ends,
+    scale_log2, window, batch, workers,
+    s_q, s_q_head, s_block, s_token, s_kv_head,
+    s_table, s_out, s_out_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, BATCH: tl.constexpr, WINDOWED: tl.constexpr, DEPTH: tl.constexpr, WIDEN: tl.constexpr,
+) -> None:
+    """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes of the same blocks."""
+    kv_head, worker = tl.program_id(0), tl.program_id(1)
+    seqs = tl.arange(0, BATCH)
+    spans = _tiles(tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED)
+    stops = tl.cumsum(spans, 0)
+    total = tl.sum(spans, 0)
+    if (kv_head == 0) & (worker == 0):
+        tl.store(ends + seqs, stops, mask=seqs < batch)
+    run = tl.maximum((total + workers - 1) // workers, 1)
+    at = tl.minimum(worker * run, total)
+    stop = tl.minimum(at + run, total)
+    opened_at = at
+    if at < stop:
+        seq = tl.sum((stops <= at).to(tl.int32), 0)
+        count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
+        begin = tl.sum(tl.where(stops <= at, spans, 0), 0)  # where the sequence at hand starts in the row of all tiles
+
+        rows, cols, keys = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, TILE)
+        col_in = cols < DIM
+        row_in = rows < GROUP
+        heads = kv_head * GROUP + rows
+        k_base = k_cache + kv_head * s_kv_head
+        v_base = v_cache + kv_head * s_kv_head
+        inner = keys[:, None] * s_token + cols[None, :]
+        for _ in tl.range(0, count, num_stages=1):
+            length = tl.maximum(tl.load(lengths + seq), 0)
+            span = _tiles(length, window, TILE, WINDOWED)
+            upto = tl.minimum(begin + span, stop)
+            if upto > at:  # an empty sequence between two others has no tiles
+                oldest = tl.maximum(length - window, 0) if WINDOWED else 0
+                shift = _first_tile(length, window, TILE, WINDOWED) - begin
+                row = table + seq.to(tl.int64) * s_table
+                query = tl.load(q + seq.to(tl.int64) * s_q + heads[:, None] * s_q_head + cols[None, :],
+                                mask=row_in[:, None] & col_in[None, :], other=0.0)
+                if WIDEN:
+                    query = query.to(tl.float32)
+                top = tl.full([ROWS], float("-inf"), tl.float32)
+                weight = tl.zeros([ROWS], tl.float32)
+                acc = tl.zeros([ROWS, COLS], tl.float32)
+                # a table entry must arrive before the address of its keys is known: the compiler gives each of the two loads DEPTH stages
+                for tile in tl.range(at + shift, upto + shift, num_stages=2 * DEPTH + 1):
+                    pos = tile * TILE + keys
+                    seen = pos < length
+                    if TILE > BLOCK:  # a tile of several blocks: one table entry per key
+                        block = tl.load(row + pos // BLOCK, mask=seen, other=0).to(tl.int64)
+                        place = (block * s_block + (pos % BLOCK) * s_token)[:, None] + cols[None, :]
+                        k_at, v_at = k_base + place, v_base + place
+                    else:  # a tile inside one block: one address, and offsets that do not change
+                        block = tl.load(row + tile * TILE // BLOCK).to(tl.int64)
+                        start = block * s_block + tile * TILE % BLOCK * s_token
+                        k_at, v_at = k_base + start + inner, v_base + start + inner
+                    here = seen[:, None] if COLS == DIM else seen[:, None] & col_in[None, :]
+                    k = tl.load(k_at, mask=here, other=0.0)
+                    v = tl.load(v_at, mask=here, other=0.0)
+                    if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
+                        k, v = k.to(tl.float32), v.to(tl.float32)
+                    score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
+                    if WINDOWED:
+                        seen = seen & (pos >= oldest)
+                    score = tl.where(seen[None, :], score, float("-inf"))
+                    higher = tl.maximum(top, tl.max(score, 1))
+                    p = tl.exp2(score - higher[:, None])
+                    fade = tl.exp2(top - higher)
+                    weight = weight * fade + tl.sum(p, 1)
+                    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+                    top = higher
+                acc = acc / weight[:, None]
+                level = (top + tl.log2(weight)) * LN_2
+                inside = row_in[:, None] & col_in[None, :]
+                if (at == begin) & (upto == begin + span):
+                    answer = out + seq.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
+                    tl.store(answer, acc.to(out.dtype.element_ty), mask=inside)
+                    tl.store(lse + seq * HEADS + heads, level, mask=row_in)
+                else:
+                    part = (worker * 2 + (at > opened_at).to(tl.int32)) * HEADS + heads
+                    tl.store(part_out + part[:, None] * COLS + cols[None, :], acc, mask=inside)
+                    tl.store(part_lse + part, level, mask=row_in)
+            at = upto
+            begin += span
+            seq += 1
+
+
+@triton.jit(do_not_specialize=["batch", "workers"])  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    out, lse, part_out, part_lse, ends, batch, workers, s_out, s_out_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+) -> None:
+    """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid [heads / ROWS, batch]."""
+    heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    seq = tl.program_id(1)
+    cols = tl.arange(0, COLS)
+    begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
+    end = tl.load(ends + seq)
+    total = tl.load(ends + batch - 1)
+    run = tl.maximum((total + workers - 1) // workers, 1)
+    first = begin // run
+    last = (end - 1) // run
+    if (end == begin) | (first < last):
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        if end > begin:
+            head_in = heads < HEADS
+            inside = head_in[None, :, None] & (cols < DIM)[None, None, :]
+            for start in tl.range(first, last + 1, PARTS):
+                worker = start + tl.arange(0, PARTS)
+                there = worker <= last
+                slot = ((worker == first) & (begin > first * run)).to(tl.int32)
+                part = ((worker * 2 + slot) * HEADS)[:, None] + heads[None, :]
+                level = tl.load(part_lse + part, mask=there[:, None] & head_in[None, :], other=float("-inf"))
+                piece = tl.load(part_out + part[:, :, None] * COLS + cols[None, None, :], mask=there[:, None, None] & inside, other=0.0)
+                higher = tl.maximum(top, tl.max(level, 0))
+                share = tl.where(there[:, None] & head_in[None, :], tl.exp(level - higher[None, :]), 0.0)
+                fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
+                weight = weight * fade + tl.sum(share, 0)
+                acc = acc * fade[:, None] + tl.sum(share[:, :, None] * piece, 0)
+                top = higher
+            acc = acc / weight[:, None]
+            top = top + tl.log(weight)
+        where = out + seq.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=(heads < HEADS)[:, None] & (cols < DIM)[None, :])
+        tl.store(lse + seq * HEADS + heads, top, mask=heads < HEADS)
+
+
+def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
+    """Runs per KV head: enough for `wanted` programs, never more than there can be tiles."""
+    return max(1, min(-(-wanted // kv_heads), batch * tiles))
+
+
+def paged_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths: Tensor, *,
+    scale: float, window: int | None, max_length: int, out: Tensor | None = None, tuning: DecodeTuning | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one new token per sequence over its paged KV. Synchronises nothing: fit for capture in a CUDA graph.
+
+    q `[batch, heads, head_dim]`; k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`, the same strides for both, `head_dim`
+    contiguous, more than 2**31 elements allowed; block_table int32 `[batch, blocks a row]`; lengths int32 `[batch]`, tokens visible
+    including the newest, 0 for a row that is padding. With `window`, the last `window` tokens are visible. `max_length` bounds lengths
+    and only sizes the grid.
+    Returns out `[batch, heads, head_dim]` in q's dtype and the natural log-sum-exp of the scaled scores, fp32 `[batch, heads]`;
+    a row of length 0 answers 0 and -inf.
+    """
+    batch, heads, dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    assert heads % kv_heads == 0, (q.shape, k_cache.shape)
+    assert block_size & (block_size - 1) == 0, block_size
+    assert 1 <= dim <= 256, dim
+    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+    assert q.stride(2) == k_cache.stride(3) == lengths.stride(0) == block_table.stride(1) == 1
+    assert q.dtype == k_cache.dtype == v_cache.dtype
+    assert lengths.dtype == block_table.dtype == torch.int32
+    group = heads // kv_heads
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
+    if batch == 0:
+        return out, lse
+    tuning = tuning or decode_tuning(dim, q.element_size(), block_size)
+    seen = max_length if window is None else min(max_length, window + tuning.tile)
+    workers = _workers(kv_heads, batch, triton.cdiv(max(seen, 1), tuning.tile), _multiprocessors(q.device) * tuning.workers_per_sm)
+    cols = max(16, triton.next_power_of_2(dim))
+    part_out = torch.empty(workers, 2, heads, cols, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(workers, 2, heads, dtype=torch.float32, device=q.device)
+    ends = torch.empty(batch, dtype=torch.int32, device=q.device)
+    _decode[(kv_heads, workers)](
+        q, k_cache, v_cache, block_table, lengths, out, lse, part_out, part_lse, ends,
+        scale * LOG2_E.value, window or 0, batch, workers,
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], block_table.stride(0), out.stride(0), out.stride(1),
+        HEADS=heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, COLS=cols, BLOCK=block_size,
+        TILE=tuning.tile, BATCH=_batch_class(batch), WINDOWED=window is not None, DEPTH=tuning.depth, WIDEN=q.device.type == "cpu",
+        num_warps=tuning.warps,
+    )
+    rows, parts = (1, 64) if batch * heads <= 1024 else (min(4, triton.next_power_of_2(heads)), 4)
+    _join[(triton.cdiv(heads, rows), batch)](
+        out, lse, part_out, part_lse, ends, batch, workers, out.stride(0), out.stride(1),
+        HEADS=heads, DIM=dim, COLS=cols, ROWS=rows, PARTS=parts, num_warps=8 if parts > 4 else 4,
+    )
+    return out, lse
+
+
+def _batch_class(batch: int) -> int:
+    """Rows of lengths a program scans: few classes, so that few kernels are compiled."""
+    size = 128
+    while size < batch:
+        size *= 4
+    return size
+
+
+@triton.jit(do_not_specialize=["rows", "s_la", "s_la_head", "s_lb", "s_lb_head"])  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    out_a, lse_a, out_b, lse_b, rows,
+    s_a, s_a_head, s_b, s_b_head, s_la, s_la_head, s_lb, s_lb_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+) -> None:
+    """ROWS rows of (token, head), each read and written by this program alone."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_in = row < rows
+    token, head = row // HEADS, row % HEADS
+    cols = tl.arange(0, COLS)
+    inside = row_in[:, None] & (cols < DIM)[None, :]
+    a_at = out_a + (token * s_a + head * s_a_head)[:, None] + cols[None, :]
+    b_at = out_b + (token * s_b + head * s_b_head)[:, None] + cols[None, :]
+    la_at = lse_a + token * s_la + head * s_la_head
+    la = tl.load(la_at, mask=row_in, other=float("-inf"))
+    lb = tl.load(lse_b + token * s_lb + head * s_lb_head, mask=row_in, other=float("-inf"))
+    a = tl.load(a_at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(b_at, mask=inside, other=0.0).to(tl.float32)
+    top = tl.maximum(la, lb)
+    floor = tl.where(top == float("-inf"), 0.0, top)
+    wa, wb = tl.exp(la - floor), tl.exp(lb - floor)
+    both = wa + wb
+    share = tl.where(both > 0.0, both, 1.0)
+    # a side that saw nothing may hold anything, also NaN: it is left out, not multiplied by zero
+    mixed = tl.where((wa > 0.0)[:, None], a * (wa / share)[:, None], 0.0) + tl.where((wb > 0.0)[:, None], b * (wb / share)[:, None], 0.0)
+    tl.store(a_at, mixed.to(out_a.dtype.element_ty), mask=inside)
+    tl.store(la_at, top + tl.log(share), mask=row_in)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Merge attention over two disjoint sets of keys, in place into a: exactly what attention over both would have said.
+
+    out `[tokens, heads, head_dim]`, any float dtype, `head_dim` contiguous; lse fp32 `[tokens, heads]` of any strides, -inf where a side
+    saw no key: what its out holds there does not matter. Where neither saw one the answer is 0 and -inf.
+    """
+    tokens, heads, dim = out_a.shape
+    assert out_a.shape == out_b.shape, (out_a.shape, out_b.shape)
+    assert lse_a.shape == lse_b.shape == (tokens, heads), (lse_a.shape, lse_b.shape, out_a.shape)
+    assert out_a.stride(2) == out_b.stride(2) == 1
+    assert lse_a.dtype == lse_b.dtype == torch.float32
+    if tokens == 0:
+        return
+    cols = triton.next_power_of_2(dim)
+    rows = max(1, 2048 // cols)
+    _merge[(triton.cdiv(tokens * heads, rows),)](
+        out_a, lse_a, out_b, lse_b, tokens * heads, *out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride(),
+        HEADS=heads, DIM=dim, COLS=cols, ROWS=rows, num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    k, v, k_cache, v_cache, slots,
+    s_k, s_k_head, s_v, s_v_head, s_kc_block, s_kc, s_kc_head, s_vc_block, s_vc, s_vc_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:
+    """K and V of one token to its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        block, offset = slot // BLOCK, slot % BLOCK
+        heads, cols = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+        inside = (heads < HEADS) & (cols < DIM)
+        new_k = tl.load(k + token * s_k + heads * s_k_head + cols, mask=inside)
+        new_v = tl.load(v + token * s_v + heads * s_v_head + cols, mask=inside)
+        k_at = k_cache + block * s_kc_block + offset * s_kc + heads * s_kc_head + cols
+        v_at = v_cache + block * s_vc_block + offset * s_vc + heads * s_vc_head + cols
+        tl.store(k_at, new_k.to(k_cache.dtype.element_ty), mask=inside)
+        tl.store(v_at, new_v.to(v_cache.dtype.element_ty), mask=inside)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Write new keys and values `[tokens, kv_heads, head_dim]` (strided views) into pages, in one kernel.
+
+    k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`; slots int64 `[tokens]`, block * block_size + offset, -1 writes nothing.
+    """
+    tokens, heads, dim = k.shape
+    assert k.shape == v.shape, (k.shape, v.shape)
+    assert k_cache.shape[2:] == v_cache.shape[2:] == (heads, dim), (k.shape, k_cache.shape)
+    assert k.stride(2) == v.stride(2) == k_cache.stride(3) == v_cache.stride(3) == slots.stride(0) == 1
+    assert slots.dtype == torch.int64, slots.dtype
+    if tokens == 0:
+        return
+    _write[(tokens,)](
+        k, v, k_cache, v_cache, slots, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        HEADS=heads, DIM=dim, ROWS=triton.next_power_of_2(heads), COLS=triton.next_power_of_2(dim), BLOCK=k_cache.shape[1], num_warps=4,
+    )

@@ -1,0 +1,136 @@
+"""Kernels for the small steps between matrix products: normalisation with the residual sum, rotary positions, the gated activation.
+
+Each rounds where the reference models round, so that fused and unfused arithmetic agree to the last bit of the dtype wherever fp32 does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x, residual, weight, y, rows, eps, s_x, s_x_head, s_r, s_r_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr,
+) -> None:
+    """ROWS rows; row r is head r % HEADS of token r // HEADS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // HEADS, row % HEADS
+    cols = tl.arange(0, COLS)
+    inside = (row < rows)[:, None] & (cols < DIM)[None, :]
+    value = tl.load(x + (token * s_x + head * s_x_head)[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + cols, mask=cols < DIM, other=0.0).to(tl.float32)
+    if ADDS:
+        at = residual + (token * s_r + head * s_r_head)[:, None] + cols[None, :]
+        total = (value + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(at, total, mask=inside)
+        value = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)
+    unit = (value * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + row[:, None] * DIM + cols[None, :], (unit * gain[None, :]).to(y.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """RMS norm over the last dim of x `[tokens, dim]` or `[tokens, heads, dim]` (strided views, last dim contiguous).
+
+    With `residual` (same shape) the sum is taken first: residual += x in place, rounded to its dtype, and that is normalised.
+    Returns y (contiguous, x's dtype) and the residual stream: `residual`, or x itself where none was given.
+    Rounding: `(x32 * rsqrt(mean(x32**2) + eps)).to(dtype) * weight`.
+    """
+    dim = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    stream = x if residual is None else residual
+    assert x.dim() in (2, 3), x.shape
+    assert stream.shape == x.shape, (x.shape, stream.shape)
+    assert weight.shape == (dim,), (x.shape, weight.shape)
+    assert x.stride(-1) == stream.stride(-1) == weight.stride(0) == 1
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    count = x.shape[0] * heads
+    if count == 0:
+        return y, stream
+    cols = triton.next_power_of_2(dim)
+    rows = max(1, 1024 // cols)
+    _rms_norm[(triton.cdiv(count, rows),)](
+        x, stream, weight, y, count, eps,
+        x.stride(0), x.stride(1) if heads > 1 else 0, stream.stride(0), stream.stride(1) if heads > 1 else 0,
+        HEADS=heads, DIM=dim, COLS=cols, ROWS=rows, ADDS=residual is not None, num_warps=min(16, max(4, cols // 512)),
+    )
+    return y, stream
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(x, cos, sin, s_head, HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotate the pairs (i, i + HALF) of all heads of one token, in place."""
+    heads, cols = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    inside = (heads < HEADS) & (cols < HALF)
+    at = x + heads * s_head + cols
+    left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, (left * cos - right * sin).to(x.dtype.element_ty), mask=inside)
+    tl.store(at + HALF, (right * cos + left * sin).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rope(  # type: ignore[no-untyped-def]
+    q, k, cos, sin, s_q, s_q_head, s_k, s_k_head, s_cos, s_sin,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KV_ROWS: tl.constexpr,
+) -> None:
+    """Queries and keys of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, COLS)
+    c = tl.load(cos + token * s_cos + cols, mask=cols < HALF, other=0.0)[None, :]
+    s = tl.load(sin + token * s_sin + cols, mask=cols < HALF, other=0.0)[None, :]
+    _turn(q + token * s_q, c, s, s_q_head, HEADS, HALF, COLS, ROWS)
+    if KV_HEADS > 0:
+        _turn(k + token * s_k, c, s, s_k_head, KV_HEADS, HALF, COLS, KV_ROWS)
+
+
+def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+    """Rotate q `[tokens, heads, dim]` and k `[tokens, kv_heads, dim]` in place (strided views): pairs (i, i + dim / 2).
+
+    cos, sin fp32 `[tokens, dim / 2]`. The arithmetic is fp32, rounded once. Without k, q may hold the heads of both.
+    """
+    tokens, heads, dim = q.shape
+    kv_heads = 0 if k is None else k.shape[1]
+    k = q if k is None else k
+    assert k.shape == (tokens, kv_heads or heads, dim), (q.shape, k.shape)
+    assert cos.shape == sin.shape == (tokens, dim // 2), (q.shape, cos.shape)
+    assert dim % 2 == 0, dim
+    assert q.stride(2) == k.stride(2) == cos.stride(1) == sin.stride(1) == 1
+    assert cos.dtype == sin.dtype == torch.float32
+    if tokens == 0:
+        return
+    rows, cols = triton.next_power_of_2(heads), triton.next_power_of_2(dim // 2)
+    _rope[(tokens,)](
+        q, k, cos, sin, *q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, COLS=cols, ROWS=rows, KV_ROWS=triton.next_power_of_2(max(kv_heads, 1)),
+        num_warps=8 if rows * cols > 4096 else 4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_mul(gate_up, y, s_row, WIDTH: tl.constexpr, COLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """COLS columns of one row."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = cols < WIDTH
+    at = gate_up + token * s_row + cols
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    tail = tl.exp(-tl.abs(gate))  # at most 1: no overflow on either side
+    active = (gate * tl.where(gate >= 0.0, 1.0, tail) / (1.0 + tail)).to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + token * WIDTH + cols, (active * up).to(y.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of gate_up `[tokens, 2 * width]` (gate first, rows strided): `[tokens, width]`, silu rounded before the product."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.shape[1] == 2 * width, gate_up.shape
+    assert gate_up.stride(1) == 1, gate_up.stride()
+    y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens == 0:
+        return y
+    cols = min(1024, triton.next_power_of_2(width))
+    _silu_mul[(tokens, triton.cdiv(width, cols))](gate_up, y, gate_up.stride(0), WIDTH=width, COLS=cols, num_warps=4)
+    return y

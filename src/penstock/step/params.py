@@ -1,0 +1,120 @@
+"""How a request wants its tokens chosen: as a user writes it, and as the engine runs it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.base.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling settings of one request. `None` means: as the model's generation_config.json says, else no effect.
+
+    temperature: 0 is greedy; above 0 divides the logits. Without a model default: 1.0.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens whose probability reaches p (nucleus sampling, Holtzman et al. 2019).
+    min_p: drop tokens less probable than min_p times the most probable one (Nguyen et al. 2024).
+    repetition_penalty: above 1 makes every token of prompt and output less likely (Keskar et al. 2019).
+    presence_penalty, frequency_penalty: subtracted from a token's logit once if it is in the output, and once per occurrence.
+    logit_bias: token id to a number added to its logit.
+    seed: the same seed, prompt and settings give the same tokens, whatever else runs in the batch.
+    stop: strings that end the output, and are cut from it unless `include_stop`.
+    stop_token_ids: tokens that end the output, beside the model's own end tokens.
+    min_tokens: no end token is sampled before this many; max_tokens: at most this many, None up to the context's end.
+    ignore_eos: go on after the model's end tokens.
+    n: how many independent outputs for the prompt.
+    logprobs: None, or how many most likely tokens to report with each output token, beside the chosen one; -1 is the whole vocabulary.
+    prompt_logprobs: the same for each prompt token but the first. Log-probabilities are of the model's own distribution,
+        before penalties and temperature.
+
+    Raises RequestError when a value is out of range.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    include_stop: bool = False
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0, 1000, "0 is greedy, 0.7 is usual")
+        _within("top_p", self.top_p, 0, 1, "1 keeps all", open_low=True)
+        _within("min_p", self.min_p, 0, 1, "0 keeps all")
+        _within("repetition_penalty", self.repetition_penalty, 0, 1000, "1 is none", open_low=True)
+        _within("presence_penalty", self.presence_penalty, -100, 100, "0 is none")
+        _within("frequency_penalty", self.frequency_penalty, -100, 100, "0 is none")
+        _whole("top_k", self.top_k, 0, "0 keeps all")
+        _whole("min_tokens", self.min_tokens, 0, "0 is no minimum")
+        _whole("max_tokens", self.max_tokens, 1, "None goes on to the context's end")
+        _whole("n", self.n, 1, "1 is usual")
+        _whole("logprobs", self.logprobs, -1, "None is none, -1 the whole vocabulary")
+        _whole("prompt_logprobs", self.prompt_logprobs, -1, "None is none, -1 the whole vocabulary")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise RequestError(f"seed {self.seed!r} must be a whole number or None")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        if any(not isinstance(text, str) or not text for text in self.stop_strings):
+            raise RequestError(f"stop {self.stop!r} must be strings of at least one character")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, "token ids")
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0, "token ids as keys")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
+                raise RequestError(f"logit_bias of token {token} is {bias!r}; it must be a number below infinity")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _within(name: str, value: float | None, low: float, high: float, hint: str, *, open_low: bool = False) -> None:
+    if value is None:
+        return
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not (low < value if open_low else low <= value) or not value <= high:
+        raise RequestError(f"{name} {value!r} must be {'above' if open_low else 'from'} {low} {'and at most' if open_low else 'to'} {high}; {hint}")
+
+
+def _whole(name: str, value: int | None, low: int, hint: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise RequestError(f"{name} {value!r} must be a whole number, at least {low}; {hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A request's settings with every default filled in: what a Plan carries to the ranks."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    seed: int
+    end_tokens: frozenset[int]
+    """Tokens that end the output: the model's own unless ignored, and the request's."""
+    min_tokens: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -1,0 +1,60 @@
+"""One request as the scheduler knows it: its tokens, how far it is computed, where its KV rests."""
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+
+from penstock.step.params import Sampling
+from penstock.step.plan import BlockId, RequestId, Row
+
+
+class Phase(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """An end token or a stop string."""
+    LENGTH = "length"
+    """max_tokens or the end of the context."""
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Written only by the Scheduler. `tokens` is the prompt followed by the output so far.
+
+    Positions [0, computed) have their KV in `blocks`; a request only ever catches up with its own length.
+    """
+
+    id: RequestId
+    tokens: list[int]
+    prompt_length: int
+    max_tokens: int
+    sampling: Sampling
+    share_prefix: bool = True
+    """False when every prompt position must be computed, because its log-probabilities were asked for."""
+    phase: Phase = Phase.WAITING
+    row: Row | None = None
+    blocks: list[BlockId] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    """Chained keys of the full blocks of `tokens`, computed as they are needed."""
+    computed: int = 0
+    sealed: int = 0
+    """How many leading blocks are known to the ledger by their key."""
+    tabled: int = 0
+    """How many leading blocks the workers have been told of."""
+    cached: int | None = None
+    """Prompt tokens whose KV was found instead of computed, when the request was first admitted; None until then."""
+    scored: int = 0
+    """Prompt tokens after the first whose log-probabilities have been reported."""
+    finish: FinishReason | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length

@@ -1,0 +1,234 @@
+"""A Hugging Face checkpoint directory: what model it is, whether it is whole, and its weights in the layout the engine wants."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from penstock.arch.families import TensorNames, family_of, read_spec
+from penstock.arch.layout import GroupLayout, Source
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec
+from penstock.base.errors import CheckpointError
+from penstock.memory.disk import REQUEST_BYTES, ReadError, run_all
+from penstock.weights.generation import GenerationDefaults, read_generation
+from penstock.weights.jsonfile import read_object, shown
+from penstock.weights.shards import Shards, Stored
+
+MAX_CONFIG_BYTES = 10_000_000
+STAGE_BYTES = 1 << 20
+"""Of a tensor whose dtype changes, as much is in passing at once in each thread: within the reach of a core's cache."""
+SERIAL = 32768
+"""Elements converted by one call: as many as torch does without waking threads of its own, which would fight with ours for cores."""
+READ_THREADS = 4
+"""Two read cached files twice as fast as one (12.7 against 6.5 GB/s on two cores); a cold disk wants some more in flight."""
+PAGE_BYTES, PAGES = 4096, 6
+"""What the fingerprint looks at in each tensor."""
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Checkpoint:
+    """An open checkpoint. Opening reads configs and headers only; weights are read group by group into memory of the caller's.
+
+    Methods may be called from one thread at a time; reads are spread over threads of its own.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, object], generation: GenerationDefaults, shards: Shards, spec: ModelSpec) -> None:
+        self.path = path
+        self.config = config
+        self.generation = generation
+        self.spec = spec
+        self.names: TensorNames = family_of(config).names
+        self._shards = shards
+        self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="checkpoint")
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The checkpoint in directory `path`: config.json, generation_config.json if there, safetensors in one file or in shards.
+
+        Raises CheckpointError for what is missing, damaged or malformed, UnsupportedModelError for models this engine does not run.
+        """
+        if not os.path.isdir(path):  # Unlike Path.is_dir, an answer also for a path that cannot be looked at.
+            fault = (
+                "is a file; name the directory it is in"
+                if os.path.exists(path)
+                else "does not exist; name a directory with config.json in it"
+            )
+            raise CheckpointError(f"checkpoint {path} {fault}")
+        config = read_object(path / "config.json", MAX_CONFIG_BYTES)
+        spec = read_spec(config, str(path / "config.json"))
+        side = path / "generation_config.json"
+        generation = read_generation(
+            read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {}, config, spec.vocab_size, str(side)
+        )
+        shards = Shards(path)
+        try:
+            _check_count(path, spec, len(shards.tensors))
+        except CheckpointError:
+            shards.close()
+            raise
+        return cls(path, config, generation, shards, _with_dtype(spec, config, shards))
+
+    def verify(self, layouts: Iterable[GroupLayout]) -> None:
+        """Check that the files hold exactly the tensors that `layouts`, of the whole model, are made from, in shapes and dtypes to match.
+
+        Raises CheckpointError, naming file and tensor.
+        """
+        sources = {source.tensor: source for layout in layouts for field in layout.fields for source in field.sources}
+        missing = [name for name in sources if name not in self._shards.tensors]
+        if missing:
+            hint = "; does the model share its embedding (tie_word_embeddings)?" if missing == [_HEAD] else ""
+            raise CheckpointError(f"{self.path} lacks tensor {missing[0]}{_and_more(missing)} that config.json calls for{hint}")
+        for source in sources.values():
+            self._check(source)
+        extra = [name for name in self._shards.tensors if name not in sources and not self._ignorable(name)]
+        if extra:
+            file = self._shards.tensors[extra[0]].file.path
+            raise CheckpointError(f"{file} holds tensor {shown(extra[0])}{_and_more(extra)} that a model as in config.json does not have")
+
+    def read_group(self, layout: GroupLayout, dtype: str, into: torch.Tensor) -> None:
+        """Fill `into`, flat uint8 of `layout.size` bytes on the CPU, with a group whose layout was made for `dtype`.
+
+        Each field starts at its offset, its sources one below the other; bytes between fields are zero. Tensors stored as `dtype` are read
+        straight into place; others pass through a stage of STAGE_BYTES in each of READ_THREADS threads, rounded to nearest even. Raises CheckpointError.
+        """
+        assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (layout.size,), "cpu")
+        assert into.is_contiguous()
+        tasks: list[Callable[[], None]] = []
+        at = 0
+        for field in layout.fields:
+            into[at : field.offset].zero_()
+            at = field.offset
+            for source in field.sources:
+                end = at + prod(source.shape) * DTYPE_BYTES[dtype]
+                tasks += _reading(self._check(source), dtype, into[at:end])
+                at = end
+        into[at:].zero_()
+        try:
+            run_all(tasks, self._pool)
+        except ReadError as error:
+            raise CheckpointError(str(error)) from error
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that are the same in every process, on every machine and under every path for the same model, and differ for others.
+
+        Covered: every value of the spec; names, dtypes and shapes of all tensors; names and sizes of the weight files; and of each tensor
+        PAGES pages of PAGE_BYTES, evenly spaced, the first and last included (smaller tensors whole). Not covered: the bytes in between, so
+        a change to a few rows of a large matrix may go unseen, while training or quantising anew does not; file times; tokenizer and
+        generation settings. Reads about 24 KiB a tensor. Raises CheckpointError.
+        """
+        tensors = sorted(self._shards.tensors.items())
+        what = {
+            "spec": dataclasses.asdict(self.spec),
+            "files": [(file.path.name, file.size) for file in self._shards.files],
+            "tensors": [(name, stored.entry.dtype, stored.entry.shape) for name, stored in tensors],
+        }
+        digest = hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16)
+        for sample in self._pool.map(_sample, [stored for _, stored in tensors]):
+            digest.update(sample)
+        return digest.digest()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._shards.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check(self, source: Source) -> Stored:
+        """The stored tensor of `source`, if it is there as promised."""
+        stored = self._shards.tensors.get(source.tensor)
+        if stored is None:
+            raise CheckpointError(f"{self.path} lacks tensor {source.tensor} that config.json calls for")
+        where = f"{stored.file.path}: tensor {source.tensor}"
+        if stored.entry.shape != source.shape:
+            raise CheckpointError(f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for {list(source.shape)}")
+        if stored.entry.dtype not in _NAMES:
+            raise CheckpointError(f"{where} has dtype {stored.entry.dtype}; {', '.join(_NAMES)} are read")
+        return stored
+
+    def _ignorable(self, name: str) -> bool:
+        """Tensors that some checkpoints store although they follow from others: rotary frequencies, and a head that is the embedding."""
+        if name != _HEAD or not self.spec.tied_embeddings:
+            return name.endswith(".rotary_emb.inv_freq")
+        head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
+        alike = (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
+        if not alike or _sample(head) != _sample(embedding):
+            raise CheckpointError(
+                f"{head.file.path} holds a {_HEAD} that is not {_EMBEDDING}, while config.json ties them; "
+                "if it is the right head, set tie_word_embeddings to false"
+            )
+        return True
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor, to be written."""
+    return tensor.numpy().data
+
+
+def _reading(stored: Stored, dtype: str, into: torch.Tensor) -> list[Callable[[], None]]:
+    """The tasks that fill `into`, flat uint8, with all of a stored tensor as `dtype`: straight into place, or by way of stages."""
+    if _NAMES[stored.entry.dtype] == dtype:
+        return stored.file.requests(_bytes(into), stored.entry.offset)
+    parts = into.view(_TORCH[dtype]).split(REQUEST_BYTES // 4)
+    return [partial(_convert, stored, number * REQUEST_BYTES // 4, part) for number, part in enumerate(parts)]
+
+
+def _convert(stored: Stored, first: int, into: torch.Tensor) -> None:
+    """Fill `into` with elements of a stored tensor, from its element `first`, rounded to the dtype of `into`, nearest even. Any thread may."""
+    dtype = _TORCH[_NAMES[stored.entry.dtype]]
+    stage = torch.empty(min(STAGE_BYTES // dtype.itemsize, len(into)), dtype=dtype)
+    at = stored.entry.offset + first * dtype.itemsize
+    for part in into.split(len(stage)):
+        source = stage[: len(part)]
+        stored.file.read_into(_bytes(source.view(torch.uint8)), at)
+        at += source.nbytes
+        for block, filled in zip(source.split(SERIAL), part.split(SERIAL), strict=True):
+            filled.copy_(block)
+            if filled.dtype is torch.float16 and not all(extreme.isfinite() for extreme in torch.aminmax(filled)):
+                raise CheckpointError(f"{stored.file.path}: tensor {stored.name} has values beyond float16; choose another dtype")
+
+
+def _sample(stored: Stored) -> bytes:
+    """The digest of a tensor's pages that the fingerprint looks at. Raises CheckpointError."""
+    size, digest = stored.entry.size, hashlib.blake2b(digest_size=16)
+    whole = size <= PAGES * PAGE_BYTES
+    starts = [0] if whole else [(size - PAGE_BYTES) * page // (PAGES - 1) for page in range(PAGES)]
+    try:
+        for start in starts:
+            digest.update(stored.file.read(stored.entry.offset + start, size if whole else PAGE_BYTES))
+    except ReadError as error:
+        raise CheckpointError(str(error)) from error
+    return digest.digest()
+
+
+def _check_count(path: Path, spec: ModelSpec, there: int) -> None:
+    """Refuse a config far beyond its files before anything is laid out for every layer and expert that it claims."""
+    least = spec.layers + sum(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
+    if least > there:
+        raise CheckpointError(f"{path} holds {there} tensors; {spec.layers} layers as in config.json need at least {least}")
+
+
+def _with_dtype(spec: ModelSpec, config: Mapping[str, object], shards: Shards) -> ModelSpec:
+    """The spec with the dtype of the embedding where config.json does not name one."""
+    embedding = shards.tensors.get(_EMBEDDING)
+    if embedding is None or config.get("dtype") is not None or config.get("torch_dtype") is not None:
+        return spec
+    return dataclasses.replace(spec, dtype=_NAMES.get(embedding.entry.dtype, spec.dtype))
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,120 @@
+"""Every family against transformers: log-probabilities of the whole vocabulary and 64 greedy tokens, however the work is cut and shared."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import tiny
+from penstock import LLM, Completion, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=-1)
+WITH_PROMPT = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+FAMILIES = pytest.mark.parametrize("name", tiny.CASES)
+
+
+def engine(name: str, **settings: object) -> LLM:
+    return LLM(tiny.checkpoint(name), device="cpu", dtype="float32", max_length=128, check=True, **settings)
+
+
+def assert_equal(completions: Sequence[Completion], references: Sequence[tiny.Reference]) -> None:
+    for completion, reference in zip(completions, references, strict=True):
+        assert completion.prompt_tokens == tuple(reference.prompt)
+        assert completion.finish_reason == "length"
+        assert list(completion.tokens) == reference.tokens
+        assert completion.logprobs is not None
+        got = torch.stack([tiny.dense(entry) for entry in completion.logprobs])
+        assert tiny.distance(got, reference.after_prompt) < tiny.LIMIT
+        for entry, token, row in zip(completion.logprobs, reference.tokens, got, strict=True):
+            assert (entry.token, entry.rank) == (token, 1)
+            assert entry.logprob == row[token]
+
+
+@FAMILIES
+def test_reference_is_sharp(name: str) -> None:
+    """What the other tests rest on: no close calls, and logits that notice when what makes the case special is taken away."""
+    case, references = tiny.CASES[name], tiny.references(name)
+    assert min(map(tiny.least_lead, references)) > 3e-5
+    longest = references[-1]
+    if case.without:
+        with torch.inference_mode():
+            changed = tiny.load(tiny.checkpoint(name), **case.without)(torch.tensor([longest.prompt])).logits[0].double().log_softmax(-1)
+        assert tiny.distance(changed, longest.logprobs[: len(longest.prompt)]) > 0.01
+
+
+@FAMILIES
+def test_one_batch_of_mixed_lengths(name: str) -> None:
+    with engine(name) as llm:
+        completions = llm.generate(tiny.prompts(), WITH_PROMPT)
+    references = tiny.references(name)
+    assert_equal(completions, references)
+    for completion, reference in zip(completions, references, strict=True):
+        assert completion.prompt_logprobs is not None
+        first, *rest = completion.prompt_logprobs
+        assert first is None
+        assert [entry.token for entry in rest if entry] == reference.prompt[1:]
+        for entry, row in zip(rest, reference.logprobs, strict=False):  # the reference goes on into the output
+            assert entry is not None
+            assert tiny.distance(tiny.dense(entry), row) < tiny.LIMIT
+            assert entry.logprob == tiny.dense(entry)[entry.token]
+            assert entry.rank == 1 + int((tiny.dense(entry) > entry.logprob).sum())
+
+
+@FAMILIES
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no_cache"])
+def test_small_chunks_and_scarce_blocks(name: str, prefix_cache: bool) -> None:
+    """Steps of seven tokens, and room for one request and a little more: every request is sent back again and again."""
+    with engine(name, block_size=4, max_step_tokens=7, max_sequences=5, kv_blocks=30, prefix_cache=prefix_cache) as llm:
+        completions = llm.generate(tiny.prompts(), GREEDY)
+        assert llm.stats().preemptions > 0
+    assert_equal(completions, tiny.references(name))
+
+
+@FAMILIES
+@pytest.mark.parametrize("size", [4, 32])
+def test_shared_prefixes(name: str, size: int) -> None:
+    references = tiny.references(name)
+    with engine(name, block_size=size) as llm:
+        assert_equal(llm.generate(tiny.prompts(), GREEDY), references)
+        again = llm.generate(tiny.prompts(), GREEDY)
+        assert_equal(again, references)
+        assert [completion.cached_tokens for completion in again] == [(len(prompt) - 1) // size * size for prompt in tiny.prompts()]
+
+        # The output becomes part of the next prompt, as in a conversation; all within what dynamic rope leaves alone.
+        short = references[1]
+        [longer] = llm.generate(short.prompt + short.tokens[:20], GREEDY)
+        assert longer.cached_tokens == (24 if size == 4 else 0)
+        assert list(longer.tokens)[:44] == short.tokens[20:]
+
+        assert llm.clear_prefix_cache() > 0
+        [cold] = llm.generate(references[-1].prompt, GREEDY)
+        assert cold.cached_tokens == 0
+        assert_equal([cold], references[-1:])
+
+
+@FAMILIES
+def test_prefix_of_a_running_request(name: str) -> None:
+    """Prompts that begin alike and arrive together share their blocks at once, unless dynamic rope sets them apart by their length."""
+    prompts = tiny.prompts()[-2:]
+    with engine(name, block_size=8) as llm:
+        completions = llm.generate(prompts, GREEDY)
+    assert_equal(completions, tiny.references(name)[-2:])
+    assert [completion.cached_tokens for completion in completions] == [0, 0 if tiny.CASES[name].dynamic else 32]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_half_precision(name: str, dtype: str) -> None:
+    """As close to transformers in float32 as transformers itself comes in this precision, within a factor of two."""
+    prompts = tiny.prompts()
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    with LLM(tiny.checkpoint(name), device="cpu", dtype=dtype, max_length=128, check=True) as llm:
+        completions = llm.generate(prompts, params)
+    half = tiny.load(tiny.checkpoint(name), dtype=getattr(torch, dtype))
+    ours = theirs = 0.0
+    for completion, reference in zip(completions, tiny.references(name), strict=True):
+        assert completion.logprobs is not None
+        expected = reference.after_prompt[0]
+        ours += tiny.distance(tiny.dense(completion.logprobs[0]), expected)
+        theirs += tiny.distance(tiny.decode(half, reference.prompt, steps=1).after_prompt[0], expected)
+    assert ours < 2 * theirs
