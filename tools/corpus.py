@@ -222,7 +222,7 @@ class Corpus:
 
 
 def build_corpus(tok: Tokenizer, books: list[str], seed: int, documents: int, ctx: BaseContext, processes: int) -> Corpus:
-    """Generate and tokenize everything, in parallel."""
+    """Generate and tokenize everything, in parallel (in this process if `processes` is 0)."""
     global _shared
     paragraphs = [p for book in books for p in stories.book_paragraphs(book)]
     unwrapped = [stories.unwrap(p) for p in paragraphs]
@@ -231,9 +231,12 @@ def build_corpus(tok: Tokenizer, books: list[str], seed: int, documents: int, ct
     size = max(1, min(500, documents // 4))
     jobs = [(seed * 1_000_003 + i, size) for i in range(documents // size)]
     hay_jobs = [(-job[0] - 1, size) for job in jobs[: max(1, len(jobs) // 6)]]
-    with ctx.Pool(processes) as workers:  # type: ignore[attr-defined]
-        prose_parts = workers.map(prose_chunk, jobs, chunksize=1)
-        hay_parts = workers.map(hay_chunk, hay_jobs, chunksize=1)
+    if processes:
+        with ctx.Pool(processes) as workers:  # type: ignore[attr-defined]
+            prose_parts = workers.map(prose_chunk, jobs, chunksize=1)
+            hay_parts = workers.map(hay_chunk, hay_jobs, chunksize=1)
+    else:
+        prose_parts, hay_parts = [prose_chunk(job) for job in jobs], [hay_chunk(job) for job in hay_jobs]
     offsets = np.cumsum([0, *(len(p[0]) for p in prose_parts[:-1])])
     starts = np.concatenate([p[2] + o for p, o in zip(prose_parts, offsets, strict=True)])
     prose = Pool(np.concatenate([p[0] for p in prose_parts]), np.concatenate([p[1] for p in prose_parts]), np.zeros(0, np.int64), starts)

@@ -123,12 +123,12 @@ class _Plan:
     """What one row shall hold, as texts still to be tokenized."""
 
     def __init__(self, rng: random.Random, length: int) -> None:
-        most = {True: 8, False: min(96, length // 70)}[length <= 600]
+        most = 10 if length <= 600 else min(96, length // 70)
         maker = FactMaker(rng)
-        drawn = [maker.draw() for _ in range(1 + int(most * rng.random() ** 1.3))]
+        drawn = [maker.draw() for _ in range(1 + int(most * rng.random()))]
         self.facts = len(drawn)
         self.chat = rng.random() < 0.82
-        chosen = rng.sample(drawn, min(len(drawn), max(4, min(64, length // 90))))
+        chosen = rng.sample(drawn, min(len(drawn), max(6, min(64, length // 90))))
         self.questions = len(chosen)
         instruction = rng.choice(INSTRUCTIONS)
         self.fact_first = int(rng.random() < 0.5 / (1 + self.facts) + 0.05)  # a fact before the text, which no cut of the text allows

@@ -211,11 +211,12 @@ def train(trainer: Trainer, feed: Feed, stages: list[Stage], args: argparse.Name
         if steps % args.log_every == 0:
             means = tally.read()
             now = time.perf_counter()
-            print(
-                f"step {trainer.step} {now - begin:.0f}s progress {trainer.progress:.3f} stage {stages[trainer.stage].length} lr {scale:.2f} "
-                f"{(trainer.tokens - tokens) / (now - printed) / 1e3:.0f}k tok/s wait {waited / (now - printed):.0%} | "
-                + " ".join(f"{k} {v:.3f}" for k, v in sorted(means.items())), flush=True,
-            )  # fmt: skip
+            speed, late = (trainer.tokens - tokens) / (now - printed) / 1e3, waited / (now - printed)
+            where = (
+                f"progress {trainer.progress:.3f} stage {stages[trainer.stage].length} lr {scale:.2f} {speed:.0f}k tok/s wait {late:.0%}"
+            )
+            numbers = " ".join(f"{k} {v:.3f}" for k, v in sorted(means.items()))
+            print(f"step {trainer.step} {now - begin:.0f}s {where} | {numbers}", flush=True)
             if not all(np.isfinite(v) for v in means.values()):
                 raise RuntimeError(f"the loss is not finite at step {trainer.step}; the last good state is in {args.work}")
             printed, tokens, waited = now, trainer.tokens, 0.0
@@ -291,6 +292,7 @@ def main(argv: list[str] | None = None) -> None:
     knobs = replace(Knobs(), muon_lr=args.muon_lr, adam_lr=args.adam_lr)
     stages = curriculum(LENGTHS, args.shares)
     if args.tiny:
+        torch.set_num_threads(1)
         knobs, stages = replace(knobs, tokens=1024, prose_length=256, warmup=2), curriculum((256, 512), [0.5, 0.5])
     # Workers are forked: they share the corpus without copies. That must happen before CUDA starts.
     ctx = multiprocessing.get_context("fork")

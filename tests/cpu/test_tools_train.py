@@ -1,6 +1,7 @@
 """The tools that make the shipped model: stories, hidden facts, and a training run small enough for a CPU."""
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -14,12 +15,12 @@ import torch
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))  # the tools are scripts, not a package
 
-import corpus
-import needles
-import rows
-import small_llama
-import stories
-from tokenizers import Tokenizer
+import corpus  # noqa: E402
+import needles  # noqa: E402
+import rows  # noqa: E402
+import small_llama  # noqa: E402
+import stories  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_stories_are_deterministic_and_varied() -> None:
     words = set(re.findall(r"[a-z']+", " ".join(first).lower()))
     assert len(words) > 1000
     lengths = [len(text.split()) for text in first]
-    assert 80 < min(lengths)
+    assert min(lengths) > 80
     assert max(lengths) < 450
     assert not [text for text in first if re.search(r"[\[\]{}<>|]|\. [a-z]|  | a [aei]", text)]
 
@@ -72,8 +73,6 @@ def test_samples_have_the_length_the_depth_and_the_answer(tok: Tokenizer, style:
 
 
 def test_rows_have_the_tokens_of_their_text(tok: Tokenizer) -> None:
-    import multiprocessing
-
     book = "\n\n".join(stories.make_story(random.Random(i)).text.replace(". ", ".\n") for i in range(40))
     made = corpus.build_corpus(tok, [book], 1, 200, multiprocessing.get_context("spawn"), 0)
     assembler = rows.Assembler(made)
@@ -91,7 +90,11 @@ def test_rows_have_the_tokens_of_their_text(tok: Tokenizer) -> None:
 def run(*args: str) -> str:
     """A tool in a process of its own: it forks."""
     done = subprocess.run(
-        [sys.executable, str(TOOLS / args[0]), *args[1:]], capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, str(TOOLS / args[0]), *args[1:]],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

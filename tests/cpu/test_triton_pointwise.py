@@ -14,6 +14,7 @@ if INTERPRETED:
     from penstock.ops.triton_pointwise import rms_norm, rope_, silu_mul
 else:
 
+    @pytest.mark.timeout(900)
     def test_in_a_process_that_interprets_kernels() -> None:
         env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
@@ -92,6 +93,16 @@ class TestRope:
         rope_(qkv[:, :heads], qkv[:, heads : heads + kv_heads], cos, sin)
         close(qkv[:, : heads + kv_heads], turned[:, : heads + kv_heads])
         assert torch.equal(qkv[:, heads + kv_heads :], values)
+
+
+    def test_queries_and_keys_as_one_view(self) -> None:
+        rng = torch.Generator().manual_seed(5)
+        qkv = torch.randn(3, 7, 16, generator=rng)
+        cos, sin = torch.randn(3, 8, generator=rng), torch.randn(3, 8, generator=rng)
+        apart = qkv.clone()
+        rope_(apart[:, :4], apart[:, 4:6], cos, sin)
+        rope_(qkv[:, :6], None, cos, sin)
+        assert torch.equal(qkv, apart)
 
 
 class TestSiluMul:

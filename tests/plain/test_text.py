@@ -122,6 +122,11 @@ def test_half_a_character_waits_and_comes_as_replacement_at_the_end(tokenizer: T
     assert stream.finish() == "\ufffd"
 
 
+def test_first_space_goes_with_the_first_token_that_has_text() -> None:
+    for unseen in (1, 600):  # one skipped, one that the tokenizer does not know
+        assert load(STORIES).detokenizer().push([unseen, 265, 265]) == load(STORIES).decode([unseen, 265, 265]) == "the the"
+
+
 def test_output_that_continues_a_text_keeps_its_first_space() -> None:
     the = load(STORIES).token_to_id("▁the")
     assert the is not None

@@ -25,12 +25,17 @@ _CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows of similar length, padded to one, for devices without a paged kernel. `masks`: window to `[rows, 1, 1, keys]`, or none needed."""
+    """Rows of similar length, padded to one, for devices without a paged kernel. `masks`: by window, `[rows, 1, 1, keys]` or none needed.
+
+    beyond: bool `[rows, keys - shortest, 1, 1]`, which keys from the shortest row's end on lie behind their row's end; or none.
+    """
 
     rows: Tensor
     blocks: Tensor
     keys: int
     masks: Mapping[int | None, Tensor | None]
+    shortest: int
+    beyond: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +110,11 @@ def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale:
     heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
     for group in rows.groups:
-        k = k_cache[group.blocks].flatten(1, 2)[:, : group.keys].transpose(1, 2)
-        v = v_cache[group.blocks].flatten(1, 2)[:, : group.keys].transpose(1, 2)
+        k, v = (cache[group.blocks].flatten(1, 2)[:, : group.keys] for cache in (k_cache, v_cache))
+        if group.beyond is not None:  # Memory never written, or another request's: not even a mask makes a NaN harmless.
+            for gathered in (k, v):
+                gathered[:, group.shortest :].masked_fill_(group.beyond, 0)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
         # The query heads that share a key head stand where queries stand, so that keys are read once for all of them.
         part = q[group.rows].view(-1, kv_heads, heads // kv_heads, dim)
         mask = group.masks[window]
@@ -201,5 +209,3 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
     share = torch.sigmoid(other_lse - lse)[..., None]
     out.add_(share * (other_out.float() - out))
     torch.logaddexp(lse, other_lse, out=lse)
-
-

@@ -36,7 +36,7 @@ class RotaryAngles:
 def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn queries and keys `[tokens, heads, dim]` by their positions' angles; cos and sin `[tokens, dim / 2]`, float32. May be in place."""
     if qk.is_cuda and (kernels := pointwise_kernels()):
-        kernels.rope_(qk, qk[:, :0], cos, sin)
+        kernels.rope_(qk, None, cos, sin)
         return qk
     first, second = qk.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]

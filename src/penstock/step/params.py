@@ -86,7 +86,9 @@ def _within(name: str, value: float | None, low: float, high: float, hint: str, 
         return
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if not number or not (low < value if open_low else low <= value) or not value <= high:
-        raise RequestError(f"{name} {value!r} must be {'above' if open_low else 'from'} {low} {'and at most' if open_low else 'to'} {high}; {hint}")
+        raise RequestError(
+            f"{name} {value!r} must be {'above' if open_low else 'from'} {low} {'and at most' if open_low else 'to'} {high}; {hint}"
+        )
 
 
 def _whole(name: str, value: int | None, low: int, hint: str) -> None:

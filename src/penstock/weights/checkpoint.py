@@ -100,7 +100,8 @@ class Checkpoint:
         """Fill `into`, flat uint8 of `layout.size` bytes on the CPU, with a group whose layout was made for `dtype`.
 
         Each field starts at its offset, its sources one below the other; bytes between fields are zero. Tensors stored as `dtype` are read
-        straight into place; others pass through a stage of STAGE_BYTES in each of READ_THREADS threads, rounded to nearest even. Raises CheckpointError.
+        straight into place; others pass through a stage of STAGE_BYTES in each of READ_THREADS threads, rounded to nearest even.
+        Raises CheckpointError; `into` then holds anything.
         """
         assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (layout.size,), "cpu")
         assert into.is_contiguous()
@@ -183,20 +184,20 @@ def _reading(stored: Stored, dtype: str, into: torch.Tensor) -> list[Callable[[]
     """The tasks that fill `into`, flat uint8, with all of a stored tensor as `dtype`: straight into place, or by way of stages."""
     if _NAMES[stored.entry.dtype] == dtype:
         return stored.file.requests(_bytes(into), stored.entry.offset)
-    parts = into.view(_TORCH[dtype]).split(REQUEST_BYTES // 4)
+    parts = torch.split(into.view(_TORCH[dtype]), REQUEST_BYTES // 4)
     return [partial(_convert, stored, number * REQUEST_BYTES // 4, part) for number, part in enumerate(parts)]
 
 
 def _convert(stored: Stored, first: int, into: torch.Tensor) -> None:
-    """Fill `into` with elements of a stored tensor, from its element `first`, rounded to the dtype of `into`, nearest even. Any thread may."""
+    """Fill `into` with elements of a stored tensor, from its element `first`, rounded to nearest even. Any thread may."""
     dtype = _TORCH[_NAMES[stored.entry.dtype]]
     stage = torch.empty(min(STAGE_BYTES // dtype.itemsize, len(into)), dtype=dtype)
     at = stored.entry.offset + first * dtype.itemsize
-    for part in into.split(len(stage)):
+    for part in torch.split(into, len(stage)):
         source = stage[: len(part)]
         stored.file.read_into(_bytes(source.view(torch.uint8)), at)
         at += source.nbytes
-        for block, filled in zip(source.split(SERIAL), part.split(SERIAL), strict=True):
+        for block, filled in zip(torch.split(source, SERIAL), torch.split(part, SERIAL), strict=True):
             filled.copy_(block)
             if filled.dtype is torch.float16 and not all(extreme.isfinite() for extreme in torch.aminmax(filled)):
                 raise CheckpointError(f"{stored.file.path}: tensor {stored.name} has values beyond float16; choose another dtype")

@@ -100,7 +100,7 @@ class InputBuilder:
     def _group(self, rows: Ints, lengths: NDArray[np.int32], table: NDArray[np.int32]) -> RowGroup:
         keys = int(lengths[rows[0]])
         used = -(-keys // self._block_size)
-        # Beyond a row's end its table holds blocks of other rows; what is read there is masked.
+        # Beyond a row's end its table holds blocks of other rows; what is read there is cleared and masked.
         blocks = self._send(table[rows, :used].astype(np.int64))
         lengths_here = torch.from_numpy(lengths[rows].astype(np.int64)).to(self._device)[:, None]
         masks: dict[int | None, Tensor | None] = {}
@@ -110,7 +110,9 @@ class InputBuilder:
             if window is not None:
                 seen &= key >= lengths_here - window
             masks[window] = None if bool(seen.all()) else seen[:, None, None]
-        return RowGroup(self._send(rows), blocks, keys, masks)
+        shortest = int(lengths[rows[-1]])
+        beyond = None if shortest == keys else torch.arange(shortest, keys, device=self._device) >= lengths_here
+        return RowGroup(self._send(rows), blocks, keys, masks, shortest, None if beyond is None else beyond[:, :, None, None])
 
     def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[Run, ...]:
         runs = []

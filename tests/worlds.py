@@ -90,6 +90,11 @@ class Worker:
             self.verify(share.row, share.stop)
         return Outcome(tuple(self._result(share) for share in plan.shares))
 
+    def spoil(self, plan: Plan) -> None:
+        for block in (block for share in plan.shares for block in share.new_blocks):
+            first = block * self.block_size
+            self.memory[first : first + self.block_size] = [None] * self.block_size
+
     def _write(self, share: Share) -> list[int]:
         table = self.rows[share.row]
         assert share.tokens, "a share without tokens"
@@ -243,6 +248,19 @@ class World:
         self.steps += 1
         return plan
 
+    def interrupt(self) -> Plan:
+        """A step of which the worker did nothing but spoil the blocks it was to write."""
+        before = self.running()
+        plan = self.scheduler.plan()
+        self._judge(plan, before)
+        self.worker.spoil(plan)
+        self.scheduler.recover()
+        self.scheduler.check()
+        for known in self.live.values():
+            known.row, known.computed = None, 0
+        assert self.scheduler.running == self.ledger.cached == 0
+        return plan
+
     def drain(self) -> None:
         """Runs until nobody is left, and everything has been given back."""
         bound = self.steps + sum(len(known.prompt) + len(known.expected) for known in self.live.values())
@@ -316,7 +334,6 @@ class World:
             assert share.start % size == known.computed % size == 0
         if known.admissions == 1 and known.cached is None:
             known.cached = share.start
-        assert self.scheduler.cached_tokens(known.id) == known.cached, "cached tokens are counted wrongly"
         index, offset = divmod(share.start, size)
         if may_share and not offset and share.start + size <= share.stop and share.start + size < known.length:
             found = self.ledger.find(self.key(known, index))
@@ -343,6 +360,7 @@ class World:
                 continue
             assert event.logprob is not None
             assert event.logprob.token == event.token
+            assert event.cached == known.cached, "cached tokens are counted wrongly"
             known.output.append(event.token)
             assert known.output == known.expected[: len(known.output)], "the output depends on what else ran"
             assert (event.finish is not None) == (len(known.output) == len(known.expected)), "ended too early or too late"

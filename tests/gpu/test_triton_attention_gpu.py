@@ -1,0 +1,199 @@
+"""The kernels as a GPU compiles them, in every dtype they meet there, against float64 arithmetic written out plainly."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from paged import TOLERANCE, attend, check_answer, check_decode, fill, pool_views
+from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, write_kv
+from penstock.ops.triton_pointwise import rms_norm, rope_, silu_mul
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}  # one step of the dtype, with room for fp32 sums
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Two roundings, the first of which may fall to the other side."""
+    torch.testing.assert_close(got.double(), want.double(), rtol=1.6 * ULP[got.dtype], atol=ULP[got.dtype] * 1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 16, 32, 64])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_decode(dim: int, block_size: int, dtype: torch.dtype) -> None:
+    check_decode([1, 2500, 64, 333, 0, 65], heads=8, kv_heads=2, dim=dim, block_size=block_size, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize(("dim", "block_size"), [(8, 4), (16, 16), (80, 32), (96, 64), (256, 64), (256, 256)])
+def test_decode_with_other_head_dims(dim: int, block_size: int) -> None:
+    check_decode([300, 64, 1], dim=dim, block_size=block_size, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (9, 3), (5, 1), (14, 2), (16, 1)])
+def test_decode_with_other_groups(heads: int, kv_heads: int) -> None:
+    check_decode([300, 1025, 7], heads=heads, kv_heads=kv_heads, dim=128, block_size=32, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("window", [1, 100, 1024])
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_decode_in_a_window(block_size: int, window: int) -> None:
+    check_decode([4000, 0, 1024, 1025, 99, 1], window=window, dim=64, block_size=block_size, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("lengths", [[40_000], [17] * 200, [9000, *range(0, 700, 7)], [0] * 3])
+def test_decode_over_batches_of_every_shape(lengths: list[int]) -> None:
+    check_decode(lengths, heads=8, kv_heads=2, dim=128, block_size=32, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "tuning", [DecodeTuning(32, 4, 1, 1), DecodeTuning(64, 8, 3, 2), DecodeTuning(128, 8, 2, 5), DecodeTuning(16, 1, 2, 8)], ids=str
+)
+def test_decode_cut_in_other_ways(tuning: DecodeTuning) -> None:
+    check_decode([3000, 500, 0, 129], heads=8, kv_heads=2, dim=128, block_size=64, dtype=torch.bfloat16, device="cuda", tuning=tuning)
+
+
+def test_decode_in_a_graph_follows_its_inputs() -> None:
+    """A captured call reads lengths, table and query anew: only the bound on lengths is fixed."""
+    rng = torch.Generator().manual_seed(0)
+    k_cache, v_cache = pool_views(400, 16, 2, 64, torch.bfloat16, "cuda")
+    cases = [[1, 0, 900, 33], [2000, 7, 0, 1], [500, 500, 500, 500], [0, 0, 0, 0]]
+    filled = [(lengths, *fill(k_cache, v_cache, lengths, rng)) for lengths in cases]
+    q, table = random(4, 8, 64, dtype=torch.bfloat16), torch.zeros(4, 160, dtype=torch.int32, device="cuda")
+    lengths_in = torch.zeros(4, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(q)
+
+    def call() -> Tensor:
+        return paged_decode(q, k_cache, v_cache, table, lengths_in, scale=0.125, window=None, max_length=1 << 17, out=out)[1]
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lse = call()
+    for turn, (lengths, blocks, keys, values) in enumerate(filled):
+        k_cache.fill_(math.nan), v_cache.fill_(math.nan)
+        for row, (length, k, v) in enumerate(zip(lengths, keys, values, strict=True)):
+            at = torch.arange(length, device="cuda")
+            slots = blocks[row][at // 16].long() * 16 + at % 16
+            write_kv(k, v, k_cache, v_cache, slots)
+        q.copy_(random(4, 8, 64, seed=turn))
+        table.fill_(2**31 - 1)[:, : blocks.shape[1]].copy_(blocks)
+        lengths_in.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(math.nan)
+        graph.replay()
+        for row in range(4):
+            check_answer(out[row], lse[row], *attend(q[row], keys[row], values[row], 0.125, None))
+
+
+def test_a_pool_beyond_two_billion_elements() -> None:
+    block_size, kv_heads, dim, stride = 32, 2, 128, 1 << 22
+    blocks = 640
+    pool = torch.empty(blocks * stride, dtype=torch.bfloat16, device="cuda")
+    shape, strides = (blocks, block_size, kv_heads, dim), (stride, kv_heads * dim, dim, 1)
+    views = [pool.as_strided(shape, strides, start) for start in (0, block_size * kv_heads * dim)]
+    k, v = random(64, kv_heads, dim, dtype=torch.bfloat16, seed=1), random(64, kv_heads, dim, dtype=torch.bfloat16, seed=2)
+    table = torch.tensor([[639, 520]], dtype=torch.int32, device="cuda")
+    slots = (table[0].long()[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()
+    write_kv(k, v, *views, slots)
+    assert torch.equal(views[0][[639, 520]].flatten(0, 1), k)
+    q = random(1, 8, dim, dtype=torch.bfloat16, seed=3)
+    for tile in (32, 64):
+        out, lse = paged_decode(
+            q, *views, table, torch.tensor([64], dtype=torch.int32, device="cuda"),
+            scale=0.09, window=None, max_length=64, tuning=DecodeTuning(tile, 4, 2, 2),
+        )  # fmt: skip
+        check_answer(out[0], lse[0], *attend(q[0], k, v, 0.09, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_merge(dtype: torch.dtype, heads_first: bool) -> None:
+    tokens, heads, dim = 1000, 6, 128
+    a, b = (random(tokens, heads + 1, dim, dtype=dtype, seed=seed)[:, :heads] for seed in (1, 2))
+    la, lb = random(heads, tokens, seed=3).T, random(tokens, heads, seed=4)
+    if not heads_first:
+        la, lb = la.contiguous(), lb.T.contiguous().T
+    la[3], lb[4], la[5], lb[5] = -math.inf, -math.inf, -math.inf, -math.inf
+    a[3], b[4], a[5] = math.nan, math.nan, math.nan
+    lse = torch.logaddexp(la.double(), lb.double())
+    shares = [(side - lse).exp().nan_to_num(0.0)[..., None] for side in (la.double(), lb.double())]
+    want = sum(x.double().nan_to_num(0.0) * share for x, share in zip((a, b), shares, strict=True))
+    exact = [b[3].clone(), a[4].clone()]
+    merge_states(a, la, b, lb)
+    torch.testing.assert_close(a.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(la.double(), lse, rtol=2e-6, atol=2e-6)
+    assert torch.equal(a[3], exact[0])
+    assert torch.equal(a[4], exact[1])
+    assert not a[5].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "dim", "block_size"), [(8, 128, 64), (1, 80, 1), (3, 256, 16)])
+def test_write(kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
+    tokens, blocks = 700, 1024
+    k_cache, v_cache = pool_views(blocks, block_size, kv_heads, dim, dtype, "cuda")
+    qkv = random(tokens, 4 * kv_heads, dim, dtype=dtype)
+    k, v = qkv[:, 2 * kv_heads : 3 * kv_heads], qkv[:, 3 * kv_heads :]
+    slots = torch.randperm(blocks * block_size, device="cuda")[:tokens].clone()
+    slots[[2, 600]] = -1
+    live = slots >= 0
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    for want, new in ((want_k, k), (want_v, v)):
+        want[slots[live] // block_size, slots[live] % block_size] = new[live]
+    write_kv(k, v, k_cache, v_cache, slots)
+    torch.testing.assert_close(k_cache, want_k, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(v_cache, want_v, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 4096), (300, 1000), (3, 16384)])
+def test_rms_norm(tokens: int, dim: int, dtype: torch.dtype) -> None:
+    x, residual, weight = random(tokens, dim, dtype=dtype), random(tokens, dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
+    total = residual + x
+
+    def reference(x: Tensor) -> Tensor:
+        wide = x.double()
+        return (wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()).to(dtype) * weight
+
+    close(rms_norm(x, weight, 1e-5)[0], reference(x))
+    y, stream = rms_norm(x, weight, 1e-5, residual)
+    assert stream is residual
+    assert torch.equal(residual, total)
+    close(y, reference(total))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_per_head(dtype: torch.dtype) -> None:
+    heads, weight = random(50, 24, 128, dtype=dtype)[:, 3:19], random(128, dtype=dtype, seed=1)
+    wide = heads.double()
+    want = (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()).to(dtype) * weight
+    close(rms_norm(heads, weight, 1e-6)[0], want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (3, 1, 80)])
+def test_rope(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    tokens, half = 77, dim // 2
+    qkv = random(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+    angle = torch.rand(tokens, half, device="cuda") * 1000
+    cos, sin = angle.cos(), angle.sin()
+    pair = torch.complex(qkv[..., :half].double(), qkv[..., half:].double()) * torch.complex(cos.double(), sin.double())[:, None]
+    want = torch.cat([torch.cat([pair.real, pair.imag], -1)[:, : heads + kv_heads], qkv[:, heads + kv_heads :].double()], 1)
+    rope_(qkv[:, :heads], qkv[:, heads : heads + kv_heads], cos, sin)
+    torch.testing.assert_close(qkv.double(), want, rtol=ULP[dtype], atol=ULP[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 14336), (200, 1000)])
+def test_silu_mul(tokens: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = random(tokens, 2 * width, dtype=dtype) * 3
+    gate, up = gate_up.chunk(2, -1)
+    want = (gate.double() * gate.double().sigmoid()).to(dtype) * up
+    close(silu_mul(gate_up), want)

@@ -1,0 +1,246 @@
+"""The ledger in worlds of five blocks, and against a naive twin under any order of calls."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.kv.ledger import BlockLedger
+from penstock.step.plan import BlockId
+
+A, B, C, D, E = (bytes([letter]) * 16 for letter in b"abcde")
+
+
+def sealed(ledger: BlockLedger, *keys: bytes) -> list[BlockId]:
+    """Allocates a block for each key and seals it."""
+    blocks = ledger.allocate(len(keys))
+    for block, key in zip(blocks, keys, strict=True):
+        ledger.seal(block, key)
+    return blocks
+
+
+def test_blocks_are_handed_out_from_the_first_on() -> None:
+    ledger = BlockLedger(5)
+    assert ledger.available == 5
+    assert ledger.allocate(2) == [0, 1]
+    assert ledger.allocate(0) == []
+    assert ledger.allocate(3) == [2, 3, 4]
+    assert ledger.available == 0
+    ledger.check([[0, 1], [2, 3, 4]])
+
+
+def test_a_released_block_without_a_key_is_free_and_used_first() -> None:
+    ledger = BlockLedger(5)
+    blocks = ledger.allocate(3)
+    ledger.release(blocks[1:])
+    assert (ledger.available, ledger.cached) == (4, 0)
+    assert ledger.allocate(3) == [1, 2, 3]
+
+
+def test_a_sealed_block_is_found_shared_and_kept_until_its_last_holder_goes() -> None:
+    ledger = BlockLedger(5)
+    blocks = sealed(ledger, A)
+    assert ledger.find(A) == blocks[0]
+    assert ledger.find(B) is None
+    ledger.hold(blocks[0])
+    ledger.release(blocks)
+    assert (ledger.available, ledger.cached) == (4, 0)
+    ledger.check([blocks])
+    ledger.release(blocks)
+    assert (ledger.available, ledger.cached) == (5, 1)
+    assert ledger.find(A) == blocks[0]
+    ledger.hold(blocks[0])
+    assert (ledger.available, ledger.cached) == (4, 0)
+    ledger.check([blocks])
+
+
+def test_cached_blocks_are_given_up_longest_unused_first_and_tails_before_heads() -> None:
+    ledger = BlockLedger(5)
+    first = sealed(ledger, A, B)
+    second = sealed(ledger, C, D, E)
+    ledger.release(first)
+    ledger.release(second)
+    assert (ledger.available, ledger.cached) == (5, 5)
+    order = [ledger.allocate(1)[0] for _ in range(5)]
+    assert order == [1, 0, 4, 3, 2]
+    assert [ledger.find(key) for key in (A, B, C, D, E)] == [None] * 5
+    ledger.check([order])
+
+
+def test_free_blocks_are_used_before_cached_ones() -> None:
+    ledger = BlockLedger(5)
+    ledger.release(sealed(ledger, A, B))
+    assert ledger.allocate(3) == [2, 3, 4]
+    assert (ledger.find(A), ledger.find(B)) == (0, 1)
+    assert ledger.allocate(1) == [1]
+    assert (ledger.find(A), ledger.find(B)) == (0, None)
+
+
+def test_use_makes_a_cached_block_young_again() -> None:
+    ledger = BlockLedger(5)
+    ledger.release(sealed(ledger, A, B, C, D, E))
+    ledger.hold(BlockId(4))
+    ledger.release([BlockId(4)])
+    assert ledger.allocate(5) == [3, 2, 1, 0, 4]
+
+
+def test_a_second_block_with_the_same_content_stays_unknown() -> None:
+    ledger = BlockLedger(5)
+    (first,) = sealed(ledger, A)
+    (second,) = sealed(ledger, A)
+    assert ledger.find(A) == first
+    ledger.check([[first], [second]])
+    ledger.release([second])
+    assert (ledger.available, ledger.cached) == (4, 0)
+    ledger.release([first])
+    assert ledger.cached == 1
+
+
+def test_a_key_can_be_sealed_again_after_its_block_was_given_up() -> None:
+    ledger = BlockLedger(2)
+    ledger.release(sealed(ledger, A))
+    assert ledger.allocate(2) == [1, 0]
+    ledger.seal(BlockId(1), A)
+    assert ledger.find(A) == 1
+    ledger.check([[BlockId(0), BlockId(1)]])
+
+
+def test_forget_drops_what_is_cached_and_hides_what_is_held() -> None:
+    ledger = BlockLedger(5)
+    held = sealed(ledger, A, B)
+    ledger.release(sealed(ledger, C, D))
+    assert ledger.forget() == 2
+    assert (ledger.available, ledger.cached) == (3, 0)
+    assert [ledger.find(key) for key in (A, B, C, D)] == [None] * 4
+    ledger.check([held])
+    ledger.release(held)
+    assert (ledger.available, ledger.cached) == (5, 0)
+    assert ledger.forget() == 0
+    ledger.check([])
+
+
+def too_many(ledger: BlockLedger) -> None:
+    ledger.allocate(4)
+
+
+def fewer_than_none(ledger: BlockLedger) -> None:
+    ledger.allocate(-1)
+
+
+def released_twice(ledger: BlockLedger) -> None:
+    ledger.release([BlockId(4)])
+
+
+def sealed_by_nobody(ledger: BlockLedger) -> None:
+    ledger.seal(BlockId(4), B)
+
+
+def sealed_twice(ledger: BlockLedger) -> None:
+    ledger.seal(BlockId(0), B)
+
+
+def shared_without_a_key(ledger: BlockLedger) -> None:
+    ledger.hold(BlockId(1))
+
+
+@pytest.mark.parametrize("misuse", [too_many, fewer_than_none, released_twice, sealed_by_nobody, sealed_twice, shared_without_a_key])
+def test_misuse_is_refused_and_changes_nothing(misuse: Callable[[BlockLedger], None]) -> None:
+    ledger = BlockLedger(5)
+    held = [*sealed(ledger, A), *ledger.allocate(1)]
+    with pytest.raises(AssertionError):
+        misuse(ledger)
+    ledger.check([held])
+    assert (ledger.available, ledger.find(A), ledger.find(B)) == (3, 0, None)
+
+
+@pytest.mark.parametrize("held", [[], [[0]], [[0, 1], [1]], [[0, 1, 2]]])
+def test_check_finds_a_block_lost_or_held_too_often(held: list[list[BlockId]]) -> None:
+    ledger = BlockLedger(5)
+    ledger.allocate(2)
+    with pytest.raises(AssertionError, match="holders on record"):
+        ledger.check(held)
+
+
+class Twin(RuleBasedStateMachine):
+    """The ledger beside lists that are searched from end to end. Chains are what requests hold."""
+
+    @initialize(blocks=st.integers(1, 8))
+    def start(self, blocks: int) -> None:
+        self.ledger = BlockLedger(blocks)
+        self.chains: list[list[BlockId]] = []
+        self.keys: dict[BlockId, bytes] = {}
+        self.free = [BlockId(block) for block in range(blocks)]
+        self.cached: list[BlockId] = []
+
+    def is_held(self, block: BlockId) -> bool:
+        return any(block in chain for chain in self.chains)
+
+    @rule(count=st.integers(1, 4))
+    def allocate(self, count: int) -> None:
+        count = min(count, self.ledger.available)
+        expected = []
+        for _ in range(count):
+            expected.append(self.free.pop(0) if self.free else self.cached.pop(0))
+            self.keys.pop(expected[-1], None)
+        assert self.ledger.allocate(count) == expected
+        if expected:
+            self.chains.append(expected)
+
+    @precondition(lambda self: self.chains)
+    @rule(which=st.integers(0, 20), index=st.integers(0, 4), key=st.sampled_from([A, B, C, D, E]))
+    def seal(self, which: int, index: int, key: bytes) -> None:
+        chain = self.chains[which % len(self.chains)]
+        block = chain[index % len(chain)]
+        if block in self.keys:
+            return
+        self.ledger.seal(block, key)
+        if key not in self.keys.values():
+            self.keys[block] = key
+
+    @rule(keys=st.lists(st.sampled_from([A, B, C, D, E]), unique=True, min_size=1))
+    def share(self, keys: list[bytes]) -> None:
+        chain = []
+        for key in keys:
+            expected = next((block for block, its in self.keys.items() if its == key), None)
+            assert self.ledger.find(key) == expected
+            if expected is not None:
+                self.ledger.hold(expected)
+                chain.append(expected)
+                if expected in self.cached:
+                    self.cached.remove(expected)
+        if chain:
+            self.chains.append(chain)
+
+    @precondition(lambda self: self.chains)
+    @rule(which=st.integers(0, 20))
+    def release(self, which: int) -> None:
+        chain = self.chains.pop(which % len(self.chains))
+        self.ledger.release(chain)
+        for block in reversed(chain):
+            if not self.is_held(block):
+                if block in self.keys:
+                    self.cached.append(block)
+                else:
+                    self.free.insert(0, block)
+
+    @rule()
+    def forget(self) -> None:
+        assert self.ledger.forget() == len(self.cached)
+        for block in self.cached:
+            self.free.insert(0, block)
+        self.cached.clear()
+        self.keys.clear()
+
+    @invariant()
+    def they_agree(self) -> None:
+        self.ledger.check(self.chains)
+        assert self.ledger.cached == len(self.cached)
+        assert self.ledger.available == len(self.cached) + len(self.free)
+        for key in (A, B, C, D, E):
+            assert self.ledger.find(key) == next((block for block, its in self.keys.items() if its == key), None)
+
+
+TestTwin = Twin.TestCase
+TestTwin.settings = settings(max_examples=100, stateful_step_count=30, derandomize=True, deadline=None)
