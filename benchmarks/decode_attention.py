@@ -61,7 +61,7 @@ def shapes(block_size: int, tiny: bool) -> list[Shape]:
     ]
 
 
-def tunings(block_size: int, tiny: bool) -> Iterator[DecodeTuning]:
+def tunings(tiny: bool) -> Iterator[DecodeTuning]:
     """Compiled variants vary slowest; `workers_per_sm` needs no compilation."""
     if tiny:
         yield from (DecodeTuning(16, 4, 2, 1), DecodeTuning(64, 4, 2, 2))
@@ -94,8 +94,9 @@ class Setting:
     def call(self, layer: int, tuning: DecodeTuning | None) -> tuple[Tensor, Tensor]:
         k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
         return paged_decode(
-            self.q, k, v, self.table, self.lengths, scale=SCALE, window=None, max_length=max(self.shape.lengths), out=self.out, tuning=tuning
-        )
+            self.q, k, v, self.table, self.lengths,
+            scale=SCALE, window=None, max_length=max(self.shape.lengths), out=self.out, tuning=tuning,
+        )  # fmt: skip
 
     def call_all(self, tuning: DecodeTuning | None) -> None:
         for layer in range(self.layers):
@@ -187,20 +188,29 @@ def sweep(shape: Shape, device: str, ceiling: float, tiny: bool, deadline: float
         "shape": shape.name, "block_size": shape.block_size, "kv_mb": shape.kv_bytes / 1e6, "layers": setting.layers,
         "builtin": asdict(decode_tuning(DIM, 2, shape.block_size)), "builtin_us": builtin * 1e6, "error": error, "sweep": [],
     }  # fmt: skip
-    checked: set[tuple[int, int, int]] = set()
-    for tuning in tunings(shape.block_size, tiny):
-        if time.monotonic() > deadline:
-            break
-        variant = (tuning.tile, tuning.warps, tuning.depth)
+    checked: set[tuple[int, int, int, bool]] = set()
+
+    def read(tuning: DecodeTuning) -> dict[str, Any]:
+        variant = (tuning.tile, tuning.warps, tuning.depth, tuning.overlap)
         try:
             if variant not in checked:
                 error = setting.worst_error(tuning)
                 assert error < 2e-2, (shape, tuning, error)
                 checked.add(variant)
-            row["sweep"].append({**asdict(tuning), "us": measure(setting, tuning) * 1e6})
+            return {**asdict(tuning), "us": measure(setting, tuning) * 1e6}
         except triton.runtime.errors.OutOfResources as problem:
-            row["sweep"].append({**asdict(tuning), "us": math.inf, "why": str(problem)})
-    for entry in [row, *row["sweep"]]:
+            return {**asdict(tuning), "us": math.inf, "why": str(problem)}
+
+    for tuning in tunings(tiny):
+        if time.monotonic() > deadline:
+            break
+        row["sweep"].append(read(tuning))
+    row["overlap"] = []
+    if not tiny:  # the join launched early, for the built-in tuning and the best found
+        best = sorted(row["sweep"], key=lambda entry: entry["us"])[:1]
+        for key in [row["builtin"], *({name: entry[name] for name in row["builtin"]} for entry in best)]:
+            row["overlap"].append(read(DecodeTuning(**{**key, "overlap": not key["overlap"]})))
+    for entry in [row, *row["sweep"], *row["overlap"]]:
         us = entry.get("us", entry.get("builtin_us"))
         entry["tb_s"] = shape.kv_bytes / us / 1e6
         entry["of_ceiling"] = entry["tb_s"] * 1e12 / ceiling if ceiling else None
@@ -252,14 +262,19 @@ def main() -> None:
             rows.append(row)
             print(table_row(row, row, row["builtin"], "built-in"))
             for entry in sorted(row["sweep"], key=lambda entry: entry["us"])[:3]:
-                print(table_row(row, entry, entry, "found"), flush=True)
+                print(table_row(row, entry, entry, "found"))
+            for entry in row["overlap"]:
+                print(table_row(row, entry, entry, "overlap" if entry["overlap"] else "apart"), flush=True)
         found["rows"] += rows
         found["overall"][block_size] = [{"over_best": score, **tuning} for score, tuning in overall(rows)[:10]]
         for entry in found["overall"][block_size][:5]:
             print(f"block {block_size}, all shapes: {label(entry)}  {entry['over_best']:.3f} x the best of each")
     if args.out:
         args.out.write_text(json.dumps(found, indent=1))
-    brief = [{"shape": row["shape"], "block": row["block_size"], "us": round(row["builtin_us"], 1), "tb_s": row["tb_s"]} for row in found["rows"]]
+    brief = [
+        {"shape": row["shape"], "block": row["block_size"], "us": row["builtin_us"], "tb_s": row["tb_s"], "of_ceiling": row["of_ceiling"]}
+        for row in found["rows"]
+    ]
     print(json.dumps({"device_read_tb_s": found["device_read_tb_s"], "decode_attention": brief, "overall": found["overall"]}))
 
 

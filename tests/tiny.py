@@ -28,6 +28,8 @@ OUTPUT = 64
 """Greedy tokens that every reference holds."""
 LIMIT = 1e-4
 """Of the largest log-probability's size: how far two computations in float32 may lie apart."""
+CLOSE = 3e-5
+"""A choice by less than this, over the size of the logits, may turn out otherwise."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Case:
     dtype: str = "float32"
     shard: str = "1GB"
     seed: int = 0
-    """Chosen so that no greedy choice is a close call; see `least_lead`."""
+    """Chosen so that no greedy choice is a close call; see `leads`."""
     old_style: bool = False
     """Spell rope as configs did before `rope_parameters`."""
 
@@ -105,6 +107,20 @@ CASES: dict[str, Case] = {
         {"use_sliding_window": False, "sliding_window": None},
     ),
 }
+_WIDE = {"hidden_size": 256, "intermediate_size": 320, "max_position_embeddings": 16384}
+_FAR_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+WIDE: dict[str, Case] = {
+    "llama_64": Case("llama", _WIDE | _FAR_ROPE | {"head_dim": 64}),
+    "llama_128": Case("llama", _WIDE | _FAR_ROPE | {"head_dim": 128, "num_key_value_heads": 1}),
+    "mistral_window_64": Case("mistral", _WIDE | {"head_dim": 64, "sliding_window": 300}),
+    "qwen2_window_128": Case(
+        "qwen2", _WIDE | {"num_attention_heads": 2, "use_sliding_window": True, "sliding_window": 1100, "layer_types": _MIX}
+    ),
+    "qwen3_128": Case("qwen3", _WIDE | {"head_dim": 128}),
+    "qwen3_moe_128": Case("qwen3_moe", _WIDE | _MOE | {"head_dim": 128, "norm_topk_prob": True, "moe_intermediate_size": 96}),
+}
+"""Heads as large as real models', for prompts of thousands of tokens: what fast kernels on a GPU are made for."""
+
 _SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -177,10 +193,20 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32, **
     return model.to(device).eval()
 
 
+def long_prompts() -> list[list[int]]:
+    """1 to 9,300 tokens; the last two begin alike."""
+    text = _text(12000)
+    return [text[:1], text[5:69], text[100:800], text[800:1824], text[2000:4048], text[2000:4048] + text[5000:5300], text[2000:11300]]
+
+
+def _text(length: int) -> list[int]:
+    tokens: list[int] = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(7)).tolist()
+    return tokens
+
+
 def prompts() -> list[list[int]]:
     """1 to 41 tokens; the last three begin alike."""
-    rng = torch.Generator().manual_seed(7)
-    text = torch.randint(3, VOCAB, (200,), generator=rng).tolist()
+    text = _text(200)
     long = text[50:82]
     return [text[0:1], text[1:6], text[6:19], long, [*long, text[90]], [*long, *text[91:100]]]
 
@@ -233,7 +259,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
     return math.inf if math.isnan(far) else far
 
 
-def least_lead(reference: Reference) -> float:
-    """By how much the likeliest token leads where it leads least, over the size of the logits."""
+def leads(reference: Reference) -> Tensor:
+    """`[OUTPUT]`: by how much each output token is likelier than the next best, over the size of the logits."""
     best = reference.after_prompt.topk(2).values
-    return float((best[:, 0] - best[:, 1]).min() / reference.logprobs.abs().max())
+    return (best[:, 0] - best[:, 1]) / reference.logprobs.abs().max()

@@ -254,12 +254,15 @@ class World:
         plan = self.scheduler.plan()
         self._judge(plan, before)
         self.worker.spoil(plan)
+        self.recover()
+        return plan
+
+    def recover(self) -> None:
         self.scheduler.recover()
         self.scheduler.check()
         for known in self.live.values():
             known.row, known.computed = None, 0
         assert self.scheduler.running == self.ledger.cached == 0
-        return plan
 
     def drain(self) -> None:
         """Runs until nobody is left, and everything has been given back."""

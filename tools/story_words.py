@@ -92,7 +92,7 @@ LISTS: dict[str, list[str]] = {
     "said": ["said", "replied", "answered"],
     "asked": ["asked", "wondered"],
     "cried": ["cried", "shouted", "called", "called out"],
-    "whispered": ["whispered", "said softly", "murmured", "said in a small voice"],
+    "whispered": ["whispered", "murmured", "sighed"],
     "sound": listed(
         "a scratching sound|a soft tapping|a long, low whistle|a strange humming|a rustling|a creaking|a splash|a thin "
         "little cry|a sound like tiny bells",

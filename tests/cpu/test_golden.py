@@ -13,7 +13,9 @@ from penstock.base.errors import RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 OTHERS = ["Once upon a time", "Tom and his dog", "The end", "Lily", "One day, a big bear saw a little red bird in the park and"]
-TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = """\
+{% for message in messages %}<{{ message.role }}>{{ message.content }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,25 @@ def test_stop_strings(golden: Golden, llm: LLM, stop: str | list[str], include: 
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
 
 
+def test_a_stop_token_is_a_token_but_no_text(golden: Golden, llm: LLM) -> None:
+    full_stop = next(token for token in golden.tokens if llm.decode([token]) == ".")
+    params = replace(GREEDY, stop_token_ids=[full_stop])
+    [completion] = llm.generate(golden.prompt, params)
+    assert (completion.text, completion.finish_reason) == (golden.text[: golden.text.index(".")], "stop")
+    assert completion.tokens[-1] == full_stop
+    assert "".join(delta.text for delta in llm.stream(golden.prompt, params)) == completion.text
+
+
+def test_outputs_stop_each_for_themselves(golden: Golden, llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=2, n=4, max_tokens=120, stop=["."], include_stop=True)
+    [completion] = llm.generate(golden.prompt, params)
+    assert len({output.text for output in completion.outputs}) == 4
+    for output in completion.outputs:
+        assert output.text.endswith(".") == (output.finish_reason == "stop")
+        assert output.text.count(".") <= 1
+    assert any(output.finish_reason == "stop" for output in completion.outputs)
+
+
 def test_a_stop_string_that_never_comes(golden: Golden, llm: LLM) -> None:
     [completion] = llm.generate(golden.prompt, replace(GREEDY, stop=["zebra", golden.text[-9:] + "#"]))
     assert (completion.text, completion.finish_reason) == (golden.text, "length")
@@ -154,10 +175,10 @@ def chatty(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_chat(chatty: LLM) -> None:
     messages = [{"role": "system", "content": "Tell a story."}, {"role": "user", "content": "Of a bird"}]
     params = SamplingParams(temperature=0, max_tokens=40)
-    expected = llm_tokens = chatty.tokenizer.encode("<system>Tell a story.\n<user>Of a bird\n<assistant>", special=False)
+    expected = chatty.tokenizer.encode("<system>Tell a story.\n<user>Of a bird\n<assistant>", special=False)
     completion = chatty.chat(messages, params)
     assert list(completion.prompt_tokens) == expected
-    [plain] = chatty.generate(llm_tokens, params)
+    [plain] = chatty.generate(expected, params)
     assert (completion.tokens, completion.text) == (plain.tokens, plain.text)
     assert [other.tokens for other in chatty.generate([messages, "Lily", messages], params)][::2] == [completion.tokens] * 2
     [single] = chatty.generate(messages, params)

@@ -1,8 +1,10 @@
 """What sampling settings mean, through the API: distributions, supports, penalties, ends, seeds, streams."""
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -48,10 +50,8 @@ def after(llm: LLM, prompt: Sequence[int]) -> Tensor:
 
 
 def first_tokens(llm: LLM, prompt: list[int], params: SamplingParams, draws: int) -> Counter[int]:
-    one = replace(params, max_tokens=1)
-    return Counter(
-        completion.tokens[0] for completion in llm.generate([prompt] * draws, [replace(one, seed=seed) for seed in range(draws)])
-    )
+    seeded = [replace(params, max_tokens=1, seed=seed) for seed in range(draws)]
+    return Counter(completion.tokens[0] for completion in llm.generate([prompt] * draws, seeded))
 
 
 # -- seeds -------------------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_params_for_each_prompt_keep_their_order(llm: LLM) -> None:
 # -- distributions -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.6}, {"temperature": 1.0}, {"temperature": 1.7, "top_k": 40}], ids=str)
+@pytest.mark.parametrize("settings", [{"temperature": 0.8}, {"temperature": 1.3}, {"temperature": 1.7, "top_k": 40}], ids=str)
 def test_tokens_come_up_as_often_as_their_probability_says(llm: LLM, settings: dict[str, float]) -> None:
     draws = 2000
     counts = first_tokens(llm, PROMPT, SamplingParams(**settings), draws)
@@ -122,7 +122,7 @@ def test_tokens_come_up_as_often_as_their_probability_says(llm: LLM, settings: d
     chi_square = float(terms.sum() + (observed[~often].sum() - rest) ** 2 / rest.clamp(min=1))
     freedom = int(often.sum())
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
-    assert freedom >= 8
+    assert freedom > 5, "a sharper distribution would show little"
 
 
 def test_draws_at_successive_positions_are_independent_and_uniform(llm: LLM) -> None:
@@ -201,6 +201,7 @@ def test_the_narrowest_choice_is_greedy(llm: LLM, settings: dict[str, float]) ->
 # -- penalties and bias ------------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def oracle(prompt: list[int], params: SamplingParams, steps: int) -> tuple[list[int], Tensor]:
     """Greedy decoding with bias and penalties, step by step on transformers' logits. Also the least lead of any choice."""
     model = tiny.load(tiny.checkpoint("llama"))
@@ -208,8 +209,7 @@ def oracle(prompt: list[int], params: SamplingParams, steps: int) -> tuple[list[
     repetition = RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0)
     for _ in range(steps):
         ids = torch.tensor([tokens])
-        with torch.inference_mode():
-            logits = model(ids).logits[:, -1]
+        logits = model(ids).logits[:, -1]
         for token, bias in params.logit_bias.items():
             logits[0, token] += bias
         logits = repetition(ids, logits)[0]
@@ -264,10 +264,9 @@ def test_bias_forces_and_bans(llm: LLM) -> None:
         assert not set(without.tokens) & set(banned)
         tokens, _ = oracle(PROMPT, replace(greedy, logit_bias=banned), steps=30)
         assert list(without.tokens) == tokens
-    [hot] = llm.generate(
-        PROMPT, SamplingParams(temperature=1.0, seed=3, max_tokens=50, ignore_eos=True, logit_bias=dict.fromkeys(range(96), -math.inf))
-    )
-    assert set(hot.tokens) == {96}
+    all_but_one = dict.fromkeys(range(tiny.VOCAB - 1), -math.inf)
+    [hot] = llm.generate(PROMPT, SamplingParams(temperature=1.0, max_tokens=50, ignore_eos=True, logit_bias=all_but_one))
+    assert set(hot.tokens) == {tiny.VOCAB - 1}
 
 
 # -- where an output ends ----------------------------------------------------------------------------------------------------
@@ -405,6 +404,39 @@ def test_an_abandoned_stream_frees_its_blocks() -> None:
         assert llm.stats().preemptions == 0
 
 
+def test_a_stream_closed_before_its_first_piece(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SEEDED)
+    assert llm.stats().waiting == 1
+    stream.close()
+    assert llm.stats().waiting == 0
+    llm.stream(PROMPT, SEEDED)  # and one that nobody holds
+    gc.collect()
+    assert llm.stats().waiting == 0
+
+
+def test_a_stream_that_the_garbage_collector_finds_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = torch.nn.functional.embedding
+
+    def collect_first(*arguments: Tensor) -> Tensor:
+        gc.collect()
+        return embedding(*arguments)
+
+    params = replace(SEEDED, max_tokens=4)
+    [expected] = llm.generate(PROMPT, params)
+    stream = llm.stream(PROMPT, SEEDED)
+    next(stream)
+    circle: list[object] = [stream]
+    circle.append(circle)
+    gc.disable()
+    try:
+        del stream, circle
+        monkeypatch.setattr(torch.nn.functional, "embedding", collect_first)
+        [completion] = llm.generate(PROMPT, params)
+    finally:
+        gc.enable()
+    assert completion.tokens == expected.tokens
+
+
 def test_streams_may_be_read_in_turns(llm: LLM) -> None:
     prompts = tiny.prompts()[1:4]
     params = [replace(SEEDED, seed=seed) for seed in range(3)]
@@ -431,3 +463,16 @@ def test_generate_between_the_deltas_of_a_stream(llm: LLM) -> None:
     assert [list(completion.tokens) for completion in between] == [reference.tokens for reference in tiny.references("llama")]
     tokens += [token for delta in stream for token in delta.tokens]
     assert tuple(tokens) == expected.tokens
+
+
+def test_threads_share_an_engine(llm: LLM) -> None:
+    """Whoever waits drives the engine for all; everyone gets their own."""
+    expected = [completion.tokens for completion in llm.generate(tiny.prompts(), SEEDED)]
+
+    def ask(at: int) -> tuple[int, ...]:
+        if at % 2:
+            return tuple(token for delta in llm.stream(tiny.prompts()[at % 6], SEEDED) for token in delta.tokens)
+        return llm.generate(tiny.prompts()[at % 6], SEEDED)[0].tokens
+
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(ask, range(18))) == expected * 3

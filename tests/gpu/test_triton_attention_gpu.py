@@ -54,7 +54,12 @@ def test_decode_over_batches_of_every_shape(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "tuning", [DecodeTuning(32, 4, 1, 1), DecodeTuning(64, 8, 3, 2), DecodeTuning(128, 8, 2, 5), DecodeTuning(16, 1, 2, 8)], ids=str
+    "tuning",
+    [
+        DecodeTuning(32, 4, 1, 1), DecodeTuning(64, 8, 3, 2), DecodeTuning(128, 8, 2, 5), DecodeTuning(16, 1, 2, 8),
+        DecodeTuning(64, 4, 2, 3, overlap=True),
+    ],
+    ids=str,
 )
 def test_decode_cut_in_other_ways(tuning: DecodeTuning) -> None:
     check_decode([3000, 500, 0, 129], heads=8, kv_heads=2, dim=128, block_size=64, dtype=torch.bfloat16, device="cuda", tuning=tuning)

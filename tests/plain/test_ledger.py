@@ -121,6 +121,17 @@ def test_forget_drops_what_is_cached_and_hides_what_is_held() -> None:
     ledger.check([])
 
 
+def test_reset_frees_everything() -> None:
+    ledger = BlockLedger(5)
+    sealed(ledger, A, B)
+    ledger.release(sealed(ledger, C))
+    ledger.reset()
+    ledger.check([])
+    assert (ledger.available, ledger.cached) == (5, 0)
+    assert [ledger.find(key) for key in (A, B, C)] == [None] * 3
+    assert ledger.allocate(5) == [0, 1, 2, 3, 4]
+
+
 def too_many(ledger: BlockLedger) -> None:
     ledger.allocate(4)
 

@@ -3,12 +3,17 @@
 A world has five blocks of four tokens, sixteen tokens a step and four rows, unless a test says otherwise.
 """
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import pytest
 
 from penstock.base.errors import RequestError
 from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share
 from penstock.step.request import FinishReason
-from plain.worlds import World, sampling
+from worlds import World, sampling
 
 NINE = [0, 1, 2, 0, 1, 2, 0, 1, 2]
 OTHER = [2, 2, 2, 2, 1, 1, 1, 1, 0]
@@ -229,7 +234,7 @@ def test_a_waiting_prompt_never_loses_what_it_has_found_in_the_same_step() -> No
 
 
 def test_decodes_come_first_and_a_prompt_takes_what_is_left() -> None:
-    world = World(blocks=10, max_step_tokens=6)
+    world = World(blocks=11, max_step_tokens=6)
     world.submit([0], 8)
     world.submit([1], 8)
     assert brief(world.step()) == [(0, 0, 1, (0,), True), (1, 0, 1, (1,), True)]
@@ -513,6 +518,46 @@ def test_after_an_interrupt_no_kv_is_trusted_and_all_start_anew_in_order() -> No
     assert [(list(a.prompt), list(a.output)) for a in plan.admissions] == [([0, 1], outputs[0]), (NINE, outputs[1]), (OTHER, [])]
     assert sorted((share.row, share.start) for share in plan.shares) == [(0, 0), (1, 0), (2, 0)]
     world.drain()
+
+
+def cut_short(call: Callable[[], object], lines: int) -> bool:
+    """Calls, and interrupts before the call has run more than this many lines of the package. False if it ended by itself."""
+    left, before = lines, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left
+        if not frame.f_globals["__name__"].startswith("penstock."):
+            return None
+        left -= event == "line"
+        if left < 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("preempts", [True, False])
+def test_a_plan_may_be_interrupted_anywhere(preempts: bool) -> None:
+    """It preempts one, or takes two in again: between any two of its lines an interrupt can be recovered from."""
+    lines, unfinished = 0, True
+    while unfinished:
+        world, old, _ = preempting()
+        world.submit([1], 1)
+        if not preempts:
+            world.step()
+            world.stop(old)
+        unfinished = cut_short(world.scheduler.plan, lines)
+        lines += 1
+        world.recover()
+        world.drain()
+    assert lines > 50
 
 
 # -- the check itself --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from plain.worlds import ALPHABET, END, World
+from worlds import ALPHABET, END, World
 
 tokens = st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=24)
 some = st.integers(0, 30)

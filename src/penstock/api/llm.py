@@ -152,6 +152,9 @@ class LLM:
         self._progress = progress
         self._lock = threading.RLock()
         self._live: dict[RequestId, _Sequence] = {}
+        self._stepping = False
+        self._late: list[_Job] = []
+        """Jobs abandoned during a step, to be ended after it."""
         with Checkpoint.open(config.model) as checkpoint, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(_load_tokenizer, config.model)
@@ -221,7 +224,9 @@ class LLM:
 
         Raises RequestError at once, not at the first piece.
         """
-        return self._deltas(self._submit(prompt, params or SamplingParams()))
+        deltas = self._deltas(self._submit(prompt, params or SamplingParams()))
+        next(deltas)
+        return deltas
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The model's answer to a conversation: messages with a "role" and a "content"."""
@@ -234,13 +239,17 @@ class LLM:
 
     def _deltas(self, job: _Job) -> Iterator[Delta]:
         try:
-            while True:
-                for sequence in job.sequences:
-                    while sequence.deltas:
-                        yield sequence.deltas.popleft()
-                if job.done:
-                    return
-                self._pump()
+            yield Delta("", ())  # for `stream` alone: once inside this block, closing frees what the request holds
+            done = False
+            while not done:
+                with self._lock:  # another thread may be handing out a step's events
+                    if not job.done and not any(sequence.deltas for sequence in job.sequences):
+                        self._pump()
+                    pieces = [piece for sequence in job.sequences for piece in sequence.deltas]
+                    for sequence in job.sequences:
+                        sequence.deltas.clear()
+                    done = job.done
+                yield from pieces
         finally:
             self._abandon([job])
 
@@ -316,16 +325,25 @@ class LLM:
     def _pump(self) -> None:
         """One step of the engine; its events go to whom they concern, whoever is waiting."""
         with self._lock:
-            for event in self._engine.step():
-                sequence = self._live[event.request]
-                if sequence.take(event):
-                    self._engine.stop(event.request, FinishReason.STOP)
-                if sequence.finish is not None:
-                    del self._live[event.request]
+            self._stepping = True
+            try:
+                for event in self._engine.step():
+                    sequence = self._live[event.request]
+                    if sequence.take(event):
+                        self._engine.stop(event.request, FinishReason.STOP)
+                    if sequence.finish is not None:
+                        del self._live[event.request]
+            finally:
+                self._stepping = False
+                late, self._late = self._late, []
+                self._abandon(late)
 
     def _abandon(self, jobs: Sequence[_Job]) -> None:
         """End whatever of these jobs still runs."""
         with self._lock:
+            if self._stepping:  # the garbage collector, in this very thread, has found a stream in the midst of a step
+                self._late.extend(jobs)
+                return
             for sequence in (sequence for job in jobs for sequence in job.sequences):
                 if self._live.pop(sequence.request, None) is not None:
                     self._engine.stop(sequence.request)
@@ -365,6 +383,7 @@ class LLM:
             for request, sequence in self._live.items():
                 self._engine.stop(request)
                 sequence.finish = FinishReason.ABORT
+                sequence.deltas.append(Delta("", (), sequence.finish, sequence.index))
             self._live.clear()
             self._engine.close()
 
@@ -383,11 +402,11 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, of what may be a single one."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise RequestError(f"a prompt is text, a list of token ids or a list of messages; got {type(prompts).__name__}")
     if prompts and isinstance(prompts[0], int | Mapping):
         return [prompts]  # type: ignore[list-item]
     for prompt in prompts:
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise RequestError(f"a prompt is text, a list of token ids or a list of messages; got {type(prompt).__name__}")
     return list(prompts)  # type: ignore[arg-type]

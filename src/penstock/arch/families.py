@@ -110,7 +110,9 @@ def _spec(
     layers, heads, hidden = _layers(config), config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise UnsupportedModelError(f"{config.where}: key 'num_key_value_heads' is {kv_heads}, no divisor of num_attention_heads {heads}")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'num_attention_heads' is {heads}, no multiple of key 'num_key_value_heads', {kv_heads}"
+        )
     if config.get("head_dim") is None and hidden % heads:
         raise UnsupportedModelError(f"{config.where}: key 'head_dim' is missing, and hidden_size {hidden} no multiple of {heads} heads")
     head_dim = config.whole("head_dim", hidden // heads)
@@ -148,9 +150,8 @@ def _layers(config: _Reader) -> int:
 
 
 def _max_length(rope: RopeSpec, positions: int) -> int:
-    """Yarn and dynamic scaling stretch the trained length by their factor, whether or not max_position_embeddings says so already."""
-    stretched = rope.kind in (RopeKind.YARN, RopeKind.DYNAMIC)
-    return max(positions, int(rope.original_length * rope.factor)) if stretched else positions
+    """Yarn makes good for its factor times the original length, whether or not max_position_embeddings was raised with it."""
+    return max(positions, int(rope.original_length * rope.factor)) if rope.kind is RopeKind.YARN else positions
 
 
 def _dtype(config: _Reader) -> str:

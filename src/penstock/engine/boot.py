@@ -22,6 +22,7 @@ from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
 from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.shape import Shape
 from penstock.weights.stream import WeightStream
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, largest_step
@@ -57,29 +58,29 @@ class Booted:
     seconds: float
 
 
-def boot(config: Config, checkpoint: Checkpoint, *, say: Say = lambda _: None, random_weights: bool = False) -> Booted:
+def boot(config: Config, checkpoint: Checkpoint | Shape, *, say: Say = lambda _: None) -> Booted:
     """Everything from a frozen Config and an open checkpoint to a running engine. `say` is told what was decided.
 
-    random_weights: do not read any, for measuring shapes of which there is no checkpoint.
+    Of a Shape the weights are random. config.model is not looked at: the checkpoint has been found by now.
     Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
     """
     begin = time.perf_counter()
     spec = checkpoint.spec
     device = choose_device(config.device)
-    dtype = _dtype(config, spec, device)
-    limits = _limits(config, spec, device)
-    total = _total(config, device)
+    dtype = choose_dtype(config, spec, device)
+    limits = choose_limits(config, spec, device)
+    total = device_budget(config, device)
     layouts = group_layouts(spec, checkpoint.names, dtype)
-    if not random_weights:
+    if isinstance(checkpoint, Checkpoint):
         checkpoint.verify(layouts)
     check_weights_fit(total, sum(layout.size for layout in layouts), max(layout.size for layout in layouts))
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
 
     weights = WeightStream(layouts, dtype, device)
-    if random_weights:
-        weights.fill_random()
-    else:
+    if isinstance(checkpoint, Checkpoint):
         weights.load(checkpoint)
+    else:
+        weights.fill_random()
     blocks_per_row = -(-limits.max_length // config.block_size)
     inputs = InputBuilder(spec, device, rows=limits.max_sequences, blocks_per_row=blocks_per_row, block_size=config.block_size)
     runner = Runner(Decoder(spec), weights, inputs, Sampler(spec.vocab_size, device))
@@ -103,14 +104,15 @@ def boot(config: Config, checkpoint: Checkpoint, *, say: Say = lambda _: None, r
     return Booted(Engine(scheduler, runner), spec, device, dtype, budget, limits, weights, time.perf_counter() - begin)
 
 
-def _dtype(config: Config, spec: ModelSpec, device: torch.device) -> str:
+def choose_dtype(config: Config, spec: ModelSpec, device: torch.device) -> str:
     """`auto` is the checkpoint's dtype, but float32 on processors that multiply halves in software, many times slower."""
     if config.dtype != "auto":
         return config.dtype
     return spec.dtype if native_half(device) else "float32"
 
 
-def _limits(config: Config, spec: ModelSpec, device: torch.device) -> Limits:
+def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> Limits:
+    """What was asked for, and the device's usual where nothing was. Raises ConfigError."""
     usual = _STEP[device.type]
     if config.max_length is not None and config.max_length > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
         raise ConfigError(
@@ -126,7 +128,7 @@ def _limits(config: Config, spec: ModelSpec, device: torch.device) -> Limits:
     return Limits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
 
 
-def _total(config: Config, device: torch.device) -> int:
+def device_budget(config: Config, device: torch.device) -> int:
     """Bytes the engine may take on the device: as asked, or a share of what is free."""
     free, whole = free_memory(device), total_memory(device)
     asked = [config.device_memory] + ([config.host_memory] if device.type == "cpu" else [])
@@ -159,7 +161,7 @@ def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, limits: L
     return peak
 
 
-def _prefix_rule(config: Config, checkpoint: Checkpoint, dtype: str) -> PrefixRule:
+def _prefix_rule(config: Config, checkpoint: Checkpoint | Shape, dtype: str) -> PrefixRule:
     rope = checkpoint.spec.rope
     root = root_key(checkpoint.fingerprint(), dtype, config.block_size, replace(rope))
     return PrefixRule(root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None)

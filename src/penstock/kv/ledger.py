@@ -20,11 +20,15 @@ class BlockLedger:
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self._holders = [0] * blocks
-        self._keys: list[bytes | None] = [None] * blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free, whoever held them and whatever they held."""
+        self._holders = [0] * self.blocks
+        self._keys: list[bytes | None] = [None] * self.blocks
         self._by_key: dict[bytes, BlockId] = {}
         # The last freed is the first used again: its memory is warm, and memory never used stays untouched.
-        self._free = [BlockId(block) for block in reversed(range(blocks))]
+        self._free = [BlockId(block) for block in reversed(range(self.blocks))]
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
 
     @property

@@ -19,18 +19,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:
     """The product with the weights on the left, which streams them once instead of packing them first.
 
-    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. A single row takes a routine of
-    its own that reads at less than half that rate (629 us), so it travels with a copy of itself.
+    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. A single row is sent to a routine of
+    its own, which reads at less than half that rate with several threads (629 us); so it travels with a copy of itself.
     """
-    rows = x.shape[0]
-    if rows == 1:
-        return torch.mm(weight, x.expand(2, -1).t().contiguous())[:, 0].contiguous().unsqueeze(0)
-    return torch.mm(weight, x.t()).t().contiguous()
+    if x.shape[0] > 1:
+        return torch.mm(weight, x.t()).t().contiguous()
+    if torch.get_num_threads() == 1:
+        return F.linear(x, weight)
+    return torch.mm(weight, x.expand(2, -1).contiguous().t())[:, 0].contiguous().unsqueeze(0)
 
 
 def _few_rows_half(x: Tensor, weight: Tensor) -> Tensor:
-    """One row of bfloat16 or float16 is faster through torch's own vector product (122 us against 292) than through oneDNN."""
-    if x.shape[0] == 1:
-        with torch.backends.mkldnn.flags(enabled=False):
-            return F.linear(x, weight)
-    return F.linear(x, weight)
+    """One row of bfloat16 or float16 is faster through torch's own vector product (122 us against 292) than through oneDNN.
+
+    oneDNN is switched off for the call by the bare switch: the documented one sets other flags too, at several times the cost of the
+    product. Other threads may meanwhile get the other of two correct routines.
+    """
+    if x.shape[0] > 1:
+        return F.linear(x, weight)
+    enabled: bool = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return F.linear(x, weight)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -31,6 +32,8 @@ class DecodeTuning:
     warps: int
     depth: int
     workers_per_sm: int
+    overlap: bool = False
+    """Launch the join while decode still runs; it waits on the device."""
 
 
 def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
@@ -41,7 +44,8 @@ def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning
         tile = min(tile, 32)
     if block_size >= 32:
         tile = min(tile, block_size)
-    return DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=3)
+    whole = tile * row >= 16384
+    return DecodeTuning(tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=3 if whole else 4)
 
 
 @lru_cache(maxsize=16)
@@ -71,9 +75,11 @@ def _decode(  # type: ignore[no-untyped-def]
     s_q, s_q_head, s_block, s_token, s_kv_head,
     s_table, s_out, s_out_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, BATCH: tl.constexpr, WINDOWED: tl.constexpr, DEPTH: tl.constexpr, WIDEN: tl.constexpr,
+    TILE: tl.constexpr, BATCH: tl.constexpr, WINDOWED: tl.constexpr, DEPTH: tl.constexpr, WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:
     """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes of the same blocks."""
+    if OVERLAP:
+        gdc_launch_dependents()
     kv_head, worker = tl.program_id(0), tl.program_id(1)
     seqs = tl.arange(0, BATCH)
     spans = _tiles(tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED)
@@ -158,12 +164,14 @@ def _decode(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["batch", "workers"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     out, lse, part_out, part_lse, ends, batch, workers, s_out, s_out_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:
     """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid [heads / ROWS, batch]."""
     heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seq = tl.program_id(1)
     cols = tl.arange(0, COLS)
+    if OVERLAP:
+        gdc_wait()
     begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
     end = tl.load(ends + seq)
     total = tl.load(ends + batch - 1)
@@ -198,8 +206,8 @@ def _join(  # type: ignore[no-untyped-def]
 
 
 def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
-    """Runs per KV head: enough for `wanted` programs, never more than there can be tiles."""
-    return max(1, min(-(-wanted // kv_heads), batch * tiles))
+    """Runs per KV head: as many as make `wanted` programs, not one more (it would run alone, last), and no more than there can be tiles."""
+    return max(1, min(wanted // kv_heads, batch * tiles))
 
 
 def paged_decode(
@@ -243,12 +251,13 @@ def paged_decode(
         q.stride(0), q.stride(1), *k_cache.stride()[:3], block_table.stride(0), out.stride(0), out.stride(1),
         HEADS=heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, COLS=cols, BLOCK=block_size,
         TILE=tuning.tile, BATCH=_batch_class(batch), WINDOWED=window is not None, DEPTH=tuning.depth, WIDEN=q.device.type == "cpu",
-        num_warps=tuning.warps,
+        OVERLAP=tuning.overlap, num_warps=tuning.warps,
     )
     rows, parts = (1, 64) if batch * heads <= 1024 else (min(4, triton.next_power_of_2(heads)), 4)
     _join[(triton.cdiv(heads, rows), batch)](
         out, lse, part_out, part_lse, ends, batch, workers, out.stride(0), out.stride(1),
-        HEADS=heads, DIM=dim, COLS=cols, ROWS=rows, PARTS=parts, num_warps=8 if parts > 4 else 4,
+        HEADS=heads, DIM=dim, COLS=cols, ROWS=rows, PARTS=parts, OVERLAP=tuning.overlap, num_warps=8 if parts > 4 else 4,
+        **({"launch_pdl": True} if tuning.overlap else {}),
     )
     return out, lse
 

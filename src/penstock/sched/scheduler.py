@@ -272,10 +272,14 @@ class Scheduler:
         request.computed = request.sealed = request.tabled = 0
 
     def recover(self) -> None:
-        """After a step that was planned but not carried out to its end: no KV is trusted, every running request starts anew."""
-        for request in reversed(self._running.copy()):
-            self._preempt(request)
-        self.ledger.forget()
+        """After a step cut short, perhaps while it was planned: no KV is trusted, and all requests start anew in order of arrival."""
+        self.ledger.reset()
+        self._running, self._by_row = [], {}
+        self._rows = [Row(row) for row in reversed(range(self.limits.max_sequences))]
+        self._waiting = deque(self._requests.values())
+        for request in self._waiting:
+            request.phase, request.row, request.blocks = Phase.WAITING, None, []
+            request.computed = request.sealed = request.tabled = 0
 
     # -- commit --------------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,6 +35,7 @@ PAGE_BYTES, PAGES = 4096, 6
 """What the fingerprint looks at in each tensor."""
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -162,9 +164,10 @@ class Checkpoint:
         return stored
 
     def _ignorable(self, name: str) -> bool:
-        """Tensors that some checkpoints store although they follow from others: rotary frequencies, and a head that is the embedding."""
+        """Tensors that many checkpoints hold and no pass needs: rotary frequencies, layers past the last, a head that is the embedding."""
         if name != _HEAD or not self.spec.tied_embeddings:
-            return name.endswith(".rotary_emb.inv_freq")
+            layer = _LAYER.match(name)
+            return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= self.spec.layers)
         head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
         alike = (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
         if not alike or _sample(head) != _sample(embedding):

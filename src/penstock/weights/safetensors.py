@@ -83,7 +83,7 @@ def _entry(value: object, start: int, where: str) -> TensorEntry:
         raise CheckpointError(f"{where} has data_offsets {shown(offsets)}; they must be two whole numbers from 0 to 2**62")
     begin, end = offsets
     bits = elements * _DTYPE_BITS[dtype]
-    if begin > end or (end - begin) * 8 != bits:
+    if (end - begin) * 8 != bits:  # As for a range that is reversed.
         raise CheckpointError(f"{where} has data_offsets {shown(offsets)}, but {shown(shape)} of {dtype} takes {bits / 8:g} bytes")
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
 

@@ -1,0 +1,76 @@
+"""The same measurements with transformers, as plainly as it allows: its model and its cache, called step by step, greedy."""
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.base.errors import ConfigError
+from penstock.bench.measure import WARM_STEPS, Work
+from penstock.bench.times import Times
+
+
+def transformers() -> ModuleType:
+    """The library, if it is installed. Raises ConfigError."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("--baseline transformers needs the package transformers, which is not installed; pip install transformers")
+    return importlib.import_module("transformers")
+
+
+class Baseline:
+    """A model of transformers on a device, random if all that is known of it is a config."""
+
+    def __init__(self, source: Mapping[str, object] | Path, *, random: bool, dtype: str, device: torch.device) -> None:
+        library = transformers()
+        kind: torch.dtype = getattr(torch, dtype)
+        if isinstance(source, Path) and not random:
+            model = library.AutoModelForCausalLM.from_pretrained(source, dtype=kind)
+        else:
+            config = (
+                library.AutoConfig.from_pretrained(source) if isinstance(source, Path) else library.AutoConfig.for_model(**dict(source))
+            )
+            with device:
+                model = library.AutoModelForCausalLM.from_config(config, dtype=kind)
+        self._model: Any = model.to(device).eval()
+        self._device = device
+        self._vocab = int(self._model.config.vocab_size)
+
+    @torch.inference_mode()
+    def decode(self, work: Work) -> Times:
+        """As bench.measure.decode: single steps of the whole batch, each ending when its tokens are on the host."""
+        seconds = []
+        for round in range(work.repeat):
+            token, cache = self._forward(self._prompts(work, round), None)
+            for step in range(WARM_STEPS + work.output):
+                begin = time.perf_counter()
+                token, cache = self._forward(token, cache)
+                token.tolist()
+                if step >= WARM_STEPS:
+                    seconds.append(time.perf_counter() - begin)
+        return Times.of(seconds)
+
+    @torch.inference_mode()
+    def prefill(self, work: Work) -> Times:
+        """As bench.measure.prefill: one forward pass over all prompts, the first round not timed."""
+        seconds = []
+        for round in range(work.repeat + 1):
+            prompts = self._prompts(work, round)
+            begin = time.perf_counter()
+            self._forward(prompts, None)[0].tolist()
+            seconds.append(time.perf_counter() - begin)
+        return Times.of(seconds[1:])
+
+    def _forward(self, tokens: Tensor, cache: object) -> tuple[Tensor, object]:
+        """The likeliest next tokens `[batch, 1]` after `tokens` `[batch, new]`, and the cache with them in it."""
+        out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+
+    def _prompts(self, work: Work, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self._vocab, (work.batch, work.context), generator=generator).to(self._device)

@@ -1,0 +1,198 @@
+"""What this machine has, how fast its links are, and what limits a model on it."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.arch.layout import group_layouts
+from penstock.arch.spec import DTYPE_BYTES
+from penstock.base.config import Config
+from penstock.base.errors import DeviceError
+from penstock.base.units import format_rate, format_size
+from penstock.bench import bounds
+from penstock.bench.limits import Limits, Rates, Room, limits, prefill_rate
+from penstock.bench.machine import Machine, machine
+from penstock.engine.boot import choose_dtype, device_budget
+from penstock.memory.device import choose_device, device_name, free_memory, native_half
+from penstock.memory.probe import DiskRate, LinkRates, disk_read, link_rates, matmul_rate, memory_copy, memory_read
+from penstock.weights.shape import Shape
+
+_HOST_SHARE = 0.8
+"""Of the free host memory, as room for weights that do not fit on a device beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bytes/s; `matmul` operations/s in the dtype the model would run in. None: not there, or not measured."""
+
+    host_read: float
+    device_read: float
+    device_copy: float
+    matmul: float
+    link: LinkRates | None
+    disk: DiskRate | None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model and what the machine allows it, in every dtype; `dtype` is the one it would run in, `room` what it may take."""
+
+    path: Path
+    family: str
+    layers: int
+    parameters: int
+    max_length: int
+    dtype: str
+    room: Room
+    prefill: float
+    """Prompt tokens/s that one sequence cannot exceed in `dtype`."""
+    limits: tuple[Limits, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    machine: Machine
+    device: str
+    name: str
+    links: Links
+    model: Model
+    notes: tuple[str, ...]
+
+    def line(self) -> str:
+        """Everything, as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+
+def checkup(config: Config, *, quick: bool = False) -> Checkup:
+    """Measure this machine for the model and device of `config`; only the model's config.json is looked at.
+
+    quick: leave out the disk. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
+    """
+    shape, device = Shape.open(config.model), choose_device(config.device)
+    dtype = choose_dtype(config, shape.spec, device)
+    on_gpu = device.type == "cuda"
+    cpu = torch.device("cpu")
+    room = Room(device_budget(config, device), int(free_memory(cpu) * _HOST_SHARE) if on_gpu else None)
+    about = machine()
+    notes = _notes(about, device)
+    disk = None
+    try:
+        disk = None if quick else disk_read(config.model)
+    except DeviceError as error:
+        notes.append(str(error))
+    host_read = memory_read(cpu)
+    links = Links(
+        host_read=host_read,
+        device_read=memory_read(device) if on_gpu else host_read,
+        device_copy=memory_copy(device),
+        matmul=matmul_rate(device, getattr(torch, dtype)),
+        link=link_rates(device) if on_gpu else None,
+        disk=disk,
+    )
+    to_device = links.link.to_device if links.link else None
+    rates = Rates(links.device_read, to_device, disk.read if disk else None)
+    spec = shape.spec
+    model = Model(
+        path=config.model,
+        family=spec.family,
+        layers=spec.layers,
+        parameters=bounds.parameters(group_layouts(spec, shape.names, dtype)),
+        max_length=spec.max_length,
+        dtype=dtype,
+        room=room,
+        prefill=prefill_rate(spec, shape.names, dtype, links.matmul),
+        limits=tuple(limits(spec, shape.names, each, room, rates) for each in DTYPE_BYTES),
+    )
+    return Checkup(about, str(device), device_name(device), links, model, tuple(notes))
+
+
+def _notes(about: Machine, device: torch.device) -> list[str]:
+    """What someone who wonders about speed should know."""
+    notes = []
+    if device.type == "cuda" and about.triton is None:
+        notes.append("Triton is not installed: plain torch does what its kernels would, much slower; pip install triton")
+    if device.type == "cpu":
+        if about.threads < about.cores:
+            notes.append(f"torch computes with {about.threads} of {about.cores} cores; OMP_NUM_THREADS or the like is set")
+        if not native_half(device):
+            notes.append("this processor multiplies bfloat16 in software; float32 is faster on it, and what auto chooses")
+    return notes
+
+
+def describe(found: Checkup) -> str:
+    """The same for a person."""
+    return "\n\n".join(
+        "\n".join([title, *(f"  {name:<15} {text}" for name, text in rows)])
+        for title, rows in (("Machine", _machine_rows(found)), ("Links", _link_rows(found)), ("Model", _model_rows(found.model)))
+    )
+
+
+def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
+    it = found.machine
+    triton = f"Triton {it.triton}" if it.triton else "no Triton"
+    source = f"{it.penstock} ({it.commit})" if it.commit else it.penstock
+    rows = [
+        ("system", it.system),
+        ("processor", f"{it.processor}, {it.cores} cores, {it.threads} threads in use"),
+        ("memory", f"{format_size(it.memory)}, {format_size(it.free)} free"),
+        *((one.device, f"{one.name}, {format_size(one.memory)}, {format_size(one.free)} free") for one in it.devices),
+        ("software", f"penstock {source}, Python {it.python}, torch {it.torch}, {triton}"),
+        ("computes on", found.name),
+    ]
+    return rows + [("note", note) for note in found.notes]
+
+
+def _link_rows(found: Checkup) -> list[tuple[str, str]]:
+    links, gpu = found.links, found.links.link
+    rows = [("host memory", f"{format_rate(links.host_read)} read")]
+    if gpu:
+        rows += [
+            ("device memory", f"{format_rate(links.device_read)} read, {format_rate(links.device_copy)} copied (read and written)"),
+            ("host to device", f"{format_rate(gpu.to_device)}, back {format_rate(gpu.from_device)}, each {format_rate(gpu.both)} at once"),
+        ]
+    else:
+        rows[0] = ("host memory", f"{format_rate(links.host_read)} read, {format_rate(links.device_copy)} copied (read and written)")
+    if disk := links.disk:
+        how = "past the page cache" if disk.direct else "through the page cache, which may have helped"
+        which = "a temporary file" if disk.temporary else disk.file.name
+        rows.append(("disk", f"{format_rate(disk.read)} read, {how}, from {which}"))
+    else:
+        rows.append(("disk", "not measured"))
+    rows.append(("arithmetic", f"{links.matmul / 1e12:.3g} TFLOP/s in {found.model.dtype}"))
+    return rows
+
+
+def _model_rows(model: Model) -> list[tuple[str, str]]:
+    chosen = next(one for one in model.limits if one.dtype == model.dtype)
+    rows = [
+        ("from", f"{model.path}"),
+        ("shape", f"{model.family}, {model.layers} layers, {model.parameters / 1e6:,.4g}M parameters, context {model.max_length:,}"),
+        ("budget", f"{format_size(model.room.device)}" + (f", and {format_size(model.room.host)} on the host" if model.room.host else "")),
+    ]
+    for one in model.limits:
+        fits = "fits" if one.fits else f"{format_size(one.host_bytes + one.disk_bytes)} too much"
+        size = f"weights {format_size(one.weight_bytes)}, KV {format_size(one.kv_token_bytes)} a token"
+        rows.append((one.dtype, f"{size}: {fits}, {_pace(one)}"))
+    rows.append(("runs in", f"{chosen.dtype}; prompts at most at {_rate(model.prefill)} tokens/s"))
+    rows.append(("limited by", f"{chosen.binding}: {format_size(chosen.binding_bytes)} a token"))
+    if chosen.longest is None:
+        rows.append(("context", "the weights leave no room for KV"))
+    else:
+        why = "all the model can" if chosen.longest == model.max_length else "what fits beside the weights, before activations"
+        slow = f", at most {_rate(chosen.decode_longest)} tokens/s at its end" if chosen.decode_longest else ""
+        rows.append(("context", f"{chosen.longest:,} tokens, {why}{slow}"))
+    return rows
+
+
+def _pace(one: Limits) -> str:
+    if one.decode is None:
+        return "how fast it could be streamed is not known"
+    how = "decodes" if one.fits else "streamed it would decode"
+    return f"{how} at most {_rate(one.decode)} tokens/s"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,109 @@
+"""The machine that a measurement was made on, so that its numbers mean something later and elsewhere."""
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+from penstock import __version__
+from penstock.memory.device import free_memory, total_memory
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device that an engine could run on; sizes in bytes."""
+
+    device: str
+    name: str
+    memory: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Hardware, software and date. `threads`: those of torch; `commit`: of the source tree, if this runs from one."""
+
+    system: str
+    processor: str
+    cores: int
+    threads: int
+    memory: int
+    free: int
+    devices: tuple[Device, ...]
+    python: str
+    torch: str
+    cuda: str | None
+    triton: str | None
+    penstock: str
+    commit: str | None
+    date: str
+
+
+def machine() -> Machine:
+    cpu = torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=_processor(),
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        memory=total_memory(cpu),
+        free=free_memory(cpu),
+        devices=tuple(_cuda_device(index) for index in range(count)),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        triton=_version("triton"),
+        penstock=__version__,
+        commit=_commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _cuda_device(index: int) -> Device:
+    device = torch.device("cuda", index)
+    return Device(str(device), torch.cuda.get_device_name(device), total_memory(device), free_memory(device))
+
+
+def _cores() -> int:
+    """Those this process may run on, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        for line in _CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit that the source tree stands at, with a plus sign if files differ from it."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        # An installed package may lie inside some other project's repository: only where git knows this very file is it ours.
+        known = subprocess.run(["git", "-C", str(here), "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
+        if known.returncode:
+            return None
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,101 @@
+"""Drives an Engine directly, without texts or threads around it, and times its steps."""
+
+import random
+import time
+from dataclasses import dataclass
+
+from penstock.base.errors import BudgetError
+from penstock.bench.times import Times
+from penstock.engine.boot import Booted
+from penstock.engine.engine import Engine
+from penstock.step.params import Sampling
+from penstock.step.plan import RequestId
+
+WARM_STEPS = 4
+"""Decode steps that are not timed, after every prompt is in: the first of a new shape also pays for what is set up once."""
+
+_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`batch` sequences of `context` prompt tokens each; `output` timed decode steps; all of it `repeat` times with fresh prompts."""
+
+    batch: int
+    context: int
+    output: int
+    repeat: int
+
+    def room(self, step_tokens: int) -> int:
+        """Tokens that a sequence may reach: while the last prompts come in, the first are already decoding."""
+        prefill_steps = -(-self.batch * self.context // max(step_tokens - self.batch, 1)) + 1
+        return self.context + prefill_steps + WARM_STEPS + self.output + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Times of single steps, and how long the sequences were in the middle of the timed ones."""
+
+    times: Times
+    lengths: tuple[int, ...]
+
+
+def decode(booted: Booted, work: Work) -> Decoded:
+    """Steady decode steps: every prompt is in, every step yields one token a sequence. A step ends when its tokens are on the host."""
+    _check_room(booted, work.batch)
+    engine, rng = booted.engine, random.Random(0)
+    seconds: list[float] = []
+    lengths: list[int] = []
+    for _ in range(work.repeat):
+        requests = _submit(engine, work, booted.spec.vocab_size, rng)
+        got = dict.fromkeys(requests, 0)
+        while not all(got.values()):
+            _step(engine, got)
+        for _ in range(WARM_STEPS):
+            _step(engine, got)
+        lengths = [work.context + count + work.output // 2 for count in got.values()]
+        seconds += [_step(engine, got) for _ in range(work.output)]
+        for request in requests:
+            engine.stop(request)
+    return Decoded(Times.of(seconds), tuple(lengths))
+
+
+def prefill(booted: Booted, work: Work) -> Times:
+    """From the first step until every prompt has yielded its first token. One round more than asked for, the first, is not timed."""
+    _check_room(booted, work.batch)
+    engine, rng, seconds = booted.engine, random.Random(0), []
+    for _ in range(work.repeat + 1):
+        requests = _submit(engine, work, booted.spec.vocab_size, rng, max_tokens=1)
+        got = dict.fromkeys(requests, 0)
+        begin = time.perf_counter()
+        while engine.busy:
+            _step(engine, got)
+        seconds.append(time.perf_counter() - begin)
+        assert all(got.values()), "a prompt ended without a token"
+    return Times.of(seconds[1:])
+
+
+def _submit(engine: Engine, work: Work, vocab: int, rng: random.Random, max_tokens: int | None = None) -> list[RequestId]:
+    """Prompts that no earlier one begins like, so that nothing of them can be in a cache."""
+    prompts = [[rng.randrange(vocab) for _ in range(work.context)] for _ in range(work.batch)]
+    return [engine.submit(prompt, _GREEDY, max_tokens) for prompt in prompts]
+
+
+def _step(engine: Engine, got: dict[RequestId, int]) -> float:
+    """Seconds of one step; its tokens are counted in `got`."""
+    begin = time.perf_counter()
+    events = engine.step()
+    seconds = time.perf_counter() - begin
+    for event in events:
+        got[event.request] += event.token is not None
+    return seconds
+
+
+def _check_room(booted: Booted, batch: int) -> None:
+    """All sequences must run at once; if some had to wait for others, something else would be measured."""
+    needed = batch * -(-booted.limits.max_length // booted.budget.block_size)
+    if booted.budget.blocks < needed:
+        raise BudgetError(
+            f"{batch} sequences of {booted.limits.max_length:,} tokens need {needed:,} KV blocks, but there is room for "
+            f"{booted.budget.blocks:,}; allow more device memory, or lower --batch or --context"
+        )

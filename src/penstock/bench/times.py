@@ -1,0 +1,23 @@
+"""Repeated timings of the same thing, and what one may say about them."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds. The median is the number to quote; the least is what is possible, the most what else was going on."""
+
+    median: float
+    least: float
+    most: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Self:
+        return cls(1e3 * statistics.median(seconds), 1e3 * min(seconds), 1e3 * max(seconds), len(seconds))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ms ({self.least:.3g} to {self.most:.3g}, {self.count} measured)"

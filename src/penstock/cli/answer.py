@@ -1,0 +1,144 @@
+"""One answer of a model: followed while it is made, timed, and written down as JSON or as a line of statistics."""
+
+import json
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, cast
+
+from penstock.base.config import Config
+from penstock.step.params import SamplingParams
+from penstock.step.plan import TokenLogprob
+from penstock.step.request import FinishReason
+
+if TYPE_CHECKING:  # torch takes 1.2 s
+    from penstock.api.llm import LLM, Prompt
+    from penstock.api.outputs import Delta
+
+
+@dataclass(slots=True)
+class Output:
+    """One of the continuations."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason = FinishReason.ABORT
+    """Until it ends otherwise."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request."""
+
+    prompt_tokens: int
+    outputs: list[Output]
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found, summed over the outputs."""
+    first: float = 0.0
+    end: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(output.tokens) for output in self.outputs)
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Prompt tokens computed in a second, up to the first token."""
+        computed = self.prompt_tokens * len(self.outputs) - self.cached_tokens
+        return computed / self.first if self.first > 0 else None
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens in a second after the first of each output; None if there were no more."""
+        more = self.tokens - len(self.outputs)
+        return more / (self.end - self.first) if more > 0 and self.end > self.first else None
+
+    def statistics(self) -> str:
+        """One line for a person."""
+        prefill, decode = (f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate))
+        return (
+            f"prompt {self.prompt_tokens:,} tokens ({self.cached_tokens:,} cached){prefill}; first token after {self.first:.3f} s; "
+            f"output {self.tokens:,} tokens{decode}; ended by {'/'.join(dict.fromkeys(output.finish for output in self.outputs))}"
+        )
+
+
+def follow(
+    llm: "LLM",
+    prompt: "Prompt",
+    params: SamplingParams,
+    prompt_tokens: int,
+    show: Callable[["Delta"], None],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Answer:
+    """The answer to `prompt`, which has `prompt_tokens`; `show` sees each piece at once. Once `interrupted` it ends at the next token."""
+    answer = Answer(prompt_tokens, [Output() for _ in range(params.n)])
+    before, begin = llm.stats().computed_tokens, perf_counter()
+    # It is a generator, whose close() frees what the request holds.
+    with closing(cast("Generator[Delta]", llm.stream(prompt, params))) as stream:
+        for delta in stream:
+            answer.end = perf_counter() - begin
+            answer.first = answer.first or answer.end
+            output = answer.outputs[delta.index]
+            output.text += delta.text
+            output.tokens.extend(delta.tokens)
+            output.logprobs.extend(delta.logprobs)
+            output.finish = delta.finish_reason or output.finish
+            show(delta)
+            if interrupted():
+                break
+    computed = llm.stats().computed_tokens - before
+    # An output's last token is never an input, so of its tokens all but that one, and of the prompt all that was not found.
+    answer.cached_tokens = max(0, prompt_tokens * params.n + answer.tokens - params.n - computed)
+    return answer
+
+
+def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer) -> dict[str, object]:
+    """What --json writes of an answer to `prompt`, as the user gave it."""
+    booted, outputs = llm.booted, [_output(llm, output, params) for output in answer.outputs]
+    budget = asdict(booted.budget) | {"kv": booted.budget.kv, "kv_tokens": booted.budget.kv_tokens}
+    return {
+        "model": str(config.model),
+        "prompt": prompt,
+        **outputs[0],
+        **({"outputs": outputs} if params.n > 1 else {}),
+        "usage": {"prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens, "output_tokens": answer.tokens},
+        "timings": {
+            "boot_s": booted.seconds,
+            "first_token_s": answer.first,
+            "total_s": answer.end,
+            "prefill_tokens_per_s": answer.prefill_rate,
+            "decode_tokens_per_s": answer.decode_rate,
+        },
+        "device": str(booted.device),
+        "dtype": booted.dtype,
+        "budget": budget,
+    }
+
+
+def json_line(entries: dict[str, object]) -> str:
+    return json.dumps(entries, allow_nan=False) + "\n"
+
+
+def _output(llm: "LLM", output: Output, params: SamplingParams) -> dict[str, object]:
+    entries: dict[str, object] = {"text": output.text, "tokens": output.tokens, "finish_reason": str(output.finish)}
+    if params.logprobs is not None:
+        entries["logprobs"] = logprob_entries(llm, output.logprobs)
+    return entries
+
+
+def logprob_entries(llm: "LLM", logprobs: Sequence[TokenLogprob | None]) -> list[dict[str, object] | None]:
+    """For JSON, which has no infinity: a probability of 0 becomes null."""
+    text = llm.tokenizer.token_text
+
+    def entry(token: int, logprob: float) -> dict[str, object]:
+        return {"token": token, "text": text(token), "logprob": logprob if math.isfinite(logprob) else None}
+
+    return [
+        None
+        if one is None
+        else {**entry(one.token, one.logprob), "rank": one.rank, "top": [entry(token, logprob) for token, logprob in one.top]}
+        for one in logprobs
+    ]

@@ -1,0 +1,100 @@
+"""The flags of `run` and `chat`, in tables, and the settings that come of them. All values are checked before torch is imported."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import reduce
+from pathlib import Path
+
+import click
+
+from penstock.base.config import Config
+from penstock.base.errors import ConfigError
+from penstock.base.units import parse_size
+from penstock.cli.command import Decorator, debug_option, option
+from penstock.step.params import SamplingParams
+
+PROMPT, SAMPLING, OUTPUT, ENGINE = "Prompt", "Sampling", "Output", "Engine"
+
+
+def _size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        if value is not None:
+            parse_size(value, whole=2**50)  # of which machine a share is meant is known later
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, parameter) from error
+    return value
+
+
+def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
+    biases = {}
+    for value in values:
+        token, _, bias = value.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is not a token id and a number, like 42=-1.5", ctx, parameter) from error
+    return biases
+
+
+_SAMPLING = (
+    option(SAMPLING, "--temperature", type=float, metavar="T", help="0: always the likeliest token; 0.7 is usual. [the model's, or 1]"),
+    option(SAMPLING, "--top-k", type=int, metavar="K", help="Choose among the K likeliest tokens; 0: all. [the model's, or 0]"),
+    option(SAMPLING, "--top-p", type=float, metavar="P", help="Choose among the likeliest that reach P together. [the model's, or 1]"),
+    option(SAMPLING, "--min-p", type=float, metavar="P", help="Drop tokens less likely than P times the likeliest. [the model's, or 0]"),
+    option(SAMPLING, "--seed", type=int, metavar="N", help="The same seed gives the same text. [a new one each time]"),
+    option(SAMPLING, "--repetition-penalty", type=float, metavar="R", help="Above 1: avoid tokens that were there. [the model's, or 1]"),
+    option(SAMPLING, "--presence-penalty", type=float, default=0.0, metavar="R", help="Above 0: avoid tokens of the output. [0]"),
+    option(SAMPLING, "--frequency-penalty", type=float, default=0.0, metavar="R", help="The same, for each time it is there. [0]"),
+    option(SAMPLING, "--logit-bias", callback=_biases, multiple=True, metavar="ID=B", help="Add B to the logit of ID; may be repeated."),
+    option(SAMPLING, "--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
+    option(SAMPLING, "--include-stop", is_flag=True, help="Keep the stop text in the output."),
+    option(SAMPLING, "--stop-token", "stop_token_ids", type=int, multiple=True, metavar="ID", help="End at this token; may be repeated."),
+    option(SAMPLING, "--ignore-eos", is_flag=True, help="Go on after the model's end token."),
+    option(SAMPLING, "--min-tokens", type=int, default=0, metavar="N", help="No end token before N tokens. [0]"),
+)
+_REPORT = (
+    option(OUTPUT, "--logprobs", type=int, metavar="K", help="With --json: log-probability of each token and of the K likeliest; -1: all."),
+    option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and statistics."),
+    option(OUTPUT, "--verbose", "-v", is_flag=True, help="Print statistics also where stderr is not a terminal."),
+)
+_ENGINE = (
+    option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
+    option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
+    option(ENGINE, "--device-memory", callback=_size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
+    option(ENGINE, "--host-memory", callback=_size, metavar="SIZE", help="Most to take in host memory."),
+    option(ENGINE, "--max-length", type=int, metavar="N", help="Most tokens of prompt and output together. [the model's]"),
+    option(ENGINE, "--max-step-tokens", type=int, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 1024]"),
+    option(ENGINE, "--max-sequences", type=int, metavar="N", help="Most sequences in one step. [as many as outputs]"),
+    option(ENGINE, "--block-size", type=int, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),
+    option(ENGINE, "--kv-blocks", type=int, metavar="N", help="KV blocks to allocate. [as many as are useful and fit]"),
+    option(ENGINE, "--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of equal beginnings. [on]"),
+    option(ENGINE, "--check", is_flag=True, help="Prove the KV ledger's invariants at every step (slow)."),
+)
+
+
+def _all(options: tuple[Decorator, ...], function: Callable[..., object]) -> Callable[..., object]:
+    return reduce(lambda inner, one: one(inner), reversed(options), function)  # click lists the last applied first
+
+
+def common_options(function: Callable[..., object]) -> Callable[..., object]:
+    """Everything that `run` and `chat` take alike; to stand below their own options."""
+    return _all((*_SAMPLING, *_REPORT, *_ENGINE, debug_option), function)
+
+
+def sampling_params(ctx: click.Context) -> SamplingParams:
+    """The command's sampling flags. Raises RequestError."""
+    values = {field.name: ctx.params[field.name] for field in fields(SamplingParams) if field.name in ctx.params}
+    if ctx.params["quiet"] and ctx.params["verbose"]:
+        raise click.UsageError("--quiet and --verbose exclude each other; give one of them")
+    reported = [name for name in ("logprobs", "prompt_logprobs") if ctx.params.get(name) is not None]
+    if reported and not ctx.params["json"]:
+        raise click.UsageError(f"--{reported[0].replace('_', '-')} are only written with --json; add it")
+    return SamplingParams(**values)
+
+
+def engine_config(ctx: click.Context, model: Path, sequences: int) -> Config:
+    """The command's engine flags. `sequences`: how many there will ever be at once, which bounds the useful KV. Raises ConfigError."""
+    values = {field.name: ctx.params[field.name] for field in fields(Config) if field.name in ctx.params}
+    if values["max_sequences"] is None:
+        values["max_sequences"] = sequences
+    return Config(**values | {"model": model})

@@ -1,0 +1,112 @@
+"""Where a prompt comes from: the command line, a file or stdin; and which model it is for. Nothing here needs the model."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+import penstock
+from penstock.base.errors import CheckpointError, RequestError
+from penstock.cli.terminal import is_terminal, say
+
+SHIPPED_MODEL = Path(penstock.__file__).parent / "shipped"
+"""The same as penstock.api.llm.SHIPPED_MODEL, which cannot be had without torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    typed: bool
+    """On the command line, and not read from a file or from stdin."""
+
+
+def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, Prompt]:
+    """What `run [MODEL] PROMPT` means. Raises click.UsageError, CheckpointError and RequestError."""
+    if len(arguments) > 2:
+        raise click.UsageError(f"there are {len(arguments)} arguments, but run takes a model and a prompt; put the prompt in quotes")
+    if file is not None:
+        if len(arguments) > 1:
+            raise click.UsageError(f"a prompt was given as an argument and with --file {file}; give one of them")
+        return model_path(arguments[0] if arguments else None), _checked(_read_file(file), typed=False)
+    if len(arguments) == 2:
+        return model_path(arguments[0]), _prompt(arguments[1])
+    if arguments and not _is_checkpoint(arguments[0]):
+        _doubt(arguments[0])
+        return SHIPPED_MODEL, _prompt(arguments[0])
+    model = Path(arguments[0]) if arguments else SHIPPED_MODEL
+    if sys.stdin is None or is_terminal(sys.stdin):
+        where = f" after the model directory {model}" if arguments else ""
+        raise click.UsageError(f"the prompt is missing{where}; give it in quotes, with --file, or through a pipe")
+    return model, _prompt("-")
+
+
+def model_path(argument: str | None) -> Path:
+    """The model's directory. Raises CheckpointError if there is none; whether it holds a model is found out on loading."""
+    if argument is None:
+        return SHIPPED_MODEL
+    path = Path(argument)
+    try:
+        there = path.exists()
+    except (OSError, ValueError):  # a name that no file can have, perhaps a prompt
+        there = False
+    if not there:
+        hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
+        raise CheckpointError(f"model {argument[:200]!r} does not exist; name a directory with config.json in it{hint}")
+    return path
+
+
+def _is_checkpoint(argument: str) -> bool:
+    try:
+        return (Path(argument) / "config.json").exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _doubt(argument: str) -> None:
+    """A lone argument that looks like a path is probably meant as one."""
+    if "/" in argument.strip("/") and not any(character.isspace() for character in argument):
+        say(f"penstock: note: {argument!r} is no model directory (it has no config.json), so it is taken as the prompt")
+
+
+def _prompt(argument: str) -> Prompt:
+    if argument != "-":
+        return _checked(argument, typed=True)
+    if sys.stdin is None:
+        raise RequestError("the prompt was to come from stdin, which is closed; give it in quotes or with --file")
+    if is_terminal(sys.stdin):
+        say("penstock: reading the prompt from the terminal; end it with Ctrl-D on an empty line")
+    return _checked(_text(sys.stdin.buffer.read(), "the prompt on stdin"), typed=False)
+
+
+def _read_file(name: str) -> str:
+    if name == "-":
+        return _prompt("-").text
+    try:
+        data = Path(name).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RequestError(f"the prompt cannot be read from {name}: {reason}; name a text file") from error
+    return _text(data, f"the prompt in {name}")
+
+
+def decode(data: bytes, what: str) -> str:
+    """Raises RequestError, saying where, for what is not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        bad = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise RequestError(f"{what} is not valid UTF-8: {bad}; convert it, as with iconv -f latin1 -t utf-8") from error
+
+
+def _text(data: bytes, what: str) -> str:
+    """Without the newline that editors and echo put at the end, and that would be a part of the prompt."""
+    text = decode(data, what)
+    return text[:-1].removesuffix("\r") if text.endswith("\n") else text
+
+
+def _checked(text: str, *, typed: bool) -> Prompt:
+    decode(text.encode(errors="surrogateescape"), "the prompt")  # bytes that are no UTF-8 arrive as lone surrogates
+    if not text:
+        raise RequestError("the prompt is empty; give at least one character")
+    return Prompt(text, typed)

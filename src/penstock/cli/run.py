@@ -1,0 +1,132 @@
+"""`penstock run`: one prompt in, its continuation or answer out, as it is made."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli.answer import follow, json_line, logprob_entries, record
+from penstock.cli.command import Command, option
+from penstock.cli.conversation import Conversation
+from penstock.cli.load import loaded
+from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
+from penstock.cli.prompt import model_and_prompt
+from penstock.cli.terminal import is_terminal, say, write
+from penstock.step.params import SamplingParams
+from penstock.step.plan import TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.api.llm import LLM
+    from penstock.api.outputs import Delta
+
+USUAL_TOKENS = 256
+EXAMPLES = r"""
+  penstock run "Once upon a time"                        a story from the model that comes with penstock
+  penstock run ./my-model "The capital of France is" --temperature 0 --max-tokens 8
+  penstock run ./my-model "Who was Ada Lovelace?" --chat --system "Answer in one sentence."
+  penstock run ./my-model --file notes.txt --max-tokens 500 > more.txt
+  git diff | penstock run ./my-model --chat -            the prompt from a pipe
+  penstock run "A list:" --stop $'\n' --seed 7 -n 3      three short outputs, the same each time
+  penstock run "Hello" --json --logprobs 2 | jq .usage
+"""
+
+
+class Screen:
+    """Writes outputs one below the other, the first as it grows. What later ones say before their turn is held back."""
+
+    def __init__(self, outputs: int, echo: str = "") -> None:
+        """echo: the prompt that the outputs continue, to be written before them."""
+        self._held: list[list[str]] = [[] for _ in range(outputs)]
+        self._ended = [False] * outputs
+        self._turn = 0
+        self._line_open = False
+        self._write(echo, bold=True)
+        self._head()
+
+    def show(self, delta: "Delta") -> None:
+        self._ended[delta.index] = delta.finish_reason is not None
+        if delta.index != self._turn:
+            self._held[delta.index].append(delta.text)
+            return
+        self._write(delta.text)
+        while self._turn < len(self._held) and self._ended[self._turn]:
+            self._turn += 1
+            if self._turn < len(self._held):
+                self._head()
+                self._write("".join(self._held[self._turn]))
+
+    def end(self) -> None:
+        if self._line_open:
+            self._write("\n")
+
+    def _head(self) -> None:
+        if len(self._held) > 1:
+            self.end()
+            write(f"--- output {self._turn + 1} of {len(self._held)} ---\n")
+
+    def _write(self, text: str, *, bold: bool = False) -> None:
+        write(text, bold=bold)
+        if text:
+            self._line_open = not text.endswith("\n")
+
+
+@click.command(cls=Command, examples=EXAMPLES)
+@click.argument("arguments", nargs=-1, metavar="[MODEL] PROMPT")
+@option(PROMPT, "--file", "-f", metavar="PATH", help="Read the prompt from a UTF-8 file; one newline at its end is dropped.")
+@option(PROMPT, "--chat/--raw", default=None, help="Answer the prompt, by the model's chat template, or continue it. [--raw]")
+@option(PROMPT, "--system", metavar="TEXT", help="System message before the prompt; implies --chat.")
+@option(SAMPLING, "--max-tokens", type=int, metavar="N", help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]")
+@option(SAMPLING, "-n", "n", type=int, default=1, metavar="N", help="Independent outputs. [1]")
+@option(OUTPUT, "--json", is_flag=True, help="One JSON object at the end, and nothing else, on stdout.")
+@option(OUTPUT, "--echo/--no-echo", default=None, help="The prompt before its continuation. [only if typed, and on a terminal]")
+@option(OUTPUT, "--prompt-logprobs", type=int, metavar="K", help="With --json: log-probabilities of the prompt's tokens, like --logprobs.")
+@common_options
+@click.pass_context
+def command(ctx: click.Context, /, **settings: object) -> None:
+    """Continue PROMPT, or answer it with --chat.
+
+    MODEL is a Hugging Face checkpoint directory; without it the small model that comes with penstock runs. A PROMPT of - is
+    read from stdin, and so is one that is left out where something is piped in. Text goes to stdout as it is made, everything
+    else to stderr.
+    """
+    asked = ctx.params
+    if asked["system"] is not None and asked["chat"] is False:
+        raise click.UsageError("--system needs the chat template, which --raw leaves out; give one of them")
+    model, prompt = model_and_prompt(asked["arguments"], asked["file"])
+    params = sampling_params(ctx)
+    config = engine_config(ctx, model, params.n)
+    with loaded(config, quiet=asked["quiet"]) as llm:
+        chat = asked["chat"] or asked["system"] is not None
+        request, length = Conversation(llm, chat, asked["system"]).request(prompt.text)
+        params = _limited(llm, params, length)
+        # The prompt is scored for itself below: a stream has no place for it.
+        streamed = replace(params, prompt_logprobs=None)
+        if asked["json"]:
+            answer = follow(llm, request, streamed, length, lambda _: None)
+            entries = record(llm, config, prompt.text, params, answer)
+            if params.prompt_logprobs is not None:
+                entries["prompt_logprobs"] = logprob_entries(llm, _score(llm, request, params.prompt_logprobs))
+            write(json_line(entries))
+        else:
+            usual = prompt.typed and not chat and is_terminal(sys.stdout)
+            screen = Screen(params.n, prompt.text if asked["echo"] or (asked["echo"] is None and usual) else "")
+            answer = follow(llm, request, streamed, length, screen.show)
+            screen.end()
+        if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
+            say(answer.statistics(), faint=True)
+
+
+def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:
+    """With the usual number of tokens where none was asked for, or fewer if a prompt of `length` tokens leaves less room."""
+    room = llm.booted.engine.scheduler.longest - length
+    if params.max_tokens is not None or room < 1:  # what has no room is refused on submission, with the numbers
+        return params
+    return replace(params, max_tokens=min(max(USUAL_TOKENS, params.min_tokens), room))
+
+
+def _score(llm: "LLM", request: str | list[int], top: int) -> Sequence[TokenLogprob | None]:
+    scored = llm.generate([request], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top))[0].prompt_logprobs
+    assert scored is not None
+    return scored

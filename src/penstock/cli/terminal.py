@@ -1,0 +1,55 @@
+"""What may go to a terminal: text without control characters, remarks on stderr, and Ctrl-C as a wish rather than an exception."""
+
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import Self, TextIO
+
+import click
+
+# Shown as the pictures Unicode has for them: a model's output must not move the cursor or rename the window.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+
+
+def one_line(text: str) -> str:
+    """`text` as a single line without control characters."""
+    return " ".join(text.split()).translate(_PICTURES)
+
+
+def say(text: str, *, faint: bool = False) -> None:
+    """A line to the person at the terminal, on stderr."""
+    click.echo(click.style(text, dim=True) if faint else text, err=True)  # without colours where it is no terminal
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a person is at the other end. A standard stream can be None: closed before the process began."""
+    return stream is not None and stream.isatty()
+
+
+def write(text: str, *, bold: bool = False) -> None:
+    """Text to stdout at once; on a terminal without control characters."""
+    if is_terminal(sys.stdout):
+        text = text.translate(_PICTURES)
+        text = click.style(text, bold=True) if text and bold else text
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class Interrupt:
+    """Ctrl-C inside this `with` block: the first is only noted in `asked`, the second raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,292 @@
+"""The benchmark counts what a step must do, drives the engine over exactly that, and reports it; the comparison with transformers runs."""
+
+import dataclasses
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+
+from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.base.config import Config
+from penstock.base.errors import BudgetError, CheckpointError, RequestError
+from penstock.bench import bounds, measure
+from penstock.bench.measure import Work
+from penstock.bench.report import Kind
+from penstock.bench.run import Job, run
+from penstock.bench.shapes import SHAPES
+from penstock.cli.main import main
+from penstock.engine.boot import boot
+from penstock.weights.shape import Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "dtype": "float32",
+}
+MOE = TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6}
+
+
+def layouts(shape: Shape) -> tuple[GroupLayout, ...]:
+    return group_layouts(shape.spec, shape.names, "float32")
+
+
+def job(kind: Kind, **changes: object) -> Job:
+    config = Config(Path(), device="cpu", dtype="float32", device_memory="64MiB", max_step_tokens=16, block_size=8)
+    return dataclasses.replace(Job(kind, "tiny", TINY, config, batch=2, context=20, output=5, repeat=2), **changes)
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A model directory with a config and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_parameters_that_transformers_counts(name: str) -> None:
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**SHAPES[name])
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shape = Shape.of(SHAPES[name])
+    assert bounds.parameters(group_layouts(shape.spec, shape.names, "bfloat16")) == sum(one.numel() for one in model.parameters())
+
+
+def test_prefill_operations_are_those_of_every_product() -> None:
+    shape, length = Shape.of(TINY), 11
+    heads, dim, kv, hidden, inner, vocab = 4, 8, 2, 32, 64, 96
+    a_token = hidden * (heads + 2 * kv) * dim + heads * dim * hidden + 3 * hidden * inner
+    pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
+    by_hand = 2 * 2 * length * a_token + 2 * 2 * 2 * pairs * heads * dim + 2 * hidden * vocab
+    assert bounds.prefill_operations(shape.spec, layouts(shape), [length]) == by_hand
+    assert bounds.prefill_operations(shape.spec, layouts(shape), [length] * 3) == 3 * by_hand
+
+
+def test_windows_bound_what_attention_computes_and_reads() -> None:
+    windowed = Shape.of(TINY | {"model_type": "mistral", "sliding_window": 6})
+    whole = Shape.of(TINY | {"model_type": "mistral", "sliding_window": None})
+    for length in (1, 6, 7, 40):
+        unseen = sum(1 for query in range(length) for key in range(query + 1) if key <= query - 6)
+        less = 4 * 2 * unseen * 4 * 8
+        operations = [bounds.prefill_operations(shape.spec, layouts(shape), [length]) for shape in (whole, windowed)]
+        assert operations[0] - operations[1] == less
+        token = bounds.kv_token_bytes(windowed.spec, "float32")
+        assert token == 2 * 2 * 2 * 8 * 4
+        assert bounds.kv_bytes_read(windowed.spec, "float32", length) == token * min(length, 6)
+        assert bounds.kv_bytes_read(whole.spec, "float32", length) == token * length
+
+
+def test_only_a_row_of_an_embedding_is_read_unless_it_is_the_output_too() -> None:
+    matrix = 96 * 32 * 4
+    apart, tied = Shape.of(TINY), Shape.of(TINY | {"tie_word_embeddings": True})
+    assert bounds.weight_bytes(layouts(apart)) - bounds.weight_bytes(layouts(tied)) == matrix
+    read = [bounds.weight_bytes_read(shape.spec, layouts(shape), 3) for shape in (apart, tied)]
+    assert read[0] - read[1] == pytest.approx(3 * 32 * 4)
+    assert read[1] == bounds.weight_bytes(layouts(tied))
+
+
+def test_the_experts_that_a_batch_reads() -> None:
+    shape, rng = Shape.of(MOE), random.Random(0)
+    expert = 3 * 32 * 64 * 4
+    none = bounds.weight_bytes_read(shape.spec, layouts(shape), 0)
+    assert bounds.weight_bytes_read(shape.spec, layouts(shape), 1) - none == pytest.approx(2 * 2 * expert, abs=2 * 32 * 4)
+    tried = [len({one for _ in range(5) for one in rng.sample(range(8), 2)}) for _ in range(20000)]
+    chosen = (bounds.weight_bytes_read(shape.spec, layouts(shape), 5) - none) / (2 * expert)
+    assert chosen == pytest.approx(sum(tried) / len(tried), rel=0.02)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "context", "step_tokens"), [(1, 1, 4), (3, 20, 16), (8, 40, 16), (5, 33, 6)])
+def test_decode_steps_are_timed_when_all_prompts_are_in(batch: int, context: int, step_tokens: int) -> None:
+    work = Work(batch, context, output=3, repeat=2)
+    length = work.room(step_tokens)
+    config = Config(
+        Path(), device="cpu", device_memory="64MiB", block_size=8, max_sequences=batch,
+        max_step_tokens=step_tokens, max_length=length + 8, prefix_cache=False, check=True,
+    )  # fmt: skip
+    booted = boot(config, Shape.of(TINY | {"max_position_embeddings": 4096}))
+    decoded = measure.decode(booted, work)
+    stats = booted.engine.stats()
+    assert decoded.times.count == 6
+    assert decoded.times.least <= decoded.times.median <= decoded.times.most
+    assert len(decoded.lengths) == batch
+    assert all(context + measure.WARM_STEPS < each < length for each in decoded.lengths)
+    assert (stats.running, stats.waiting, stats.preemptions) == (0, 0, 0)
+    assert stats.output_tokens >= 2 * batch * (1 + measure.WARM_STEPS + 3)
+
+
+def test_prefill_computes_every_prompt_every_time() -> None:
+    work = Work(batch=3, context=20, output=1, repeat=2)
+    config = Config(Path(), device="cpu", device_memory="64MiB", block_size=8, max_sequences=3, max_step_tokens=16, max_length=32)
+    booted = boot(config, Shape.of(TINY))
+    times = measure.prefill(booted, work)
+    assert times.count == 2
+    assert booted.engine.stats().computed_tokens == 3 * 3 * 20
+    assert booted.engine.stats().output_tokens == 3 * 3
+
+
+def test_sequences_that_would_have_to_wait_are_refused() -> None:
+    config = Config(Path(), device="cpu", device_memory="64MiB", block_size=8, max_sequences=3, kv_blocks=11, max_length=32)
+    with pytest.raises(BudgetError, match="12 KV blocks"):
+        measure.decode(boot(config, Shape.of(TINY)), Work(3, 20, 1, 1))
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_report(kind: Kind) -> None:
+    told: list[str] = []
+    report = run(job(kind), told.append)
+    assert len(told) == 2
+    line = json.loads(report.line())
+    assert "\n" not in report.line()
+    assert (line["bench"], line["model"], line["weights"], line["dtype"]) == (kind.value, "tiny", "random", "float32")
+    assert (line["batch"], line["context"], line["step_tokens"]) == (2, 20, 16)
+    assert line["ms"]["count"] == (10 if kind is Kind.DECODE else 2)
+    tokens = 2 if kind is Kind.DECODE else 40
+    assert line["tokens_per_second"] == pytest.approx(1e3 * tokens / line["ms"]["median"])
+    assert line["of_bound"] == pytest.approx(line["bound"]["ms"] / line["ms"]["median"])
+    done = line["bound"]["weight_bytes"] + line["bound"]["kv_bytes"] + line["bound"]["operations"]
+    assert line["bound"]["ms"] == pytest.approx(1e3 * done / line["bound"]["per_second"])
+    assert line["baseline"] is None
+    assert line["machine"]["torch"] == torch.__version__
+    assert line["machine"]["threads"] == torch.get_num_threads()
+    assert f"{report.of_bound:.1%}" in str(report)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_same_work_by_transformers(kind: Kind) -> None:
+    line = json.loads(run(job(kind, baseline=True)).line())
+    other = line["baseline"]
+    assert other["system"] == f"transformers {transformers.__version__}"
+    assert other["ms"]["count"] == line["ms"]["count"]
+    assert other["ratio"] == pytest.approx(other["ms"]["median"] / line["ms"]["median"])
+
+
+def test_an_unasked_context_is_what_the_model_has_room_for() -> None:
+    asked = job(Kind.DECODE, context=None, repeat=1)
+    context = run(asked).subject.context
+    assert 200 < context < 256 - 5
+    assert run(dataclasses.replace(asked, context=context)).subject.context == context
+    with pytest.raises(RequestError):
+        run(dataclasses.replace(asked, context=context + 1))
+    with pytest.raises(RequestError, match="positions, but tiny has 256"):
+        run(job(Kind.DECODE, context=250))
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_is_told_apart_by_its_numbers(bare: Path) -> None:
+    assert Shape.open(bare).fingerprint() == Shape.of(TINY).fingerprint()
+    assert Shape.of(TINY | {"rope_theta": 5e5}).fingerprint() != Shape.of(TINY).fingerprint()
+    assert len(Shape.of(TINY).fingerprint()) == 16
+    with pytest.raises(CheckpointError, match="nowhere"):
+        Shape.open(bare / "nowhere")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------------
+
+SMALL = ["--device", "cpu", "--context", "12", "--repeat", "1", "--max-step-tokens", "16"]
+
+
+def test_the_command_ends_with_a_line_of_json(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "line.json"
+    assert main(["bench", "decode", str(bare), *SMALL, "--output", "3", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "of the bound" in "\n".join(printed[:-1])
+    line = json.loads(printed[-1])
+    assert (line["bench"], line["output"], line["ms"]["count"]) == ("decode", 3, 3)
+    assert json.loads(out.read_text()) == line
+
+
+def test_the_command_prints_only_json_when_asked(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "prefill", str(bare), *SMALL, "--json"]) == 0
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)["bench"] == "prefill"
+    assert streams.err == ""
+
+
+def test_threads_are_those_asked_for(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert main(["bench", "prefill", str(bare), *SMALL, "--json", "--threads", "2"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads(capsys.readouterr().out)["machine"]["threads"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["decode", ".", "--shape", "8B"], "exclude each other"),
+        (["decode", "--shape", "9B"], "9B"),
+        (["decode", "--batch", "0"], "batch"),
+        (["prefill", "--device-memory", "much"], "much"),
+        (["prefill", "--dtype", "int3"], "int3"),
+        (["prefill", "--out", "no/such/place.json"], "directory does not exist"),
+        (["prefill", "no/such/model"], "no/such/model"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    streams = capsys.readouterr()
+    assert message in streams.err
+    assert len(streams.err.splitlines()) == 1
+    assert streams.out == ""
+
+
+# -- against transformers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def against(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("against_transformers", ROOT / "benchmarks" / "against_transformers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_both_sides_say_the_same(
+    against: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = "--layers 2 --hidden 64 --inner 96 --heads 4 --kv-heads 2 --vocab 300"
+    work = "--requests 6 --prompt 3 30 --tokens 2 9 --single-tokens 5 --repeat 2 --no-memory"
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["against_transformers.py", *size.split(), *work.split(), "--out", str(out)])
+    against.main()
+    found = json.loads(out.read_text())
+    assert capsys.readouterr().out.splitlines()[-1] == out.read_text().strip()
+    assert {name: (it["equal"], it["of"]) for name, it in found["comparisons"].items()} == {
+        "single": (1, 1), "one by one": (6, 6), "padded": (6, 6),
+    }  # fmt: skip
+    assert found["useful_tokens"] >= 6 * 2
+    assert all(len(it["penstock_seconds"]) == len(it["transformers_seconds"]) == 2 for it in found["comparisons"].values())
+
+
+def test_every_repeat_asks_for_the_same_lengths_of_other_prompts(against: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["against_transformers.py"])
+    args = against.parse()
+    first, second = against.requests(args, 0, 32), against.requests(args, 1, 32)
+    assert [(len(one.prompt), one.output) for one in first] == [(len(one.prompt), one.output) for one in second]
+    assert all(one.prompt != other.prompt for one, other in zip(first, second, strict=True))
+    assert {16 <= len(one.prompt) <= 256 and 16 <= one.output <= 128 for one in first} == {True}
+    assert len({one.output for one in first}) > 16

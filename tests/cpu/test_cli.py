@@ -1,0 +1,491 @@
+"""The command line with a real model behind it: text, JSON, chat, what bad input gets, and how it ends.
+
+The model is written here and knows nothing but which token follows which, so every output is known:
+letters go on through the alphabet and end after z, digits and capitals go round for ever, an answer in a chat is "vwxyz".
+"""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+
+from penstock.api.llm import SHIPPED_MODEL
+from penstock.base.config import Config
+from penstock.cli import main as entry
+from penstock.cli import prompt
+from penstock.cli.chat import HELP
+from penstock.cli.main import main
+from penstock.cli.run import command as run_command
+from penstock.step.params import SamplingParams
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+COMMAND = [sys.executable, "-c", "import sys; from penstock.cli.main import main; sys.exit(main())"]
+SPECIAL = ["<s>", "</s>", "<user>", "<bot>"]
+END, BOT = 1, 3
+VOCAB = len(SPECIAL) + 256
+CONTEXT = 4096
+TEMPLATE = (
+    "<s>{% for m in messages %}{% if m.role == 'system' %}{% if 'forbidden' in m.content %}{{ raise_exception('not that') }}{% endif %}"
+    "[{{ m.content }}]{% elif m.role == 'user' %}<user>{{ m.content }}{% else %}<bot>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def byte(character: str | int) -> int:
+    """The token of a byte."""
+    return len(SPECIAL) + (ord(character) if isinstance(character, str) else character)
+
+
+def successors() -> dict[int, int]:
+    """What the model says after each token; after all others it ends."""
+    after = {byte(letter): byte(letter + 1) for letter in range(ord("a"), ord("z"))}
+    for first, last in ("AZ", "09"):
+        after |= {byte(code): byte(code + 1) for code in range(ord(first), ord(last))} | {byte(last): byte(first)}
+    after |= {BOT: byte("v"), byte("{"): byte(0xC3), byte(0xC3): byte(0xA9)}  # é
+    return after | {byte("~"): byte(0x1B), byte(0x1B): byte("x")}
+
+
+def write_model(path: Path, *, template: str | None = TEMPLATE) -> Path:
+    """A Llama whose one layer adds nothing, so that the logits depend on the last token alone."""
+    weights = {"model.embed_tokens.weight": torch.eye(VOCAB), "model.norm.weight": torch.ones(VOCAB)}
+    head = torch.zeros(VOCAB, VOCAB)
+    after = successors()
+    for token in range(VOCAB):
+        head[after.get(token, END), token] = 3.0
+    weights["lm_head.weight"] = head
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        weights[f"model.layers.0.{name}.weight"] = torch.ones(VOCAB)
+    shapes = {"self_attn.q_proj": (VOCAB, VOCAB), "self_attn.k_proj": (26, VOCAB), "self_attn.v_proj": (26, VOCAB)}
+    shapes |= {"self_attn.o_proj": (VOCAB, VOCAB), "mlp.gate_proj": (8, VOCAB), "mlp.up_proj": (8, VOCAB), "mlp.down_proj": (VOCAB, 8)}
+    weights |= {f"model.layers.0.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    path.mkdir()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": VOCAB, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 10, "num_key_value_heads": 1, "head_dim": 26, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": END, "torch_dtype": "float32",
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level tokenizers write as themselves
+    others = iter(range(256, 512))
+    alphabet = [chr(value if value in shown else next(others)) for value in range(256)]
+    vocabulary = {name: token for token, name in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({} if template is None else {"chat_template": template}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("cli") / "successor")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    def error(self) -> str:
+        """The last line on stderr, of a command that was refused and said so in one line."""
+        assert self.code == 2
+        assert self.out == ""
+        assert "Traceback" not in self.err
+        lines = self.err.splitlines()
+        assert [line.startswith("penstock: error: ") for line in lines].count(True) == 1
+        return lines[-1].removeprefix("penstock: error: ")
+
+
+class Penstock(Protocol):
+    def __call__(self, *arguments: str | Path, stdin: bytes | None = None) -> Result: ...
+
+
+@pytest.fixture
+def penstock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Penstock:
+    """The command in this process. Without `stdin`, stdin is empty."""
+    monkeypatch.delenv("PENSTOCK_DEBUG", raising=False)
+
+    def call(*arguments: str | Path, stdin: bytes | None = None) -> Result:
+        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(stdin or b""), encoding="utf-8"))
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call
+
+
+REST = "defghijklmnopqrstuvwxyz"
+"""What the model says after abc."""
+
+# -- run ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_run_continues_the_prompt_and_prints_the_sizing(penstock: Penstock, model: Path) -> None:
+    result = penstock("run", model, "abc")
+    assert (result.code, result.out) == (0, f"{REST}\n")
+    lines = result.err.splitlines()
+    assert lines[0].startswith("llama, 1 layers, float32 on CPU")
+    assert re.match(r"memory .* weights .*, activations .*, KV .* blocks of 32 tokens", lines[1])
+    assert len(lines) == 2
+
+
+def test_quiet_says_nothing_else_and_verbose_adds_statistics(penstock: Penstock, model: Path) -> None:
+    assert penstock("run", model, "abc", "--quiet") == Result(0, f"{REST}\n", "")
+    statistics = penstock("run", model, "abc", "--verbose").err.splitlines()[-1]
+    assert re.fullmatch(
+        r"prompt 3 tokens \(0 cached\), [\d,]+ tokens/s; first token after \d+\.\d+ s; output 24 tokens, [\d,]+ tokens/s; ended by stop",
+        statistics,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out"),
+    [
+        (["{"], "é\n"),
+        (["abc", "--max-tokens", "3"], "def\n"),
+        (["9"], "0123456789" * 25 + "012345\n"),
+        (["abc", "--stop", "jk", "--stop", "mn"], "defghi\n"),
+        (["abc", "--stop", "jk", "--include-stop"], "defghijk\n"),
+        (["abc", "--stop-token", str(byte("g"))], "def\n"),
+        (["xyz", "--min-tokens", "2", "--max-tokens", "2", "--logit-bias", f"{byte('!')}=30"], "!!\n"),
+        (["abc", "--logit-bias", f"{byte('d')}=-100", "--logit-bias", f"{byte('Z')}=30", "--max-tokens", "2"], "ZA\n"),
+        (["y", "--ignore-eos", "--max-tokens", "3"], "z\n"),
+        (["abc", "--echo"], f"abc{REST}\n"),
+        (["abc", "-n", "2"], f"--- output 1 of 2 ---\n{REST}\n--- output 2 of 2 ---\n{REST}\n"),
+        (["abc", "-n", "2", "--echo"], f"abc\n--- output 1 of 2 ---\n{REST}\n--- output 2 of 2 ---\n{REST}\n"),
+        (["abc", "--chat"], "vwxyz\n"),
+        (["abc", "--system", "Be brief.", "--max-tokens", "2"], "vw\n"),
+    ],
+)
+def test_run_writes(penstock: Penstock, model: Path, arguments: list[str], out: str) -> None:
+    assert penstock("run", model, *arguments, "--quiet") == Result(0, out, "")
+
+
+def test_without_max_tokens_a_prompt_near_the_contexts_end_gets_what_is_left(penstock: Penstock, model: Path) -> None:
+    assert penstock("run", model, "-q", "--max-length", "20", "012345678901").out == "23456789\n"
+
+
+@pytest.mark.parametrize("stdin", [b"abc", b"abc\n", b"abc\r\n"])
+@pytest.mark.parametrize("arguments", [[], ["-"], ["--file", "-"]])
+def test_a_prompt_from_stdin(penstock: Penstock, model: Path, stdin: bytes, arguments: list[str]) -> None:
+    assert penstock("run", model, "-q", *arguments, stdin=stdin) == Result(0, f"{REST}\n", "")
+
+
+def test_a_prompt_from_a_file_loses_one_newline(penstock: Penstock, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("é\n\n")
+    record = json.loads(penstock("run", model, "--json", "--file", file).out)
+    assert (record["prompt"], record["usage"]["prompt_tokens"]) == ("é\n", 3)
+
+
+def test_json_is_one_object_with_everything(penstock: Penstock, model: Path) -> None:
+    result = penstock("run", model, "xyz", "--json", "--logprobs", "2", "--prompt-logprobs", "0")
+    record = json.loads(result.out)
+    assert result.out.count("\n") == 1
+    assert {name: record[name] for name in ("model", "prompt", "text", "tokens", "finish_reason", "device", "dtype")} == {
+        "model": str(model), "prompt": "xyz", "text": "", "tokens": [END], "finish_reason": "stop", "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+    assert record["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 1}
+    assert record["timings"].keys() == {"boot_s", "first_token_s", "total_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
+    assert record["timings"]["decode_tokens_per_s"] is None
+    assert record["timings"]["first_token_s"] > 0
+    assert record["budget"]["kv_tokens"] == record["budget"]["blocks"] * 32 == CONTEXT
+    [chosen] = record["logprobs"]
+    assert (chosen["token"], chosen["rank"], len(chosen["top"])) == (END, 1, 2)
+    assert chosen["logprob"] == pytest.approx(0, abs=1e-6)
+    assert [entry and (entry["text"], entry["rank"]) for entry in record["prompt_logprobs"]] == [None, ("y", 1), ("z", 1)]
+
+
+def test_json_has_all_outputs(penstock: Penstock, model: Path) -> None:
+    record = json.loads(penstock("run", model, "8", "--json", "-n", "3", "--max-tokens", "2").out)
+    assert record["text"] == "90"
+    assert [(output["text"], output["finish_reason"]) for output in record["outputs"]] == [("90", "length")] * 3
+    assert record["usage"]["output_tokens"] == 6
+
+
+def test_engine_options_arrive(penstock: Penstock, model: Path) -> None:
+    options = ["--dtype", "bfloat16", "--block-size", "16", "--max-length", "64", "--device-memory", "256MiB", "--device", "cpu"]
+    record = json.loads(penstock("run", model, "abc", "--json", *options).out)
+    assert record["text"] == REST
+    assert record["dtype"] == "bfloat16"
+    assert record["budget"].items() >= {"total": 256 << 20, "block_size": 16, "blocks": 4}.items()
+    record = json.loads(
+        penstock("run", model, "abc", "--json", "--kv-blocks", "3", "--max-sequences", "2", "--no-prefix-cache", "--check").out
+    )
+    assert record["budget"]["blocks"] == 3
+
+
+def test_every_setting_has_a_flag() -> None:
+    names = {parameter.name for parameter in run_command.params}
+    assert {field.name for field in fields(SamplingParams)} <= names
+    assert {field.name for field in fields(Config)} - {"model"} <= names
+
+
+def test_the_shipped_model_is_where_the_engine_looks_for_it() -> None:
+    assert prompt.SHIPPED_MODEL == SHIPPED_MODEL
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "the prompt is empty; "),
+        (["caf\udce9"], "the prompt is not valid UTF-8: byte 0xe9 at offset 3; "),
+        (["9" * 5000], f"the request has 5000 tokens of prompt, but the context holds {CONTEXT} in all; shorten it"),
+        (["abc", "--max-tokens", "5000"], "3 tokens of prompt and 5000 of output"),
+        (["abc", "--temperature", "-1"], "temperature -1.0 must be from 0 to 1000; 0 is greedy"),
+        (["abc", "--temperature", "hot"], "'hot' is not a valid float; see penstock run --help"),
+        (["abc", "--top-p", "nan"], "top_p nan must be above 0"),
+        (["abc", "--stop", ""], "at least one character"),
+        (["abc", "--logit-bias", "a=1"], "'a=1' is not a token id and a number, like 42=-1.5"),
+        (["abc", "--stop-token", "1000"], "stop_token_ids has token 1000, but token ids end at 259"),
+        (["abc", "--device-memory", "16Gx"], "cannot read '16Gx' as a size; write it like 16GiB"),
+        (["abc", "--device-memory", "20KB"], "too small for one layer's weights"),
+        (["abc", "--device-memory", "1200KB"], "leaves no room for KV"),
+        (["abc", "--kv-blocks", "1", "--max-tokens", "100"], "the KV blocks hold 33"),
+        (["abc", "--device", "tpu"], "device 'tpu' is not known; choose auto, cpu, cuda or cuda:N"),
+        (["abc", "--dtype", "int3"], "dtype 'int3' is not known; choose one of auto"),
+        (["abc", "--block-size", "48"], "block_size 48 must be a power of two"),
+        (["abc", "--max-length", "9999"], "max_length 9999 is more than the 4096 positions"),
+        (["abc", "--logprobs", "2"], "--logprobs are only written with --json; add it"),
+        (["abc", "--prompt-logprobs", "2"], "--prompt-logprobs are only written with --json; add it"),
+        (["abc", "--quiet", "--verbose"], "--quiet and --verbose exclude each other"),
+        (["abc", "--system", "x", "--raw"], "--system needs the chat template"),
+        (["abc", "--system", "forbidden"], "the model's chat template does not take these messages: not that"),
+        (["abc", "--file", "x.txt"], "a prompt was given as an argument and with --file x.txt; give one of them"),
+        (["abc", "def"], "there are 3 arguments, but run takes a model and a prompt; put the prompt in quotes"),
+        (["--file", "/nowhere/x.txt"], "the prompt cannot be read from /nowhere/x.txt: No such file or directory; name a text file"),
+        (["abc", "--temprature", "1"], "no such option '--temprature'. Did you mean '--temperature'? see penstock run --help"),
+    ],
+)
+def test_bad_input_gets_one_line(penstock: Penstock, model: Path, arguments: list[str], message: str) -> None:
+    assert message in penstock("run", model, *arguments).error()
+
+
+def test_stdin_and_files_that_are_not_utf8_or_empty(penstock: Penstock, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "latin1.txt"
+    file.write_bytes("naïve".encode("latin1"))
+    assert "the prompt on stdin is not valid UTF-8: byte 0xff at offset 2" in penstock("run", model, stdin=b"ab\xff").error()
+    assert f"the prompt in {file} is not valid UTF-8: byte 0xef at offset 2" in penstock("run", model, "--file", file).error()
+    assert "the prompt is empty" in penstock("run", model, "-", stdin=b"\n").error()
+
+
+def test_models_that_are_not_there_or_damaged(penstock: Penstock, tmp_path: Path) -> None:
+    assert (
+        "model 'Once' does not exist; name a directory with config.json in it; put the prompt in quotes"
+        in penstock("run", "Once", "upon").error()
+    )
+    assert "cannot open" in penstock("run", tmp_path, "abc").error()
+    broken = write_model(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert f"{weights} is cut short or damaged" in penstock("run", broken, "abc").error()
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
+    assert "gpt_neox" in penstock("run", broken, "abc").error()
+    plain = write_model(tmp_path / "plain", template=None)
+    assert "this model has no chat template" in penstock("run", plain, "abc", "--chat").error()
+    assert "this model has no chat template" in penstock("chat", plain).error()
+
+
+def test_tracebacks_are_for_those_who_ask(penstock: Penstock, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["--debug", "run", model, ""], ["run", model, "", "--debug"]):
+        result = penstock(*arguments)
+        assert result.code == 2
+        assert result.err.startswith("Traceback")
+        assert result.err.splitlines()[-1].startswith("penstock: error: the prompt is empty")
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert penstock("run", model, "").err.startswith("Traceback")
+
+
+def test_a_fault_of_our_own_is_one_line_too(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(entry.COMMANDS, "ghost", "Is not there.")
+    result = penstock("ghost")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == (
+        "penstock: internal error: ModuleNotFoundError: No module named 'penstock.cli.ghost'; run with --debug for the traceback\n"
+    )
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------------
+
+
+def records(result: Result) -> list[dict[str, object]]:
+    assert result.code == 0
+    return [json.loads(line) for line in result.out.splitlines()]
+
+
+def test_chat_answers_every_line_and_remembers(penstock: Penstock, model: Path) -> None:
+    first, second = records(penstock("chat", model, "--json", "--block-size", "1", stdin=b"hi\r\n\nyo"))
+    assert (first["prompt"], first["text"], first["finish_reason"]) == ("hi", "vwxyz", "stop")
+    assert first["usage"] == {"prompt_tokens": 5, "cached_tokens": 0, "output_tokens": 6}
+    assert second["prompt"] == "yo"
+    assert second["usage"] == {"prompt_tokens": 14, "cached_tokens": 10, "output_tokens": 6}
+
+
+def test_chat_commands(penstock: Penstock, model: Path) -> None:
+    lines = b"/system\nhi\n/reset\n/system Be kind.\nhi\n/system\n//hi\n/help\n/exit\nnever\n"
+    result = penstock("chat", model, "--json", "--quiet", stdin=lines)
+    answers = records(result)
+    assert [answer["prompt"] for answer in answers] == ["hi", "hi", "/hi"]
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [5, 5 + 10, 15 + 5 + 5]
+    remarks = ["there is no system message", "a new conversation begins", "the system message is set", "Be kind.", *HELP.splitlines()]
+    assert result.err.splitlines() == remarks
+
+
+def test_chat_without_a_template_writes_one_text_by_turns(penstock: Penstock, model: Path) -> None:
+    result = penstock("chat", model, "--raw", "--quiet", "--max-tokens", "3", stdin=b"abc\n7\n")
+    assert result == Result(0, "def\n890\n", "")
+    _, second = records(penstock("chat", model, "--raw", "--json", "--max-tokens", "3", stdin=b"abc\n7\n"))
+    assert second["usage"]["prompt_tokens"] == len("abcdef\n7")
+    assert "--system needs the chat template" in penstock("chat", model, "--raw", "--system", "x").error()
+
+
+def test_a_conversation_longer_than_the_context(penstock: Penstock, model: Path) -> None:
+    result = penstock("chat", model, "--raw", "--quiet", "--max-length", "16", stdin=b"4567\n/reset\nxy\n5\n6\n")
+    assert result.code == 2
+    assert result.out == "890123456789\nz\n67890123456\n"
+    full = "the context is full with 16 tokens; /reset begins a new conversation"
+    refused = "penstock: error: the conversation would have 18 tokens, but the context holds 16 with an answer; /reset begins a new one"
+    assert result.err.splitlines() == [full, "a new conversation begins", full, refused]
+    assert "shorten the message" in penstock("chat", model, "--quiet", "--max-length", "16", stdin=b"a" * 20).error()
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (b"a\xff\n", "line 1 of stdin is not valid UTF-8: byte 0xff at offset 1"),
+        (b"/nope\n", "there is no command /nope; /help lists them"),
+        (b"/system forbidden\n", "does not take these messages: not that"),
+    ],
+)
+def test_a_bad_line_ends_a_piped_chat(penstock: Penstock, model: Path, stdin: bytes, message: str) -> None:
+    assert message in penstock("chat", model, "--quiet", stdin=stdin).error()
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
+    """Starts the command as a process of its own, which does not outlive the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def call(*arguments: str | Path, **streams: int) -> "subprocess.Popen[bytes]":
+        environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+        environment.pop("PENSTOCK_DEBUG", None)
+        started.append(subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment, **streams))
+        return started[-1]
+
+    yield call
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def test_a_closed_pipe_ends_it_quietly(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
+    process = start("run", model, "9", "--quiet", "--max-tokens", "4000", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1) == b"0"
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+
+
+def test_ctrl_c_ends_a_run_without_a_traceback(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
+    process = start("run", model, "9", "--quiet", "--max-tokens", "4000", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(3) == b"012"  # long before the end: it streams
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert len(rest) < 3900
+    assert process.stderr.read() == b"\n"
+    assert process.wait() == 130
+
+
+class Terminal:
+    """A terminal with the process's three streams in it."""
+
+    def __init__(self, start: Callable[..., "subprocess.Popen[bytes]"], *arguments: str | Path) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        self.seen = ""
+
+    def until(self, text: str) -> str:
+        """What appeared up to and with `text`, which must come within a minute."""
+        end = time.monotonic() + 60
+        while text not in self.seen:
+            ready, _, _ = select.select([self._ours], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{text!r} is not in {self.seen!r}"
+            self.seen += os.read(self._ours, 4096).decode()
+        at = self.seen.index(text) + len(text)
+        before, self.seen = self.seen[:at], self.seen[at:]
+        return before
+
+    def interrupt(self) -> None:
+        """Ctrl-C for a process that waits for input. A signal between its prompt and its waiting would be lost until the next key."""
+        state = Path(f"/proc/{self.process.pid}/stat")
+        while state.read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.01)
+        self.process.send_signal(signal.SIGINT)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def close(self) -> None:
+        os.close(self._ours)
+
+
+def test_a_terminal_shows_prompt_text_and_statistics(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
+    terminal = Terminal(start, "run", model, "~", "--max-tokens", "3")
+    shown = terminal.until("ended by length")
+    terminal.close()
+    assert "\x1b[1m~\x1b[0m\u241bxy\r\n" in shown  # the prompt bold; the model's escape character as a picture
+    assert "memory" in shown
+    assert "output 3 tokens" in shown
+    assert terminal.process.wait() == 0
+
+
+def test_ctrl_c_stops_an_answer_and_then_the_chat(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
+    terminal = Terminal(start, "chat", model, "--raw")
+    terminal.until("> ")
+    terminal.type("9\n")
+    terminal.until("0123")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.until("> ")
+    terminal.type("/nope\n")
+    terminal.until("penstock: error: there is no command /nope")
+    terminal.until("> ")
+    terminal.type("abc\n")
+    terminal.until(REST)
+    terminal.until("> ")
+    terminal.interrupt()
+    terminal.until("Ctrl-C again or Ctrl-D leaves")
+    terminal.until("> ")
+    terminal.interrupt()
+    assert terminal.process.wait() == 130
+    terminal.close()

@@ -1,0 +1,77 @@
+"""Rotary frequencies agree with those that transformers computes from the same config, of every kind and at every length."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from penstock.arch.families import read_spec
+from penstock.arch.rope import attention_scale, inverse_frequencies
+
+LONG = {"original_max_position_embeddings": 4096}
+ROPES: dict[str, dict[str, object]] = {
+    "default": {"rope_type": "default", "rope_theta": 500000.0},
+    "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5} | LONG,
+    "llama3 narrow": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 2.5, "rope_theta": 1e4} | LONG,
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6} | LONG,
+    "yarn untruncated": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "rope_theta": 1e6} | LONG,
+    "yarn betas": {"rope_type": "yarn", "factor": 16.0, "beta_fast": 20.0, "beta_slow": 3.0, "rope_theta": 1e4} | LONG,
+    "yarn equal betas": {"rope_type": "yarn", "factor": 16.0, "beta_fast": 4.0, "beta_slow": 4.0, "truncate": False, "rope_theta": 1e4}
+    | LONG,
+    "yarn attention": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25, "rope_theta": 1e4} | LONG,
+    "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3, "rope_theta": 1e4} | LONG,
+    "yarn half mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "rope_theta": 1e4} | LONG,
+    "yarn no original": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4},
+    "yarn short": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+}
+SMALL = {"vocab_size": 32, "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def both(rope: dict[str, object], head_dim: int, *, old: bool = False) -> tuple[LlamaRotaryEmbedding, dict[str, object]]:
+    """The oracle, and the config that it was made from in the newer or the older spelling."""
+    shape = SMALL | {"head_dim": head_dim, "max_position_embeddings": 8192}
+    oracle = LlamaRotaryEmbedding(transformers.LlamaConfig(**shape, rope_parameters=dict(rope)))
+    if not old:
+        return oracle, {"model_type": "llama", **shape, "rope_parameters": rope}
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_type", "rope_theta")}
+    return oracle, {"model_type": "llama", **shape, "rope_theta": rope["rope_theta"], "rope_scaling": scaling | {"type": rope["rope_type"]}}
+
+
+def cosines(oracle: LlamaRotaryEmbedding, length: int) -> None:
+    """Make the oracle see a sequence of `length`, as a forward pass does."""
+    oracle(torch.zeros(1), torch.tensor([[length - 1]]))
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_and_scale(name: str, head_dim: int, old: bool) -> None:
+    oracle, config = both(ROPES[name], head_dim, old=old)
+    rope = read_spec(config).rope
+    assert inverse_frequencies(rope) == pytest.approx(oracle.inv_freq.tolist(), rel=2e-6)
+    assert attention_scale(rope) == pytest.approx(oracle.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 8191, 8192, 8193, 10000, 100_000])
+@pytest.mark.parametrize("name", ["default", "linear", "dynamic", "llama3", "yarn"])
+def test_frequencies_of_long_sequences(name: str, length: int) -> None:
+    oracle, config = both(ROPES[name], 64)
+    cosines(oracle, length)
+    assert inverse_frequencies(read_spec(config).rope, length) == pytest.approx(oracle.inv_freq.tolist(), rel=5e-6)
+
+
+def test_dynamic_differs_by_length_and_the_others_do_not() -> None:
+    for name, rope in ROPES.items():
+        spec = read_spec(both(rope, 64)[1]).rope
+        assert (inverse_frequencies(spec, 100_000) != inverse_frequencies(spec, 8192)) == (name == "dynamic")
+
+
+def test_kinds_differ() -> None:
+    """Each set of settings gives frequencies or a scale of its own, so that no two tests above check the same."""
+    found = set()
+    for rope in ROPES.values():
+        spec = read_spec(both(rope, 64)[1]).rope
+        found.add((tuple(inverse_frequencies(spec, 9000)), attention_scale(spec)))
+    assert len(found) == len(ROPES)

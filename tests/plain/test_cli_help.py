@@ -1,0 +1,178 @@
+"""The command line up to where a model is needed: help, arguments, prompts; and that none of it waits for torch."""
+
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import click
+import pytest
+
+from penstock import __version__
+from penstock.api.outputs import Delta
+from penstock.base.errors import PenstockError
+from penstock.cli import chat, run
+from penstock.cli.main import COMMANDS, main, root
+from penstock.cli.prompt import SHIPPED_MODEL, Prompt, model_and_prompt
+from penstock.cli.run import Screen
+from penstock.step.request import FinishReason
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+HEAVY = "torch numpy tokenizers safetensors jinja2 rich"
+PROBE = f"""
+import sys
+from penstock.cli.main import main
+assert main(sys.argv[2:]) == int(sys.argv[1])
+sys.exit(", ".join(name for name in {HEAVY.split()!r} if name in sys.modules) or 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        (0, ["--help"]),
+        (0, ["--version"]),
+        *((0, [name, "--help"]) for name in COMMANDS),
+        (2, ["run", "x", "--temperature", "-1"]),
+        (2, ["run", "/nowhere", "x"]),
+        (2, ["run", "x", "--device-memory", "much"]),
+        (2, ["chat", "/nowhere"]),
+        (2, ["chat", "--block-size", "0"]),
+    ],
+)
+def test_nothing_heavy_is_imported_for(code: int, arguments: list[str]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", PROBE, str(code), *arguments]
+    result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"imported: {result.stderr}"
+
+
+def test_only_the_command_that_is_called_is_imported() -> None:
+    code = "import sys; from penstock.cli.main import main; main(['--help']); sys.exit('penstock.cli.run' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(SOURCE)}, capture_output=True, check=False)
+    assert result.returncode == 0
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr()
+    for name, purpose in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(purpose)}$", shown.out, re.MULTILINE)
+    assert main([]) == 0
+    assert capsys.readouterr() == shown
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"penstock {__version__}\n"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "-h"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: penstock {name}")
+
+
+@pytest.mark.parametrize("name", ["run", "chat"])
+def test_every_option_is_explained_in_a_section(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([name, "--help"])
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\S.*):$", out, re.MULTILINE) == ["Prompt", "Sampling", "Output", "Engine", "Other options", "Examples"]
+    command = root.get_command(click.Context(root), name)
+    assert command is not None
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help
+            assert re.search(rf"^  .*{option.opts[0]}\b", out, re.MULTILINE)
+
+
+def test_examples_in_the_help_are_commands_that_parse() -> None:
+    lines = filter(None, (run.EXAMPLES + chat.EXAMPLES).splitlines())
+    found = [re.split(r"  +| [|<>] ", line.split("penstock ")[1])[0] for line in lines]
+    for name, *arguments in map(shlex.split, found):
+        command = root.get_command(click.Context(root), name)
+        assert command is not None
+        parsed = command.make_context(name, arguments).params
+        assert len(parsed.get("arguments", ())) <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frobnicate"], "no such command 'frobnicate'; see penstock --help"),
+        (["--frobnicate"], "no such option '--frobnicate'; see penstock --help"),
+        (["run", "--frobnicate"], "no such option '--frobnicate'; see penstock run --help"),
+        (["run", "x", "--seed"], "option '--seed' requires an argument; see penstock run --help"),
+        (["chat", "a", "b"], "got unexpected extra argument (b); see penstock chat --help"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr() == ("", f"penstock: error: {message}\n")
+
+
+# -- what [MODEL] PROMPT means -----------------------------------------------------------------------------------------------
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(data), encoding="utf-8"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_one_argument_is_the_prompt_for_the_shipped_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe(monkeypatch, b"not read")
+    assert model_and_prompt(("Once",), None) == (SHIPPED_MODEL, Prompt("Once", True))
+    assert model_and_prompt((str(model), "Once"), None) == (model, Prompt("Once", True))
+
+
+def test_a_prompt_that_is_left_out_is_read_from_a_pipe(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, path in (((), SHIPPED_MODEL), (("-",), SHIPPED_MODEL), ((str(model),), model), ((str(model), "-"), model)):
+        pipe(monkeypatch, "Grüße\n\n".encode())
+        assert model_and_prompt(arguments, None) == (path, Prompt("Grüße\n", False))
+
+
+def test_a_prompt_that_is_left_out_on_a_terminal_is_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with open(theirs, closefd=True) as terminal, open(ours, "wb", closefd=True):
+        for stdin in (terminal, None):
+            monkeypatch.setattr(sys, "stdin", stdin)
+            with pytest.raises(click.UsageError, match="the prompt is missing; give it in quotes, with --file, or through a pipe"):
+                model_and_prompt((), None)
+            with pytest.raises(click.UsageError, match=f"the prompt is missing after the model directory {model}; "):
+                model_and_prompt((str(model),), None)
+
+
+def test_a_prompt_from_a_file_is_for_the_model_in_the_argument(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"Once\r\n")
+    assert model_and_prompt((), str(file)) == (SHIPPED_MODEL, Prompt("Once", False))
+    assert model_and_prompt((str(model),), str(file)) == (model, Prompt("Once", False))
+    with pytest.raises(PenstockError, match=f"{tmp_path}: Is a directory"):
+        model_and_prompt((), str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "./models/llama", "one/two three"])
+def test_a_prompt_is_never_mistaken_for_a_path(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert model_and_prompt((text,), None)[1].text == text
+    noted = "is no model directory" in capsys.readouterr().err
+    assert noted == (text == "./models/llama")
+    with pytest.raises(PenstockError, match="does not exist"):
+        model_and_prompt((text, "prompt"), None)
+
+
+# -- several outputs on one screen -------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_written_one_below_the_other_however_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(3, "P")
+    stop = FinishReason.STOP
+    for index, text, finish in [(1, "b", None), (0, "a", None), (2, "c\n", stop), (1, "B", stop), (0, "A", stop)]:
+        screen.show(Delta(text, (1,), finish, index))
+    screen.end()
+    assert capsys.readouterr().out == "P\n--- output 1 of 3 ---\naA\n--- output 2 of 3 ---\nbB\n--- output 3 of 3 ---\nc\n"
