@@ -235,6 +235,12 @@ def test_engine_options_arrive(penstock: Penstock, model: Path) -> None:
     assert record["budget"]["blocks"] == 3
 
 
+@pytest.mark.parametrize("options", [["-n", "70"], ["-n", "5", "--max-step-tokens", "2"]])
+def test_more_outputs_than_run_at_once(penstock: Penstock, model: Path, options: list[str]) -> None:
+    record = json.loads(penstock("run", model, "abc", "--json", "--max-tokens", "2", "--max-length", "8", *options).out)
+    assert [output["text"] for output in record["outputs"]] == ["de"] * int(options[1])
+
+
 def test_every_setting_has_a_flag() -> None:
     names = {parameter.name for parameter in run_command.params}
     assert {field.name for field in fields(SamplingParams)} <= names

@@ -16,8 +16,8 @@ from penstock.base.errors import PenstockError
 from penstock.cli.command import CONTEXT, Session, debug_option
 from penstock.cli.terminal import one_line, say
 
-# NAME is penstock.cli.NAME.command, imported when it is called or asked for its own help. `penstock --help` takes 0.09 s so (0.02 s of
-# it Python, 0.04 s click); torch, which run and chat need once their arguments are known to be right, takes 1.2 s on two cores.
+# NAME is penstock.cli.NAME.command, imported when it is called or asked for its own help. So `penstock --help` takes 0.06 s, half of it
+# click's; torch, which run and chat need once their arguments are known to be right, takes 1.2 s on two cores.
 COMMANDS = {
     "run": "Continue a prompt, or answer it with --chat.",
     "chat": "Talk with a model in the terminal.",

@@ -36,6 +36,9 @@ def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, .
     return biases
 
 
+_FEW = 64
+"""Sequences up to which KV is allocated for just so many; for more the engine's own measure holds."""
+
 _SAMPLING = (
     option(SAMPLING, "--temperature", type=float, metavar="T", help="0: always the likeliest token; 0.7 is usual. [the model's, or 1]"),
     option(SAMPLING, "--top-k", type=int, metavar="K", help="Choose among the K likeliest tokens; 0: all. [the model's, or 0]"),
@@ -95,6 +98,7 @@ def sampling_params(ctx: click.Context) -> SamplingParams:
 def engine_config(ctx: click.Context, model: Path, sequences: int) -> Config:
     """The command's engine flags. `sequences`: how many there will ever be at once, which bounds the useful KV. Raises ConfigError."""
     values = {field.name: ctx.params[field.name] for field in fields(Config) if field.name in ctx.params}
-    if values["max_sequences"] is None:
-        values["max_sequences"] = sequences
+    few = min(sequences, values["max_step_tokens"] or sequences)
+    if values["max_sequences"] is None and few <= _FEW:
+        values["max_sequences"] = few
     return Config(**values | {"model": model})

@@ -55,25 +55,33 @@ class Engine:
         return self.scheduler.stop(request, reason)
 
     def step(self) -> list[Event]:
-        """One step for all requests. After an interrupt they start anew in the next; after any other failure the engine serves no more."""
+        """One step for all requests. Interrupted while planning or computing, all of them start anew with the next step and lose
+        nothing; after any other failure, also of taking in results, the engine serves no more."""
         ranks = self._open()
-        plan = self.scheduler.plan()
-        if not plan.shares:
-            return []
         try:
+            plan = self.scheduler.plan()
+            if not plan.shares:
+                return []
             outcome = ranks.run(plan)
         except KeyboardInterrupt:
             self.scheduler.recover()
             raise
         except BaseException as fault:
-            self._failure = f": a step failed with {type(fault).__name__}: {fault}"
-            self._ranks = None
+            self._fail(fault)
+            raise
+        try:
+            events = self.scheduler.commit(plan, outcome)
+        except BaseException as fault:
+            self._fail(fault)
             raise
         self._steps += 1
         self._computed += plan.tokens
-        events = self.scheduler.commit(plan, outcome)
         self._output += sum(event.token is not None for event in events)
         return events
+
+    def _fail(self, fault: BaseException) -> None:
+        self._failure = f": a step failed with {type(fault).__name__}: {fault}"
+        self._ranks = None
 
     def stats(self) -> Stats:
         """The engine at this moment, and its counts since it started."""

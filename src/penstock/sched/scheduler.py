@@ -159,7 +159,7 @@ class Scheduler:
             if count:
                 # Only requests behind this one are preempted, and they have no share yet.
                 while self._lacking(request, count) > self.ledger.available and self._running[-1] is not request:
-                    budget += self._preempt(self._running[-1])
+                    self._preempt(self._running[-1])
                 if self._lacking(request, count) > self.ledger.available:
                     self._preempt(request)
                     break
@@ -168,14 +168,16 @@ class Scheduler:
         return budget, self.preemptions > before
 
     def _admit(self, shares: list[Share], budget: int) -> Iterator[Admission]:
-        """Requests from the queue, first come first served, while tokens, rows and blocks for their whole length are there."""
-        promised = sum(self._lacking(request, request.length - request.computed) for request in self._running)
+        """Requests from the queue, first come first served, while tokens, rows and blocks for their whole length are there.
+
+        Tokens are left only when all that run have caught up, so of the blocks there are none is promised to a prompt still under way.
+        """
         while self._waiting and self._rows and budget > 0:
             request = self._waiting[0]
             found = self._reuse(request)
             lacking = self._lacking(request, request.length - request.computed)
             # Every running request keeps a block in reserve, or the newcomer would be preempted as soon as they grow.
-            if lacking + promised + len(self._running) > self.ledger.available:
+            if lacking + len(self._running) > self.ledger.available:
                 self._let_go(request)
                 return
             if request.cached is None:
@@ -188,9 +190,7 @@ class Scheduler:
             yield Admission(request.row, request.sampling, tuple(prompt), tuple(output))
             count = min(request.length - request.computed, budget)
             budget -= count
-            before = self.ledger.available
             shares.append(self._share(request, count))
-            promised += lacking - (before - self.ledger.available)
 
     def _lacking(self, request: Request, count: int) -> int:
         """Blocks that must be allocated before `count` more positions can be computed."""
@@ -249,16 +249,14 @@ class Scheduler:
         request.tabled = len(request.blocks)
         return share
 
-    def _preempt(self, request: Request) -> int:
-        """Send a running request back to the head of the queue; its KV is computed or found again. Returns the token it gives back."""
-        owed = int(request.length - request.computed == 1)
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to the head of the queue; its KV is computed again, or found again."""
         self._running.remove(request)
         self._vacate(request)
         self._let_go(request)
         request.phase = Phase.WAITING
         self._waiting.appendleft(request)
         self.preemptions += 1
-        return owed
 
     def _vacate(self, request: Request) -> None:
         assert request.row is not None

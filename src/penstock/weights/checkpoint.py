@@ -165,7 +165,7 @@ class Checkpoint:
 
     def _ignorable(self, name: str) -> bool:
         """Tensors that many checkpoints hold and no pass needs: rotary frequencies, layers past the last, a head that is the embedding."""
-        if name != _HEAD or not self.spec.tied_embeddings:
+        if name != _HEAD:  # Which is expected, and does not come here, where nothing is tied.
             layer = _LAYER.match(name)
             return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= self.spec.layers)
         head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
