@@ -261,8 +261,9 @@ def test_rounds_to_nearest_even_and_refuses_what_float16_cannot_hold(llama: Path
     for worst in (65520.0, -65520.0, float("nan")):
         change_tensors(llama, lambda tensors, worst=worst: tensors[name].view(-1)[-1].fill_(worst))
         assert f"tensor {name} has values beyond float16" in refusal(lambda: check_groups(llama, "float16"))
-    change_tensors(llama, lambda tensors: tensors[name].view(-1)[-1].fill_(1e30))
-    check_groups(llama, "bfloat16")
+    for most in (1e30, float("inf")):
+        change_tensors(llama, lambda tensors, most=most: tensors[name].view(-1)[-1].fill_(most))
+        check_groups(llama, "bfloat16")
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
