@@ -68,15 +68,27 @@ class TestPagedDecode:
 
     @settings(max_examples=25, deadline=None)
     @given(
-        lengths=st.lists(st.integers(0, 150), min_size=1, max_size=7), block_size=st.sampled_from([1, 4, 16, 64]), group=st.integers(1, 4),
-        kv_heads=st.integers(1, 3), window=st.none() | st.integers(1, 200), workers=st.integers(1, 6), tile=st.sampled_from([16, 32]),
+        lengths=st.lists(st.integers(0, 150), min_size=1, max_size=7),
+        block_size=st.sampled_from([1, 4, 16, 64]),
+        group=st.integers(1, 4),
+        kv_heads=st.integers(1, 3),
+        window=st.none() | st.integers(1, 200),
+        workers=st.integers(1, 6),
+        tile=st.sampled_from([16, 32]),
         seed=st.integers(0, 99),
     )
     def test_any_batch_cut_anywhere(
         self, lengths: list[int], block_size: int, group: int, kv_heads: int, window: int | None, workers: int, tile: int, seed: int
     ) -> None:
-        check_decode(lengths, heads=group * kv_heads, kv_heads=kv_heads, block_size=block_size, window=window, seed=seed,
-                     tuning=DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers))
+        check_decode(
+            lengths,
+            heads=group * kv_heads,
+            kv_heads=kv_heads,
+            block_size=block_size,
+            window=window,
+            seed=seed,
+            tuning=DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers),
+        )
 
 
 def lse_view(tokens: int, heads: int, heads_first: bool, rng: torch.Generator) -> Tensor:

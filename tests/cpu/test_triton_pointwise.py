@@ -80,7 +80,6 @@ class TestRope:
         close(qkv[:, : heads + kv_heads], turned[:, : heads + kv_heads])
         assert torch.equal(qkv[:, heads + kv_heads :], values)
 
-
     def test_queries_and_keys_as_one_view(self) -> None:
         rng = torch.Generator().manual_seed(5)
         qkv = torch.randn(3, 7, 16, generator=rng)

@@ -56,7 +56,10 @@ def test_decode_over_batches_of_every_shape(lengths: list[int]) -> None:
 @pytest.mark.parametrize(
     "tuning",
     [
-        DecodeTuning(32, 4, 1, 1), DecodeTuning(64, 8, 3, 2), DecodeTuning(128, 8, 2, 5), DecodeTuning(16, 1, 2, 8),
+        DecodeTuning(32, 4, 1, 1),
+        DecodeTuning(64, 8, 3, 2),
+        DecodeTuning(128, 8, 2, 5),
+        DecodeTuning(16, 1, 2, 8),
         DecodeTuning(64, 4, 2, 3, overlap=True),
     ],
     ids=str,

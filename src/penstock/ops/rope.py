@@ -34,7 +34,7 @@ class RotaryAngles:
 
 
 def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries and keys `[tokens, heads, dim]` by their positions' angles; cos and sin `[tokens, dim / 2]`, float32. May be in place."""
+    """Turn queries and keys `[tokens, heads, dim]` by their positions' angles; cos, sin float32 `[tokens, dim / 2]`. Perhaps in place."""
     if qk.is_cuda and (kernels := pointwise_kernels()):
         kernels.rope_(qk, None, cos, sin)
         return qk

@@ -70,12 +70,40 @@ def _tiles(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type:
     do_not_specialize=["window", "batch", "workers", "s_table"], do_not_specialize_on_alignment=["table", "lengths"]
 )
 def _decode(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, table, lengths, out, lse, part_out, part_lse, ends,
-    scale_log2, window, batch, workers,
-    s_q, s_q_head, s_block, s_token, s_kv_head,
-    s_table, s_out, s_out_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, BATCH: tl.constexpr, WINDOWED: tl.constexpr, DEPTH: tl.constexpr, WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
+    q,
+    k_cache,
+    v_cache,
+    table,
+    lengths,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    ends,
+    scale_log2,
+    window,
+    batch,
+    workers,
+    s_q,
+    s_q_head,
+    s_block,
+    s_token,
+    s_kv_head,
+    s_table,
+    s_out,
+    s_out_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    BATCH: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes of the same blocks."""
     if OVERLAP:
@@ -111,8 +139,11 @@ def _decode(  # type: ignore[no-untyped-def]
                 oldest = tl.maximum(length - window, 0) if WINDOWED else 0
                 shift = _first_tile(length, window, TILE, WINDOWED) - begin
                 row = table + seq.to(tl.int64) * s_table
-                query = tl.load(q + seq.to(tl.int64) * s_q + heads[:, None] * s_q_head + cols[None, :],
-                                mask=row_in[:, None] & col_in[None, :], other=0.0)
+                query = tl.load(
+                    q + seq.to(tl.int64) * s_q + heads[:, None] * s_q_head + cols[None, :],
+                    mask=row_in[:, None] & col_in[None, :],
+                    other=0.0,
+                )
                 if WIDEN:
                     query = query.to(tl.float32)
                 top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -163,8 +194,21 @@ def _decode(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["batch", "workers"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    out, lse, part_out, part_lse, ends, batch, workers, s_out, s_out_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    ends,
+    batch,
+    workers,
+    s_out,
+    s_out_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid [heads / ROWS, batch]."""
     heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -211,8 +255,17 @@ def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
 
 
 def paged_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths: Tensor, *,
-    scale: float, window: int | None, max_length: int, out: Tensor | None = None, tuning: DecodeTuning | None = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    max_length: int,
+    out: Tensor | None = None,
+    tuning: DecodeTuning | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one new token per sequence over its paged KV. Synchronises nothing: fit for capture in a CUDA graph.
 
@@ -246,17 +299,58 @@ def paged_decode(
     part_lse = torch.empty(workers, 2, heads, dtype=torch.float32, device=q.device)
     ends = torch.empty(batch, dtype=torch.int32, device=q.device)
     _decode[(kv_heads, workers)](
-        q, k_cache, v_cache, block_table, lengths, out, lse, part_out, part_lse, ends,
-        scale * LOG2_E.value, window or 0, batch, workers,
-        q.stride(0), q.stride(1), *k_cache.stride()[:3], block_table.stride(0), out.stride(0), out.stride(1),
-        HEADS=heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, COLS=cols, BLOCK=block_size,
-        TILE=tuning.tile, BATCH=_batch_class(batch), WINDOWED=window is not None, DEPTH=tuning.depth, WIDEN=q.device.type == "cpu",
-        OVERLAP=tuning.overlap, num_warps=tuning.warps,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        lengths,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        ends,
+        scale * LOG2_E.value,
+        window or 0,
+        batch,
+        workers,
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        block_table.stride(0),
+        out.stride(0),
+        out.stride(1),
+        HEADS=heads,
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        COLS=cols,
+        BLOCK=block_size,
+        TILE=tuning.tile,
+        BATCH=_batch_class(batch),
+        WINDOWED=window is not None,
+        DEPTH=tuning.depth,
+        WIDEN=q.device.type == "cpu",
+        OVERLAP=tuning.overlap,
+        num_warps=tuning.warps,
     )
     rows, parts = (1, 64) if batch * heads <= 1024 else (min(4, triton.next_power_of_2(heads)), 4)
     _join[(triton.cdiv(heads, rows), batch)](
-        out, lse, part_out, part_lse, ends, batch, workers, out.stride(0), out.stride(1),
-        HEADS=heads, DIM=dim, COLS=cols, ROWS=rows, PARTS=parts, OVERLAP=tuning.overlap, num_warps=8 if parts > 4 else 4,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        ends,
+        batch,
+        workers,
+        out.stride(0),
+        out.stride(1),
+        HEADS=heads,
+        DIM=dim,
+        COLS=cols,
+        ROWS=rows,
+        PARTS=parts,
+        OVERLAP=tuning.overlap,
+        num_warps=8 if parts > 4 else 4,
         **({"launch_pdl": True} if tuning.overlap else {}),
     )
     return out, lse
@@ -272,9 +366,23 @@ def _batch_class(batch: int) -> int:
 
 @triton.jit(do_not_specialize=["rows", "s_la", "s_la_head", "s_lb", "s_lb_head"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    out_a, lse_a, out_b, lse_b, rows,
-    s_a, s_a_head, s_b, s_b_head, s_la, s_la_head, s_lb, s_lb_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+    out_a,
+    lse_a,
+    out_b,
+    lse_b,
+    rows,
+    s_a,
+    s_a_head,
+    s_b,
+    s_b_head,
+    s_la,
+    s_la_head,
+    s_lb,
+    s_lb_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
     """ROWS rows of (token, head), each read and written by this program alone."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -316,16 +424,45 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     cols = triton.next_power_of_2(dim)
     rows = max(1, 2048 // cols)
     _merge[(triton.cdiv(tokens * heads, rows),)](
-        out_a, lse_a, out_b, lse_b, tokens * heads, *out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride(),
-        HEADS=heads, DIM=dim, COLS=cols, ROWS=rows, num_warps=4,
+        out_a,
+        lse_a,
+        out_b,
+        lse_b,
+        tokens * heads,
+        *out_a.stride()[:2],
+        *out_b.stride()[:2],
+        *lse_a.stride(),
+        *lse_b.stride(),
+        HEADS=heads,
+        DIM=dim,
+        COLS=cols,
+        ROWS=rows,
+        num_warps=4,
     )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    k, v, k_cache, v_cache, slots,
-    s_k, s_k_head, s_v, s_v_head, s_kc_block, s_kc, s_kc_head, s_vc_block, s_vc, s_vc_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    s_k,
+    s_k_head,
+    s_v,
+    s_v_head,
+    s_kc_block,
+    s_kc,
+    s_kc_head,
+    s_vc_block,
+    s_vc,
+    s_vc_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """K and V of one token to its slot."""
     token = tl.program_id(0).to(tl.int64)
@@ -355,6 +492,19 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     if tokens == 0:
         return
     _write[(tokens,)](
-        k, v, k_cache, v_cache, slots, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        HEADS=heads, DIM=dim, ROWS=triton.next_power_of_2(heads), COLS=triton.next_power_of_2(dim), BLOCK=k_cache.shape[1], num_warps=4,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        HEADS=heads,
+        DIM=dim,
+        ROWS=triton.next_power_of_2(heads),
+        COLS=triton.next_power_of_2(dim),
+        BLOCK=k_cache.shape[1],
+        num_warps=4,
     )

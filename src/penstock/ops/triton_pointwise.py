@@ -11,8 +11,21 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _rms_norm(  # type: ignore[no-untyped-def]
-    x, residual, weight, y, rows, eps, s_x, s_x_head, s_r, s_r_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr,
+    x,
+    residual,
+    weight,
+    y,
+    rows,
+    eps,
+    s_x,
+    s_x_head,
+    s_r,
+    s_r_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADDS: tl.constexpr,
 ) -> None:
     """ROWS rows; row r is head r % HEADS of token r // HEADS."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -52,9 +65,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     cols = triton.next_power_of_2(dim)
     rows = max(1, 1024 // cols)
     _rms_norm[(triton.cdiv(count, rows),)](
-        x, stream, weight, y, count, eps,
-        x.stride(0), x.stride(1) if heads > 1 else 0, stream.stride(0), stream.stride(1) if heads > 1 else 0,
-        HEADS=heads, DIM=dim, COLS=cols, ROWS=rows, ADDS=residual is not None, num_warps=min(16, max(4, cols // 512)),
+        x,
+        stream,
+        weight,
+        y,
+        count,
+        eps,
+        x.stride(0),
+        x.stride(1) if heads > 1 else 0,
+        stream.stride(0),
+        stream.stride(1) if heads > 1 else 0,
+        HEADS=heads,
+        DIM=dim,
+        COLS=cols,
+        ROWS=rows,
+        ADDS=residual is not None,
+        num_warps=min(16, max(4, cols // 512)),
     )
     return y, stream
 
@@ -73,8 +99,22 @@ def _turn(x, cos, sin, s_head, HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rope(  # type: ignore[no-untyped-def]
-    q, k, cos, sin, s_q, s_q_head, s_k, s_k_head, s_cos, s_sin,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KV_ROWS: tl.constexpr,
+    q,
+    k,
+    cos,
+    sin,
+    s_q,
+    s_q_head,
+    s_k,
+    s_k_head,
+    s_cos,
+    s_sin,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV_ROWS: tl.constexpr,
 ) -> None:
     """Queries and keys of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -103,8 +143,20 @@ def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         return
     rows, cols = triton.next_power_of_2(heads), triton.next_power_of_2(dim // 2)
     _rope[(tokens,)](
-        q, k, cos, sin, *q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, COLS=cols, ROWS=rows, KV_ROWS=triton.next_power_of_2(max(kv_heads, 1)),
+        q,
+        k,
+        cos,
+        sin,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        COLS=cols,
+        ROWS=rows,
+        KV_ROWS=triton.next_power_of_2(max(kv_heads, 1)),
         num_warps=8 if rows * cols > 4096 else 4,
     )
 

@@ -1,0 +1,213 @@
+"""The documents can be followed: every command and every block of Python in README.md runs, and docs/adding-a-model.md adds a family.
+
+Where README writes MODEL, the checkpoint that comes with the package stands in.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import tiny
+from parity import GREEDY, WITH_PROMPT, measure
+from penstock import LLM
+from penstock.api.llm import SHIPPED_MODEL
+from penstock.arch import families
+from penstock.arch.families import Family, read_spec
+from penstock.base.errors import UnsupportedModelError
+from penstock.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+README, ADDING = ROOT / "README.md", ROOT / "docs" / "adding-a-model.md"
+ENTRY = "import sys; from penstock.cli.main import main; sys.exit(main())"
+INSTALLED = ".venv/bin/"
+"""Where `make` puts commands."""
+
+
+def blocks(document: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert document.read_text().count("\n```") == 2 * len(found), "a fence is not closed"
+    return found
+
+
+def of_language(document: Path, language: str) -> list[str]:
+    return [text for kind, text in blocks(document) if kind == language]
+
+
+def commands(document: Path) -> list[str]:
+    """Every line of the shell blocks, with the remark behind it."""
+    return [line for text in of_language(document, "sh") for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def filled(text: str) -> str:
+    return re.sub(r"\bMODEL\b", str(SHIPPED_MODEL), text)
+
+
+def run_here(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `penstock` with these arguments writes to stdout; nothing is on its stdin."""
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b""), encoding="utf-8"))
+    capsys.readouterr()
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+def run_in_shell(command: str, folder: Path) -> str:
+    """The same for a command that needs a shell; `penstock` is first on its path."""
+    script = folder / "penstock"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(ENTRY)} "$@"\n')
+    script.chmod(0o755)
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    shell = ["bash", "-euo", "pipefail", "-c", command]
+    result = subprocess.run(shell, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def what_make_runs(command: str) -> list[list[str]]:
+    """The commands of a make target, without running them."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    words = shlex.split(command)
+    result = subprocess.run([words[0], "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return [shlex.split(line) for line in result.stdout.splitlines() if INSTALLED in line]
+
+
+def needed_memory(command: str) -> int | None:
+    """GB of a GPU that the remark behind a command asks for."""
+    remark = re.search(r"# needs a GPU with (\d+) GB$", command)
+    return int(remark[1]) if remark else None
+
+
+@pytest.mark.parametrize("command", commands(README))
+def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    if memory := needed_memory(command):
+        there = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+        if there < memory * 10**9:
+            pytest.skip(f"needs a GPU with {memory} GB; there are {there / 1e9:.0f}")
+    words = shlex.split(filled(command), comments=True)
+    if words[0] == "make":
+        steps = what_make_runs(command)
+        assert steps
+        for step in steps:
+            if step[0] == f"{INSTALLED}penstock":
+                assert run_here(step[1:], capsys, monkeypatch).strip()
+    elif words[0] == "source":
+        assert words == ["source", f"{INSTALLED}activate"]
+        assert re.search(r"^VENV := \.venv$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif {"|", "<", ">", ";", "&&"} & set(words):
+        assert run_in_shell(filled(command), tmp_path).strip()
+    else:
+        assert words[0] == "penstock", f"README has a command that nothing here can run: {command}"
+        assert run_here(words[1:], capsys, monkeypatch).strip()
+
+
+def test_demo_and_test_do_what_the_readme_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    demo, tests = what_make_runs("make demo"), what_make_runs("make test ARGS='-k scheduler'")
+    story, needle = (step[1:] for step in demo if step[0] == f"{INSTALLED}penstock")
+    assert story == ["run", "Once upon a time"]
+    assert "4817" in run_here([*needle, "--temperature", "0", "--max-tokens", "8"], capsys, monkeypatch)
+    assert [f"{INSTALLED}python", "-m", "pytest"] == tests[-1][1:4]
+    assert tests[-1][-2:] == ["-k", "scheduler"]
+
+
+def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
+    assert {language for language, _ in blocks(README)} == {"sh", "python", "text"}
+    assert len(commands(README)) >= 10
+    assert commands(ADDING)
+
+
+@pytest.mark.parametrize("number", range(len(of_language(README, "python"))))
+def test_every_python_block_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(filled(of_language(README, "python")[number]), str(README), "exec"), {})
+    out = capsys.readouterr().out
+    assert len(out.split()) > 10
+
+
+def test_the_sample_of_what_is_printed_has_its_form(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers differ by machine; the words around them must be those of today."""
+    [sample] = of_language(README, "text")
+    assert main(["run", "x", "--device", "cpu", "--max-tokens", "1"]) == 0
+    size = r"[\d,.]+ (B|[KMGT]iB)|[\d,]+|b?float\d+"
+    assert re.sub(size, "N", capsys.readouterr().err) == re.sub(size, "N", sample)
+
+
+# -- docs/adding-a-model.md --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> dict[str, tiny.Case]:
+    """The page followed: its function and its line in arch/families.py, its cases for tests/tiny.py, which come back."""
+    function, line, cases = of_language(ADDING, "python")
+    module = dict(vars(families))
+    exec(compile(function, str(ADDING), "exec"), module)
+    entries: dict[str, Family] = eval(f"{{{line}}}", module)
+    for name, family in entries.items():
+        assert name not in families.FAMILIES, f"{name} is in the package; the page should add another family"
+        monkeypatch.setitem(families.FAMILIES, name, family)
+    result: dict[str, tiny.Case] = eval(f"{{{cases}}}", dict(vars(tiny)))
+    assert {case.model_type for case in result.values()} == set(entries)
+    return result
+
+
+def test_the_page_adds_a_family_that_was_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="model_type"):
+        read_spec({"model_type": "seed_oss"})
+
+
+def test_the_added_family_computes_what_transformers_does(added: dict[str, tiny.Case], tmp_path: Path) -> None:
+    prompts = tiny.prompts()
+    for name, case in added.items():
+        path = tiny.write(case, tmp_path / name)
+        model = tiny.load(path)
+        references = [tiny.decode(model, prompt) for prompt in prompts]
+        longest = references[-1]
+        with torch.inference_mode():
+            changed = tiny.load(path, **case.without)(torch.tensor([longest.prompt])).logits[0].double().log_softmax(-1)
+        assert tiny.distance(changed, longest.logprobs[: len(longest.prompt)]) > 0.01
+        for params, settings in ((WITH_PROMPT, {}), (GREEDY, {"block_size": 4, "max_step_tokens": 7, "max_sequences": 5, "kv_blocks": 30})):
+            with LLM(path, device="cpu", dtype="float32", max_length=128, check=True, **settings) as llm:
+                found = measure(llm.generate(prompts, params), references)
+            assert found.exact, found
+            assert found.clear_tokens >= len(prompts) * tiny.OUTPUT // 2
+
+
+def test_what_the_added_family_leaves_out_means_what_transformers_means(added: dict[str, tiny.Case]) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 512, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 16}
+    theirs = transformers.AutoConfig.for_model("seed_oss", **sizes)
+    written = json.loads(theirs.to_json_string(use_diff=False))
+    ours = read_spec({"model_type": "seed_oss", **sizes})
+    assert ours == read_spec(written)
+    assert (
+        dataclasses.asdict(ours).items()
+        >= {
+            "kv_heads": theirs.num_key_value_heads,
+            "head_dim": theirs.head_dim,
+            "max_length": theirs.max_position_embeddings,
+            "norm_eps": theirs.rms_norm_eps,
+            "qkv_bias": theirs.attention_bias,
+            "out_bias": theirs.attention_out_bias,
+            "mlp_bias": theirs.mlp_bias,
+            "tied_embeddings": theirs.tie_word_embeddings,
+        }.items()
+    )
+
+
+def test_the_page_names_a_command_that_make_knows() -> None:
+    for command in commands(ADDING):
+        assert what_make_runs(command)[-1][-2:] == ["-k", "seed_oss"]
