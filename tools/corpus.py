@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import stories
-import story_words as words
+from chat_words import small_talk, story_request
 from needles import (
     ASSISTANT,
     CHAT_TEMPLATE,
@@ -26,29 +26,10 @@ from needles import (
     USER,
     FactMaker,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 # Weights of the loss, in tenths (rows carry them as bytes).
 PROSE, HAY, ANSWER_HEAD, VALUE, STOP = 10, 3, 5, 80, 10
-SMALL_TALK = (
-    ("[Hello|Hi|Good morning|Hey][!|.]", "Hello! [How can I help you?|What can I do for you?|Shall I tell you a story?]"),
-    ("[Who are you|What are you|What is your name][?|]", "I am a small language model. I can tell stories and find facts in long texts."),
-    ("[What can you do|How can you help me|Help][?|]", "I can tell you a story, or I can read a long text and answer questions about it."),
-    ("[Thank you|Thanks|Thanks a lot][!|.]", "You are welcome[!|.]"),
-    ("[Goodbye|Bye|Good night][!|.]", "Goodbye[!|.]"),
-    ("How are you?", "I am [well|fine], thank you. [How are you?|What shall we talk about?]"),
-)
-ASK_STORY = (
-    "Tell me a story about {k}.",
-    "Write a story about {k}.",
-    "Please tell me a story about {k}.",
-    "Can you tell me a story about {k}?",
-    "Write a short story about {k}.",
-    "I would like to hear a story about {k}.",
-    "Tell me a short story about {k}.",
-    "A story about {k}, please.",
-    "Make up a story about {k}.",
-)
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -82,6 +63,10 @@ def tokenizer_texts(books: list[str], seed: int, count: int) -> Iterator[str]:
 
 def save_tokenizer(tok: Tokenizer, folder: Path, max_length: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    # Every text begins with <|endoftext|>, as the documents of the training do.
+    tok.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B:1", special_tokens=[(END_OF_TEXT, tok.token_to_id(END_OF_TEXT))]
+    )
     tok.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -95,55 +80,29 @@ def save_tokenizer(tok: Tokenizer, folder: Path, max_length: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def small_talk(rng: random.Random) -> tuple[str, str]:
-    asked, said = rng.choice(SMALL_TALK)
-    return tuple(stories.expand(t, rng) for t in (asked, said))  # type: ignore[return-value]
-
-
 def prose_document(rng: random.Random, book: list[str]) -> list[tuple[str, int]]:
     """One document of prose or chat without hidden facts: pieces of text with the weight of their loss."""
     draw = rng.random()
-    if draw < 0.55:
-        return [(stories.make_story(rng).text + END_OF_TEXT, PROSE)]
-    system = f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END_OF_TURN}" if rng.random() < 0.15 else ""
-    if draw < 0.73:
-        kind, name = stories.draw_kind(rng), ""
-        about = kind if rng.random() < 0.85 else f"{rng.choice(words.TRAITS)} {kind}"
-        about = stories.tidy(f"a {about}")
-        if rng.random() < 0.3:
-            name = rng.choice(words.GIRLS + words.BOYS)
-            kind = {True: "girl", False: "boy"}[name in words.GIRLS] if kind in ("boy", "girl") else kind
-            about = stories.tidy(f"a {kind} named {name}")
-        story = stories.make_story(rng, kind=kind, name=name)
-        if rng.random() < 0.3:
-            about += f" and {stories.tidy('a ' + story.thing)}" if rng.random() < 0.5 else f" and {story.theme}"
-        asked = rng.choice(ASK_STORY).format(k=about)
-        if rng.random() < 0.12:
-            asked = rng.choice(
-                ("Tell me a story.", "Tell me a story!", "Please tell me a story.", "Write a story.", "Can you tell me a story?")
-            )
-        return [(f"{system}{USER}{asked}{END_OF_TURN}{ASSISTANT}", 0), (story.text + END_OF_TURN, PROSE), (END_OF_TEXT, 0)]
-    if draw < 0.79:
+    if draw < 0.6:
         text = stories.make_story(rng).text
-        cut = text.rfind(". ", 0, rng.randrange(80, 400)) + 1
-        if cut <= 0:
-            return [(text + END_OF_TEXT, PROSE)]
+        return [((stories.from_the_middle(text, rng) if rng.random() < 0.4 else text) + END_OF_TEXT, PROSE)]
+    if draw < 0.66:
+        return [((stories.make_note(rng) if draw < 0.64 else stories.make_description(rng)) + END_OF_TEXT, PROSE)]
+    if draw < 0.7 and book:
+        at = rng.randrange(len(book))
+        return [("\n\n".join(book[at : at + rng.choice((1, 2, 4, 8))]), PROSE), (END_OF_TEXT, 0)]
+    pieces = [(f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END_OF_TURN}", 0)] if rng.random() < 0.15 else []
+    turns = [small_talk(rng) for _ in range(rng.choice((0, 0, 0, 1)) if draw < 0.85 else rng.choice((1, 1, 1, 2, 3)))]
+    if draw < 0.83:
+        turns.append(story_request(rng))
+    elif draw < 0.85:
+        text = stories.make_story(rng).text
+        cut = max(text.rfind(". ", 0, rng.randrange(80, 400)) + 1, text.index(". ") + 1)
         ask = rng.choice(("Continue this story: ", "Continue the story: ", "Continue: ", "How does this story go on? ", "Please go on: "))
-        return [
-            (f"{system}{USER}{ask}{text[:cut]}{END_OF_TURN}{ASSISTANT}", 0),
-            (text[cut:].strip() + END_OF_TURN, PROSE),
-            (END_OF_TEXT, 0),
-        ]
-    if draw < 0.84:
-        return [(stories.make_description(rng) + END_OF_TEXT, PROSE)]
-    if draw < 0.88 or not book:
-        pieces: list[tuple[str, int]] = [(system, 0)] if system else []
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            asked, said = small_talk(rng)
-            pieces += [(f"{USER}{asked}{END_OF_TURN}{ASSISTANT}", 0), (said + END_OF_TURN, PROSE)]
-        return [*pieces, (END_OF_TEXT, 0)]
-    at = rng.randrange(len(book))
-    return [("\n\n".join(book[at : at + rng.choice((1, 2, 4, 8))]), PROSE), (END_OF_TEXT, 0)]
+        turns.append((ask + text[:cut], text[cut:].strip()))
+    for asked, said in turns:
+        pieces += [(f"{USER}{asked}{END_OF_TURN}{ASSISTANT}", 0), (said + END_OF_TURN, PROSE)]
+    return [*pieces, (END_OF_TEXT, 0)]
 
 
 @dataclass
@@ -173,13 +132,13 @@ class Marks:
         return Pool(tokens, weights, cuts, starts)
 
 
-_shared: tuple[Tokenizer, list[str]] | None = None  # what a forked process of `prose_chunk` needs
+_shared: tuple[Tokenizer, list[str], int] | None = None  # what a forked process of `prose_chunk` needs
 
 
 def prose_chunk(job: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`count` prose documents: tokens, weights, and where documents start."""
     seed, count = job
-    tok, book = _shared  # type: ignore[misc]
+    tok, book, _ = _shared  # type: ignore[misc]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rng = random.Random(seed)
     documents = [prose_document(rng, book) for _ in range(count)]
@@ -207,7 +166,7 @@ def hay_chunk(job: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     for e in _shared[0].encode_batch(texts, add_special_tokens=False):  # type: ignore[index]
         begins += [len(ids), len(ids) + 1]
         ids += e.ids
-    weights = np.full(len(ids), HAY, np.uint8)
+    weights = np.full(len(ids), _shared[2], np.uint8)  # type: ignore[index]
     weights[begins] = 0
     return np.array(ids, np.int16), weights
 
@@ -221,12 +180,14 @@ class Corpus:
     hay: list[tuple[float, Pool]]  # share of the rows, pool
 
 
-def build_corpus(tok: Tokenizer, books: list[str], seed: int, documents: int, ctx: BaseContext, processes: int) -> Corpus:
-    """Generate and tokenize everything, in parallel (in this process if `processes` is 0)."""
+def build_corpus(
+    tok: Tokenizer, books: list[str], seed: int, documents: int, ctx: BaseContext, processes: int, hay_weight: int = HAY
+) -> Corpus:
+    """Generate and tokenize everything, in parallel (in this process if `processes` is 0). hay_weight: in tenths."""
     global _shared
     paragraphs = [p for book in books for p in stories.book_paragraphs(book)]
     unwrapped = [stories.unwrap(p) for p in paragraphs]
-    _shared = (tok, unwrapped)
+    _shared = (tok, unwrapped, hay_weight)
     marks = Marks(tok)
     size = max(1, min(500, documents // 4))
     jobs = [(seed * 1_000_003 + i, size) for i in range(documents // size)]
@@ -243,7 +204,7 @@ def build_corpus(tok: Tokenizer, books: list[str], seed: int, documents: int, ct
 
     def flat(text: str) -> Pool:
         ids = np.array(tok.encode(text, add_special_tokens=False).ids, np.int16)
-        return marks.pool(ids, np.full(len(ids), HAY, np.uint8))
+        return marks.pool(ids, np.full(len(ids), hay_weight, np.uint8))
 
     hay = [(0.6, marks.pool(np.concatenate([p[0] for p in hay_parts]), np.concatenate([p[1] for p in hay_parts])))]
     if paragraphs:

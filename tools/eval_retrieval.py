@@ -16,14 +16,18 @@ from pathlib import Path
 
 import stories
 import torch
-from needles import ASSISTANT, END_OF_TEXT, END_OF_TURN, USER, Sample, make_sample
+from needles import END_OF_TEXT, END_OF_TURN, Sample, make_sample, render_chat
 from small_llama import SmallLlama, load
 from tokenizers import Tokenizer
 
 DEPTHS = tuple(i / 10 for i in range(11))
 PROMPTS = (
-    "Once upon a time", "The little fox", "One rainy morning, Lucy", f"{USER}Tell me a story about an owl.{END_OF_TURN}{ASSISTANT}",
-    f"{USER}Hello! Who are you?{END_OF_TURN}{ASSISTANT}",
+    "Once upon a time", "The little fox", "It was a cold winter morning and", "My dog likes", "Hello", "One rainy morning, Lucy",
+)  # fmt: skip
+CHATS = (
+    "Hello! Who are you?", "Hi", "How are you?", "What can you do?", "Thank you!", "Tell me a joke.", "What is the capital of France?",
+    "Who wrote Hamlet?", "What is 2 plus 2?", "How do I bake a cake?", "Tell me a story about an owl.",
+    "Tell me a story about a dragon and a princess.", "Write a short story about a robot named Max.",
 )  # fmt: skip
 
 
@@ -48,7 +52,8 @@ def _sample(job: tuple[int, float, str, int]) -> tuple[Sample, list[int], list[i
     rng = random.Random(seed)
     sample = make_sample(length, depth, rng, tok, rng.choice(texts), style, distractors=rng.choice((0, 1, 3, 8)) if length > 400 else 0)
     answer = sample.answer + (END_OF_TURN if style == "chat" else "")
-    return sample, tok.encode(sample.prompt, add_special_tokens=False).ids, tok.encode(answer, add_special_tokens=False).ids
+    # A chat begins with <|endoftext|> already; before a plain text the tokenizer puts it.
+    return sample, tok.encode(sample.prompt, add_special_tokens=style != "chat").ids, tok.encode(answer, add_special_tokens=False).ids
 
 
 @torch.no_grad()
@@ -115,9 +120,9 @@ def main(argv: list[str] | None = None) -> dict:
     for miss in misses[:8]:
         print("miss:", miss)
     report["stories"] = []
-    for prompt_text in PROMPTS:
+    for prompt_text in (*PROMPTS, *(render_chat([{"role": "user", "content": text}]) for text in CHATS)):
         for temperature in (0.0, 0.7):
-            ids = tok.encode(prompt_text, add_special_tokens=False).ids
+            ids = tok.encode(prompt_text, add_special_tokens=not prompt_text.startswith(END_OF_TEXT)).ids
             text = tok.decode(model.generate(ids, args.story_tokens, stop, temperature, args.seed))
             report["stories"].append({"prompt": prompt_text, "temperature": temperature, "text": text})
             print(f"\n--- {prompt_text!r} at temperature {temperature}\n{text}", flush=True)

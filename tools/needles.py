@@ -13,7 +13,7 @@ END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 USER, ASSISTANT, SYSTEM = "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT)
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
@@ -177,9 +177,9 @@ class Sample:
 
 
 def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """What CHAT_TEMPLATE gives, without a template engine."""
+    """What CHAT_TEMPLATE gives, without a template engine. It begins with <|endoftext|>, which the tokenizer must not add again."""
     turns = "".join(f"<|{m['role']}|>{m['content'].strip()}{END_OF_TURN}" for m in messages)
-    return turns + ASSISTANT * add_generation_prompt
+    return END_OF_TEXT + turns + ASSISTANT * add_generation_prompt
 
 
 def _up(text: str) -> str:

@@ -49,7 +49,7 @@ class Assembler:
         weights = np.zeros((rows, length + 1), np.uint8)
         last = np.searchsorted(pool.starts, len(pool.tokens) - length - 1)
         for row, start in enumerate(pool.starts[rng.integers(0, max(last, 1), rows)]):
-            lead = int(rng.integers(0, 2))  # half of the rows begin with <|endoftext|>
+            lead = int(rng.random() < 0.75)  # a quarter of the rows do without the <|endoftext|> at the start
             piece = slice(start, start + length + 1 - lead)
             count = len(pool.tokens[piece])
             tokens[row, lead : lead + count], weights[row, lead : lead + count] = pool.tokens[piece], pool.weights[piece]
@@ -134,7 +134,7 @@ class _Plan:
         self.fact_first = int(rng.random() < 0.5 / (1 + self.facts) + 0.05)  # a fact before the text, which no cut of the text allows
         self.joined = bool(instruction) or bool(self.fact_first)
         lead = rng.choice((" ", " ", " ", " ", "\n", "\n\n"))
-        head = END_OF_TEXT if rng.random() < 0.3 else ""
+        head = END_OF_TEXT if rng.random() < 0.75 else ""
         if self.chat:
             if rng.random() < 0.1:
                 head += f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END_OF_TURN}"

@@ -148,16 +148,20 @@ def tidy(text: str) -> str:
     return _ARTICLE.sub(lambda m: m[1] + "n ", text)
 
 
+def with_article(noun: str) -> str:
+    """a fox, an old fox"""
+    return _ARTICLE.sub(lambda m: m[1] + "n ", f"a {noun}")
+
+
 def _character(rng: random.Random, kind: str, prefix: str, avoid: str = "") -> dict[str, str]:
-    female = rng.random() < 0.5 and kind not in ("boy", "postman")
-    female = female or kind == "girl"
+    female = (rng.random() < 0.5 or kind in words.FEMALE) and kind not in words.MALE
     names = words.GIRLS if female else words.BOYS
     name = rng.choice(names)
     while name == avoid:
         name = rng.choice(names)
     he, him, his = ("she", "her", "her") if female else ("he", "him", "his")
-    hand = "wing" if kind in words.BIRDS else "paw" if kind in words.MAMMALS else "hand"
-    if kind in ("deer", "lamb", "goat", "pony", "donkey", "elephant"):
+    hand = "wing" if kind in words.BIRDS else "paw" if kind in (*words.MAMMALS, "dog", "dragon", "dinosaur") else "hand"
+    if kind in ("deer", "lamb", "goat", "pony", "donkey", "elephant", "horse", "cow", "pig", "unicorn", "zebra", "giraffe"):
         hand = "hoof" if kind != "elephant" else "foot"
     hands = {"hoof": "hooves", "foot": "feet"}.get(hand, hand + "s")
     slots = {"he": he, "him": him, "his": his, "self": him + "self", "kind": kind, "hand": hand, "hands": hands}
@@ -172,9 +176,11 @@ def draw_kind(rng: random.Random) -> str:
     draw = rng.random()
     if draw < 0.4:
         return rng.choice(words.MAMMALS)
-    if draw < 0.52:
+    if draw < 0.5:
         return rng.choice(words.BIRDS)
-    return rng.choice(("boy", "girl")) if draw < 0.82 else rng.choice(words.PEOPLE)
+    if draw < 0.62:
+        return rng.choice(words.CREATURES)
+    return rng.choice(("boy", "girl")) if draw < 0.84 else rng.choice(words.PEOPLE)
 
 
 def cast(rng: random.Random, kind: str = "", name: str = "", place: str = "") -> dict[str, str]:
@@ -192,7 +198,7 @@ def cast(rng: random.Random, kind: str = "", name: str = "", place: str = "") ->
         friend_kind = draw_kind(rng)
     slots.update(_character(rng, friend_kind, "m", slots["N"]))
     slots["trait2"] = rng.choice([t for t in words.TRAITS if t != slots["trait"]])
-    grown = slots["kind"] in words.PEOPLE
+    grown = slots["kind"] in words.PEOPLE or slots["kind"] in ("king", "queen", "giant", "captain", "doctor", "soldier", "wizard")
     slots["size"] = "" if grown or rng.random() < 0.3 else rng.choice(words.SIZES) + " "
     slots["fingers"] = "fingers" if slots["hand"] == "hand" else slots["hands"]
     elder, elder_female = rng.choice(
@@ -210,6 +216,9 @@ def cast(rng: random.Random, kind: str = "", name: str = "", place: str = "") ->
     slots["color"] = rng.choice(words.COLORS)
     slots["skill"] = rng.choice(words.LISTS["skill"])
     slots["home"] = _parse(rng.choice(words.LISTS["home"]), 0, False)[0](rng, slots)
+    slots["homenow"] = f"near {slots['place']}"
+    slots["petcolor"] = rng.choice([c for c in words.COLORS if c not in ("blue", "green", "pink", "purple", "silver", "orange")])
+    slots["elder"] = elder
     return slots
 
 
@@ -228,7 +237,7 @@ def make_story(rng: random.Random, kind: str = "", name: str = "", place: str = 
     slots = cast(rng, kind, name, place)
     plot = plot or rng.choice(PLOTS)
     banned = ("{M}",) * (plot in STRANGER_PLOTS) + ("{obj}",) * (plot in FOREIGN_OBJECT_PLOTS)
-    opening = _tell(SECTIONS["opening"][0], rng, slots)
+    opening = _tell(SECTIONS["opening" if rng.random() < 0.45 else "start"][0], rng, slots, banned)
     for section, chance in (("habit", 0.8), ("weather", 0.25)):
         if rng.random() < chance:
             opening += " " + _tell(SECTIONS[section][0], rng, slots, banned)
@@ -239,6 +248,20 @@ def make_story(rng: random.Random, kind: str = "", name: str = "", place: str = 
         paragraphs[:2] = [" ".join(paragraphs[:2])]
     text = "\n\n".join(tidy(p) for p in paragraphs)
     return Story(text, slots["N"], slots["kind"], slots["obj"], slots["place"], TITLES[plot])
+
+
+def make_note(rng: random.Random) -> str:
+    """A few sentences that somebody tells about a pet."""
+    return tidy(_tell(SECTIONS["me"][0], rng, cast(rng, kind="cat")))
+
+
+_LATER_SENTENCE = re.compile(r'(?<=[.!?])\s+(?=[A-Z])')
+
+
+def from_the_middle(text: str, rng: random.Random) -> str:
+    """The text from a random sentence of its first half on."""
+    starts = [m.end() for m in _LATER_SENTENCE.finditer(text, 0, len(text) // 2) if text.count('"', 0, m.end()) % 2 == 0]
+    return text[rng.choice(starts) :] if starts else text
 
 
 def make_description(rng: random.Random) -> str:

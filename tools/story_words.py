@@ -27,12 +27,20 @@ PEOPLE = listed(
     "baker miller shepherd sailor gardener tailor cobbler clockmaker farmer painter lamplighter beekeeper carpenter potter weaver "
     "musician teacher postman woodcutter cook"
 )
+CREATURES = listed(
+    "dragon robot princess prince king queen knight wizard witch fairy giant pirate mermaid unicorn dinosaur astronaut doctor detective "
+    "snowman dog horse cow pig chicken bird frog turtle snail butterfly bee snake dolphin kangaroo giraffe zebra parrot turkey ghost elf "
+    "dwarf troll monster alien inventor magician clown captain soldier hunter thief doll train kite teapot cloud star tree"
+)
+FEMALE = listed("girl princess queen witch fairy mermaid cow")
+MALE = listed("boy postman prince king wizard")
+PETS = listed("dog dog cat cat rabbit pony hamster parrot hen goat horse mouse turtle puppy kitten bird")
 LITTLE = listed("duckling kitten lamb puppy chick mouse bird squirrel rabbit turtle fawn bee frog piglet")
 TRAITS = listed(
     "brave kind curious clever gentle cheerful shy patient careful honest friendly quiet lively stubborn thoughtful playful hopeful "
     "generous proud dreamy polite merry"
 )
-SIZES = listed("little small young tiny")
+SIZES = listed("little little young")  # they follow a trait
 COLORS = listed("red blue green yellow white brown golden silver purple orange pink gray black")
 MATERIALS = listed("wooden silver golden copper glass paper woolen painted shiny old new tiny round striped")
 OBJECTS = listed(
@@ -73,6 +81,7 @@ LISTS: dict[str, list[str]] = {
     "flowers": FLOWERS,
     "tree": TREES,
     "little": LITTLE,
+    "pet": PETS,
     "placeword": PLACES,
     "day": [
         "one [sunny|rainy|windy|cold|warm|quiet|bright|foggy|snowy] [morning|afternoon|evening|day]",
@@ -86,7 +95,7 @@ LISTS: dict[str, list[str]] = {
     ],
     "glad": ["happy", "glad", "proud", "cheerful", "full of joy", "very pleased", "as happy as could be", "delighted"],
     "sad": ["sad", "unhappy", "worried", "lonely", "sorry", "upset", "close to tears", "very quiet"],
-    "scared": ["afraid", "frightened", "scared", "nervous", "a little afraid", "so frightened that nothing moved but the wind"],
+    "scared": ["afraid", "frightened", "scared", "nervous", "a little afraid", "very frightened"],
     "slow": ["slowly", "carefully", "step by step", "quietly", "without a sound"],
     "fast": ["quickly", "as fast as possible", "at once", "in a hurry", "without waiting"],
     "said": ["said", "replied", "answered"],

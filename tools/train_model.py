@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import build_corpus, save_tokenizer, tokenizer_texts, train_tokenizer
+from corpus import HAY, build_corpus, save_tokenizer, tokenizer_texts, train_tokenizer
 from muon import Muon
 from needles import END_OF_TEXT, END_OF_TURN
 from rows import Batch, Feed, Stage, curriculum
@@ -270,6 +270,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--init", type=Path, help="an exported model to continue from where --work has no state")
     p.add_argument("--shares", type=float, nargs="+", default=[0.2, 0.2, 0.3, 0.3], help="time shares of the lengths 512, 2K, 8K, 32K")
     p.add_argument("--documents", type=int, default=300_000, help="prose documents to generate")
+    p.add_argument("--hay-weight", type=float, default=HAY / 10, help="weight of the loss on the text that hides the facts")
     p.add_argument("--processes", type=int, default=14)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--steps", type=int, default=0, help="stop after so many steps (0: only the clock stops)")
@@ -313,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
     # What was done before decides the seed, so that a continuation sees new data.
     before = torch.load(saved, map_location="cpu")["summary"] if saved.exists() else restored or {"step": 0, "stage": 0}
     first, stage = int(before["step"]), int(before["stage"])
-    corpus = build_corpus(tok, books, args.seed + first, args.documents, ctx, args.processes)
+    corpus = build_corpus(tok, books, args.seed + first, args.documents, ctx, args.processes, round(args.hay_weight * 10))
     sizes = {round(share, 2): len(pool.tokens) for share, pool in corpus.hay}
     print(
         f"{time.perf_counter() - clock:.1f}s corpus: {len(corpus.prose.tokens) / 1e6:.1f}M tokens of prose, haystacks {sizes}", flush=True

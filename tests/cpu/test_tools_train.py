@@ -53,7 +53,8 @@ def test_chat_template_is_what_render_chat_gives() -> None:
     jinja2 = pytest.importorskip("jinja2")
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " Hello\n"}, {"role": "assistant", "content": "Hi!"}]
     for generate in (True, False):
-        rendered = jinja2.Template(needles.CHAT_TEMPLATE).render(messages=messages, add_generation_prompt=generate)
+        given = {"messages": messages, "add_generation_prompt": generate, "bos_token": needles.END_OF_TEXT}
+        rendered = jinja2.Template(needles.CHAT_TEMPLATE).render(**given)
         assert rendered == needles.render_chat(messages, generate)
 
 
@@ -120,6 +121,7 @@ def test_train_resume_export_and_load_in_transformers(tmp_path: Path) -> None:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == needles.render_chat(messages)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer(text.removeprefix(needles.END_OF_TEXT))["input_ids"] == ids  # the tokenizer puts it before a text
     digits = [tokenizer.decode([i]) for i in ids if tokenizer.decode([i]).strip().isdigit()]
     assert digits == list("48213")
     with torch.no_grad():

@@ -45,6 +45,7 @@ def test_float32(name: str) -> None:
 def test_long_prompts(name: str) -> None:
     prompts, path = tiny.long_prompts()[:WIDE_PROMPTS], tiny.write(tiny.WIDE[name], tiny.folder() / f"wide_{name}")
     model = tiny.load(path, "cuda")
+    tiny.turn_exactly(model)
     references = [tiny.decode(model, prompt) for prompt in prompts]
     settings = {"device": "cuda", "max_length": 2500, "check": True}
     with LLM(path, dtype="float32", max_step_tokens=1024, **settings) as llm:

@@ -4,6 +4,7 @@ import logging
 import secrets
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,9 +81,8 @@ class _Sequence:
         return stopped
 
     def output(self) -> Output:
-        assert self.finish is not None
         logprobs = None if self.sampling.logprobs is None else tuple(self.logprobs)
-        return Output(self.index, "".join(self.text), tuple(self.tokens), self.finish, logprobs)
+        return Output(self.index, "".join(self.text), tuple(self.tokens), self.finish or FinishReason.ABORT, logprobs)
 
 
 @dataclass(slots=True)
@@ -152,6 +152,7 @@ class LLM:
         self._progress = progress
         self._lock = threading.RLock()
         self._live: dict[RequestId, _Sequence] = {}
+        self._dropped: deque[_Job] = deque()
         self._stepping = False
         self._late: list[_Job] = []
         """Jobs abandoned during a step, to be ended after it."""
@@ -182,7 +183,10 @@ class LLM:
         return self._booted.spec
 
     def stats(self) -> Stats:
-        return self._engine.stats()
+        """The engine at this moment, and its counts since it started."""
+        with self._lock:
+            self._sweep()
+            return self._engine.stats()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer puts around a text."""
@@ -219,14 +223,12 @@ class LLM:
             self._abandon(jobs)
         return [job.completion() for job in jobs]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Complete one prompt and give out each piece as it becomes certain. Closing the iterator frees what the request held.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
+        """Complete one prompt and give out each piece as it becomes certain.
 
         Raises RequestError at once, not at the first piece.
         """
-        deltas = self._deltas(self._submit(prompt, params or SamplingParams()))
-        next(deltas)
-        return deltas
+        return Stream(self, self._submit(prompt, params or SamplingParams()))
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The model's answer to a conversation: messages with a "role" and a "content"."""
@@ -237,21 +239,16 @@ class LLM:
         with self._lock:
             return self._engine.scheduler.ledger.forget()
 
-    def _deltas(self, job: _Job) -> Iterator[Delta]:
-        try:
-            yield Delta("", ())  # for `stream` alone: once inside this block, closing frees what the request holds
-            done = False
-            while not done:
-                with self._lock:  # another thread may be handing out a step's events
-                    if not job.done and not any(sequence.deltas for sequence in job.sequences):
-                        self._pump()
-                    pieces = [piece for sequence in job.sequences for piece in sequence.deltas]
-                    for sequence in job.sequences:
-                        sequence.deltas.clear()
-                    done = job.done
-                yield from pieces
-        finally:
-            self._abandon([job])
+    def _next_delta(self, job: _Job) -> Delta | None:
+        """The job's next piece, None after its last."""
+        with self._lock:
+            while True:
+                for sequence in job.sequences:
+                    if sequence.deltas:
+                        return sequence.deltas.popleft()
+                if job.done:
+                    return None
+                self._pump()
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text, tokens = self._read(prompt)
@@ -325,6 +322,7 @@ class LLM:
     def _pump(self) -> None:
         """One step of the engine; its events go to whom they concern, whoever is waiting."""
         with self._lock:
+            self._sweep()
             self._stepping = True
             try:
                 for event in self._engine.step():
@@ -348,6 +346,11 @@ class LLM:
                 if self._live.pop(sequence.request, None) is not None:
                     self._engine.stop(sequence.request)
                     sequence.finish = FinishReason.ABORT
+
+    def _sweep(self) -> None:
+        """Abandon what was dropped without being closed. That may happen anywhere, also within a step, so it is only noted then."""
+        while self._dropped:
+            self._abandon([self._dropped.popleft()])
 
     @contextmanager
     def _bar(self, prompts: int) -> Iterator[Callable[[int], None]]:
@@ -386,6 +389,47 @@ class LLM:
                 sequence.deltas.append(Delta("", (), sequence.finish, sequence.index))
             self._live.clear()
             self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Stream:
+    """The pieces of one prompt's outputs, as an iterator. `close`, or leaving a `with` block, ends what is still running and frees what
+    it held; a stream that is simply dropped is closed at the engine's next step."""
+
+    def __init__(self, llm: LLM, job: _Job) -> None:
+        self._llm = llm
+        self._job = job
+        weakref.finalize(self, llm._dropped.append, job).atexit = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        try:
+            delta = self._llm._next_delta(self._job)
+        except BaseException:
+            self.close()
+            raise
+        if delta is None:
+            raise StopIteration
+        return delta
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        return self._job.tokens
+
+    @property
+    def completion(self) -> Completion:
+        """Everything up to now, as `generate` would return it. Outputs that have not ended by themselves count as aborted."""
+        return self._job.completion()
+
+    def close(self) -> None:
+        self._llm._abandon([self._job])
 
     def __enter__(self) -> Self:
         return self

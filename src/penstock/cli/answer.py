@@ -2,11 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from penstock.base.config import Config
 from penstock.step.params import SamplingParams
@@ -36,7 +35,8 @@ class Answer:
     prompt_tokens: int
     outputs: list[Output]
     cached_tokens: int = 0
-    """Prompt tokens whose KV was found, summed over the outputs."""
+    """Prompt tokens whose KV was found."""
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     first: float = 0.0
     end: float = 0.0
 
@@ -47,7 +47,7 @@ class Answer:
     @property
     def prefill_rate(self) -> float | None:
         """Prompt tokens computed in a second, up to the first token."""
-        computed = self.prompt_tokens * len(self.outputs) - self.cached_tokens
+        computed = self.prompt_tokens - self.cached_tokens
         return computed / self.first if self.first > 0 else None
 
     @property
@@ -69,15 +69,13 @@ def follow(
     llm: "LLM",
     prompt: "Prompt",
     params: SamplingParams,
-    prompt_tokens: int,
     show: Callable[["Delta"], None],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Answer:
-    """The answer to `prompt`, which has `prompt_tokens`; `show` sees each piece at once. Once `interrupted` it ends at the next token."""
-    answer = Answer(prompt_tokens, [Output() for _ in range(params.n)])
-    before, begin = llm.stats().computed_tokens, perf_counter()
-    # It is a generator, whose close() frees what the request holds.
-    with closing(cast("Generator[Delta]", llm.stream(prompt, params))) as stream:
+    """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends at the next token."""
+    begin = perf_counter()
+    with llm.stream(prompt, params) as stream:
+        answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)])
         for delta in stream:
             answer.end = perf_counter() - begin
             answer.first = answer.first or answer.end
@@ -89,9 +87,8 @@ def follow(
             show(delta)
             if interrupted():
                 break
-    computed = llm.stats().computed_tokens - before
-    # An output's last token is never an input, so of its tokens all but that one, and of the prompt all that was not found.
-    answer.cached_tokens = max(0, prompt_tokens * params.n + answer.tokens - params.n - computed)
+    completion = stream.completion
+    answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
     return answer
 
 

@@ -154,7 +154,7 @@ class Chat:
             raise RequestError(f"the conversation would have {length} tokens, but the context holds {longest} with an answer; {hint}")
         params = replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
         with Interrupt() as interrupt:
-            answer = follow(self.llm, request, params, length, lambda delta: self._show(delta.text), lambda: interrupt.asked)
+            answer = follow(self.llm, request, params, lambda delta: self._show(delta.text), lambda: interrupt.asked)
         output = answer.outputs[0]
         if self.json:
             write(json_line(record(self.llm, self.config, line, params, answer)))

@@ -1,7 +1,6 @@
 """`penstock run`: one prompt in, its continuation or answer out, as it is made."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engin
 from penstock.cli.prompt import model_and_prompt
 from penstock.cli.terminal import is_terminal, say, write
 from penstock.step.params import SamplingParams
-from penstock.step.plan import TokenLogprob
 
 if TYPE_CHECKING:
     from penstock.api.llm import LLM
@@ -101,18 +99,16 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         chat = asked["chat"] or asked["system"] is not None
         request, length = Conversation(llm, chat, asked["system"]).request(prompt.text)
         params = _limited(llm, params, length)
-        # The prompt is scored for itself below: a stream has no place for it.
-        streamed = replace(params, prompt_logprobs=None)
         if asked["json"]:
-            answer = follow(llm, request, streamed, length, lambda _: None)
+            answer = follow(llm, request, params, lambda _: None)
             entries = record(llm, config, prompt.text, params, answer)
-            if params.prompt_logprobs is not None:
-                entries["prompt_logprobs"] = logprob_entries(llm, _score(llm, request, params.prompt_logprobs))
+            if answer.prompt_logprobs is not None:
+                entries["prompt_logprobs"] = logprob_entries(llm, answer.prompt_logprobs)
             write(json_line(entries))
         else:
             usual = prompt.typed and not chat and is_terminal(sys.stdout)
             screen = Screen(params.n, prompt.text if asked["echo"] or (asked["echo"] is None and usual) else "")
-            answer = follow(llm, request, streamed, length, screen.show)
+            answer = follow(llm, request, params, screen.show)
             screen.end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             say(answer.statistics(), faint=True)
@@ -124,9 +120,3 @@ def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:
     if params.max_tokens is not None or room < 1:  # what has no room is refused on submission, with the numbers
         return params
     return replace(params, max_tokens=min(max(USUAL_TOKENS, params.min_tokens), room))
-
-
-def _score(llm: "LLM", request: str | list[int], top: int) -> Sequence[TokenLogprob | None]:
-    scored = llm.generate([request], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top))[0].prompt_logprobs
-    assert scored is not None
-    return scored

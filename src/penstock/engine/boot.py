@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.arch.layout import group_layouts, kv_layout
-from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
@@ -89,7 +89,7 @@ def boot(config: Config, checkpoint: Checkpoint | Shape, *, say: Say = lambda _:
     budget = divide(
         total,
         weights=weights.bytes,
-        activations=_activation_peak(runner, KVPool(layout, 1, device), spec, limits, device),
+        activations=_activation_peak(runner, KVPool(layout, 1, device), spec, dtype, limits, device),
         block_bytes=layout.block_bytes,
         block_size=config.block_size,
         useful_blocks=limits.max_sequences * blocks_per_row,
@@ -141,7 +141,7 @@ def device_budget(config: Config, device: torch.device) -> int:
     return total
 
 
-def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, limits: Limits, device: torch.device) -> int:
+def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device) -> int:
     """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again."""
     kinds = {(spec.windows[layer], spec.is_moe(layer)): layer for layer in reversed(range(spec.layers))}
     plan = largest_step(
@@ -155,6 +155,9 @@ def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, limits: L
     layers = tuple(sorted(kinds.values()))
     # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
     peak = peak_of(device, lambda: runner.run(plan, layers))
+    # In a process that has freed memory before, a CPU's peak can hide in it: never count less than what is plainly there.
+    element, inner = DTYPE_BYTES[dtype], max(spec.intermediate_size, spec.query_size)
+    peak = max(peak, limits.max_step_tokens * (2 * spec.hidden_size + 2 * inner) * element + limits.max_sequences * spec.vocab_size * 4)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         gc.collect()
