@@ -116,9 +116,8 @@ GENERAL = tuple(
         "How [far away|old|hot|big|heavy|far] is [the sun|the moon|the earth|the world|a whale|the sea]?",
         "What [time|day|year|month|date] is it[| now| today]?",
         "When [did the war end|did the war begin|is Easter|is Christmas|does the train leave|was the car invented|did it happen]?",
-        "[How many|How much] [legs has a spider|days are in a year|minutes are in an hour|planets are there|people live on earth|is the "
-        "fish|"
-        "does it cost|water should I drink|stars are there|continents are there]?",
+        "How many [legs has a spider|days are in a year|minutes are in an hour|planets are there|people live on earth|stars are there]?",
+        "How much [is the fish|does it cost|water should I drink|is a house|is one pound|salt is in the sea]?",
         "[Write|Write me|Give me|Can you write] [a program|a Python function|an email|a poem|an essay|a recipe|a list of numbers|a song|"
         "code]"
         "[| about TOPIC| for me][.|?|]",

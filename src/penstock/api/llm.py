@@ -9,22 +9,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.api.detokenize import Detokenizer
-from penstock.api.outputs import Completion, Delta, Output
+from penstock.api.jobs import Job, Sequel
+from penstock.api.outputs import Completion, Delta
 from penstock.api.text import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Stats
-from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling, SamplingParams
-from penstock.step.plan import RequestId, TokenLogprob
+from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
 from penstock.weights.checkpoint import Checkpoint
 
@@ -39,69 +37,6 @@ _BAR_FROM = 2
 """Prompts from which `generate` shows a progress bar on a terminal."""
 
 log = logging.getLogger("penstock")
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One output in the making."""
-
-    index: int
-    request: RequestId
-    sampling: Sampling
-    detokenizer: Detokenizer | None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    deltas: deque[Delta] = field(default_factory=deque)
-    finish: FinishReason | None = None
-    cached: int = 0
-
-    def take(self, event: Event) -> bool:
-        """Add what happened in a step. True if a stop string has just ended the output, which the engine does not know."""
-        self.prompt_logprobs.extend(event.prompt_logprobs)
-        if event.token is None:
-            return False
-        self.cached = event.cached
-        self.tokens.append(event.token)
-        if event.logprob is not None:
-            self.logprobs.append(event.logprob)
-        self.finish = event.finish
-        text, stopped = "", False
-        if self.detokenizer is not None:
-            # The token that ends an output is no part of its text.
-            text = "" if self.finish is FinishReason.STOP else self.detokenizer.push([event.token])
-            stopped = self.detokenizer.stopped and self.finish is not FinishReason.STOP
-            if stopped:
-                self.finish = FinishReason.STOP
-            elif self.finish is not None:
-                text += self.detokenizer.finish()
-        self.text.append(text)
-        self.deltas.append(Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ()))
-        return stopped
-
-    def output(self) -> Output:
-        logprobs = None if self.sampling.logprobs is None else tuple(self.logprobs)
-        return Output(self.index, "".join(self.text), tuple(self.tokens), self.finish or FinishReason.ABORT, logprobs)
-
-
-@dataclass(slots=True)
-class _Job:
-    """A prompt and its outputs in the making."""
-
-    prompt: str | None
-    tokens: tuple[int, ...]
-    sequences: list[_Sequence]
-
-    @property
-    def done(self) -> bool:
-        return all(sequence.finish is not None for sequence in self.sequences)
-
-    def completion(self) -> Completion:
-        first = self.sequences[0]
-        prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
-        outputs = tuple(sequence.output() for sequence in self.sequences)
-        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, first.cached)
 
 
 class LLM:
@@ -151,10 +86,10 @@ class LLM:
         )
         self._progress = progress
         self._lock = threading.RLock()
-        self._live: dict[RequestId, _Sequence] = {}
-        self._dropped: deque[_Job] = deque()
+        self._live: dict[RequestId, Sequel] = {}
+        self._dropped: deque[Job] = deque()
         self._stepping = False
-        self._late: list[_Job] = []
+        self._late: list[Job] = []
         """Jobs abandoned during a step, to be ended after it."""
         with Checkpoint.open(config.model) as checkpoint, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
             # A large vocabulary takes most of a second to load: that happens beside the weights.
@@ -210,7 +145,7 @@ class LLM:
         settings = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
         if len(settings) != len(several):
             raise RequestError(f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for each")
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         try:
             for prompt, one in zip(several, settings, strict=True):
                 jobs.append(self._submit(prompt, one))
@@ -239,7 +174,7 @@ class LLM:
         with self._lock:
             return self._engine.scheduler.ledger.forget()
 
-    def _next_delta(self, job: _Job) -> Delta | None:
+    def _next_delta(self, job: Job) -> Delta | None:
         """The job's next piece, None after its last."""
         with self._lock:
             while True:
@@ -250,11 +185,11 @@ class LLM:
                     return None
                 self._pump()
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> Job:
         text, tokens = self._read(prompt)
         sampling = self._sampling(params, len(tokens))
-        sequences: list[_Sequence] = []
-        job = _Job(text, tuple(tokens), sequences)
+        sequences: list[Sequel] = []
+        job = Job(text, tuple(tokens), sequences)
         continues = isinstance(prompt, str) and bool(prompt)
         with self._lock:
             try:
@@ -265,7 +200,7 @@ class LLM:
                         stop = params.stop_strings
                         detokenizer = self._tokenizer.detokenizer(stop, params.include_stop, continues=continues)
                     request = self._engine.submit(tokens, own, params.max_tokens)
-                    sequences.append(_Sequence(index, request, own, detokenizer))
+                    sequences.append(Sequel(index, request, own, detokenizer))
                     self._live[request] = sequences[-1]
             except BaseException:
                 self._abandon([job])
@@ -336,7 +271,7 @@ class LLM:
                 late, self._late = self._late, []
                 self._abandon(late)
 
-    def _abandon(self, jobs: Sequence[_Job]) -> None:
+    def _abandon(self, jobs: Sequence[Job]) -> None:
         """End whatever of these jobs still runs."""
         with self._lock:
             if self._stepping:  # the garbage collector, in this very thread, has found a stream in the midst of a step
@@ -401,7 +336,7 @@ class Stream:
     """The pieces of one prompt's outputs, as an iterator. `close`, or leaving a `with` block, ends what is still running and frees what
     it held; a stream that is simply dropped is closed at the engine's next step."""
 
-    def __init__(self, llm: LLM, job: _Job) -> None:
+    def __init__(self, llm: LLM, job: Job) -> None:
         self._llm = llm
         self._job = job
         weakref.finalize(self, llm._dropped.append, job).atexit = False

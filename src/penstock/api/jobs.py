@@ -1,0 +1,74 @@
+"""Prompts at work: what has come of each of their outputs so far."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.api.detokenize import Detokenizer
+from penstock.api.outputs import Completion, Delta, Output
+from penstock.sched.scheduler import Event
+from penstock.step.params import Sampling
+from penstock.step.plan import RequestId, TokenLogprob
+from penstock.step.request import FinishReason
+
+
+@dataclass(slots=True)
+class Sequel:
+    """One output in the making."""
+
+    index: int
+    request: RequestId
+    sampling: Sampling
+    detokenizer: Detokenizer | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    deltas: deque[Delta] = field(default_factory=deque)
+    finish: FinishReason | None = None
+    cached: int = 0
+
+    def take(self, event: Event) -> bool:
+        """Add what happened in a step. True if a stop string has just ended the output, which the engine does not know."""
+        self.prompt_logprobs.extend(event.prompt_logprobs)
+        if event.token is None:
+            return False
+        self.cached = event.cached
+        self.tokens.append(event.token)
+        if event.logprob is not None:
+            self.logprobs.append(event.logprob)
+        self.finish = event.finish
+        text, stopped = "", False
+        if self.detokenizer is not None:
+            # The token that ends an output is no part of its text.
+            text = "" if self.finish is FinishReason.STOP else self.detokenizer.push([event.token])
+            stopped = self.detokenizer.stopped and self.finish is not FinishReason.STOP
+            if stopped:
+                self.finish = FinishReason.STOP
+            elif self.finish is not None:
+                text += self.detokenizer.finish()
+        self.text.append(text)
+        self.deltas.append(Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ()))
+        return stopped
+
+    def output(self) -> Output:
+        logprobs = None if self.sampling.logprobs is None else tuple(self.logprobs)
+        return Output(self.index, "".join(self.text), tuple(self.tokens), self.finish or FinishReason.ABORT, logprobs)
+
+
+@dataclass(slots=True)
+class Job:
+    """A prompt and its outputs in the making."""
+
+    prompt: str | None
+    tokens: tuple[int, ...]
+    sequences: list[Sequel]
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.finish is not None for sequence in self.sequences)
+
+    def completion(self) -> Completion:
+        first = self.sequences[0]
+        prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
+        outputs = tuple(sequence.output() for sequence in self.sequences)
+        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, first.cached)
