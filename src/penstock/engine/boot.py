@@ -41,7 +41,7 @@ class StepDefaults:
     """Of the memory that is free, when no budget was given."""
 
 
-_STEP = {"cpu": StepDefaults(1024, 64, 0.5), "cuda": StepDefaults(8192, 256, 0.9)}
+_STEP = {"cpu": StepDefaults(512, 64, 0.5), "cuda": StepDefaults(8192, 256, 0.9)}
 
 
 @dataclass(frozen=True, slots=True)
