@@ -32,16 +32,17 @@ SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("[What's up|How is it going|How do you do|Are you well|Are you fine]?", ("I am [well|fine], thank you. " + _OFFER,)),
     (f"[|{_GREET} ][What can you do|How can you help me|Help|Help me|What do you know|What can I ask you|Can you help me][?|.]", _CAN),
     (f"{_GREET} [Can you|Could you|Please] help me[?|.]", ("Hello! " + _CAN[0],)),
-    ("[Thank you|Thanks|Thanks a lot|Thank you very much|Great, thank you|Thank you for the story|That is nice][!|.]", ("You are "
-    "welcome!",)),
+    (
+        "[Thank you|Thanks|Thanks a lot|Thank you very much|Great, thank you|Thank you for the story|That is nice][!|.]",
+        ("You are welcome!",),
+    ),
     ("[Goodbye|Bye|Good night|See you|See you tomorrow|Bye bye|I have to go now][!|.]", ("Goodbye! [Come back soon.|Sleep well.|]",)),
     (
         "[Are you|Are you really|So are you] [human|a human|a person|a robot|a machine|alive|real|an animal|a computer]?",
         ("I am a small language model, not a person. [I can tell stories and find facts in long texts.|]",),
     ),
     (
-        "[Can|Do|Did|Will] you [think|sleep|eat|dream|feel|learn|see me|hear me|like music|like cats|love me|speak French|write code|"
-        "read]?",
+        "[Can|Do|Did|Will] you [think|sleep|eat|dream|feel|learn|see me|hear me|like music|like cats|love me|speak French|write code]?",
         ("I am only a small language model. I can tell stories and find facts in long texts.",),
     ),
     (
@@ -49,8 +50,10 @@ SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
         _JOKES,
     ),
     ("[Good|OK|Okay|Nice|Great|Wow|Cool|I see|Yes|Right|Fine|Well done|Very good|Interesting][.|!]", ("I am glad. " + _OFFER,)),
-    ("[No|Stop|Not now|No thank you|Nothing|That is wrong|Wrong|Bad|You are stupid][.|!]", ("[I am sorry|All right]. [I am here when "
-    "you need me.|]",)),
+    (
+        "[No|Stop|Not now|No thank you|Nothing|That is wrong|Wrong|Bad|You are stupid][.|!]",
+        ("[I am sorry|All right]. [I am here when you need me.|]",),
+    ),
     (
         "[I am|I feel] [sad|tired|bored|lonely|ill|unhappy|not well|afraid][.|]",
         ("I am sorry to hear that. [Shall I tell you a story?|A story may help. Shall I tell you one?]",),
@@ -135,11 +138,20 @@ GENERAL = tuple(
 ASK_STORY = (
     *("Tell me a story about {k}.", "Tell me a story about {k}.", "Write a story about {k}.", "Please tell me a story about {k}."),
     *("Can you tell me a story about {k}?", "Write a short story about {k}.", "I would like to hear a story about {k}."),
-    *("Tell me a short story about {k}.", "A story about {k}, please.", "Make up a story about {k}.", "Tell me about {k}.",
-    "Story about {k}"),
+    *(
+        "Tell me a short story about {k}.",
+        "A story about {k}, please.",
+        "Make up a story about {k}.",
+        "Tell me about {k}.",
+        "Story about {k}",
+    ),
     *("Tell me a bedtime story about {k}.", "Do you know a story about {k}?", "I want a story about {k}!", "Tell a story about {k}."),
-    *("Give me a story about {k}.", "Could you write a story with {k}?", "Tell me a fairy tale about {k}.",
-    "Hello! Tell me a story about {k}."),
+    *(
+        "Give me a story about {k}.",
+        "Could you write a story with {k}?",
+        "Tell me a fairy tale about {k}.",
+        "Hello! Tell me a story about {k}.",
+    ),
 )
 ASK_ANY_STORY = (
     *("Tell me a story.", "Tell me a story!", "Please tell me a story.", "Write a story.", "Can you tell me a story?", "A story, please."),

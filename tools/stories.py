@@ -255,7 +255,7 @@ def make_note(rng: random.Random) -> str:
     return tidy(_tell(SECTIONS["me"][0], rng, cast(rng, kind="cat")))
 
 
-_LATER_SENTENCE = re.compile(r'(?<=[.!?])\s+(?=[A-Z])')
+_LATER_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def from_the_middle(text: str, rng: random.Random) -> str:
