@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 import tiny  # noqa: E402
 from parity import GREEDY, WITH_PROMPT, Measured, measure, prompt_error  # noqa: E402
 from penstock import LLM  # noqa: E402
+from penstock.bench.machine import machine
 
 HALF_LIMIT = 1.5
 """Our typical error in half precision over transformers' own."""
@@ -133,7 +134,7 @@ def main() -> int:
         "preempted": sum(line.preemptions > 0 for line in found),
     }
     if arguments.out:
-        arguments.out.write_text(json.dumps({**summary, "all": [asdict(line) for line in found]}, indent=1))
+        arguments.out.write_text(json.dumps({**summary, "machine": asdict(machine()), "all": [asdict(line) for line in found]}, indent=1))
     print(json.dumps(summary))
     return 1 if off or failed or not found else 0
 

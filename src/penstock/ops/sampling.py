@@ -13,7 +13,6 @@ from torch import Tensor
 
 from penstock.step.params import Sampling
 
-
 _ROWS = 32
 """Rows drawn at a time: sorted with their order and sums in float64 they take six times their logits."""
 
