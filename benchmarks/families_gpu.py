@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 import tiny  # noqa: E402
 from parity import GREEDY, WITH_PROMPT, Measured, measure, prompt_error  # noqa: E402
 from penstock import LLM  # noqa: E402
-from penstock.bench.machine import machine
+from penstock.bench.machine import machine  # noqa: E402
 
 HALF_LIMIT = 1.5
 """Our typical error in half precision over transformers' own."""
