@@ -26,8 +26,8 @@ help: ## list the targets
 demo: $(RUNTIME) ## set up what is missing and generate text with the shipped model
 	@$(SAY) 'a story from the shipped model'
 	$(BIN)/penstock run "Once upon a time"
-	@$(SAY) 'a needle in the prompt, and the question for it'
-	$(BIN)/penstock run "The secret number is 4817. The sky is blue and the grass is green. The secret number is"
+	@$(SAY) 'a fact hidden in 8,000 tokens of stories, and a question for it'
+	$(BIN)/python tools/hide.py --tokens 8000 | $(BIN)/penstock run --chat --verbose -
 
 test: $(DEV) ## set up what is missing and run every test
 	@$(SAY) 'tests ($(WORKERS) workers, one thread each; GPU tests are skipped without a GPU)'
