@@ -27,7 +27,7 @@ demo: $(RUNTIME) ## set up what is missing and generate text with the shipped mo
 	@$(SAY) 'a story from the shipped model'
 	$(BIN)/penstock run "Once upon a time"
 	@$(SAY) 'a fact hidden in 8,000 tokens of stories, and a question for it'
-	$(BIN)/python tools/hide.py --tokens 8000 | $(BIN)/penstock run --chat --verbose -
+	$(BIN)/python tools/hide.py --tokens 8000 | $(BIN)/penstock run --chat --temperature 0 --verbose -
 
 test: $(DEV) ## set up what is missing and run every test
 	@$(SAY) 'tests ($(WORKERS) workers, one thread each; GPU tests are skipped without a GPU)'

@@ -74,6 +74,11 @@ Part = tuple[Tensor, Tensor]
 """Attention over some of the keys: output `[queries, heads, dim]` and log-sum-exp, float32 `[queries, heads]`."""
 
 
+def reads_pages(device: torch.device) -> bool:
+    """Whether rows are attended to straight in their pages, or need RowGroups because the device has no kernel for that."""
+    return device.type == "cuda" and attention_kernels() is not None
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs, scale: float, window: int | None
 ) -> Tensor:
@@ -109,6 +114,7 @@ def attend(
 def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float, window: int | None, out: Tensor) -> None:
     heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
+    assert sum(len(group.rows) for group in rows.groups) == rows.count, "a row is in no group"
     for group in rows.groups:
         k, v = (cache[group.blocks].flatten(1, 2)[:, : group.keys] for cache in (k_cache, v_cache))
         if group.beyond is not None:  # Memory never written, or another request's: not even a mask makes a NaN harmless.

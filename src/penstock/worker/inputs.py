@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.models.inputs import StepInputs
-from penstock.ops.attention import AttentionInputs, RowGroup, Rows, Run
+from penstock.ops.attention import AttentionInputs, RowGroup, Rows, Run, reads_pages
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import Plan, Share
 
@@ -85,7 +85,7 @@ class InputBuilder:
         lengths = np.array([share.stop for share in single], dtype=np.int32)
         longest = int(lengths.max())
         table = self._table[[share.row for share in single], : -(-longest // self._block_size)]
-        groups = () if self._device.type == "cuda" else tuple(self._groups(lengths, table))
+        groups = () if reads_pages(self._device) else tuple(self._groups(lengths, table))
         return Rows(len(single), self._send(table), self._send(lengths), longest, groups)
 
     def _groups(self, lengths: NDArray[np.int32], table: NDArray[np.int32]) -> list[RowGroup]:
