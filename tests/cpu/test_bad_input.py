@@ -206,6 +206,8 @@ def test_a_device_that_is_not_there(device: str) -> None:
         {"logit_bias": {-1: 1.0}},
         {"logit_bias": {1: math.inf}},
         {"logit_bias": {1: math.nan}},
+        {"logit_bias": {1: 1e300}},
+        {"logit_bias": {1: 10**400}},
         {"logprobs": -2},
         {"prompt_logprobs": True},
     ],

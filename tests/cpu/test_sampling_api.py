@@ -189,7 +189,13 @@ def test_exactly_the_expected_tokens_can_come_up(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 3.0, "top_k": 1}, {"temperature": 3.0, "top_p": 1e-9}, {"temperature": 3.0, "min_p": 1.0}, {"temperature": 1e-4}],
+    [
+        {"temperature": 3.0, "top_k": 1},
+        {"temperature": 3.0, "top_p": 1e-9},
+        {"temperature": 3.0, "min_p": 1.0},
+        {"temperature": 1e-4},
+        {"temperature": 1e-40},
+    ],
     ids=str,
 )
 def test_the_narrowest_choice_is_greedy(llm: LLM, settings: dict[str, float]) -> None:

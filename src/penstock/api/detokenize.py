@@ -108,7 +108,7 @@ class Detokenizer:
             self.stopped = True
             text = text[: end if self._include_stop else start]
         elif not last:
-            begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            begun = (n for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
             certain = len(text) - max(begun, default=0)
             text, self._held = text[:certain], text[certain:]
         self._given.append(text)

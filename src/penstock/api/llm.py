@@ -1,6 +1,7 @@
 """The Python face: a model in, text out."""
 
 import logging
+import math
 import secrets
 import sys
 import threading
@@ -21,7 +22,7 @@ from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Stats
-from penstock.step.params import Sampling, SamplingParams
+from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
 from penstock.weights.checkpoint import Checkpoint
@@ -133,7 +134,7 @@ class LLM:
     # -- generation ----------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams | None] | None = None
     ) -> list[Completion]:
         """Complete one prompt or many, all at once; the results stand in the order of the prompts.
 
@@ -142,7 +143,7 @@ class LLM:
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
         several = _as_prompts(prompts)
-        settings = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
+        settings = list(params) if isinstance(params, list | tuple) else [params] * len(several)
         if len(settings) != len(several):
             raise RequestError(f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for each")
         jobs: list[Job] = []
@@ -163,7 +164,7 @@ class LLM:
 
         Raises RequestError at once, not at the first piece.
         """
-        return Stream(self, self._submit(prompt, params or SamplingParams()))
+        return Stream(self, self._submit(prompt, params))
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The model's answer to a conversation: messages with a "role" and a "content"."""
@@ -185,9 +186,12 @@ class LLM:
                     return None
                 self._pump()
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _submit(self, prompt: Prompt, params: SamplingParams | None) -> Job:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params are SamplingParams, one for all prompts or a list of them; got {type(params).__name__}")
         text, tokens = self._read(prompt)
-        sampling = self._sampling(params, len(tokens))
+        sampling = self._sampling(params)
         sequences: list[Sequel] = []
         job = Job(text, tuple(tokens), sequences)
         continues = isinstance(prompt, str) and bool(prompt)
@@ -211,17 +215,19 @@ class LLM:
         """The prompt's text, if it has one, and its tokens."""
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise _no_prompt(prompt)
         if prompt and isinstance(prompt[0], Mapping):
             text = self.tokenizer.render_chat(prompt)  # type: ignore[arg-type]  # Checked there, with a message of its own.
             return text, self.tokenizer.encode(text, special=False)
         vocab, tokens = self.spec.vocab_size, []
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(f"prompt token {token!r} is not in the vocabulary; token ids are whole numbers from 0 to {vocab - 1}")
+                raise RequestError(f"prompt token {shown(token)} is not in the vocabulary; token ids are whole numbers from 0 to {vocab - 1}")
             tokens.append(token)
         return None, tokens
 
-    def _sampling(self, params: SamplingParams, prompt_length: int) -> Callable[[int], Sampling]:
+    def _sampling(self, params: SamplingParams) -> Callable[[int], Sampling]:
         """The settings of output `index`, with the model's defaults filled in."""
         defaults, vocab = self._defaults, self.spec.vocab_size
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
@@ -229,6 +235,10 @@ class LLM:
                 raise RequestError(f"{name} has token {worst}, but token ids end at {vocab - 1}")
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which the model directory does not have; use stop_token_ids")
+        end_tokens = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else defaults.eos_tokens)
+        never = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
+        if len(never | end_tokens if params.min_tokens else never) >= vocab:
+            raise RequestError(f"logit_bias and min_tokens forbid all {vocab} tokens of the vocabulary; leave at least one")
         seed = secrets.randbits(63) if params.seed is None else params.seed
 
         def pick(asked: float | None, default: float | None, neutral: float) -> float:
@@ -245,7 +255,7 @@ class LLM:
                 frequency_penalty=params.frequency_penalty,
                 logit_bias=tuple(params.logit_bias.items()),
                 seed=seed + index,
-                end_tokens=frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else defaults.eos_tokens),
+                end_tokens=end_tokens,
                 min_tokens=params.min_tokens,
                 logprobs=params.logprobs,
                 # The prompt is the same for all outputs: the first reports on it.
@@ -316,7 +326,7 @@ class LLM:
     # -- the end -------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free weights and KV. Requests that still run are aborted; any later call raises EngineClosedError."""
+        """Free weights and KV. Requests that still run are aborted; any later one raises EngineClosedError."""
         with self._lock:
             for request, sequence in self._live.items():
                 self._engine.stop(request)
@@ -382,10 +392,14 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
-        raise RequestError(f"a prompt is text, a list of token ids or a list of messages; got {type(prompts).__name__}")
+        raise _no_prompt(prompts)
     if prompts and isinstance(prompts[0], int | Mapping):
         return [prompts]  # type: ignore[list-item]
     for prompt in prompts:
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise RequestError(f"a prompt is text, a list of token ids or a list of messages; got {type(prompt).__name__}")
+            raise _no_prompt(prompt)
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _no_prompt(given: object) -> RequestError:
+    return RequestError(f"a prompt is text, a list of token ids or a list of messages; got {type(given).__name__}")

@@ -33,7 +33,7 @@ _SHARED = (
     option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
     option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
     option(ENGINE, "--device-memory", metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
-    option(ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 1024]"),
+    option(ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
     option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]"),
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but the line of JSON."),
     option(OUTPUT, "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write that line to FILE too."),

@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 a fault of penstock's own; 2 something asked for that cannot be done; 130 ended by Ctrl-C; 141 output closed.
 """
 
+import errno
 import io
 import os
 import sys
@@ -22,7 +23,7 @@ COMMANDS = {
     "run": "Continue a prompt, or answer it with --chat.",
     "chat": "Talk with a model in the terminal.",
     "bench": "Measure this machine's limits and how close a model comes.",
-    "doctor": "Check what this machine has and whether penstock works on it.",
+    "doctor": "Check what this machine has and what limits a model on it.",
 }
 EXAMPLES = """
   penstock run "Once upon a time"           the small model that comes with penstock
@@ -32,6 +33,9 @@ EXAMPLES = """
 """
 INTERRUPTED, PIPE_CLOSED = 130, 141
 """128 and the signal's number, as shells count."""
+
+
+OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class Root(click.Group):
@@ -57,12 +61,18 @@ class Root(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             result: object = super().invoke(ctx)
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except BrokenPipeError:  # click would exit with 1, as for a fault
-            # Python flushes once more when it ends, and would complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _silence()
             return PIPE_CLOSED
         return result
+
+
+def _silence() -> None:
+    """Python flushes once more when it ends, and would complain."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=Root, invoke_without_command=True, context_settings=CONTEXT)
@@ -89,6 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(session, _usage(error), error.exit_code)
     except PenstockError as error:
         return _report(session, f"error: {error}", 2)
+    except OSError as error:
+        if error.errno not in OUTPUT_FAULTS or error.filename is not None:
+            return _report(session, f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback", 1)
+        _silence()
+        return _report(session, f"error: the output cannot be written: {error.strerror}; make room, or send it elsewhere", 2)
     except Exception as error:
         return _report(session, f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback", 1)
 

@@ -66,7 +66,7 @@ _ENGINE = (
     option(ENGINE, "--device-memory", callback=_size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
     option(ENGINE, "--host-memory", callback=_size, metavar="SIZE", help="Most to take in host memory."),
     option(ENGINE, "--max-length", type=int, metavar="N", help="Most tokens of prompt and output together. [the model's]"),
-    option(ENGINE, "--max-step-tokens", type=int, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 1024]"),
+    option(ENGINE, "--max-step-tokens", type=int, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
     option(ENGINE, "--max-sequences", type=int, metavar="N", help="Most sequences in one step. [as many as outputs]"),
     option(ENGINE, "--block-size", type=int, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),
     option(ENGINE, "--kv-blocks", type=int, metavar="N", help="KV blocks to allocate. [as many as are useful and fit]"),

@@ -2,10 +2,13 @@
 
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self, TextIO
 
 import click
+
+from penstock.base.errors import RequestError
 
 # Shown as the pictures Unicode has for them: a model's output must not move the cursor or rename the window.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
@@ -17,8 +20,9 @@ def one_line(text: str) -> str:
 
 
 def say(text: str, *, faint: bool = False) -> None:
-    """A line to the person at the terminal, on stderr."""
-    click.echo(click.style(text, dim=True) if faint else text, err=True)  # without colours where it is no terminal
+    """A line to the person at the terminal, on stderr. Where that cannot be written to, there is nobody to read it."""
+    with suppress(OSError):
+        click.echo(click.style(text, dim=True) if faint else text, err=True)  # without colours where it is no terminal
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -32,6 +36,8 @@ def write(text: str, *, bold: bool = False) -> None:
         text = text.translate(_PICTURES)
         text = click.style(text, bold=True) if text and bold else text
     if text:
+        if sys.stdout is None:
+            raise RequestError("the output was to go to stdout, which is closed; leave it open, or send it to /dev/null")
         sys.stdout.write(text)
         sys.stdout.flush()
 

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -54,7 +54,6 @@ class Booted:
     dtype: str
     budget: Budget
     limits: Limits
-    weights: WeightStream
     seconds: float
 
 
@@ -83,7 +82,7 @@ def boot(config: Config, checkpoint: Checkpoint | Shape, *, say: Say = lambda _:
         weights.fill_random()
     blocks_per_row = -(-limits.max_length // config.block_size)
     inputs = InputBuilder(spec, device, rows=limits.max_sequences, blocks_per_row=blocks_per_row, block_size=config.block_size)
-    runner = Runner(Decoder(spec), weights, inputs, Sampler(spec.vocab_size, device))
+    runner = Runner(Decoder(spec), weights, inputs, Sampler(spec.vocab_size, device), device)
 
     layout = kv_layout(spec, dtype, config.block_size)
     budget = divide(
@@ -101,7 +100,7 @@ def boot(config: Config, checkpoint: Checkpoint | Shape, *, say: Say = lambda _:
     say(f"memory {budget}")
     if scheduler.longest < limits.max_length:
         say(f"the longest request is {scheduler.longest:,} tokens, less than the context of {limits.max_length:,}: KV has no room for more")
-    return Booted(Engine(scheduler, runner), spec, device, dtype, budget, limits, weights, time.perf_counter() - begin)
+    return Booted(Engine(scheduler, runner), spec, device, dtype, budget, limits, time.perf_counter() - begin)
 
 
 def choose_dtype(config: Config, spec: ModelSpec, device: torch.device) -> str:
@@ -159,12 +158,12 @@ def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, dtype: st
     element, inner = DTYPE_BYTES[dtype], max(spec.intermediate_size, spec.query_size)
     peak = max(peak, limits.max_step_tokens * (2 * spec.hidden_size + 2 * inner) * element + limits.max_sequences * spec.vocab_size * 4)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         gc.collect()
+        torch.cuda.empty_cache()
     return peak
 
 
 def _prefix_rule(config: Config, checkpoint: Checkpoint | Shape, dtype: str) -> PrefixRule:
     rope = checkpoint.spec.rope
-    root = root_key(checkpoint.fingerprint(), dtype, config.block_size, replace(rope))
+    root = root_key(checkpoint.fingerprint(), dtype, config.block_size)
     return PrefixRule(root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None)

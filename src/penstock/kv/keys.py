@@ -14,7 +14,7 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def root_key(fingerprint: bytes, *facts: object) -> bytes:
-    """The first link: a digest of the model's fingerprint and of whatever else changes what KV means (dtype, block size, rope)."""
+    """The first link: a digest of the model's fingerprint and of whatever else KV depends on (dtype, block size, a prompt's length)."""
     digest = blake2b(fingerprint, digest_size=KEY_BYTES, person=b"penstock-root")
     digest.update(repr(facts).encode())
     return digest.digest()

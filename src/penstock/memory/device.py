@@ -22,8 +22,10 @@ def choose_device(asked: str) -> torch.device:
     _, _, index = asked.partition(":")
     number = int(index or 0)
     if number >= count:
-        there = f"there are {count} CUDA devices" if count else "torch sees no CUDA device"
-        raise DeviceError(f"device {asked!r} was asked for, but {there}; try device=cpu, or a CUDA build of torch")
+        there = (
+            f"the last there is cuda:{count - 1}; try one up to that" if count else "torch sees no CUDA device; try a CUDA build of torch"
+        )
+        raise DeviceError(f"device {asked!r} was asked for, but {there}, or device=cpu")
     return torch.device("cuda", number)
 
 
@@ -46,9 +48,9 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated now."""
+    """Bytes that could be allocated now, those included that torch holds on to for reuse."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(int(psutil.virtual_memory().available), _cgroup_limit())
 
 

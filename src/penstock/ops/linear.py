@@ -33,13 +33,12 @@ def _few_rows_half(x: Tensor, weight: Tensor) -> Tensor:
     """One row of bfloat16 or float16 is faster through torch's own vector product (122 us against 292) than through oneDNN.
 
     oneDNN is switched off for the call by the bare switch: the documented one sets other flags too, at several times the cost of the
-    product. Other threads may meanwhile get the other of two correct routines.
+    product. Other threads may meanwhile get the other of two correct routines; none of them can leave it switched off.
     """
-    if x.shape[0] > 1:
+    if x.shape[0] > 1 or not torch._C._get_mkldnn_enabled():
         return F.linear(x, weight)
-    enabled: bool = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
         return F.linear(x, weight)
     finally:
-        torch._C._set_mkldnn_enabled(enabled)
+        torch._C._set_mkldnn_enabled(True)

@@ -27,8 +27,9 @@ class RotaryAngles:
         """
         frequencies = self._frequencies
         if self._rope.kind is RopeKind.DYNAMIC and lengths is not None:
-            rows = {length: inverse_frequencies(self._rope, length) for length in set(lengths)}
-            frequencies = self._tensor([frequency for length in lengths for frequency in rows[length]]).view(len(lengths), -1)
+            rows = {length: row for row, length in enumerate(dict.fromkeys(lengths))}
+            several = self._tensor([frequency for length in rows for frequency in inverse_frequencies(self._rope, length)])
+            frequencies = several.view(len(rows), -1)[torch.tensor([rows[length] for length in lengths], device=self._device)]
         angles = positions.to(torch.float64)[:, None] * frequencies
         return (angles.cos() * self._scale).float(), (angles.sin() * self._scale).float()
 

@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, truncation and the draw, for a batch in which every row has its own settings.
 
 No row's result depends on another row. The draw is the inverse of the cumulative distribution at a number that the request's seed and
-the token's position alone decide, so a seed means the same tokens whatever else is in the batch.
+the token's position alone decide, so a seed means the same draws whatever else is in the batch.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.step.params import Sampling
+
+_COLDEST = 1e-30
+"""Temperatures below it are taken as 0: logits divided by them may be infinite, and then have no softmax."""
 
 _ROWS = 32
 """Rows drawn at a time: sorted with their order and sums in float64 they take six times their logits."""
@@ -49,7 +52,7 @@ def draw(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float])
     In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it.
     """
     tokens = logits.argmax(-1)
-    random = [row for row, one in enumerate(settings) if one.temperature > 0 and one.top_k != 1]
+    random = [row for row, one in enumerate(settings) if one.temperature > _COLDEST and one.top_k != 1]
     # Sorting a vocabulary is dear, so rows that need no order go without; the choice depends on the row's own settings only.
     ordered = [row for row in random if settings[row].top_k > 0 or settings[row].top_p < 1]
     plain = [row for row in random if not (settings[row].top_k > 0 or settings[row].top_p < 1)]

@@ -1,10 +1,18 @@
 """How a request wants its tokens chosen: as a user writes it, and as the engine runs it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.base.errors import RequestError
+
+_MOST_BIAS = 1e30
+"""Of a logit: finite in float32, also after a penalty."""
+
+
+MOST = 2**63 - 1
+"""Of whole numbers: what a tensor holds."""
+MOST_OUTPUTS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +26,7 @@ class SamplingParams:
     repetition_penalty: above 1 makes every token of prompt and output less likely (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted from a token's logit once if it is in the output, and once per occurrence.
     logit_bias: token id to a number added to its logit.
-    seed: the same seed, prompt and settings give the same tokens, whatever else runs in the batch.
+    seed: the same seed, prompt and settings give the same random numbers, whatever else runs in the batch.
     stop: strings that end the output, and are cut from it unless `include_stop`.
     stop_token_ids: tokens that end the output, beside the model's own end tokens.
     min_tokens: no end token is sampled before this many; max_tokens: at most this many, None up to the context's end.
@@ -54,27 +62,33 @@ class SamplingParams:
         _within("temperature", self.temperature, 0, 1000, "0 is greedy, 0.7 is usual")
         _within("top_p", self.top_p, 0, 1, "1 keeps all", open_low=True)
         _within("min_p", self.min_p, 0, 1, "0 keeps all")
-        _within("repetition_penalty", self.repetition_penalty, 0, 1000, "1 is none", open_low=True)
+        _within("repetition_penalty", self.repetition_penalty, 0.001, 1000, "1 is none")
         _within("presence_penalty", self.presence_penalty, -100, 100, "0 is none")
         _within("frequency_penalty", self.frequency_penalty, -100, 100, "0 is none")
         _whole("top_k", self.top_k, 0, "0 keeps all")
         _whole("min_tokens", self.min_tokens, 0, "0 is no minimum")
         _whole("max_tokens", self.max_tokens, 1, "None goes on to the context's end")
-        _whole("n", self.n, 1, "1 is usual")
+        _whole("n", self.n, 1, "1 is usual", MOST_OUTPUTS)
         _whole("logprobs", self.logprobs, -1, "None is none, -1 the whole vocabulary")
         _whole("prompt_logprobs", self.prompt_logprobs, -1, "None is none, -1 the whole vocabulary")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise RequestError(f"seed {self.seed!r} must be a whole number or None")
+        _whole("seed", self.seed, -(2**128), "None is a new one each time", 2**128)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        if any(not isinstance(text, str) or not text for text in self.stop_strings):
-            raise RequestError(f"stop {self.stop!r} must be strings of at least one character")
+        if not isinstance(self.stop, Iterable) or any(not isinstance(text, str) or not text for text in self.stop_strings):
+            raise RequestError(f"stop {shown(self.stop)} must be strings of at least one character")
+        if any("\ud800" <= character <= "\udfff" for text in self.stop_strings for character in text):
+            raise RequestError(f"stop {shown(self.stop)} is not valid Unicode, so no text ever has it; give it as UTF-8")
+        if not isinstance(self.stop_token_ids, Iterable) or isinstance(self.stop_token_ids, str | bytes):
+            raise RequestError(f"stop_token_ids {shown(self.stop_token_ids)} must be a list of token ids")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, "token ids")
+            _whole("stop_token_ids", token, 0, "token ids", required=True)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias {shown(self.logit_bias)} must be a mapping from token ids to numbers")
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias", token, 0, "token ids as keys")
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
-                raise RequestError(f"logit_bias of token {token} is {bias!r}; it must be a number below infinity")
+            _whole("logit_bias", token, 0, "token ids as keys", required=True)
+            number = not isinstance(bias, bool) and isinstance(bias, int | float)
+            if not number or not (bias == -math.inf or abs(bias) <= _MOST_BIAS):
+                raise RequestError(f"logit_bias of token {token} is {shown(bias)}; it must be a number up to {_MOST_BIAS:g}, or minus infinity")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -87,15 +101,25 @@ def _within(name: str, value: float | None, low: float, high: float, hint: str, 
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if not number or not (low < value if open_low else low <= value) or not value <= high:
         raise RequestError(
-            f"{name} {value!r} must be {'above' if open_low else 'from'} {low} {'and at most' if open_low else 'to'} {high}; {hint}"
+            f"{name} {shown(value)} must be {'above' if open_low else 'from'} {low} {'and at most' if open_low else 'to'} {high}; {hint}"
         )
 
 
-def _whole(name: str, value: int | None, low: int, hint: str) -> None:
-    if value is None:
+def _whole(name: str, value: int | None, low: int, hint: str, high: int = MOST, *, required: bool = False) -> None:
+    if value is None and not required:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise RequestError(f"{name} {value!r} must be a whole number, at least {low}; {hint}")
+        raise RequestError(f"{name} {shown(value)} must be a whole number, at least {low}; {hint}")
+    if value > high:
+        raise RequestError(f"{name} {shown(value)} must be a whole number, at most {high}; {hint}")
+
+
+def shown(value: object) -> str:
+    """`value` as a message may carry it: short, also where Python refuses to write a number out for its length."""
+    if isinstance(value, int) and abs(value) > 2**256:
+        return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or more"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 160 else f"{text[:160]}..."
 
 
 @dataclass(frozen=True, slots=True)

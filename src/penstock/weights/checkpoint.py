@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.layout import GroupLayout, Source
+from penstock.arch.layout import ALIGNMENT, GroupLayout, Source
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import REQUEST_BYTES, ReadError, run_all
@@ -122,6 +122,25 @@ class Checkpoint:
         except ReadError as error:
             raise CheckpointError(str(error)) from error
 
+    def read_piece(self, layout: GroupLayout, dtype: str, start: int, into: torch.Tensor) -> None:
+        """Fill `into` with a part of what read_group gives, from the group's byte `start` on, a multiple of ALIGNMENT; beyond its end are zeros.
+
+        Any number of threads may do so at once: the work is done on the calling one. Raises CheckpointError.
+        """
+        assert (into.dtype, into.dim(), into.device.type, start % ALIGNMENT) == (torch.uint8, 1, "cpu", 0)
+        end, at, element = start + len(into), start, DTYPE_BYTES[dtype]
+        for field in layout.fields:
+            begin = field.offset
+            for source in field.sources:
+                stop = begin + prod(source.shape) * element
+                first, last = max(begin, start), min(stop, end)
+                if first < last:
+                    into[at - start : first - start].zero_()
+                    _read_part(self._check(source), dtype, (first - begin) // element, into[first - start : last - start])
+                    at = last
+                begin = stop
+        into[at - start :].zero_()
+
     def fingerprint(self) -> bytes:
         """16 bytes that are the same in every process, on every machine and under every path for the same model, and differ for others.
 
@@ -189,6 +208,17 @@ def _reading(stored: Stored, dtype: str, into: torch.Tensor) -> list[Callable[[]
         return stored.file.requests(_bytes(into), stored.entry.offset)
     parts = torch.split(into.view(_TORCH[dtype]), REQUEST_BYTES // 4)
     return [partial(_convert, stored, number * REQUEST_BYTES // 4, part) for number, part in enumerate(parts)]
+
+
+def _read_part(stored: Stored, dtype: str, first: int, into: torch.Tensor) -> None:
+    """Fill `into`, flat uint8, with elements of a stored tensor as `dtype`, from its element `first`. Raises CheckpointError."""
+    try:
+        if _NAMES[stored.entry.dtype] == dtype:
+            stored.file.read_into(_bytes(into), stored.entry.offset + first * DTYPE_BYTES[dtype])
+        else:
+            _convert(stored, first, into.view(_TORCH[dtype]))
+    except ReadError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _convert(stored: Stored, first: int, into: torch.Tensor) -> None:

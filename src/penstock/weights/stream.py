@@ -1,6 +1,6 @@
 """Weights as the decoder borrows them: `take` a group, `release` it. Here every group is resident on the device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -27,8 +27,8 @@ class WeightStream:
             self._views[layout.id] = group_views(layout, place, dtype)
             start += layout.size
 
-    def load(self, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> None:
-        """Fill every group from the checkpoint. `progress` is told the bytes of each group as it lands."""
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill every group from the checkpoint."""
         on_host = self._arena.device.type == "cpu"
         largest = max(layout.size for layout in self._layouts)
         staging = None if on_host else torch.empty(largest, dtype=torch.uint8, pin_memory=True)
@@ -38,8 +38,6 @@ class WeightStream:
             else:
                 checkpoint.read_group(layout, self._dtype, staging[: layout.size])
                 place.copy_(staging[: layout.size])
-            if progress:
-                progress(layout.size)
 
     def fill_random(self, seed: int = 0, std: float = 0.02) -> None:
         """Random weights of a usual size instead of a checkpoint's, for measuring speed; norms are ones."""

@@ -104,14 +104,17 @@ class InputBuilder:
         blocks = self._send(table[rows, :used].astype(np.int64))
         lengths_here = torch.from_numpy(lengths[rows].astype(np.int64)).to(self._device)[:, None]
         masks: dict[int | None, Tensor | None] = {}
+        shortest = int(lengths[rows[-1]])
+        key = torch.arange(keys, device=self._device)
         for window in self._windows:
-            key = torch.arange(keys, device=self._device)
+            if shortest == keys and (window is None or window >= keys):
+                masks[window] = None
+                continue
             seen = key < lengths_here
             if window is not None:
                 seen &= key >= lengths_here - window
-            masks[window] = None if bool(seen.all()) else seen[:, None, None]
-        shortest = int(lengths[rows[-1]])
-        beyond = None if shortest == keys else torch.arange(shortest, keys, device=self._device) >= lengths_here
+            masks[window] = seen[:, None, None]
+        beyond = None if shortest == keys else key[shortest:] >= lengths_here
         return RowGroup(self._send(rows), blocks, keys, masks, shortest, None if beyond is None else beyond[:, :, None, None])
 
     def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[Run, ...]:

@@ -1,6 +1,7 @@
 """Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory is the rows' tables."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ _HEAD_ROWS = 256
 class Runner:
     """One device's worker."""
 
-    def __init__(self, decoder: Decoder, weights: Weights, inputs: InputBuilder, sampler: Sampler) -> None:
+    def __init__(self, decoder: Decoder, weights: Weights, inputs: InputBuilder, sampler: Sampler, device: torch.device) -> None:
         self._decoder = decoder
         self._weights = weights
         self._inputs = inputs
         self._sampler = sampler
+        # Kernels of our own are launched on the thread's current device, which need not be this one.
+        self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._caches: LayerCaches = ()
 
     def attach(self, pool: KVPool) -> None:
@@ -34,6 +37,10 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: Plan, layers: tuple[int, ...] | None = None) -> Outcome:
         """Do what the plan says and report it. `layers`: run only these, to measure."""
+        with self._current:
+            return self._run(plan, layers)
+
+    def _run(self, plan: Plan, layers: tuple[int, ...] | None) -> Outcome:
         for admission in plan.admissions:
             self._sampler.admit(admission)
         step = self._inputs.build(plan)

@@ -1,0 +1,228 @@
+"""A pack: a model directory whose weights rest as one aligned run for each group, in the order of a pass. Here it is read."""
+
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+
+from penstock.arch.families import TensorNames, family_of, read_spec
+from penstock.arch.layout import GroupId, GroupLayout, group_layouts
+from penstock.arch.spec import ModelSpec
+from penstock.base.errors import CheckpointError
+from penstock.memory.disk import DiskFile, ReadError
+from penstock.weights.checkpoint import MAX_CONFIG_BYTES
+from penstock.weights.generation import GenerationDefaults, read_generation
+from penstock.weights.jsonfile import read_object
+from penstock.weights.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    PIECE_BYTES,
+    Manifest,
+    Run,
+    config_checksum,
+    join_digests,
+    parse,
+    piece_digest,
+)
+
+THREADS = max(4, min(8, os.cpu_count() or 1))
+"""That check or convert pieces; each holds one."""
+_T = TypeVar("_T")
+
+
+class Store(DiskFile):
+    """A pack's weights: a regular file, or a block device."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ReadError."""
+        if not is_block_device(path):
+            super().__init__(path)
+            return
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.size = os.lseek(self._fd, 0, os.SEEK_END)
+        except OSError as error:
+            raise ReadError(f"cannot open {path}: {error.strerror}") from error
+
+    def forget(self) -> None:
+        """Let go of what the page cache holds of it, so that it is read from the disk."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class Pack:
+    """An open pack. Opening reads config and manifest only; groups are read into memory of the caller's, from any thread."""
+
+    def __init__(self, path: Path, config: Mapping[str, object], generation: GenerationDefaults, manifest: Manifest) -> None:
+        """To be called by `open`, which has checked everything but the store's size. Raises CheckpointError."""
+        self.path = path
+        self.config = config
+        self.generation = generation
+        self.manifest = manifest
+        self.dtype = manifest.dtype
+        self.names: TensorNames = family_of(config).names
+        self.spec: ModelSpec = replace(read_spec(config), dtype=manifest.dtype)
+        self.layouts: tuple[GroupLayout, ...] = _layouts(self.spec, self.names, manifest, str(path / MANIFEST))
+        self._runs = {layout.id: run for layout, run in zip(self.layouts, manifest.runs, strict=True)}
+        try:
+            self.store = Store(manifest.store_path(path))
+        except ReadError as error:
+            raise CheckpointError(str(error)) from error
+        device = is_block_device(self.store.path)
+        if self.store.size < manifest.bytes or (self.store.size > manifest.bytes and not device):
+            fault = self._fault(self.store.size) if self.store.size < manifest.bytes else "it is not of this pack"
+            self.store.close()
+            raise CheckpointError(f"{self.store.path} has {self.store.size} bytes instead of {manifest.bytes}: {fault}")
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The pack in directory `path`. Raises CheckpointError for one that is missing, unfinished, damaged, or not of its config.json."""
+        if not os.path.lexists(path / MANIFEST):
+            unfinished = os.path.lexists(path / "manifest.partial")
+            fault = "an unfinished pack; `penstock pack` goes on with it" if unfinished else "no pack"
+            raise CheckpointError(f"{path} is {fault}: it has no {MANIFEST}")
+        try:
+            with DiskFile(path / MANIFEST) as file:
+                if file.size > MAX_MANIFEST_BYTES:
+                    raise CheckpointError(f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}")
+                manifest = parse(file.read(0, file.size), str(file.path))
+        except ReadError as error:
+            raise CheckpointError(str(error)) from error
+        config = read_object(path / "config.json", MAX_CONFIG_BYTES)
+        if config_checksum(config) != manifest.config:
+            raise CheckpointError(f"{path / 'config.json'} is not that of the model that was packed; restore it, or pack the model again")
+        side = path / "generation_config.json"
+        spec = read_spec(config, str(path / "config.json"))
+        generation = read_generation(read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {}, config, spec.vocab_size, str(side))
+        return cls(path, config, generation, manifest)
+
+    def offset_of(self, group: GroupId) -> int:
+        """Where the group's run starts in the store: a multiple of PAGE."""
+        return self._runs[group].offset
+
+    def read_group(self, group: GroupId, into: torch.Tensor, check: bool = False) -> None:
+        """Fill `into`, flat uint8 of the group's size on the CPU. `check`: that these are the bytes that were packed.
+
+        Raises CheckpointError naming store, group and offset; `into` then holds anything.
+        """
+        run = self._runs[group]
+        assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (run.size,), "cpu")
+        buffer = into.numpy().data
+        if not check:
+            self._read(run, 0, buffer)
+            return
+        digests = []
+        for start in range(0, run.length, PIECE_BYTES):
+            piece = buffer[start : min(start + PIECE_BYTES, run.size)]
+            self._read(run, start, piece)
+            digests.append(piece_digest(piece, padding=min(PIECE_BYTES, run.length - start) - len(piece)))
+        self._compare(run, digests)
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read every byte and compare it with the checksums; `progress` is told the bytes of each piece.
+
+        Raises CheckpointError, naming the first file, or the first group and its offset, that is not as it was packed.
+        """
+        for name, checksum in self.manifest.files.items():
+            if file_checksum(self.path / name) != checksum:
+                raise CheckpointError(f"{self.path / name} is not as it was packed; copy it again from the model")
+        self.store.forget()
+        pieces = [(run, start) for run in self.manifest.runs for start in range(0, run.length, PIECE_BYTES)]
+        digests: list[bytes] = []
+        with closing(in_order((partial(self._digest, run, start) for run, start in pieces), THREADS)) as found:
+            for (run, start), digest in zip(pieces, found, strict=True):
+                digests.append(digest)
+                if start + PIECE_BYTES >= run.length:
+                    self._compare(run, digests)
+                    digests.clear()
+                if progress:
+                    progress(min(PIECE_BYTES, run.length - start))
+
+    def fingerprint(self) -> bytes:
+        """That of the checkpoint it was made from: 16 bytes, as Checkpoint.fingerprint gives them."""
+        return bytes.fromhex(self.manifest.fingerprint)
+
+    def close(self) -> None:
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _digest(self, run: Run, start: int) -> bytes:
+        piece = bytearray(min(PIECE_BYTES, run.length - start))
+        self._read(run, start, memoryview(piece))
+        return piece_digest(piece)
+
+    def _read(self, run: Run, start: int, buffer: memoryview) -> None:
+        try:
+            self.store.read_into(buffer, run.offset + start)
+        except ReadError as error:
+            raise CheckpointError(f"{error}, in group {run.id} at byte {run.offset}") from error
+
+    def _compare(self, run: Run, digests: Iterable[bytes]) -> None:
+        if join_digests(digests) != run.checksum:
+            where = f"{self.store.path}: group {run.id}, {run.size} bytes at byte {run.offset}"
+            raise CheckpointError(f"{where}, is damaged: its checksum is not the manifest's; remove the pack and pack the model again")
+
+    def _fault(self, size: int) -> str:
+        first = next(run for run in self.manifest.runs if run.end > size)
+        return f"it is cut short within group {first.id} at byte {first.offset}; pack the model again"
+
+
+def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Iterator[_T]:
+    """What the tasks return, in their order; `threads` run at once, and no more than twice as many are started ahead.
+
+    Why this is safe for tasks that write: when the generator ends or is closed, also by an error, none is in flight any more.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="pack")
+    running: deque[Future[_T]] = deque()
+    try:
+        for task in tasks:
+            running.append(pool.submit(task))
+            if len(running) >= 2 * threads:
+                yield running[0].result()
+                running.popleft()
+        for future in running:
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def file_checksum(path: Path) -> str:
+    """Of a whole file. Raises CheckpointError."""
+    try:
+        with DiskFile(path) as file:
+            starts = range(0, file.size, PIECE_BYTES)
+            return join_digests(piece_digest(file.read(start, min(PIECE_BYTES, file.size - start))) for start in starts)
+    except ReadError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def is_block_device(path: Path) -> bool:
+    try:
+        return stat.S_ISBLK(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _layouts(spec: ModelSpec, names: TensorNames, manifest: Manifest, where: str) -> tuple[GroupLayout, ...]:
+    """The layouts of `spec`, once it is known that there are not far more of them than the manifest has groups."""
+    experts = spec.moe.experts if spec.moe else 0
+    count = 2 + sum(3 + experts - 1 if spec.is_moe(layer) else 2 for layer in range(spec.layers))
+    if count != len(manifest.runs):
+        raise CheckpointError(f"{where} has {len(manifest.runs)} groups; config.json calls for {count}; pack the model again")
+    layouts = group_layouts(spec, names, manifest.dtype)
+    manifest.check(layouts, where)
+    return layouts

@@ -1,0 +1,343 @@
+"""Writing a pack: one pass over a checkpoint, resumable after a kill at any instruction, whole or not there.
+
+Why this is safe. Weights go to `weights.bin.partial`; the journal `manifest.partial` names a group only when its bytes are on the disk.
+When the journal names all, the store gets its name, and last of all `manifest.json` appears by a rename: without it, nothing is a pack.
+A later run takes up what the journal names, reading back the last such group. The directory is locked meanwhile.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.base.errors import CheckpointError, PenstockError
+from penstock.base.units import format_size
+from penstock.memory.disk import DiskFile, ReadError
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.manifest import (
+    MANIFEST,
+    PIECE_BYTES,
+    STORE,
+    Manifest,
+    Run,
+    config_checksum,
+    join_digests,
+    piece_digest,
+    place,
+)
+from penstock.weights.pack import THREADS, Pack, Store, file_checksum, in_order, is_block_device
+
+JOURNAL = "manifest.partial"
+PARTIAL = ".partial"
+COMMIT_BYTES = 256 << 20
+"""So much may have to be written again after a kill. Waiting for the disk after every expert would take most of the time."""
+SPARE_BYTES = 1 << 20
+_SIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+"""What makes the pack a model directory of its own."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class PackError(PenstockError):
+    """A pack that cannot be written where it was asked for."""
+
+
+Progress = Callable[[int], None]
+
+
+def write_pack(checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None = None, progress: Progress | None = None) -> bool:
+    """Write the pack of a checkpoint into directory `out`; False if it was there already, and nothing was done.
+
+    `store`: a file or block device for the weights, if not in `out`. A block device is overwritten. `progress` is told of bytes as they
+    are written, and at once of those that an earlier run wrote. Memory: THREADS pieces of PIECE_BYTES and what their conversion takes.
+    Raises CheckpointError for what is wrong with the checkpoint or with the pack that is there, PackError for what stands in the way of a
+    new one: what was written then stays for the next try.
+    """
+    layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype)
+    checkpoint.verify(layouts)
+    sides = [file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))]
+    files = {file.relative_to(checkpoint.path).as_posix(): file_checksum(file) for file in sides}
+    where = STORE if store is None else os.path.abspath(store)
+    plan = Manifest(checkpoint.fingerprint().hex(), config_checksum(checkpoint.config), dtype, where, files, place(layouts))
+    try:
+        with _locked(out):
+            if os.path.lexists(out / MANIFEST):
+                _expect_same(out, plan)
+                (out / JOURNAL).unlink(missing_ok=True)
+                return False
+            _Packing(checkpoint, out, layouts, plan, progress or (lambda count: None)).run()
+            return True
+    except OSError as error:
+        raise PackError(_explain(error, out)) from error
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again."""
+    new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PackError(f"another process is packing into {out}; wait for it, or choose another directory") from error
+        yield
+    except BaseException:
+        if new:
+            with suppress(OSError):
+                out.rmdir()
+        raise
+    finally:
+        os.close(directory)
+
+
+def _expect_same(out: Path, plan: Manifest) -> None:
+    with Pack.open(out) as found:
+        other = _difference(found.manifest, plan)
+    if other:
+        raise PackError(f"{out} holds a pack of another {other}; remove it or choose another directory")
+
+
+def _difference(one: Manifest, other: Manifest) -> str:
+    """What they are not of the same of; empty if it is all the same."""
+    for name, what in (("fingerprint", "model"), ("config", "config.json"), ("dtype", "dtype"), ("store", "store")):
+        if getattr(one, name) != getattr(other, name):
+            return f"{what} ({getattr(one, name)})" if name in ("dtype", "store") else what
+    return ""
+
+
+@dataclass
+class _Packing:
+    checkpoint: Checkpoint
+    out: Path
+    layouts: Sequence[GroupLayout]
+    plan: Manifest
+    progress: Progress
+
+    def run(self) -> None:
+        whole = self.plan.store_path(self.out)
+        device = is_block_device(whole)
+        target = whole if device else whole.with_name(whole.name + PARTIAL)
+        checksums = _resume(self.out, self.plan, whole, target)
+        self._expect_room(target, device)
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_EXCL if device else os.O_CREAT)  # on a device: not while it is mounted
+        store = os.open(target, flags, 0o644)
+        journal = os.open(self.out / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            checksums = self._recheck(target, checksums)
+            _cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, checksums))])
+            _sync_directory(self.out)
+            self._copy_sides()
+            checksums += self._write(store, journal, len(checksums))
+            if not device:
+                os.ftruncate(store, self.plan.bytes)
+                os.fsync(store)
+        finally:
+            os.close(journal)
+            os.close(store)
+        if not device:
+            os.rename(target, whole)
+            _sync_directory(whole.parent)
+        runs = tuple(replace(run, checksum=checksum) for run, checksum in zip(self.plan.runs, checksums, strict=True))
+        _write_file(self.out / MANIFEST, replace(self.plan, runs=runs).text())
+        (self.out / JOURNAL).unlink()
+
+    def _expect_room(self, target: Path, device: bool) -> None:
+        needed = self.plan.bytes
+        if device:
+            with Store(target) as there:
+                if there.size < needed:
+                    raise PackError(f"{target} has {format_size(there.size)}; the pack takes {format_size(needed)}")
+            return
+        with suppress(FileNotFoundError):
+            needed -= min(os.stat(target).st_blocks * 512, needed)
+        disk = os.statvfs(target.parent)
+        free = disk.f_bavail * disk.f_frsize
+        if needed + SPARE_BYTES > free:
+            raise PackError(f"the disk of {target.parent} has {format_size(free)} free; the pack takes {format_size(needed)} more; make room")
+
+    def _recheck(self, target: Path, checksums: list[str]) -> list[str]:
+        """The checksums of groups that are there; the last was written last, and is read back."""
+        if not checksums:
+            return []
+        with Store(target) as there:
+            there.forget()
+            while checksums and _checksum_of(there, self.plan.runs[len(checksums) - 1]) != checksums[-1]:
+                checksums = checksums[:-1]
+        if checksums:
+            self.progress(self.plan.runs[len(checksums) - 1].end)
+        return checksums
+
+    def _copy_sides(self) -> None:
+        for name, checksum in self.plan.files.items():
+            try:
+                with DiskFile(self.checkpoint.path / name) as file:
+                    data = file.read(0, file.size)
+            except ReadError as error:
+                raise CheckpointError(str(error)) from error
+            (self.out / name).parent.mkdir(exist_ok=True)
+            _write_file(self.out / name, data)
+            if file_checksum(self.out / name) != checksum:
+                raise CheckpointError(f"{self.checkpoint.path / name} changed while it was packed; run the same command again")
+
+    def _write(self, store: int, journal: int, done: int) -> list[str]:
+        """Write all groups after the first `done`. Returns their checksums."""
+        buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(THREADS):
+            buffers.put(torch.empty(PIECE_BYTES, dtype=torch.uint8))
+        groups = list(zip(self.layouts, self.plan.runs, strict=True))[done:]
+        pieces = [(layout, run, start) for layout, run in groups for start in range(0, run.length, PIECE_BYTES)]
+        tasks = (partial(self._write_piece, store, buffers, *piece) for piece in pieces)
+        checksums: list[str] = []
+        digests: list[bytes] = []
+        fresh: list[bytes] = []
+        first = groups[0][1].offset if groups else 0
+        with closing(in_order(tasks, THREADS)) as written:
+            for (_, run, start), digest in zip(pieces, written, strict=True):
+                digests.append(digest)
+                self.progress(min(PIECE_BYTES, run.length - start))
+                if start + PIECE_BYTES < run.length:
+                    continue
+                checksums.append(join_digests(digests))
+                digests.clear()
+                fresh.append(_entry(run, checksums[-1]))
+                if run.end - first >= COMMIT_BYTES or run.end == self.plan.bytes:
+                    os.fdatasync(store)
+                    os.posix_fadvise(store, first, run.end - first, os.POSIX_FADV_DONTNEED)  # they would push out what others need
+                    _write_all(journal, b"".join(fresh))
+                    os.fsync(journal)
+                    fresh.clear()
+                    first = run.end
+        return checksums
+
+    def _write_piece(self, store: int, buffers: queue.SimpleQueue[torch.Tensor], layout: GroupLayout, run: Run, start: int) -> bytes:
+        """Write a piece of a group. Returns its digest. Any thread may: pieces are disjoint."""
+        buffer = buffers.get()
+        try:
+            piece = buffer[: min(PIECE_BYTES, run.length - start)]
+            self.checkpoint.read_piece(layout, self.plan.dtype, start, piece)
+            data = piece.numpy().data
+            at = 0
+            while at < len(data):
+                at += os.pwrite(store, data[at:], run.offset + start + at)
+            return piece_digest(data)
+        except OSError as error:
+            error.add_note(f"group {run.id} at byte {run.offset}")
+            raise
+        finally:
+            buffers.put(buffer)
+
+
+def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[str]:
+    """Checksums of the groups that an earlier run finished, in order. Raises PackError when `out` is not for this pack to take."""
+    try:
+        lines = (out / JOURNAL).read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        lines = None
+        if strangers := sorted({entry.name for entry in out.iterdir()} - {"lost+found"}):
+            raise PackError(f"{out} holds other files ({strangers[0]}) and no pack; choose a new directory") from None
+    if not lines or not lines[-1:] or not lines[0].endswith(b"\n"):  # killed before the first line was whole: nothing was written yet
+        if whole != target and os.path.lexists(whole):
+            raise PackError(f"{whole} is there already, and {out} has no pack that it belongs to; remove it or choose another store")
+        return []
+    if lines[0] != _head(plan):
+        raise PackError(f"{out} holds an unfinished pack of another model, dtype or store; remove it or choose another directory")
+    checksums = []
+    for run, line in zip(plan.runs, lines[1:], strict=False):
+        checksum = line.split()[-1].decode("ascii", "replace") if line.split() else ""
+        if line != _entry(run, checksum):  # the last one may be cut
+            break
+        checksums.append(checksum)
+    if target != whole and not target.exists():
+        if whole.exists() and len(checksums) == len(plan.runs):  # killed between the two last renames
+            os.rename(whole, target)
+        elif os.path.lexists(whole):
+            raise PackError(f"{whole} is there, and the unfinished pack in {out} has not come to it; remove one of them")
+        else:
+            return []
+    return checksums
+
+
+def _head(plan: Manifest) -> bytes:
+    """The journal's first line: what is being packed, and how."""
+    values = [plan.fingerprint, plan.config, plan.dtype, plan.store, hashlib.sha256(plan.text()).hexdigest()]
+    return json.dumps(["penstock journal", *values]).encode() + b"\n"
+
+
+def _entry(run: Run, checksum: str) -> bytes:
+    return f"{run.id} {checksum}\n".encode()
+
+
+def _checksum_of(store: Store, run: Run) -> str:
+    """Of the bytes that are there; empty if they are not."""
+    try:
+        starts = range(0, run.length, PIECE_BYTES)
+        return join_digests(piece_digest(store.read(run.offset + at, min(PIECE_BYTES, run.length - at))) for at in starts)
+    except ReadError:
+        return ""
+
+
+def _cut(journal: int, lines: Sequence[bytes]) -> None:
+    """Let the journal hold these lines, which it begins with, and no more."""
+    text = b"".join(lines)
+    os.ftruncate(journal, min(os.fstat(journal).st_size, len(text)))
+    os.lseek(journal, 0, os.SEEK_SET)
+    _write_all(journal, text)
+    os.fsync(journal)
+
+
+def _write_file(path: Path, data: bytes | bytearray) -> None:
+    """Let `data` appear under a name, whole and on the disk."""
+    beside = path.with_name(path.name + ".tmp")
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        _write_all(file, data)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.rename(beside, path)
+    _sync_directory(path.parent)
+
+
+def _write_all(file: int, data: bytes | bytearray) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _explain(error: OSError, out: Path) -> str:
+    where = f"{error.filename or out}{''.join(f', {note}' for note in getattr(error, '__notes__', []))}"
+    if error.errno in _FULL:
+        return f"no room for {where}: {error.strerror}; what is packed is kept: make room and run the same command again, or remove {out}"
+    return f"cannot write {where}: {error.strerror or error}; what is packed is kept: the same command goes on with it"
