@@ -22,6 +22,7 @@ from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Stats
+from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
@@ -90,7 +91,8 @@ class LLM:
         self._live: dict[RequestId, Sequel] = {}
         self._dropped: deque[Job] = deque()
         self._stepping = False
-        self._late: list[Job] = []
+        self._events: deque[Event] = deque()
+        """Of the last step, not yet handed out: empty but for an interrupt in the midst of it."""
         """Jobs abandoned during a step, to be ended after it."""
         with Checkpoint.open(config.model) as checkpoint, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
             # A large vocabulary takes most of a second to load: that happens beside the weights.
@@ -129,7 +131,8 @@ class LLM:
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens)
+        """The text of token ids, without special tokens. Raises RequestError if one is not in the vocabulary."""
+        return self.tokenizer.decode(self._tokens(tokens))
 
     # -- generation ----------------------------------------------------------------------------------------------------------
 
@@ -143,7 +146,7 @@ class LLM:
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
         several = _as_prompts(prompts)
-        settings = list(params) if isinstance(params, list | tuple) else [params] * len(several)
+        settings = [params] * len(several) if params is None or isinstance(params, SamplingParams) else _as_settings(params)
         if len(settings) != len(several):
             raise RequestError(f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for each")
         jobs: list[Job] = []
@@ -220,12 +223,16 @@ class LLM:
         if prompt and isinstance(prompt[0], Mapping):
             text = self.tokenizer.render_chat(prompt)  # type: ignore[arg-type]  # Checked there, with a message of its own.
             return text, self.tokenizer.encode(text, special=False)
+        return None, self._tokens(prompt)
+
+    def _tokens(self, given: Sequence[object]) -> list[int]:
+        """The same, known to be token ids."""
         vocab, tokens = self.spec.vocab_size, []
-        for token in prompt:
+        for token in given:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(f"prompt token {shown(token)} is not in the vocabulary; token ids are whole numbers from 0 to {vocab - 1}")
+                raise RequestError(f"token {shown(token)} is not in the vocabulary; token ids are whole numbers from 0 to {vocab - 1}")
             tokens.append(token)
-        return None, tokens
+        return tokens
 
     def _sampling(self, params: SamplingParams) -> Callable[[int], Sampling]:
         """The settings of output `index`, with the model's defaults filled in."""
@@ -270,22 +277,29 @@ class LLM:
             self._sweep()
             self._stepping = True
             try:
-                for event in self._engine.step():
-                    sequence = self._live[event.request]
-                    if sequence.take(event):
-                        self._engine.stop(event.request, FinishReason.STOP)
-                    if sequence.finish is not None:
-                        del self._live[event.request]
+                if not self._events:
+                    self._events.extend(self._engine.step())
+                while self._events:
+                    self._hand_out(self._events[0])
+                    self._events.popleft()
             finally:
                 self._stepping = False
-                late, self._late = self._late, []
-                self._abandon(late)
+                self._sweep()
+
+    def _hand_out(self, event: Event) -> None:
+        sequence = self._live.get(event.request)
+        if sequence is None:  # It ended between the step and now, after an interrupt.
+            return
+        if sequence.take(event):
+            self._engine.stop(event.request, FinishReason.STOP)
+        if sequence.finish is not None:
+            del self._live[event.request]
 
     def _abandon(self, jobs: Sequence[Job]) -> None:
         """End whatever of these jobs still runs."""
         with self._lock:
-            if self._stepping:  # the garbage collector, in this very thread, has found a stream in the midst of a step
-                self._late.extend(jobs)
+            if self._stepping:  # The garbage collector, in this very thread, has found a stream in the midst of a step.
+                self._dropped.extend(jobs)
                 return
             for sequence in (sequence for job in jobs for sequence in job.sequences):
                 if self._live.pop(sequence.request, None) is not None:
@@ -399,6 +413,12 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise _no_prompt(prompt)
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_settings(params: object) -> list[SamplingParams | None]:
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
+        raise RequestError(f"params are SamplingParams, one for all prompts or a list of them; got {type(params).__name__}")
+    return list(params)
 
 
 def _no_prompt(given: object) -> RequestError:

@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "Continue a prompt, or answer it with --chat.",
     "chat": "Talk with a model in the terminal.",
     "bench": "Measure this machine's limits and how close a model comes.",
+    "pack": "Lay a model's weights out to be streamed from disk.",
     "doctor": "Check what this machine has and what limits a model on it.",
 }
 EXAMPLES = """
@@ -99,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(session, _usage(error), error.exit_code)
     except PenstockError as error:
         return _report(session, f"error: {error}", 2)
+    except MemoryError:
+        return _report(session, "error: the machine refused more memory; give a smaller --device-memory, or free some", 2)
     except OSError as error:
         if error.errno not in OUTPUT_FAULTS or error.filename is not None:
             return _report(session, f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback", 1)

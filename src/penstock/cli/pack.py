@@ -40,19 +40,24 @@ def command(model: Path, out: Path | None, dtype: str | None, store: Path | None
         raise CheckpointError(f"{model} is a pack already; give the model that it was made from, or --verify to check it")
     out = out or model.resolve().with_name(f"{model.resolve().name}.pack")
 
+    from penstock.arch.layout import group_layouts
     from penstock.weights.checkpoint import Checkpoint  # torch: 1.2 s on two cores
+    from penstock.weights.manifest import place
     from penstock.weights.pack import Pack
     from penstock.weights.packing import write_pack
 
     began = time.perf_counter()
-    with Checkpoint.open(model) as checkpoint, _bar("packing", str(out)) as bar:
+    with Checkpoint.open(model) as checkpoint:
+        dtype = dtype or checkpoint.spec.dtype
+        total = place(group_layouts(checkpoint.spec, checkpoint.names, dtype))[-1].end
         try:
-            written = write_pack(checkpoint, out, dtype or checkpoint.spec.dtype, store, bar.start(checkpoint))
+            with _progress("packing", total) as progress:
+                written = write_pack(checkpoint, out, dtype, store, progress)
         except KeyboardInterrupt:
             say(f"{out} is not finished; the same command goes on where it stopped", faint=True)
             raise
     with Pack.open(out) as pack:
-        what = f"{len(pack.layouts)} groups, {format_size(pack.manifest.bytes)} in {pack.dtype}"
+        what = f"{len(pack.layouts)} groups, {format_size(pack.manifest.size)} in {pack.dtype}"
     seconds = time.perf_counter() - began
     click.echo(f"{out}: {what}, written in {seconds:.1f} s" if written else f"{out} is packed already: {what}; nothing to do")
 
@@ -61,7 +66,22 @@ def _verify(path: Path) -> None:
     from penstock.weights.pack import Pack  # torch: 1.2 s on two cores
 
     began = time.perf_counter()
-    with Pack.open(path) as pack, _progress("checking", pack.manifest.bytes) as progress:
+    with Pack.open(path) as pack, _progress("checking", pack.manifest.size) as progress:
         pack.verify(progress)
-    rate = format_rate(pack.manifest.bytes / (time.perf_counter() - began))
+    rate = format_rate(pack.manifest.size / (time.perf_counter() - began))
     click.echo(f"{path}: {len(pack.layouts)} groups and {len(pack.manifest.files)} files are as they were packed ({rate})")
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar of `total` bytes on a terminal, to be told of the bytes that are done."""
+    if not is_terminal(sys.stderr):
+        yield None
+        return
+    from rich.console import Console  # 40 ms, and only a terminal wants it
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.advance(task, done)

@@ -165,5 +165,5 @@ def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, dtype: st
 
 def _prefix_rule(config: Config, checkpoint: Checkpoint | Shape, dtype: str) -> PrefixRule:
     rope = checkpoint.spec.rope
-    root = root_key(checkpoint.fingerprint(), dtype, config.block_size)
+    root = root_key(checkpoint.fingerprint() if config.prefix_cache else b"", dtype, config.block_size)
     return PrefixRule(root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None)

@@ -51,7 +51,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated now, those included that torch holds on to for reuse."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(int(psutil.virtual_memory().available), _cgroup_limit())
+    return min(int(psutil.virtual_memory().available), _cgroup_limit() - _cgroup_usage())
 
 
 def _cgroup_limit() -> int:
@@ -60,6 +60,19 @@ def _cgroup_limit() -> int:
         return int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):
         return 2**62
+
+
+def _cgroup_usage() -> int:
+    """What the container's processes take, without the file cache, which makes room when it must."""
+    try:
+        cached = sum(
+            int(line.split()[1])
+            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+            if line.startswith(("inactive_file ", "active_file "))
+        )
+        return max(int(Path("/sys/fs/cgroup/memory.current").read_text()) - cached, 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def peak_of(device: torch.device, work: Callable[[], object]) -> int:

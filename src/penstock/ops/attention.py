@@ -26,8 +26,9 @@ _CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows of similar length, padded to one, for devices without a paged kernel. `masks`: by window, `[rows, 1, 1, keys]` or none needed.
+    """Rows of similar length, padded to one, for devices without a paged kernel; a row longer than PAST_TILE is alone, without masks.
 
+    masks: by window, bool `[rows, 1, 1, keys]`, or none where none is needed.
     beyond: bool `[rows, keys - shortest, 1, 1]`, which keys from the shortest row's end on lie behind their row's end; or none.
     """
 
@@ -117,6 +118,9 @@ def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale:
     kv_heads = k_cache.shape[2]
     assert sum(len(group.rows) for group in rows.groups) == rows.count, "a row is in no group"
     for group in rows.groups:
+        if group.keys > PAST_TILE:
+            out[group.rows] = _attend_long_row(q[group.rows], k_cache, v_cache, group, scale, window).to(out.dtype)
+            continue
         k, v = (cache[group.blocks].flatten(1, 2)[:, : group.keys] for cache in (k_cache, v_cache))
         if group.beyond is not None:  # Memory never written, or another request's: not even a mask makes a NaN harmless.
             for gathered in (k, v):
@@ -127,6 +131,25 @@ def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale:
         mask = group.masks[window]
         seen = torch.nn.functional.scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale)
         out[group.rows] = seen.reshape(-1, heads, dim)
+
+
+def _attend_long_row(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGroup, scale: float, window: int | None) -> Tensor:
+    """A group of one row, tile by tile over what it sees: q and result `[1, heads, dim]`, the result in float32."""
+    assert len(group.rows) == 1, "rows longer than a tile are alone in their groups"
+    block_size, state = k_cache.shape[1], None
+    oldest = 0 if window is None else max(group.keys - window, 0)
+    for first in range(oldest, group.keys, PAST_TILE):
+        stop = min(first + PAST_TILE, group.keys)
+        begin = first // block_size
+        blocks = group.blocks[0, begin : -(-stop // block_size)]
+        k, v = (cache[blocks].flatten(0, 1)[first - begin * block_size : stop - begin * block_size] for cache in (k_cache, v_cache))
+        out, lse = dense(q, k, v, scale, causal=False)
+        if state is None:
+            state = out.float(), lse.clone()
+        else:
+            merge(*state, out, lse)
+    assert state is not None
+    return state[0]
 
 
 def _attend_run(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float) -> Tensor:
@@ -181,7 +204,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Par
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batched, is_causal=causal, scale=scale)
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
-    if q.dtype == torch.float32 or q.shape[2] % 8 or q.shape[2] > 128:
+    if q.dtype == torch.float32 or q.shape[2] % 8 or q.shape[2] > 256:
         return dense_reference(q, k, v, scale, causal=causal)
     if q.shape[0] in _CUDNN_QUERIES and k.shape[0] in (q.shape[0], PAST_TILE) and q.shape[2] in (64, 128):
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))

@@ -9,6 +9,9 @@ from penstock.ops.kernels import pointwise_kernels
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension: in float32, rounded to x's dtype before the weight is applied."""
+    if x.is_cuda and (kernels := pointwise_kernels()):
+        normed: Tensor = kernels.rms_norm(x, weight, eps)[0]
+        return normed
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()

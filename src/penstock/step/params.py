@@ -88,7 +88,9 @@ class SamplingParams:
             _whole("logit_bias", token, 0, "token ids as keys", required=True)
             number = not isinstance(bias, bool) and isinstance(bias, int | float)
             if not number or not (bias == -math.inf or abs(bias) <= _MOST_BIAS):
-                raise RequestError(f"logit_bias of token {token} is {shown(bias)}; it must be a number up to {_MOST_BIAS:g}, or minus infinity")
+                raise RequestError(
+                    f"logit_bias of token {token} is {shown(bias)}; it must be a number up to {_MOST_BIAS:g}, or minus infinity"
+                )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ class Checkpoint:
             raise CheckpointError(str(error)) from error
 
     def read_piece(self, layout: GroupLayout, dtype: str, start: int, into: torch.Tensor) -> None:
-        """Fill `into` with a part of what read_group gives, from the group's byte `start` on, a multiple of ALIGNMENT; beyond its end are zeros.
+        """Fill `into` with a part of what read_group gives, from its byte `start` on, a multiple of ALIGNMENT; zeros past its end.
 
         Any number of threads may do so at once: the work is done on the calling one. Raises CheckpointError.
         """

@@ -74,8 +74,8 @@ class Manifest:
     runs: tuple[Run, ...]
 
     @property
-    def bytes(self) -> int:
-        """That the store holds."""
+    def size(self) -> int:
+        """Bytes that the store holds."""
         return self.runs[-1].end if self.runs else 0
 
     def store_path(self, directory: Path) -> Path:
@@ -84,7 +84,13 @@ class Manifest:
     def text(self) -> bytes:
         """The file's content."""
         groups = [
-            {"id": run.id, "offset": run.offset, "size": run.size, "checksum": run.checksum, "fields": [_field(field) for field in run.fields]}
+            {
+                "id": run.id,
+                "offset": run.offset,
+                "size": run.size,
+                "checksum": run.checksum,
+                "fields": [_field(field) for field in run.fields],
+            }
             for run in self.runs
         ]
         values = (_FORMAT, VERSION, self.fingerprint, self.config, self.dtype, self.store, dict(self.files), groups)
@@ -94,7 +100,9 @@ class Manifest:
         """Raises CheckpointError unless the groups are exactly those of `layouts`."""
         for run, wanted in zip(self.runs, place(layouts), strict=False):
             if (run.id, run.offset, run.size, run.fields) != (wanted.id, wanted.offset, wanted.size, wanted.fields):
-                raise CheckpointError(f"{where}: group {shown(run.id)} is not group {wanted.id} as config.json calls for it; pack the model again")
+                raise CheckpointError(
+                    f"{where}: group {shown(run.id)} is not group {wanted.id} as config.json calls for it; pack the model again"
+                )
         if len(self.runs) != len(layouts):
             raise CheckpointError(f"{where} has {len(self.runs)} groups; config.json calls for {len(layouts)}; pack the model again")
 

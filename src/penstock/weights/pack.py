@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -78,10 +78,10 @@ class Pack:
         except ReadError as error:
             raise CheckpointError(str(error)) from error
         device = is_block_device(self.store.path)
-        if self.store.size < manifest.bytes or (self.store.size > manifest.bytes and not device):
-            fault = self._fault(self.store.size) if self.store.size < manifest.bytes else "it is not of this pack"
+        if self.store.size < manifest.size or (self.store.size > manifest.size and not device):
+            fault = self._fault(self.store.size) if self.store.size < manifest.size else "it is not of this pack"
             self.store.close()
-            raise CheckpointError(f"{self.store.path} has {self.store.size} bytes instead of {manifest.bytes}: {fault}")
+            raise CheckpointError(f"{self.store.path} has {self.store.size} bytes instead of {manifest.size}: {fault}")
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -102,7 +102,9 @@ class Pack:
             raise CheckpointError(f"{path / 'config.json'} is not that of the model that was packed; restore it, or pack the model again")
         side = path / "generation_config.json"
         spec = read_spec(config, str(path / "config.json"))
-        generation = read_generation(read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {}, config, spec.vocab_size, str(side))
+        generation = read_generation(
+            read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {}, config, spec.vocab_size, str(side)
+        )
         return cls(path, config, generation, manifest)
 
     def offset_of(self, group: GroupId) -> int:
@@ -181,7 +183,7 @@ class Pack:
         return f"it is cut short within group {first.id} at byte {first.offset}; pack the model again"
 
 
-def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Iterator[_T]:
+def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Generator[_T, None, None]:
     """What the tasks return, in their order; `threads` run at once, and no more than twice as many are started ahead.
 
     Why this is safe for tasks that write: when the generator ends or is closed, also by an error, none is in flight any more.
@@ -220,7 +222,7 @@ def is_block_device(path: Path) -> bool:
 def _layouts(spec: ModelSpec, names: TensorNames, manifest: Manifest, where: str) -> tuple[GroupLayout, ...]:
     """The layouts of `spec`, once it is known that there are not far more of them than the manifest has groups."""
     experts = spec.moe.experts if spec.moe else 0
-    count = 2 + sum(3 + experts - 1 if spec.is_moe(layer) else 2 for layer in range(spec.layers))
+    count = 2 + sum(2 + experts if spec.is_moe(layer) else 2 for layer in range(spec.layers))
     if count != len(manifest.runs):
         raise CheckpointError(f"{where} has {len(manifest.runs)} groups; config.json calls for {count}; pack the model again")
     layouts = group_layouts(spec, names, manifest.dtype)

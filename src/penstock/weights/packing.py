@@ -143,21 +143,18 @@ class _Packing:
         target = whole if device else whole.with_name(whole.name + PARTIAL)
         checksums = _resume(self.out, self.plan, whole, target)
         self._expect_room(target, device)
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_EXCL if device else os.O_CREAT)  # on a device: not while it is mounted
-        store = os.open(target, flags, 0o644)
-        journal = os.open(self.out / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            checksums = self._recheck(target, checksums)
+        checksums = self._recheck(target, checksums)
+        with _opened(self.out / JOURNAL, os.O_CREAT) as journal:  # before the store, so that what is there is known to be a pack's
             _cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, checksums))])
             _sync_directory(self.out)
             self._copy_sides()
-            checksums += self._write(store, journal, len(checksums))
-            if not device:
-                os.ftruncate(store, self.plan.bytes)
+            with _opened(target, os.O_EXCL if device else os.O_CREAT) as store:  # on a device: not while it is mounted
+                checksums += self._write(target, store, journal, len(checksums))
+                if not device:
+                    os.ftruncate(store, self.plan.size)
                 os.fsync(store)
-        finally:
-            os.close(journal)
-            os.close(store)
+        if self.checkpoint.fingerprint().hex() != self.plan.fingerprint:
+            raise CheckpointError(f"{self.checkpoint.path} changed while it was packed; remove {self.out} and run the same command again")
         if not device:
             os.rename(target, whole)
             _sync_directory(whole.parent)
@@ -166,7 +163,7 @@ class _Packing:
         (self.out / JOURNAL).unlink()
 
     def _expect_room(self, target: Path, device: bool) -> None:
-        needed = self.plan.bytes
+        needed = self.plan.size
         if device:
             with Store(target) as there:
                 if there.size < needed:
@@ -174,10 +171,13 @@ class _Packing:
             return
         with suppress(FileNotFoundError):
             needed -= min(os.stat(target).st_blocks * 512, needed)
+        needed += SPARE_BYTES + sum(os.stat(self.checkpoint.path / name).st_size for name in self.plan.files)
         disk = os.statvfs(target.parent)
         free = disk.f_bavail * disk.f_frsize
-        if needed + SPARE_BYTES > free:
-            raise PackError(f"the disk of {target.parent} has {format_size(free)} free; the pack takes {format_size(needed)} more; make room")
+        if needed > free:
+            raise PackError(
+                f"the disk of {target.parent} has {format_size(free)} free; the pack takes {format_size(needed)} more; make room"
+            )
 
     def _recheck(self, target: Path, checksums: list[str]) -> list[str]:
         """The checksums of groups that are there; the last was written last, and is read back."""
@@ -203,14 +203,14 @@ class _Packing:
             if file_checksum(self.out / name) != checksum:
                 raise CheckpointError(f"{self.checkpoint.path / name} changed while it was packed; run the same command again")
 
-    def _write(self, store: int, journal: int, done: int) -> list[str]:
+    def _write(self, target: Path, store: int, journal: int, done: int) -> list[str]:
         """Write all groups after the first `done`. Returns their checksums."""
         buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(THREADS):
             buffers.put(torch.empty(PIECE_BYTES, dtype=torch.uint8))
         groups = list(zip(self.layouts, self.plan.runs, strict=True))[done:]
         pieces = [(layout, run, start) for layout, run in groups for start in range(0, run.length, PIECE_BYTES)]
-        tasks = (partial(self._write_piece, store, buffers, *piece) for piece in pieces)
+        tasks = (partial(self._write_piece, target, store, buffers, *piece) for piece in pieces)
         checksums: list[str] = []
         digests: list[bytes] = []
         fresh: list[bytes] = []
@@ -224,7 +224,7 @@ class _Packing:
                 checksums.append(join_digests(digests))
                 digests.clear()
                 fresh.append(_entry(run, checksums[-1]))
-                if run.end - first >= COMMIT_BYTES or run.end == self.plan.bytes:
+                if run.end - first >= COMMIT_BYTES or run.end == self.plan.size:
                     os.fdatasync(store)
                     os.posix_fadvise(store, first, run.end - first, os.POSIX_FADV_DONTNEED)  # they would push out what others need
                     _write_all(journal, b"".join(fresh))
@@ -233,7 +233,9 @@ class _Packing:
                     first = run.end
         return checksums
 
-    def _write_piece(self, store: int, buffers: queue.SimpleQueue[torch.Tensor], layout: GroupLayout, run: Run, start: int) -> bytes:
+    def _write_piece(
+        self, target: Path, store: int, buffers: queue.SimpleQueue[torch.Tensor], layout: GroupLayout, run: Run, start: int
+    ) -> bytes:
         """Write a piece of a group. Returns its digest. Any thread may: pieces are disjoint."""
         buffer = buffers.get()
         try:
@@ -245,7 +247,7 @@ class _Packing:
                 at += os.pwrite(store, data[at:], run.offset + start + at)
             return piece_digest(data)
         except OSError as error:
-            error.add_note(f"group {run.id} at byte {run.offset}")
+            error.filename = f"{target}, group {run.id} at byte {run.offset}"
             raise
         finally:
             buffers.put(buffer)
@@ -259,7 +261,7 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[str]:
         lines = None
         if strangers := sorted({entry.name for entry in out.iterdir()} - {"lost+found"}):
             raise PackError(f"{out} holds other files ({strangers[0]}) and no pack; choose a new directory") from None
-    if not lines or not lines[-1:] or not lines[0].endswith(b"\n"):  # killed before the first line was whole: nothing was written yet
+    if not lines or not lines[0].endswith(b"\n"):  # killed before the first line was whole: nothing was written yet
         if whole != target and os.path.lexists(whole):
             raise PackError(f"{whole} is there already, and {out} has no pack that it belongs to; remove it or choose another store")
         return []
@@ -300,6 +302,15 @@ def _checksum_of(store: Store, run: Run) -> str:
         return ""
 
 
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def _cut(journal: int, lines: Sequence[bytes]) -> None:
     """Let the journal hold these lines, which it begins with, and no more."""
     text = b"".join(lines)
@@ -312,12 +323,9 @@ def _cut(journal: int, lines: Sequence[bytes]) -> None:
 def _write_file(path: Path, data: bytes | bytearray) -> None:
     """Let `data` appear under a name, whole and on the disk."""
     beside = path.with_name(path.name + ".tmp")
-    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
+    with _opened(beside, os.O_CREAT | os.O_TRUNC) as file:
         _write_all(file, data)
         os.fsync(file)
-    finally:
-        os.close(file)
     os.rename(beside, path)
     _sync_directory(path.parent)
 
@@ -337,7 +345,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _explain(error: OSError, out: Path) -> str:
-    where = f"{error.filename or out}{''.join(f', {note}' for note in getattr(error, '__notes__', []))}"
+    where = error.filename or out
     if error.errno in _FULL:
         return f"no room for {where}: {error.strerror}; what is packed is kept: make room and run the same command again, or remove {out}"
     return f"cannot write {where}: {error.strerror or error}; what is packed is kept: the same command goes on with it"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.models.inputs import StepInputs
-from penstock.ops.attention import AttentionInputs, RowGroup, Rows, Run, reads_pages
+from penstock.ops.attention import PAST_TILE, AttentionInputs, RowGroup, Rows, Run, reads_pages
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import Plan, Share
 
@@ -18,6 +18,9 @@ Ints = NDArray[np.int64]
 
 _PADDING = 1.3
 """A group of rows is padded to its longest; a row that would be padded by more than this starts a new group."""
+
+ROW_KEYS = 4 * PAST_TILE
+"""Keys, padding included, that a group of rows gathers at most: what bounds its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,9 @@ class InputBuilder:
         order = np.argsort(-lengths, kind="stable")
         groups, begin = [], 0
         for end in range(1, len(order) + 1):
-            if end == len(order) or lengths[order[begin]] > _PADDING * lengths[order[end]] + self._block_size:
+            longest = int(lengths[order[begin]])
+            full = longest > PAST_TILE or (end - begin + 1) * longest > ROW_KEYS
+            if end == len(order) or full or longest > _PADDING * lengths[order[end]] + self._block_size:
                 groups.append(self._group(order[begin:end], lengths, table))
                 begin = end
         return groups
@@ -107,7 +112,7 @@ class InputBuilder:
         shortest = int(lengths[rows[-1]])
         key = torch.arange(keys, device=self._device)
         for window in self._windows:
-            if shortest == keys and (window is None or window >= keys):
+            if keys > PAST_TILE or (shortest == keys and (window is None or window >= keys)):
                 masks[window] = None
                 continue
             seen = key < lengths_here

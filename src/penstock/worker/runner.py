@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.inputs import LayerCaches, Weights
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, Outcome, Plan, Result, Row, Share, TokenLogprob
-from penstock.worker.inputs import InputBuilder
+from penstock.worker.inputs import ROW_KEYS, InputBuilder
 from penstock.worker.sampler import Sampler
 
 _HEAD_ROWS = 256
@@ -72,16 +73,18 @@ class Runner:
 
 
 def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int) -> Plan:
-    """The step that takes the most memory: every sequence sampling with a sorted vocabulary, one long run with a tile of past, all tokens.
+    """The step that takes the most memory: every sequence sampling with a sorted vocabulary, one long run with a tile of past and
+    log-probabilities of its prompt, rows with as much past as a device without a paged kernel gathers at a time, all tokens.
 
     Every block of it is block 0, so it needs a pool of one block and leaves nothing behind.
     """
-    sampling = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
+    sampling = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
     singles = min(max_sequences - 1, max_step_tokens - 1)
     count = min(max_step_tokens - singles, max_length)
     start = min(past, max_length - count)
-    shares = [_warm_share(row, 0, 1, block_size) for row in range(singles)]
-    shares.append(_warm_share(singles, start, count, block_size))
+    row_past = min(ROW_KEYS // max(singles, 1), past, max_length) - 1
+    shares = [_warm_share(row, row_past, 1, block_size) for row in range(singles)]
+    shares.append(replace(_warm_share(singles, start, count, block_size), next_prompt_tokens=(0,) * min(count - 1, _HEAD_ROWS)))
     admissions = tuple(Admission(share.row, sampling, share.tokens, ()) for share in shares)
     return Plan(admissions, tuple(shares))
 

@@ -1,0 +1,208 @@
+"""How weights pass through rings: at which addresses, what a copy must wait for, and how long a pass takes.
+
+Why a ring is safe: one stream copies, in order, and one computes, in order. Before byte `at` of a run is overwritten the copy waits for
+the last run that still uses what lies there; whatever was used before that is then done too, and so is what an earlier copy waited for.
+The waits are therefore few, and each of them is needed.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.base.tiers import Tier
+
+PASSES = 12
+GRAINS = 8
+"""The prediction follows a DISK group in pieces no smaller than this part of the host ring."""
+
+
+class Link(StrEnum):
+    DISK = "disk"
+    LINK = "link"
+    COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured bytes per second: pinned HOST to DEVICE, DISK to HOST, and what arithmetic reads from DEVICE memory."""
+
+    host_to_device: float
+    disk_to_host: float
+    device_read: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Before the bytes of a run from `at` on are written, run `run` must be done with: this pass's if it comes before the writer in the
+    pass, else the previous pass's (of which, in the first pass, there is none)."""
+
+    run: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes `[start, start + size)` of the group of use `use` pass through the ring at `[offset, offset + size)`, in every pass."""
+
+    use: int
+    start: int
+    size: int
+    offset: int
+    waits: tuple[Wait, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RingLayout:
+    """One allocation and all that passes through it in a pass, in order: on DEVICE a run for each use, on HOST one for each piece."""
+
+    size: int = 0
+    runs: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A pass in the steady state: its seconds, and for how many of them each link was busy."""
+
+    seconds: float
+    busy: Mapping[Link, float]
+
+    @property
+    def stalled(self) -> Mapping[Link, float]:
+        return {link: max(self.seconds - busy, 0.0) for link, busy in self.busy.items()}
+
+    @property
+    def binding(self) -> Link:
+        """The link that everything else waits for."""
+        return max(Link, key=lambda link: self.busy[link])
+
+
+def lay_ring(runs: Sequence[tuple[int, int, int]], room: int) -> RingLayout:
+    """Walk `runs`, each a use, a start and a size, around a ring of at most `room` bytes; none is split, and a pass begins at offset 0."""
+    offsets, at = [], 0
+    for _, _, size in runs:
+        at = 0 if at + size > room else at
+        offsets.append(at)
+        at += size
+    ends = [offset + size for offset, (_, _, size) in zip(offsets, runs, strict=True)]
+    waits = _waits(offsets, ends)
+    return RingLayout(max(ends), tuple(Run(*run, offset, wait) for run, offset, wait in zip(runs, offsets, waits, strict=True)))
+
+
+def _waits(offsets: Sequence[int], ends: Sequence[int]) -> list[tuple[Wait, ...]]:
+    """What each run must wait for, once the ring has been filled: the waits of a second pass.
+
+    The ring is kept as spans that do not overlap, in order: where each begins, where it ends, and which visit wrote it, counting on
+    through both passes. A visit that the copy stream has waited for, and all visits before it, need not be waited for again.
+    """
+    count, waited = len(offsets), -1
+    begins, spans = list[int](), list[tuple[int, int, int]]()
+    found: list[tuple[Wait, ...]] = []
+    for visit in range(2 * count):
+        begin, end = offsets[visit % count], ends[visit % count]
+        first = max(bisect_right(begins, begin) - 1, 0)
+        if first < len(spans) and spans[first][1] <= begin:
+            first += 1
+        last = first
+        waits, kept = [], [(begin, end, visit)]
+        while last < len(spans) and spans[last][0] < end:
+            lower, upper, writer = spans[last]
+            if writer > waited:
+                waits.append(Wait(writer % count, max(lower - begin, 0)))
+                waited = writer
+            if lower < begin:
+                kept.insert(0, (lower, begin, writer))
+            if upper > end:
+                kept.append((end, upper, writer))
+            last += 1
+        spans[first:last] = kept
+        begins[first:last] = [span[0] for span in kept]
+        if visit >= count:
+            found.append(tuple(waits))
+    return found
+
+
+def lay_pieces(runs: Sequence[tuple[int, int]], room: int, piece: int) -> RingLayout:
+    """Cut `runs`, each a use and a size, into pieces that take the equal slots of a ring of `room` bytes in turn."""
+    pieces = [(use, start, min(piece, size - start)) for use, size in runs for start in range(0, size, piece)]
+    slots = room // piece
+    offsets = [index % slots * piece for index in range(len(pieces))]
+    waits = _waits(offsets, [offset + piece for offset in offsets])
+    return RingLayout(room, tuple(Run(*run, offset, wait) for run, offset, wait in zip(pieces, offsets, waits, strict=True)))
+
+
+def simulate(
+    sizes: Sequence[int],
+    homes: Sequence[Tier],
+    ring: RingLayout,
+    host_ring: int,
+    rates: Rates,
+    seconds: Sequence[float],
+    piece: int,
+) -> Prediction:
+    """Passes from empty rings until one takes as long as the one before. Every part works in order, so one walk over the uses suffices."""
+    grain = max(piece, host_ring // GRAINS)
+    course = _Course(rates, grain, piece, max(host_ring // grain, 1), len(ring.runs))
+    steps, free = list[tuple[Run, bool, float, float]](), 0.0
+    for run in ring.runs:
+        before = steps[-1][0].use + 1 if steps else 0
+        free = sum(seconds[before : run.use])
+        steps.append((run, homes[run.use] is Tier.DISK, free, seconds[run.use]))
+    after = sum(seconds[steps[-1][0].use + 1 if steps else 0 :])
+    ends = [0.0]
+    while len(ends) <= PASSES:
+        for position, (run, disk, free, work) in enumerate(steps):
+            there = course.read_and_copy(run) if disk else course.copy(run)
+            course.compute = max(course.compute + free, there) + work
+            course.done[position] = course.compute
+        course.compute += after
+        ends.append(course.compute)
+        if len(ends) > 3 and abs(ends[-1] - 2 * ends[-2] + ends[-3]) <= 1e-7 * (ends[-1] - ends[-2]):
+            break
+    # Rhythms that repeat only after several passes are averaged over the later half.
+    since = len(ends) - 2 if len(ends) <= PASSES else len(ends) // 2
+    streamed, read = sum(run.size for run in ring.runs), sum(step[0].size for step in steps if step[1])
+    busy = {
+        Link.DISK: read / rates.disk_to_host if read else 0.0,
+        Link.LINK: streamed / rates.host_to_device if streamed else 0.0,
+        Link.COMPUTE: sum(seconds),
+    }
+    return Prediction((ends[-1] - ends[since]) / (len(ends) - 1 - since), busy)
+
+
+class _Course:
+    """When each part of the machine is next free, in a walk over the runs of passes one after another."""
+
+    def __init__(self, rates: Rates, grain: int, piece: int, slots: int, runs: int) -> None:
+        self.rates, self.grain, self.piece = rates, grain, piece
+        self.reader = self.copier = self.compute = 0.0
+        self.copied_on = [0.0] * slots
+        """By slot of the host ring: when its last occupant had been copied to DEVICE."""
+        self.slot = 0
+        self.done = [0.0] * runs
+
+    def copy(self, run: Run) -> float:
+        at, now, rate = 0, self.copier, self.rates.host_to_device
+        for wait in run.waits:
+            now = max(now + (wait.at - at) / rate, self.done[wait.run])
+            at = wait.at
+        self.copier = now + (run.size - at) / rate
+        return self.copier
+
+    def read_and_copy(self, run: Run) -> float:
+        """A grain is copied while it is read, a piece behind."""
+        link, disk, waits = self.rates.host_to_device, self.rates.disk_to_host, list(run.waits)
+        for start in range(0, run.size, self.grain):
+            end = min(start + self.grain, run.size)
+            piece = min(self.piece, end - start)
+            first = max(self.reader, self.copied_on[self.slot]) + piece / disk
+            self.reader = first + (end - start - piece) / disk
+            now, at = max(self.copier, first), start
+            while waits and waits[0].at < end:
+                wait = waits.pop(0)
+                now = max(now + (wait.at - at) / link, self.done[wait.run])
+                at = wait.at
+            self.copier = max(now + (end - at) / link, self.reader + piece / link)
+            self.copied_on[self.slot] = self.copier
+            self.slot = (self.slot + 1) % len(self.copied_on)
+        return self.copier

@@ -1,0 +1,601 @@
+"""Packs hold exactly what their checkpoints do, survive a kill at any instruction, and whatever is wrong with one is said in one line."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from penstock.arch.layout import GroupId, GroupKind, group_layouts
+from penstock.base.errors import CheckpointError, PenstockError
+from penstock.cli.main import main
+from penstock.weights import packing
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.manifest import MANIFEST, PAGE, PIECE_BYTES, STORE
+from penstock.weights.pack import THREADS, Pack, in_order
+from penstock.weights.packing import JOURNAL, PackError, write_pack
+from safetensor_files import sealed
+
+FAMILY_CASES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+DTYPES = ("float32", "float16", "bfloat16")
+UNFINISHED = "weights.bin.partial"
+
+
+def pack(model: Path, out: Path, dtype: str = "float32", **more: object) -> bool:
+    with Checkpoint.open(model) as checkpoint:
+        return write_pack(checkpoint, out, dtype, **more)  # type: ignore[arg-type]
+
+
+def refusal(call: Callable[[], object], kind: type[PenstockError] = CheckpointError) -> str:
+    with pytest.raises(PenstockError) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def verify(path: Path) -> None:
+    with Pack.open(path) as found:
+        found.verify()
+
+
+def check_equal(model: Path, path: Path, dtype: str) -> None:
+    """Every group of the pack is what Checkpoint.read_group gives, and what lies between groups is zero."""
+    with Checkpoint.open(model) as checkpoint, Pack.open(path) as found:
+        assert found.layouts == group_layouts(checkpoint.spec, checkpoint.names, dtype)
+        assert (found.dtype, found.generation, found.config) == (dtype, checkpoint.generation, checkpoint.config)
+        assert found.fingerprint() == checkpoint.fingerprint()
+        data, end = (path / STORE).read_bytes(), 0
+        for layout in found.layouts:
+            expected = torch.empty(layout.size, dtype=torch.uint8)
+            checkpoint.read_group(layout, dtype, expected)
+            for check in (False, True):
+                group = torch.full((layout.size,), 0xEE, dtype=torch.uint8)
+                found.read_group(layout.id, group, check)
+                assert torch.equal(group, expected)
+            offset = found.offset_of(layout.id)
+            assert offset % PAGE == 0
+            assert not any(data[end:offset])
+            assert data[offset : offset + layout.size] == expected.numpy().tobytes()
+            end = offset + layout.size
+        assert not any(data[end:])
+        assert len(data) == found.manifest.size == -(-end // PAGE) * PAGE
+        found.verify()
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A pack of a small model."""
+    pack(tiny.checkpoint("llama"), tmp_path / "pack")
+    return tmp_path / "pack"
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*FAMILY_CASES, "llama_biases", "llama_tied", "llama_sharded", "llama_bfloat16_file"])
+def test_every_group_of_every_family(tmp_path: Path, case: str, dtype: str) -> None:
+    told: list[int] = []
+    assert pack(tiny.checkpoint(case), tmp_path / "pack", dtype, progress=told.append)
+    check_equal(tiny.checkpoint(case), tmp_path / "pack", dtype)
+    assert sum(told) == (tmp_path / "pack" / STORE).stat().st_size
+    assert sorted(set(os.listdir(tmp_path / "pack")) - {"config.json", "generation_config.json"}) == [MANIFEST, STORE]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_of_many_pieces(tmp_path: Path, dtype: str) -> None:
+    """Borders of pieces within sources, between sources and between fields."""
+    more = {"vocab_size": 150_001, "intermediate_size": 70_003, "num_hidden_layers": 1}
+    model = tiny.write(tiny.CASES["llama"], tmp_path / "model", **more)
+    pack(model, tmp_path / "pack", dtype)
+    with Pack.open(tmp_path / "pack") as found:
+        assert max(run.size for run in found.manifest.runs) > 2 * PIECE_BYTES
+    check_equal(model, tmp_path / "pack", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_piece_is_that_part_of_the_group(dtype: str) -> None:
+    rng = random.Random(1)
+    with Checkpoint.open(tiny.checkpoint("qwen2")) as checkpoint:
+        for layout in group_layouts(checkpoint.spec, checkpoint.names, dtype):
+            whole = torch.empty(layout.size, dtype=torch.uint8)
+            checkpoint.read_group(layout, dtype, whole)
+            for _ in range(20):
+                start, length = 256 * rng.randrange(layout.size // 256), 256 * rng.randrange(1, 80)
+                piece = torch.full((length,), 0xEE, dtype=torch.uint8)
+                checkpoint.read_piece(layout, dtype, start, piece)
+                expected = torch.cat([whole, torch.zeros(length, dtype=torch.uint8)])[start : start + length]
+                assert torch.equal(piece, expected)
+
+
+def test_what_makes_it_a_model_directory_comes_along(tmp_path: Path, shared_data: Path) -> None:
+    model = shared_data / "stories260k_hf"
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "additional_chat_templates").mkdir()
+    (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    (tmp_path / "model" / "README.md").write_text("x")
+    pack(tmp_path / "model", tmp_path / "pack")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "pack" / name).read_bytes() == (model / name).read_bytes()
+    assert (tmp_path / "pack" / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
+    assert not (tmp_path / "pack" / "README.md").exists()
+    verify(tmp_path / "pack")
+
+
+def test_a_second_run_does_nothing(llama: Path) -> None:
+    before = {file.name: file.stat().st_mtime_ns for file in llama.iterdir()}
+    assert not pack(tiny.checkpoint("llama"), llama)
+    assert {file.name: file.stat().st_mtime_ns for file in llama.iterdir()} == before
+
+
+def test_weights_in_a_file_elsewhere(tmp_path: Path) -> None:
+    model = tiny.checkpoint("llama")
+    pack(model, tmp_path / "pack", store=tmp_path / "store")
+    pack(model, tmp_path / "plain")
+    assert (tmp_path / "store").read_bytes() == (tmp_path / "plain" / STORE).read_bytes()
+    verify(tmp_path / "pack")
+    assert f"another store ({tmp_path / 'store'})" in refusal(lambda: pack(model, tmp_path / "pack"), PackError)
+    assert f"{tmp_path / 'store'} is there already" in refusal(lambda: pack(model, tmp_path / "b", store=tmp_path / "store"), PackError)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.fixture
+def block_device(tmp_path: Path) -> Iterator[Path]:
+    """A device of 4 MiB."""
+    with (tmp_path / "disk").open("wb") as file:
+        file.truncate(4 << 20)
+    try:
+        made = subprocess.run(["losetup", "-f", "--show", tmp_path / "disk"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to set up a loop device")
+    yield Path(made.stdout.strip())
+    subprocess.run(["losetup", "-d", made.stdout.strip()], check=True)
+
+
+def test_weights_on_a_block_device(tmp_path: Path, block_device: Path) -> None:
+    model = tiny.checkpoint("llama")
+    pack(model, tmp_path / "pack", store=block_device)
+    assert os.listdir(tmp_path / "pack").count(MANIFEST) == 1
+    verify(tmp_path / "pack")
+    with Checkpoint.open(model) as checkpoint, Pack.open(tmp_path / "pack") as found:
+        for layout in found.layouts:
+            expected, group = (torch.empty(layout.size, dtype=torch.uint8) for _ in range(2))
+            checkpoint.read_group(layout, "float32", expected)
+            found.read_group(layout.id, group, check=True)
+            assert torch.equal(group, expected)
+    assert not pack(model, tmp_path / "pack", store=block_device)
+    large = tiny.write(tiny.CASES["llama"], tmp_path / "large", vocab_size=20_000)
+    assert "has 4.00 MiB; the pack takes" in refusal(lambda: pack(large, tmp_path / "other", store=block_device), PackError)
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+
+# Forks from a process that has imported everything and has no threads yet. `weights.COMMIT_BYTES` and pieces are small here, so that there
+# is much to be killed between. A child is killed before its call number N that changes what is on the disk, half way through it if it
+# writes bytes, until one is not killed any more.
+KILLS = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+from penstock.base.errors import CheckpointError
+from penstock.weights import pack as reading, packing
+from penstock.weights.checkpoint import Checkpoint
+reading.PIECE_BYTES = packing.PIECE_BYTES = 16384
+reading.THREADS = packing.THREADS = 2
+packing.COMMIT_BYTES = 60000
+model, folder, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+where = {"store": folder / "store"} if kind == "store" else {}
+CALLS = ["pwrite", "write", "fsync", "fdatasync", "rename", "ftruncate", "unlink", "mkdir", "open"]
+
+def kill_at(number):
+    count, lock = [0], threading.Lock()
+    def wrap(call, name):
+        def wrapped(*args, **more):
+            with lock:
+                count[0] += 1
+                if count[0] == number:
+                    if name in ("pwrite", "write"):
+                        call(args[0], bytes(args[1])[: len(args[1]) // 2], *args[2:])
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **more)
+        return wrapped
+    for name in CALLS:
+        setattr(os, name, wrap(getattr(os, name), name))
+
+def child(out, number=0):
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        with Checkpoint.open(model) as checkpoint:
+            if number:
+                kill_at(number)
+            packing.write_pack(checkpoint, out, "bfloat16", **where)
+        code = 0
+    finally:
+        os._exit(code)
+
+def ended(process):
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+def content(out):
+    store = folder / "store" if kind == "store" else out / "weights.bin"
+    assert sorted(os.listdir(out)) == names or not names, os.listdir(out)
+    return store.read_bytes(), (out / "manifest.json").read_bytes()
+
+def whole(out):
+    "Whether it looks whole; then it is."
+    try:
+        found = reading.Pack.open(out)
+    except CheckpointError:
+        return False
+    with found:
+        found.verify()
+    return True
+
+def fresh(name):
+    (folder / "store").unlink(missing_ok=True)
+    (folder / "store.partial").unlink(missing_ok=True)
+    return folder / name
+
+names = []
+reference = fresh("reference")
+began = time.perf_counter()
+assert ended(child(reference)) == 0
+took = time.perf_counter() - began
+expected, names = content(reference), sorted(os.listdir(reference))
+number, early = 0, 0
+rng = random.Random(0)
+while True:
+    number += 1
+    out = fresh(f"kill-{number}")
+    if kind == "random":
+        if number > 12:
+            break
+        process = child(out)
+        time.sleep(took * rng.random())
+        os.kill(process, signal.SIGKILL)
+        ended(process)
+    elif ended(child(out, number)) == 0:
+        break
+    early += not whole(out)
+    if number % 3 == 0:  # killed once more while it goes on
+        ended(child(out, rng.randrange(1, 40)))
+        whole(out)
+    assert ended(child(out)) == 0, number
+    assert whole(out), number
+    assert content(out) == expected, number
+print(number, early)
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "store", "random"])
+def test_killed_anywhere_it_goes_on_to_the_same_pack(tmp_path: Path, kind: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLS, tiny.checkpoint("llama"), tmp_path, kind]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    number, early = map(int, result.stdout.split())
+    assert number > (12 if kind == "random" else 60)
+    assert early > (0 if kind == "random" else 50)
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = tiny.checkpoint("llama"), tmp_path / "pack"
+    monkeypatch.setattr(packing, "COMMIT_BYTES", 1)
+    stopped_before(model, out, group=3)
+    told: list[int] = []
+    assert pack(model, out, progress=told.append)
+    assert told[0] > PAGE
+    assert sum(told) == (out / STORE).stat().st_size
+    check_equal(model, out, "float32")
+
+
+def stopped_before(model: Path, out: Path, group: int) -> None:
+    """An unfinished pack, of which about `group` groups are there."""
+    told: list[int] = []
+
+    def stop(count: int) -> None:
+        told.append(count)
+        if len(told) > group:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(model, out, progress=stop)
+    assert "is an unfinished pack" in refusal(lambda: Pack.open(out))
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "gone", "journal"])
+def test_damage_to_what_is_there_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    model, out = tiny.checkpoint("llama"), tmp_path / "pack"
+    monkeypatch.setattr(packing, "COMMIT_BYTES", 1)
+    stopped_before(model, out, group=3)
+    lines = (out / JOURNAL).read_text().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["embedding", "attention.0", "ffn.0"]
+    file = out / UNFINISHED
+    if damage == "bit":
+        with Checkpoint.open(model) as checkpoint:
+            sizes = [-(-one.size // PAGE) * PAGE for one in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
+        flip(file, sum(sizes[:2]) + 100)
+    elif damage == "cut":
+        os.truncate(file, 5000)
+    elif damage == "gone":
+        file.unlink()
+    else:
+        (out / JOURNAL).write_text("\n".join(lines)[:-10] + "?" * 50)
+    assert pack(model, out)
+    check_equal(model, out, "float32")
+
+
+def test_an_unfinished_pack_of_something_else(tmp_path: Path) -> None:
+    model, out = tiny.checkpoint("llama"), tmp_path / "pack"
+    stopped_before(model, out, group=3)
+    for other, dtype in ((tiny.checkpoint("qwen3"), "float32"), (model, "float16")):
+        assert f"{out} holds an unfinished pack of another" in refusal(lambda other=other, dtype=dtype: pack(other, out, dtype), PackError)
+    assert pack(model, out)
+    check_equal(model, out, "float32")
+
+
+def test_only_one_at_a_time(tmp_path: Path) -> None:
+    model, out = tiny.checkpoint("llama"), tmp_path / "pack"
+    found: list[str] = []
+    pack(model, out, progress=lambda count: found.append(refusal(lambda: pack(model, out), PackError)))
+    assert found
+    assert f"another process is packing into {out}" in found[0]
+    check_equal(model, out, "float32")
+
+
+# ---- where there is no room, or something else -----------------------------------------------------------------------
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = tiny.checkpoint("llama"), tmp_path / "pack"
+    real = os.statvfs(tmp_path)
+    changed = os.statvfs_result((real.f_bsize, 1, *real[2:4], 2 << 20, *real[5:]))  # 2 MiB; the pack takes 0.6 and is given 1 to spare
+    monkeypatch.setattr(os, "statvfs", lambda path: changed)
+    assert pack(model, out)
+    changed = os.statvfs_result((real.f_bsize, 1, *real[2:4], 1 << 20, *real[5:]))
+    assert "has 1.00 MiB free; the pack takes" in refusal(lambda: pack(model, tmp_path / "other"), PackError)
+    assert not (tmp_path / "other").exists()
+
+
+LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), -1)); "
+LIMITED += "from penstock.cli.main import main; sys.exit(main(sys.argv[2:]))"
+
+
+@pytest.mark.parametrize("limit", [0, 100, 5000, 300_000])
+def test_disk_that_fills_while_packing(tmp_path: Path, limit: int) -> None:
+    model, out = tiny.checkpoint("llama"), tmp_path / "pack"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LIMITED, str(limit), "pack", model, "--out", out]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("penstock: error: no room for ")
+    assert result.stderr.endswith(f"make room and run the same command again, or remove {out}\n")
+    assert result.stderr.count("\n") == 1
+    if limit == 300_000:
+        assert f"no room for {out / UNFINISHED}, group " in result.stderr
+    assert "is an unfinished pack" in refusal(lambda: Pack.open(out))
+    assert pack(model, out)
+    check_equal(model, out, "float32")
+
+
+def test_directories_that_are_not_to_be_taken(tmp_path: Path, llama: Path) -> None:
+    model = tiny.checkpoint("llama")
+    assert "holds a pack of another model; remove it" in refusal(lambda: pack(tiny.checkpoint("qwen3"), llama), PackError)
+    assert "holds a pack of another dtype (float32)" in refusal(lambda: pack(model, llama, "float16"), PackError)
+    shutil.copytree(model, tmp_path / "model")
+    before = sorted(os.listdir(tmp_path / "model"))
+    assert "holds other files (config.json)" in refusal(lambda: pack(tmp_path / "model", tmp_path / "model"), PackError)
+    assert sorted(os.listdir(tmp_path / "model")) == before
+    (tmp_path / "file").touch()
+    assert f"cannot write {tmp_path / 'file'}" in refusal(lambda: pack(model, tmp_path / "file"), PackError)
+    (tmp_path / "empty").mkdir()
+    assert pack(model, tmp_path / "empty")
+    verify(llama)
+
+
+def test_a_damaged_model_leaves_nothing(tmp_path: Path) -> None:
+    shutil.copytree(tiny.checkpoint("llama"), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        os.truncate(file, 100_000)
+        assert f"cannot read {file}" in refusal(lambda: write_pack(checkpoint, tmp_path / "pack", "float32"))
+    assert "is cut short" in refusal(lambda: pack(tmp_path / "model", tmp_path / "pack"))
+    assert not (tmp_path / "pack").exists()
+
+
+def test_a_model_that_changes_meanwhile(tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "pack"
+    shutil.copytree(tiny.checkpoint("llama"), model)
+    size = (model / "model.safetensors").stat().st_size
+    assert "changed while it was packed" in refusal(
+        lambda: pack(model, out, progress=lambda count: flip(model / "model.safetensors", size - 1))
+    )
+    assert "is an unfinished pack" in refusal(lambda: Pack.open(out))
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def flip(file: Path, at: int, bit: int = 0) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1 << bit]))
+
+
+def test_a_flipped_bit_anywhere_is_found(llama: Path) -> None:
+    rng, file = random.Random(2), llama / STORE
+    with Pack.open(llama) as found:
+        for layout, run in zip(found.layouts, found.manifest.runs, strict=True):
+            for at in (0, run.size - 1, run.length - 1, rng.randrange(run.length)):
+                flip(file, run.offset + at, bit := rng.randrange(8))
+                message = refusal(found.verify)
+                assert f"{file}: group {run.id}, {run.size} bytes at byte {run.offset}, is damaged" in message
+                if at < run.size:
+                    into = torch.empty(run.size, dtype=torch.uint8)
+                    assert message == refusal(lambda layout=layout, into=into: found.read_group(layout.id, into, check=True))
+                flip(file, run.offset + at, bit)
+        found.verify()
+        first, last = found.manifest.runs[1], found.manifest.runs[-1]
+        flip(file, last.offset)
+        flip(file, first.offset)
+        assert f"group {first.id}," in refusal(found.verify)
+
+
+def test_a_flipped_bit_in_other_files(llama: Path) -> None:
+    rng = random.Random(3)
+    for name in (MANIFEST, "config.json", "generation_config.json"):
+        for _ in range(30):
+            at, bit = rng.randrange((llama / name).stat().st_size), rng.randrange(8)
+            flip(llama / name, at, bit)
+            assert name in refusal(lambda: verify(llama))
+            flip(llama / name, at, bit)
+    verify(llama)
+    (llama / "generation_config.json").unlink()
+    assert "generation_config.json" in refusal(lambda: verify(llama))
+
+
+def test_a_store_of_the_wrong_size(llama: Path) -> None:
+    file = llama / STORE
+    size = file.stat().st_size
+    with Pack.open(llama) as found:
+        head, cut = found.manifest.runs[-1], found.manifest.runs[2]
+        os.truncate(file, cut.offset + 1)
+        into = torch.empty(cut.size, dtype=torch.uint8)
+        group = GroupId(GroupKind.FFN, 0)
+        for check in (False, True):
+            message = refusal(lambda: found.read_group(group, into, check))
+            assert f"cannot read {file} at byte {cut.offset + 1}: it ends there" in message
+            assert f"in group ffn.0 at byte {cut.offset}" in message
+    message = refusal(lambda: Pack.open(llama))
+    assert message.startswith(
+        f"{file} has {cut.offset + 1} bytes instead of {size}: it is cut short within group ffn.0 at byte {cut.offset}"
+    )
+    os.truncate(file, size - 1)
+    assert f"within group {head.id} at byte {head.offset}" in refusal(lambda: Pack.open(llama))
+    os.truncate(file, size + 1)
+    assert "it is not of this pack" in refusal(lambda: Pack.open(llama))
+    file.unlink()
+    assert f"cannot open {file}" in refusal(lambda: Pack.open(llama))
+
+
+def test_parts_of_another_model(llama: Path, tmp_path: Path) -> None:
+    pack(tiny.checkpoint("qwen3"), tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "config.json", llama / "config.json")
+    assert f"{llama / 'config.json'} is not that of the model that was packed" in refusal(lambda: Pack.open(llama))
+    shutil.copy(tmp_path / "other" / MANIFEST, llama / MANIFEST)
+    assert f"{llama / STORE} has" in refusal(lambda: Pack.open(llama))
+    shutil.copy(tiny.checkpoint("llama") / "config.json", llama / "config.json")
+    assert "is not that of the model that was packed" in refusal(lambda: Pack.open(llama))
+
+
+def test_no_pack(tmp_path: Path) -> None:
+    assert f"{tmp_path} is no pack: it has no {MANIFEST}" in refusal(lambda: Pack.open(tmp_path))
+    (tmp_path / MANIFEST).symlink_to("nowhere")
+    assert f"cannot open {tmp_path / MANIFEST}" in refusal(lambda: Pack.open(tmp_path))
+    (tmp_path / MANIFEST).unlink()
+    with (tmp_path / MANIFEST).open("wb") as file:
+        file.truncate(100_000_001)
+    assert "a manifest has at most" in refusal(lambda: Pack.open(tmp_path))
+
+
+def test_every_file_is_given_back(tmp_path: Path, llama: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    pack(tiny.checkpoint("llama"), tmp_path / "other")
+    verify(llama)
+    os.truncate(llama / STORE, 5000)
+    refusal(lambda: Pack.open(llama))
+    stopped_before(tiny.checkpoint("llama"), tmp_path / "third", group=2)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_tasks_come_back_in_order_and_none_is_left_behind() -> None:
+    assert list(in_order((lambda number=number: number for number in range(100)), 3)) == list(range(100))
+    ran: list[int] = []
+    found = in_order((lambda number=number: ran.append(number) for number in range(100)), 3)  # type: ignore[func-returns-value]
+    next(found)
+    found.close()
+    assert 1 <= len(ran) <= 6
+    with pytest.raises(ZeroDivisionError):
+        list(in_order((lambda number=number: 1 // (3 - number) for number in range(100)), 2))
+
+
+# ---- memory and the command ------------------------------------------------------------------------------------------
+
+MEASURED = """
+import sys, torch
+from pathlib import Path
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.pack import Pack
+from penstock.weights.packing import write_pack
+def peak():
+    [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+torch.zeros(1000).half()
+before = peak()
+with Checkpoint.open(Path(sys.argv[1])) as checkpoint:
+    write_pack(checkpoint, Path(sys.argv[2]), sys.argv[3])
+with Pack.open(Path(sys.argv[2])) as pack:
+    pack.verify()
+    print(peak() - before, max(layout.size for layout in pack.layouts))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_does_not_grow_with_groups(tmp_path: Path, dtype: str) -> None:
+    """Files without blocks, so that only what is written takes room."""
+    config = {"model_type": "llama", "vocab_size": 150_000, "hidden_size": 1024, "intermediate_size": 8, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    entries, end = {}, 0
+    with torch.device("meta"):
+        tensors = tiny.transformers.AutoModelForCausalLM.from_config(tiny.transformers.AutoConfig.for_model(**config)).state_dict()
+    for name, tensor in tensors.items():
+        if name != "lm_head.weight":
+            size = tensor.numel() * 4
+            entries[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+            end += size
+    header = sealed(json.dumps(entries).encode())
+    with (model / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + end)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURED, model, tmp_path / "pack", dtype]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    grown, largest = map(int, result.stdout.split())
+    assert largest > 280e6
+    assert grown < min(200e6, 3 * THREADS * PIECE_BYTES + 40e6)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(tiny.checkpoint("llama_bfloat16_file"), tmp_path / "model")
+    out = tmp_path / "model.pack"
+    assert main(["pack", str(tmp_path / "model")]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: 8 groups, ")
+    check_equal(tmp_path / "model", out, "bfloat16")
+    assert main(["pack", str(tmp_path / "model")]) == 0
+    assert capsys.readouterr().out.startswith(f"{out} is packed already: 8 groups, ")
+    assert main(["pack", "--verify", str(out)]) == 0
+    assert "8 groups and 2 files are as they were packed" in capsys.readouterr().out
+    assert main(["pack", str(out)]) == 2
+    assert "is a pack already" in capsys.readouterr().err
+    flip(out / STORE, 5)
+    assert main(["pack", "--verify", str(out)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"penstock: error: {out / STORE}: group embedding, ")
+    assert main(["pack", "--verify", str(out), "--dtype", "float16"]) == 2
+    assert "--verify goes with" in capsys.readouterr().err

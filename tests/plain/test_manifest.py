@@ -1,0 +1,218 @@
+"""Manifests of packs, sound, broken and hostile: read rightly or refused in one line, and never believed. Without torch."""
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.arch.families import family_of, read_spec
+from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.arch.spec import DTYPE_BYTES
+from penstock.base.errors import CheckpointError
+from penstock.weights.manifest import PAGE, PIECE_BYTES, FieldPlace, Manifest, Run, join_digests, parse, piece_digest, place, seal
+
+CONFIG = {
+    "model_type": "mixtral",
+    "vocab_size": 131,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "num_local_experts": 3,
+}
+
+
+def layouts(**keys: object) -> tuple[GroupLayout, ...]:
+    config = CONFIG | keys
+    return group_layouts(read_spec(config), family_of(config).names, "bfloat16")
+
+
+def manifest() -> Manifest:
+    runs = tuple(Run(run.id, run.offset, run.size, run.fields, f"{number:064x}") for number, run in enumerate(place(layouts())))
+    return Manifest("ab" * 16, "cd" * 32, "bfloat16", "weights.bin", {"config.json": "ef" * 32}, runs)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 1000
+    return message
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> bytes:
+    """A sealed manifest whose content is changed."""
+    body = json.loads(manifest().text())
+    del body["checksum"]
+    change(body)
+    return seal(body)
+
+
+def test_what_is_written_is_read() -> None:
+    assert parse(manifest().text(), "m") == manifest()
+    manifest().check(layouts(), "m")
+    assert json.loads(manifest().text())["groups"][0]["id"] == "embedding"
+
+
+def test_runs_are_whole_pages_in_the_order_of_a_pass() -> None:
+    runs = place(layouts())
+    assert [run.id for run in runs] == [str(layout.id) for layout in layouts()]
+    end = 0
+    for run, layout in zip(runs, layouts(), strict=True):
+        assert (run.offset, run.size) == (end, layout.size)
+        assert run.offset % PAGE == 0
+        assert run.size <= run.length < run.size + PAGE
+        end = run.end
+    assert manifest().size == end
+    assert end % PAGE == 0
+
+
+def test_checksums_depend_on_every_byte_and_on_the_order() -> None:
+    one, two = piece_digest(b"a" * 100), piece_digest(b"b" * 100)
+    assert len({join_digests(digests) for digests in ([one, two], [two, one], [one], [two], [])}) == 5
+    assert piece_digest(b"a", padding=3) == piece_digest(b"a\0\0\0") != piece_digest(b"a")
+    assert PIECE_BYTES % PAGE == 0
+
+
+def test_every_flipped_bit_is_found() -> None:
+    data = manifest().text()
+    rng = random.Random(5)
+    for place_of in rng.sample(range(len(data)), 400):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[place_of] ^= 1 << bit
+            refusal(lambda damaged=damaged: parse(damaged, "m"))
+
+
+def test_every_length_but_the_whole_is_found() -> None:
+    data = manifest().text()
+    for end in range(0, len(data) - 1, 7):
+        refusal(lambda end=end: parse(data[:end], "m"))
+    assert "damaged" in refusal(lambda: parse(data + b"\n", "m"))
+    refusal(lambda: parse(data + data, "m"))
+
+
+def group(number: int, **keys: object) -> Callable[[dict[str, Any]], object]:
+    return lambda body: body["groups"][number].update(keys)
+
+
+def fields(*values: object) -> Callable[[dict[str, Any]], object]:
+    return group(0, fields=list(values))
+
+
+FIELD = {"name": "embedding", "shape": [131, 24], "offset": 0}
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another format": (lambda body: body.update(format="zip"), "is no pack's manifest"),
+    "a later version": (lambda body: body.update(version=2), "version 2; this penstock reads 1"),
+    "version true": (lambda body: body.update(version=True), "has version True"),
+    "an unknown key": (lambda body: body.update(more=1), "it has the keys"),
+    "a missing key": (lambda body: body.pop("store"), "it has the keys"),
+    "dtype": (lambda body: body.update(dtype="int3"), "has dtype 'int3'"),
+    "dtype list": (lambda body: body.update(dtype=[]), "has dtype []"),
+    "store outside": (lambda body: body.update(store="../x"), "names the store"),
+    "store zero": (lambda body: body.update(store="/a\0"), "names the store"),
+    "file outside": (lambda body: body.update(files={"../x": "ab" * 32}), "names the files"),
+    "file above": (lambda body: body.update(files={"a/../../x": "ab" * 32}), "names the files"),
+    "file checksum": (lambda body: body.update(files={"x": "AB" * 32}), "64 hexadecimal digits"),
+    "fingerprint": (lambda body: body.update(fingerprint="ab"), "32 hexadecimal digits"),
+    "no groups": (lambda body: body.update(groups=[]), "has the groups []"),
+    "groups object": (lambda body: body.update(groups={}), "has the groups {}"),
+    "group number": (lambda body: body.update(groups=[3]), "group 0 is 3"),
+    "group key": (group(0, more=1), "it must be an object of"),
+    "id": (group(1, id=""), "has id ''"),
+    "id twice": (group(1, id="embedding"), "is there twice"),
+    "offset negative": (group(1, offset=-4096), "has offset -4096"),
+    "offset real": (group(1, offset=4096.0), "has offset 4096.0"),
+    "offset true": (group(1, offset=True), "has offset True"),
+    "offset huge": (group(1, offset=10**30), "has offset 1000"),
+    "offset odd": (group(1, offset=8448), "no multiple of 4096"),
+    "overlap": (group(1, offset=4096), "overlaps the group before it"),
+    "hole": (group(1, offset=1 << 40), "unused"),
+    "size zero": (group(1, size=0), "has size 0"),
+    "size odd": (group(1, size=257), "has size 257"),
+    "size huge": (group(0, size=2**63), "has size"),
+    "size small": (group(0, size=256), "ends at byte"),
+    "checksum": (group(0, checksum="0"), "64 hexadecimal digits"),
+    "no fields": (fields(), "has fields []"),
+    "field number": (fields(1), "has the field 1"),
+    "field shape": (fields(FIELD | {"shape": [-1]}), "more elements"),
+    "field shape empty": (fields(FIELD | {"shape": []}), "1 to 4 extents"),
+    "field shape huge": (fields(FIELD | {"shape": [2**62, 2**62, 2**62, 2**62]}), "more elements"),
+    "field too long": (fields(FIELD | {"shape": [2**60]}), "ends at byte"),
+    "field odd": (fields(FIELD | {"offset": 2}), "not aligned"),
+    "field twice": (fields(FIELD, FIELD), "overlaps the one before it"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_manifests_are_refused(name: str) -> None:
+    change, fault = BROKEN[name]
+    message = refusal(lambda: parse(changed(change), "dir/manifest.json"))
+    assert message.startswith("dir/manifest.json")
+    assert fault in message
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"\xff", b"{}", b'{"format": "penstock pack", "format": 1}', b'{"a":' + b"[" * 100_000], ids=range(6)
+)
+def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+    refusal(lambda: parse(data, "m"))
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.lists(st.sampled_from(["groups", 0, 1, "fields", "shape", "size", "files", "dtype", "id", "offset"]), min_size=1, max_size=5), _JSON
+)
+def test_any_value_anywhere_is_refused_or_right(path: list[str | int], value: object) -> None:
+    """Whatever takes the place of a part, parsing ends in a manifest that is sound in itself or in a CheckpointError."""
+
+    def change(body: dict[str, Any]) -> None:
+        at: Any = body
+        for step, following in zip(path, path[1:], strict=False):
+            if (isinstance(at, dict) and step in at and isinstance(at[step], dict | list)) or (
+                isinstance(at, list) and isinstance(step, int) and step < len(at) and isinstance(following, str | int)
+            ):
+                at = at[step]
+        last = path[-1]
+        if (isinstance(at, dict) and isinstance(last, str)) or (isinstance(at, list) and isinstance(last, int) and last < len(at)):
+            at[last] = copy.deepcopy(value)
+
+    try:
+        found = parse(changed(change), "m")
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+        return
+    end = 0
+    for run in found.runs:
+        assert (run.offset, run.offset % PAGE) == (end, 0)
+        assert isinstance(run.size, int)
+        end = run.end
+        for field in run.fields:
+            elements = 1
+            for extent in field.shape:
+                elements *= extent
+            assert field.offset + elements * DTYPE_BYTES[found.dtype] <= run.size
+
+
+def test_groups_of_another_model() -> None:
+    found = manifest()
+    assert "is not group attention.0 as config.json calls for it" in refusal(lambda: found.check(layouts(num_key_value_heads=3), "m"))
+    assert "has 11 groups" not in refusal(lambda: found.check(layouts(num_hidden_layers=1), "m"))
+    shorter = Manifest(found.fingerprint, found.config, found.dtype, found.store, found.files, found.runs[:-1])
+    assert f"has {len(found.runs) - 1} groups; config.json calls for {len(found.runs)}" in refusal(lambda: shorter.check(layouts(), "m"))
+    renamed = [Run(run.id, run.offset, run.size, (FieldPlace("x", (1,), 0), *run.fields[1:])) for run in found.runs]
+    other = Manifest(found.fingerprint, found.config, found.dtype, found.store, found.files, tuple(renamed))
+    assert "group 'embedding'" in refusal(lambda: other.check(layouts(), "m"))
