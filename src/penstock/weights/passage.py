@@ -13,8 +13,8 @@ from enum import StrEnum
 from penstock.base.tiers import Tier
 
 PASSES = 12
-GRAINS = 8
-"""The prediction follows a DISK group in pieces no smaller than this part of the host ring."""
+GRAINS, FEW = 8, 1024
+"""A prediction follows more than FEW pieces in a pass not one by one, but in grains of as many as give the host ring GRAINS slots."""
 
 
 class Link(StrEnum):
@@ -25,7 +25,7 @@ class Link(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured bytes per second: pinned HOST to DEVICE, DISK to HOST, and what arithmetic reads from DEVICE memory."""
+    """Measured bytes per second: pinned HOST to DEVICE, DISK to HOST (0 without a disk), and what arithmetic reads from DEVICE memory."""
 
     host_to_device: float
     disk_to_host: float
@@ -125,10 +125,22 @@ def _waits(offsets: Sequence[int], ends: Sequence[int]) -> list[tuple[Wait, ...]
 def lay_pieces(runs: Sequence[tuple[int, int]], room: int, piece: int) -> RingLayout:
     """Cut `runs`, each a use and a size, into pieces that take the equal slots of a ring of `room` bytes in turn."""
     pieces = [(use, start, min(piece, size - start)) for use, size in runs for start in range(0, size, piece)]
-    slots = room // piece
-    offsets = [index % slots * piece for index in range(len(pieces))]
-    waits = _waits(offsets, [offset + piece for offset in offsets])
-    return RingLayout(room, tuple(Run(*run, offset, wait) for run, offset, wait in zip(pieces, offsets, waits, strict=True)))
+    count = len(pieces)
+    slots = _slots(count, room // piece)
+    laid, waited = list[Run](), -1
+    for index, (use, start, size) in enumerate(pieces):
+        # The slot's occupant before: of this pass, or else the last one of the pass before, counted from that pass's first.
+        writer = index - slots + count if index >= slots else (count - 1 - index) // slots * slots + index
+        waits = (Wait(writer % count, 0),) if writer > waited else ()
+        waited = max(waited, writer)
+        laid.append(Run(use, start, size, index % slots * piece, waits))
+    return RingLayout(room, tuple(laid))
+
+
+def _slots(pieces: int, fitting: int) -> int:
+    """How many slots to take in turn, so that a pass that begins at the first again leaves as many reads ahead there as elsewhere."""
+    most = min(pieces, fitting)
+    return max(range(max(most * 3 // 4, 1), most + 1), key=lambda slots: (pieces % slots or slots, slots))
 
 
 def simulate(
@@ -141,8 +153,10 @@ def simulate(
     piece: int,
 ) -> Prediction:
     """Passes from empty rings until one takes as long as the one before. Every part works in order, so one walk over the uses suffices."""
-    grain = max(piece, host_ring // GRAINS)
-    course = _Course(rates, grain, piece, max(host_ring // grain, 1), len(ring.runs))
+    read = [run.size for run in ring.runs if homes[run.use] is Tier.DISK]
+    grain = piece if sum(read) <= FEW * piece else max(host_ring // piece // GRAINS, 1) * piece
+    grains = sum(-(-size // grain) for size in read)
+    course = _Course(rates, grain, piece, _slots(grains, host_ring // grain) if grains else 0, len(ring.runs))
     steps, free = list[tuple[Run, bool, float, float]](), 0.0
     for run in ring.runs:
         before = steps[-1][0].use + 1 if steps else 0
@@ -151,6 +165,7 @@ def simulate(
     after = sum(seconds[steps[-1][0].use + 1 if steps else 0 :])
     ends = [0.0]
     while len(ends) <= PASSES:
+        course.slot = 0
         for position, (run, disk, free, work) in enumerate(steps):
             there = course.read_and_copy(run) if disk else course.copy(run)
             course.compute = max(course.compute + free, there) + work
@@ -161,9 +176,9 @@ def simulate(
             break
     # Rhythms that repeat only after several passes are averaged over the later half.
     since = len(ends) - 2 if len(ends) <= PASSES else len(ends) // 2
-    streamed, read = sum(run.size for run in ring.runs), sum(step[0].size for step in steps if step[1])
+    streamed = sum(run.size for run in ring.runs)
     busy = {
-        Link.DISK: read / rates.disk_to_host if read else 0.0,
+        Link.DISK: sum(read) / rates.disk_to_host if read else 0.0,
         Link.LINK: streamed / rates.host_to_device if streamed else 0.0,
         Link.COMPUTE: sum(seconds),
     }
@@ -191,18 +206,31 @@ class _Course:
 
     def read_and_copy(self, run: Run) -> float:
         """A grain is copied while it is read, a piece behind."""
-        link, disk, waits = self.rates.host_to_device, self.rates.disk_to_host, list(run.waits)
-        for start in range(0, run.size, self.grain):
+        link, disk, slots = self.rates.host_to_device, self.rates.disk_to_host, len(self.copied_on)
+        waits, start = list(run.waits), 0
+        while start < run.size:
             end = min(start + self.grain, run.size)
             piece = min(self.piece, end - start)
             first = max(self.reader, self.copied_on[self.slot]) + piece / disk
+            keeps_up = self.copier <= first and disk <= link
             self.reader = first + (end - start - piece) / disk
             now, at = max(self.copier, first), start
-            while waits and waits[0].at < end:
+            while waits and (waits[0].at < end or self.done[waits[0].run] <= now):
                 wait = waits.pop(0)
-                now = max(now + (wait.at - at) / link, self.done[wait.run])
-                at = wait.at
+                reached = max(wait.at, at)
+                now, at = (max(now + (reached - at) / link, self.done[wait.run]), reached) if reached < end else (now, at)
             self.copier = max(now + (end - at) / link, self.reader + piece / link)
-            self.copied_on[self.slot] = self.copier
-            self.slot = (self.slot + 1) % len(self.copied_on)
+            self._copied()
+            start = end
+            ahead = (run.size - start) // self.grain - slots
+            if keeps_up and not waits and ahead > 0 and slots > 1 and self.copier == self.reader + piece / link:
+                # Nothing holds the disk back: what follows, but for the last grains of which a slot remembers, is read in one go.
+                self.reader += ahead * self.grain / disk
+                self.slot = (self.slot + ahead) % slots
+                self.copier = self.reader + piece / link
+                start += ahead * self.grain
         return self.copier
+
+    def _copied(self) -> None:
+        self.copied_on[self.slot] = self.copier
+        self.slot = (self.slot + 1) % len(self.copied_on)

@@ -20,11 +20,11 @@ PIECE = 16 << 20
 """Bytes of one read and one copy, and of one slot of the host ring: both links are at their best, and a byte of ring is not a home."""
 HOST_SLOTS = (16, 32, 64)
 """Sizes of the host ring worth trying: reads in flight, and reads ahead while the copy stream serves groups that rest on HOST."""
-LEVELS = 16
+LEVELS = 8
 """Sizes of the resident set are tried in steps of the largest group divided by this."""
 SMALL = 64
 """A group this many times smaller than the largest is kept on DEVICE first: a copy of it costs more in calls than in bytes."""
-EFFORT = 6_000
+EFFORT = 5_000
 """Uses simulated before the best placement found so far is good enough. Models of up to a few dozen groups are searched to the end."""
 
 
@@ -97,7 +97,8 @@ def solve(uses: Iterable[Use], limits: Limits, rates: Rates, seconds: Sequence[f
     """The placement with the shortest predicted pass; of equals, the one that streams least and has the smallest ring.
 
     seconds: of arithmetic for each use; without it, reading the group at `rates.device_read`.
-    What is tried does not depend on `limits.device`, only what is allowed does, so more device memory never predicts a slower pass.
+    What is tried does not depend on `limits.device`, only what is allowed does, so more device memory never predicts a slower pass
+    (in large models, of which EFFORT leaves some untried, by at most about a thousandth).
     Raises BudgetError if the largest group does not fit on the device, a piece does not fit on the host, or the rest has no home.
     """
     uses = tuple(uses)
@@ -271,6 +272,8 @@ class _World:
     def _bound(self, streamed: int, host_ring: int = 0) -> float:
         """Seconds that no pass with so many streamed bytes can beat."""
         read = streamed - self.most_times * min(self.kept, self.limits.host - host_ring)
+        if read > 0 and self.limits.disk == 0:
+            return float("inf")
         return max(streamed / self.rates.host_to_device, read / self.rates.disk_to_host if read > 0 else 0.0, self.work)
 
     def resident(self, base: int, level: int) -> tuple[int, ...]:
