@@ -285,7 +285,8 @@ def test_killed_anywhere_it_goes_on_to_the_same_pack(tmp_path: Path, kind: str) 
     assert result.returncode == 0, result.stderr
     number, early = map(int, result.stdout.split())
     assert number > (12 if kind == "random" else 60)
-    assert early > (0 if kind == "random" else 50)
+    # At random times a kill may always come too late; what those tell is only that no time is a bad one.
+    assert kind == "random" or early > 50
 
 
 def test_what_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
