@@ -15,7 +15,7 @@ from penstock.cli.terminal import is_terminal, say
 
 PACK = "Pack"
 EXAMPLES = """
-  penstock pack ./my-model                       into ./my-model.pack, which runs like the model itself
+  penstock pack ./my-model                       into ./my-model.pack
   penstock pack ./my-model --out /fast/my-model --dtype bfloat16
   penstock pack --verify ./my-model.pack         read every byte and compare it with the checksums
 """
@@ -30,7 +30,7 @@ EXAMPLES = """
 @debug_option
 def command(model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool) -> None:
     """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order in which they are needed: what
-    models are streamed from that are larger than memory. Killed or interrupted, the same command goes on where it stopped."""
+    models larger than memory are to be streamed from, which no command does yet. Killed or interrupted, the same command goes on where it stopped."""
     if verify:
         if out or dtype or store:
             raise click.UsageError("--verify goes with a pack's directory and nothing else")
