@@ -29,8 +29,11 @@ EXAMPLES = """
 @option(PACK, "--verify", is_flag=True, help="MODEL is a pack: check every byte of it.")
 @debug_option
 def command(model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool) -> None:
-    """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order in which they are needed: what
-    models larger than memory are to be streamed from, which no command does yet. Killed or interrupted, the same command goes on where it stopped."""
+    """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order of their use.
+
+    Models larger than memory are to be streamed from it, which no command does yet. Killed or interrupted, the same command
+    goes on where it stopped.
+    """
     if verify:
         if out or dtype or store:
             raise click.UsageError("--verify goes with a pack's directory and nothing else")
