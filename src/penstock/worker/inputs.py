@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 _PADDING = 1.3
 """A group of rows is padded to its longest; a row that would be padded by more than this starts a new group."""
 
-ROW_KEYS = 4 * PAST_TILE
+ROW_KEYS = 2 * PAST_TILE
 """Keys, padding included, that a group of rows gathers at most: what bounds its memory."""
 
 

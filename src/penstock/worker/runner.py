@@ -15,7 +15,7 @@ from penstock.step.plan import Admission, BlockId, Outcome, Plan, Result, Row, S
 from penstock.worker.inputs import ROW_KEYS, InputBuilder
 from penstock.worker.sampler import Sampler
 
-_HEAD_ROWS = 256
+_HEAD_ROWS = 64
 """Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
 
 
