@@ -7,6 +7,7 @@ import pytest
 import penstock.ops.attention
 import penstock.worker.inputs
 from penstock import LLM, SamplingParams
+from penstock.kv.pool import KVPool
 from penstock.step.plan import TokenLogprob
 from tiny import checkpoint
 
@@ -37,3 +38,21 @@ def test_small_tiles_change_nothing(kind: str, tile: int, monkeypatch: pytest.Mo
     assert tiled_tokens == tokens
     worst = max(abs(table[token] - tiled[token]) for table, tiled in zip(tables, tiled_tables, strict=True) for token in table)
     assert worst < 1e-4
+
+
+def test_what_lies_behind_a_rows_end_is_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are padded to the longest of their group: KV that was never written, here NaN, must not reach a result through a mask."""
+    folder = checkpoint("mixtral")
+    tokens, tables = everything(folder)
+    plain = KVPool.__init__
+
+    def poisoned(self: KVPool, *arguments: object) -> None:
+        plain(self, *arguments)  # type: ignore[arg-type]
+        for k, v in self.layers:
+            k.fill_(float("nan"))
+            v.fill_(float("nan"))
+
+    monkeypatch.setattr(KVPool, "__init__", poisoned)
+    again, again_tables = everything(folder)
+    assert again == tokens
+    assert again_tables == tables
