@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformers
 
+from penstock.arch import bounds
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, CheckpointError, RequestError
-from penstock.bench import bounds, measure
+from penstock.bench import measure
 from penstock.bench.measure import Work
 from penstock.bench.report import Kind
 from penstock.bench.run import Job, run

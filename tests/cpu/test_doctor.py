@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.arch import bounds
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import DeviceError
-from penstock.bench import bounds
 from penstock.bench.checkup import checkup, describe
 from penstock.bench.limits import Limits, Rates, Room, limits, prefill_rate
 from penstock.bench.shapes import SHAPES

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ import tiny
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.cli.main import main
-from penstock.weights import packing
+from penstock.weights import manifest, packing
+from penstock.weights import pack as reading
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.manifest import MANIFEST, PAGE, PIECE_BYTES, STORE
 from penstock.weights.pack import THREADS, Pack, in_order
@@ -60,6 +62,10 @@ def check_equal(model: Path, path: Path, dtype: str) -> None:
                 group = torch.full((layout.size,), 0xEE, dtype=torch.uint8)
                 found.read_group(layout.id, group, check)
                 assert torch.equal(group, expected)
+            whole = aligned(found.padded(layout.id))
+            found.read_piece(layout.id, 0, whole, check=True)
+            assert torch.equal(whole[: layout.size], expected)
+            assert not whole[layout.size :].any()
             offset = found.offset_of(layout.id)
             assert offset % PAGE == 0
             assert not any(data[end:offset])
@@ -68,6 +74,13 @@ def check_equal(model: Path, path: Path, dtype: str) -> None:
         assert not any(data[end:])
         assert len(data) == found.manifest.size == -(-end // PAGE) * PAGE
         found.verify()
+
+
+def aligned(count: int, shift: int = 0) -> torch.Tensor:
+    """`count` bytes of memory that starts `shift` bytes after a page's start, filled with something."""
+    room = torch.full((count + 2 * PAGE,), 0xEE, dtype=torch.uint8)
+    first = -room.data_ptr() % PAGE + shift
+    return room[first : first + count]
 
 
 @pytest.fixture
@@ -98,6 +111,13 @@ def test_groups_of_many_pieces(tmp_path: Path, dtype: str) -> None:
     pack(model, tmp_path / "pack", dtype)
     with Pack.open(tmp_path / "pack") as found:
         assert max(run.size for run in found.manifest.runs) > 2 * PIECE_BYTES
+        run = max(found.manifest.runs, key=lambda run: run.size)
+        group = next(layout.id for layout in found.layouts if str(layout.id) == run.id)
+        data = (tmp_path / "pack" / STORE).read_bytes()[run.offset : run.end]
+        for start, end in ((0, PIECE_BYTES), (PIECE_BYTES, run.length), (PIECE_BYTES, 2 * PIECE_BYTES)):
+            into = aligned(end - start)
+            found.read_piece(group, start, into, check=True)
+            assert into.numpy().tobytes() == data[start:end]
     check_equal(model, tmp_path / "pack", dtype)
 
 
@@ -171,6 +191,10 @@ def test_weights_on_a_block_device(tmp_path: Path, block_device: Path) -> None:
             checkpoint.read_group(layout, "float32", expected)
             found.read_group(layout.id, group, check=True)
             assert torch.equal(group, expected)
+            piece = aligned(found.padded(layout.id))
+            found.read_piece(layout.id, 0, piece, check=True)
+            assert torch.equal(piece[: layout.size], expected)
+        assert found.store.direct
     assert not pack(model, tmp_path / "pack", store=block_device)
     large = tiny.write(tiny.CASES["llama"], tmp_path / "large", vocab_size=20_000)
     assert "has 4.00 MiB; the pack takes" in refusal(lambda: pack(large, tmp_path / "other", store=block_device), PackError)
@@ -185,9 +209,9 @@ KILLS = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
 from penstock.base.errors import CheckpointError
-from penstock.weights import pack as reading, packing
+from penstock.weights import manifest, pack as reading, packing
 from penstock.weights.checkpoint import Checkpoint
-reading.PIECE_BYTES = packing.PIECE_BYTES = 16384
+manifest.PIECE_BYTES = reading.PIECE_BYTES = packing.PIECE_BYTES = 16384
 reading.THREADS = packing.THREADS = 2
 packing.COMMIT_BYTES = 60000
 model, folder, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -448,6 +472,9 @@ def test_a_flipped_bit_anywhere_is_found(llama: Path) -> None:
                 flip(file, run.offset + at, bit := rng.randrange(8))
                 message = refusal(found.verify)
                 assert f"{file}: group {run.id}, {run.size} bytes at byte {run.offset}, is damaged" in message
+                assert f"the {run.length} bytes at byte {run.offset} are not those that were packed" in message
+                whole = aligned(run.length)
+                assert message == refusal(lambda layout=layout, whole=whole: found.read_piece(layout.id, 0, whole, check=True))
                 if at < run.size:
                     into = torch.empty(run.size, dtype=torch.uint8)
                     assert message == refusal(lambda layout=layout, into=into: found.read_group(layout.id, into, check=True))
@@ -535,6 +562,143 @@ def test_tasks_come_back_in_order_and_none_is_left_behind() -> None:
     assert 1 <= len(ran) <= 6
     with pytest.raises(ZeroDivisionError):
         list(in_order((lambda number=number: 1 // (3 - number) for number in range(100)), 2))
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+SMALL = 16384
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pack]:
+    """An open pack of many small pieces; no group is a whole number of them."""
+    for module in (manifest, reading, packing):
+        monkeypatch.setattr(module, "PIECE_BYTES", SMALL)
+    pack(tiny.checkpoint("qwen3_moe"), tmp_path / "pack")
+    with Pack.open(tmp_path / "pack") as found:
+        assert max(len(run.pieces) for run in found.manifest.runs) > 3
+        yield found
+
+
+def where(found: Pack) -> list[tuple[GroupId, int, int, int]]:
+    """Every piece: its group, where it starts in the group's run and in the store, its length."""
+    runs = zip(found.layouts, found.manifest.runs, strict=True)
+    return [(layout.id, start, run.offset + start, run.piece_length(start)) for layout, run in runs for start in run.pieces]
+
+
+@pytest.mark.parametrize("shift", [0, 1, 512])
+@pytest.mark.parametrize("refused", [False, True])
+def test_pieces_into_any_memory(pieces: Pack, shift: int, refused: bool) -> None:
+    data = pieces.store.path.read_bytes()
+    pieces.store.direct = pieces.store.direct and not refused
+    for group, start, at, length in where(pieces):
+        assert pieces.padded(group) % PAGE == 0
+        for check in (False, True):
+            into = aligned(length, shift)
+            pieces.read_piece(group, start, into, check)
+            assert into.numpy().tobytes() == data[at : at + length]
+        if start == 0:  # all of the group at once; and any pages, which have no digest
+            into = aligned(pieces.padded(group), shift)
+            pieces.read_piece(group, 0, into, check=True)
+            assert into.numpy().tobytes() == data[at : at + len(into)]
+            into = aligned(PAGE, shift)
+            pieces.read_piece(group, pieces.padded(group) - PAGE, into)
+            assert into.numpy().tobytes() == data[at + pieces.padded(group) - PAGE :][:PAGE]
+    assert pieces.store.direct or refused or not is_direct(pieces.store.path)
+
+
+def is_direct(path: Path) -> bool:
+    """Whether the kernel reads this file past the page cache."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        return os.preadv(file, [aligned(PAGE).numpy().data], 0) == PAGE
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+def test_a_flipped_bit_is_found_in_its_piece_only(pieces: Pack) -> None:
+    rng, file = random.Random(9), pieces.store.path
+    damaged = {at: rng.randrange(length) for _, _, at, length in where(pieces)[::2]}
+    for at, byte in damaged.items():
+        flip(file, at + byte, rng.randrange(8))
+    for group, start, at, length in where(pieces):
+        into = aligned(length)
+        pieces.read_piece(group, start, into)
+        if at in damaged:
+            message = refusal(lambda group=group, start=start, into=into: pieces.read_piece(group, start, into, check=True))
+            assert message.startswith(f"{file}: group {group}, ")
+            assert f"the {length} bytes at byte {at} are not those that were packed" in message
+        else:
+            pieces.read_piece(group, start, into, check=True)
+
+
+def test_a_store_cut_while_it_is_open(pieces: Pack) -> None:
+    places, file = where(pieces), pieces.store.path
+    group, start, at, length = places[len(places) // 2]
+    for end in (at + PAGE, at + 700, at):
+        os.truncate(file, end)
+        for shift in (0, 1):
+            for check in (False, True):
+                into = aligned(length, shift)
+                message = refusal(lambda into=into, check=check: pieces.read_piece(group, start, into, check))
+                assert message.startswith(f"cannot read {file} at byte {end}: it ends there")
+                assert message.endswith(f"in group {group} at byte {at - start}")
+    before = places[len(places) // 2 - 1]
+    pieces.read_piece(before[0], before[1], aligned(before[3]), check=True)
+
+
+def test_a_disk_that_fails(pieces: Pack) -> None:
+    """Behind the store's descriptors is another file, which gives true input/output errors at such places."""
+    for file in {pieces.store._fd, pieces.store._direct} - {-1}:
+        broken = os.open("/proc/self/mem", os.O_RDONLY)
+        os.dup2(broken, file)
+        os.close(broken)
+    group, start, at, length = where(pieces)[1]
+    assert 0 < at < 65536  # where no process has memory
+    for shift in (0, 1):
+        into = aligned(length, shift)
+        message = refusal(lambda into=into: pieces.read_piece(group, start, into, check=True))
+        assert message == f"cannot read {pieces.store.path} at byte {at}: Input/output error, in group {group} at byte {at - start}"
+
+
+def test_many_threads_read_pieces(pieces: Pack) -> None:
+    data = pieces.store.path.read_bytes()
+    places = where(pieces) * 3
+    random.Random(10).shuffle(places)
+
+    def right(number: int) -> bool:
+        group, start, at, length = places[number]
+        into = aligned(length, shift=number % 3)
+        pieces.read_piece(group, start, into, check=number % 2 == 0)
+        return into.numpy().tobytes() == data[at : at + length]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(right, range(len(places))))
+
+
+def test_a_large_piece_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.write(tiny.CASES["llama"], tmp_path / "model", vocab_size=150_001, num_hidden_layers=1)
+    pack(model, tmp_path / "pack")
+    asked: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def seen(file: int, buffers: list[memoryview], offset: int) -> int:
+        asked.append((offset, len(buffers[0])))
+        return real(file, buffers, offset)
+
+    with Pack.open(tmp_path / "pack") as found:
+        head, length = found.layouts[-1].id, 2 * PIECE_BYTES
+        assert found.padded(head) > length
+        if not is_direct(found.store.path):
+            pytest.skip("needs a file system that reads past the page cache")
+        monkeypatch.setattr(os, "preadv", seen)
+        found.read_piece(head, 0, aligned(length), check=True)
+        assert asked == [(found.offset_of(head), length)]
 
 
 # ---- memory and the command ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,22 @@ from penstock.arch.families import family_of, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.errors import CheckpointError
-from penstock.weights.manifest import PAGE, PIECE_BYTES, FieldPlace, Manifest, Run, join_digests, parse, piece_digest, place, seal
+from penstock.weights.manifest import (
+    DIGEST_BYTES,
+    MAX_MANIFEST_BYTES,
+    PAGE,
+    PIECE_BYTES,
+    FieldPlace,
+    Manifest,
+    Run,
+    decoded,
+    encoded,
+    join_digests,
+    parse,
+    piece_digest,
+    place,
+    seal,
+)
 
 CONFIG = {
     "model_type": "mixtral",
@@ -33,7 +49,12 @@ def layouts(**keys: object) -> tuple[GroupLayout, ...]:
 
 
 def manifest() -> Manifest:
-    runs = tuple(Run(run.id, run.offset, run.size, run.fields, f"{number:064x}") for number, run in enumerate(place(layouts())))
+    return manifest_of(layouts())
+
+
+def manifest_of(groups: tuple[GroupLayout, ...]) -> Manifest:
+    rng = random.Random(4)
+    runs = tuple(replace(run, digests=rng.randbytes(DIGEST_BYTES * len(run.pieces))) for run in place(groups))
     return Manifest("ab" * 16, "cd" * 32, "bfloat16", "weights.bin", {"config.json": "ef" * 32}, runs)
 
 
@@ -71,6 +92,36 @@ def test_runs_are_whole_pages_in_the_order_of_a_pass() -> None:
         end = run.end
     assert manifest().size == end
     assert end % PAGE == 0
+
+
+def test_each_piece_has_its_digest() -> None:
+    groups = layouts(vocab_size=524_288, hidden_size=32, head_dim=8)  # an embedding of 32 MiB, and 32.5 with the head's norm
+    found = parse(manifest_of(groups).text(), "m")
+    assert [len(run.pieces) for run in (found.runs[0], found.runs[1], found.runs[-1])] == [4, 1, 5]
+    for run, layout in zip(found.runs, groups, strict=True):
+        assert sum(run.piece_length(start) for start in run.pieces) == run.length >= layout.size
+        assert b"".join(run.digest(start) for start in run.pieces) == run.digests
+        assert all(run.piece_length(start) == PIECE_BYTES for start in run.pieces[:-1])
+    assert len({run.digest(start) for run in found.runs for start in run.pieces}) == sum(len(run.pieces) for run in found.runs)
+
+
+@given(st.lists(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES), min_size=1, max_size=5), st.integers(0, 6))
+def test_digests_are_read_in_their_number_only(digests: list[bytes], count: int) -> None:
+    joined = b"".join(digests)
+    assert decoded(encoded(joined), len(digests)) == joined
+    assert count == len(digests) or decoded(encoded(joined), count) is None
+
+
+def test_the_largest_models_fit() -> None:
+    """10**12 parameters in 384 experts for each of 61 layers, in float32."""
+    more = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_experts": 384, "num_experts_per_tok": 8}
+    config = CONFIG | more | {"model_type": "qwen3_moe", "vocab_size": 163_840, "head_dim": 64, "decoder_sparse_step": 1}
+    groups = group_layouts(read_spec(config), family_of(config).names, "float32")
+    found = manifest_of(groups)
+    assert found.size > 4e12
+    text = found.text()
+    assert len(text) < MAX_MANIFEST_BYTES / 2
+    assert parse(text, "m") == found
 
 
 def test_checksums_depend_on_every_byte_and_on_the_order() -> None:
@@ -138,7 +189,16 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "size odd": (group(1, size=257), "has size 257"),
     "size huge": (group(0, size=2**63), "has size"),
     "size small": (group(0, size=256), "ends at byte"),
-    "checksum": (group(0, checksum="0"), "64 hexadecimal digits"),
+    "digests number": (group(0, digests=0), "has digests 0; it must be those of 1 pieces in base64"),
+    "digests none": (group(0, digests=""), "has digests ''"),
+    "digests short": (group(0, digests=encoded(bytes(31))), "of 1 pieces in base64"),
+    "digests long": (group(0, digests=encoded(bytes(33))), "of 1 pieces in base64"),
+    "digests two": (group(0, digests=encoded(bytes(64))), "of 1 pieces in base64"),
+    "digests other letters": (group(0, digests="-" * 43 + "="), "of 1 pieces in base64"),
+    "digests not ASCII": (group(0, digests="\xe9" * 43 + "="), "of 1 pieces in base64"),
+    "digests spaced": (group(0, digests="A" * 42 + "\n="), "of 1 pieces in base64"),
+    "digests of two spellings": (group(0, digests="A" * 42 + "B="), "of 1 pieces in base64"),
+    "digests of a huge group": (group(-1, size=2**62), f"of {2**39} pieces in base64"),
     "no fields": (fields(), "has fields []"),
     "field number": (fields(1), "has the field 1"),
     "field shape": (fields(FIELD | {"shape": [-1]}), "more elements"),

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,8 +18,9 @@ from penstock.api.jobs import Job, Sequel
 from penstock.api.outputs import Completion, Delta
 from penstock.api.text import Tokenizer
 from penstock.arch.spec import ModelSpec
-from penstock.base.config import Config
+from penstock.base.config import CACHE, Config
 from penstock.base.errors import CheckpointError, RequestError
+from penstock.base.trace import Trace
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Stats
 from penstock.sched.scheduler import Event
@@ -27,6 +28,8 @@ from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.pack import Pack
+from penstock.weights.packcache import is_pack
 
 SHIPPED_MODEL = Path(__file__).parent.parent / "shipped"
 """The checkpoint that comes with the package."""
@@ -46,6 +49,7 @@ class LLM:
 
     model: a Hugging Face checkpoint directory; None is the small model that comes with the package.
     progress: whether `generate` shows a bar; None shows it for several prompts on a terminal.
+    trace: is told of every read, copy, wait and use of weights that stream.
     Everything else is explained in base.config.Config. What was decided (device, dtype, how memory is divided) is logged to the
     logger "penstock" at level INFO.
 
@@ -69,8 +73,10 @@ class LLM:
         max_sequences: int | None = None,
         kv_blocks: int | None = None,
         prefix_cache: bool = True,
+        cache: str | Path = CACHE,
         check: bool = False,
         progress: bool | None = None,
+        trace: Trace | None = None,
     ) -> None:
         config = Config(
             model=SHIPPED_MODEL if model is None else Path(model),
@@ -84,6 +90,7 @@ class LLM:
             max_sequences=max_sequences,
             kv_blocks=kv_blocks,
             prefix_cache=prefix_cache,
+            cache=Path(cache),
             check=check,
         )
         self._progress = progress
@@ -94,12 +101,19 @@ class LLM:
         self._events: deque[Event] = deque()
         """Of the last step, not yet handed out: empty but for an interrupt in the midst of it."""
         """Jobs abandoned during a step, to be ended after it."""
-        with Checkpoint.open(config.model) as checkpoint, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
+        with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
+            weights: Checkpoint | Pack = Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model)
+            opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(_load_tokenizer, config.model)
-            self._booted = boot(config, checkpoint, say=log.info)
-            self._defaults = checkpoint.generation
+            self._booted = boot(config, weights, say=log.info, trace=trace)
+            opened.callback(self._booted.engine.close)
+            self._defaults = weights.generation
             self._tokenizer = tokenizer.result()
+            # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint has been read.
+            opened.pop_all()
+            if isinstance(weights, Checkpoint):
+                weights.close()
         self._engine = self._booted.engine
 
     # -- what there is -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from penstock.base.errors import ConfigError
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
+CACHE = Path("~/.cache/penstock")
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """What an engine is asked to be. Sizes are text or bytes (see base.units); `auto` is decided at boot and printed.
@@ -17,7 +20,9 @@ class Config:
     device: auto, cpu, cuda or cuda:N.
     dtype: of weights, activations and KV; auto is the checkpoint's on CUDA, and on a CPU the faster exact one (see boot).
     device_memory: bytes the engine may take on the device in all: weights, activations and KV.
-    host_memory: bytes it may take in host memory; on a CPU, where the device is the host, the smaller of the two counts.
+    host_memory: bytes the process may take in host memory, its RSS. On a CPU, where the device is part of the host, bytes the engine may
+        take in all; what is allowed beyond device_memory holds weights that stream.
+    cache: directory where packs are kept, which are made of models that need the disk while they run.
     max_length: longest sequence served; None is the model's.
     block_size: tokens in a KV block.
     max_step_tokens, max_sequences: most tokens and most requests in one step; None is the device's usual.
@@ -37,6 +42,7 @@ class Config:
     max_sequences: int | None = None
     kv_blocks: int | None = None
     prefix_cache: bool = True
+    cache: Path = CACHE
     check: bool = False
 
     def __post_init__(self) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from penstock.arch import bounds
 from penstock.arch.layout import group_layouts
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.config import Config
 from penstock.base.errors import DeviceError
 from penstock.base.units import format_rate, format_size
-from penstock.bench import bounds
 from penstock.bench.limits import Limits, Rates, Room, limits, prefill_rate
 from penstock.bench.machine import Machine, machine
 from penstock.engine.boot import choose_dtype, device_budget
@@ -72,7 +72,7 @@ def checkup(config: Config, *, quick: bool = False) -> Checkup:
     quick: leave out the disk. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
     """
     shape, device = Shape.open(config.model), choose_device(config.device)
-    dtype = choose_dtype(config, shape.spec, device)
+    dtype = choose_dtype(config, shape, device)
     on_gpu = device.type == "cuda"
     cpu = torch.device("cpu")
     room = Room(device_budget(config, device), int(free_memory(cpu) * _HOST_SHARE) if on_gpu else None)

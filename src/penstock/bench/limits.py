@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from penstock.arch import bounds
 from penstock.arch.families import TensorNames
 from penstock.arch.layout import group_layouts
 from penstock.arch.spec import ModelSpec
-from penstock.bench import bounds
 
 PROMPT = 2048
 """Tokens of the prompt whose rate is given, if the model takes as many."""

@@ -6,25 +6,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.base.units import format_rate, format_size
+from penstock.bench.bound import Bound
 from penstock.bench.machine import Machine
+from penstock.bench.streaming import Streaming
 from penstock.bench.times import Times
 
 
 class Kind(StrEnum):
     DECODE = "decode"
     PREFILL = "prefill"
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """What must be done at least, bytes read or floating-point operations, at the rate measured for it just before."""
-
-    weight_bytes: float
-    kv_bytes: float
-    operations: float
-    per_second: float
-    """Bytes for a decode step, operations for a prefill."""
-    ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +56,7 @@ class Report:
     tokens_per_second: float
     bound: Bound
     of_bound: float
+    streaming: Streaming | None
     baseline: Comparison | None
     machine: Machine
 
@@ -89,7 +80,9 @@ class Report:
             ("bound", f"{bound.ms:.3g} ms: {least}"),
             ("of the bound", f"{self.of_bound:.1%}"),
         ]
-        if self.of_bound > 1 and decode:
+        if self.streaming:
+            rows += self.streaming.rows(self.ms.median)
+        elif self.of_bound > 1 and decode:
             rows.append(("", "more than all: some of what is read rests in the processor's caches"))
         if other := self.baseline:
             rows.append((other.system, f"{other.ms}, {other.tokens_per_second:,.1f} tokens/s; penstock is {other.ratio:.2f} times as fast"))

@@ -1,29 +1,34 @@
 """One benchmark from what was asked to its report: the ceilings first, then the engine, then what it is compared with."""
 
-import gc
 from bisect import bisect_right
-from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from penstock.arch import bounds
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
-from penstock.bench import bounds, measure
+from penstock.bench import measure
 from penstock.bench.baseline import Baseline, transformers
+from penstock.bench.bound import Bound
 from penstock.bench.machine import machine
 from penstock.bench.measure import Work
-from penstock.bench.report import Bound, Comparison, Kind, Report, Subject
+from penstock.bench.report import Comparison, Kind, Report, Subject
+from penstock.bench.streaming import Streaming, scratch
 from penstock.bench.times import Times
-from penstock.engine.boot import Booted, Say, boot, choose_dtype, choose_limits
-from penstock.memory.device import choose_device, device_name
+from penstock.engine.boot import Booted, boot, choose_dtype, choose_limits
+from penstock.engine.placing import Override, Say, host_room
+from penstock.memory.device import choose_device, device_name, give_back
 from penstock.memory.probe import matmul_rate, memory_read
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.residency import HOST_SLOTS, PIECE, Limits
 from penstock.weights.shape import Shape
+from penstock.weights.source import Source
 
 _CONTEXT = 2048
 """Prompt tokens where none were asked for and the model has room for as many."""
@@ -42,6 +47,10 @@ class Job:
     output: int
     repeat: int
     baseline: bool = False
+    scratch: tuple[Path, int] | None = None
+    """Where random weights that do not fit into memory are read from: a directory, and the most bytes to write there."""
+    window: int | None = None
+    """Bytes of a sliding window on the device: nothing stays anywhere, as in systems without a placement."""
 
 
 def run(job: Job, say: Say = lambda _: None) -> Report:
@@ -51,12 +60,13 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     model = _open(job)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
-        dtype = choose_dtype(job.config, spec, device)
+        dtype = choose_dtype(job.config, model, device)
         layouts = group_layouts(spec, model.names, dtype)
         work, config = _sized(job, spec, device)
         rate = memory_read(device) if job.kind is Kind.DECODE else matmul_rate(device, getattr(torch, dtype))
-        _free(device)
-        booted = boot(config, model, say=say)
+        give_back(device)
+        with _disk(job, model, layouts, dtype) as disk:
+            booted = boot(config, model, say=say, override=Override(_window(job, config, device), disk))
     subject = Subject(
         bench=job.kind,
         model=job.name,
@@ -70,10 +80,15 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
         step_tokens=booted.limits.max_step_tokens,
     )
     boot_seconds = booted.seconds
+    before = booted.weights.stats()
     times, bound = _measure(job.kind, booted, work, layouts, rate)
+    streaming = Streaming.of(booted, before) if booted.weights.stats().streams else None
+    if streaming is not None:
+        passes = 1 if job.kind is Kind.DECODE else -(-work.batch * work.context // booted.limits.max_step_tokens)
+        bound = streaming.bound(bound, passes)
     booted.engine.close()
     del booted
-    _free(device)
+    give_back(device)
     tokens = work.batch * (1 if job.kind is Kind.DECODE else work.context)
     return Report(
         subject=subject,
@@ -82,6 +97,7 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
         tokens_per_second=1e3 * tokens / times.median,
         bound=bound,
         of_bound=bound.ms / times.median,
+        streaming=streaming,
         baseline=_compare(job, subject, work, device, times.median, tokens) if job.baseline else None,
         machine=machine(),
     )
@@ -132,8 +148,17 @@ def _compare(job: Job, subject: Subject, work: Work, device: torch.device, ours:
     return Comparison(f"transformers {transformers().__version__}", times, 1e3 * tokens / times.median, times.median / ours)
 
 
-def _free(device: torch.device) -> None:
-    """Give back what torch keeps for reuse: what comes next sizes itself by what is free."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+@contextmanager
+def _disk(job: Job, model: Checkpoint | Shape, layouts: Sequence[GroupLayout], dtype: str) -> Iterator[tuple[Source, Path] | None]:
+    if job.scratch is None or isinstance(model, Checkpoint):
+        yield None
+        return
+    with scratch(*job.scratch, layouts, dtype) as disk:
+        yield disk
+
+
+def _window(job: Job, config: Config, device: torch.device) -> Limits | None:
+    """A ring of the window's size, and everything else on disk or, beyond the least ring there, on the host."""
+    if job.window is None:
+        return None
+    return Limits(job.window, max(host_room(config, device), HOST_SLOTS[-1] * PIECE), resident=0, kept=0, device_ring=job.window)

@@ -30,6 +30,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "100M": _shape("llama", 768, 2048, 12, (12, 4, 64), 32000, tie_word_embeddings=True),
     "0.6B": _shape("qwen3", 1024, 3072, 28, (16, 8, 128), 151936, tie_word_embeddings=True),
     "8B": _shape("llama", 4096, 14336, 32, (32, 8, 128), 128256),
+    "70B": _shape("llama", 8192, 28672, 80, (64, 8, 128), 128256),
     "70B-slice": _shape("llama", 8192, 28672, 4, (64, 8, 128), 128256),
 }
 """By the name that `penstock bench --shape` knows; 70B-slice is 4 of the 80 layers."""

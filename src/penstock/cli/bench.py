@@ -11,6 +11,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import CONTEXT, Command, debug_option, option
+from penstock.cli.options import size
 from penstock.cli.terminal import say
 
 WORK, ENGINE, OUTPUT = "Work", "Engine", "Output"
@@ -24,6 +25,7 @@ _PREFILL = """
   penstock bench prefill --shape 8B --context 16384
   penstock bench prefill ./my-model --batch 4 --json
 """
+_SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
 _SHARED = (
     option(WORK, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead of a MODEL."),
     option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences at once. [1]"),
@@ -32,7 +34,11 @@ _SHARED = (
     option(WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."),
     option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
     option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
-    option(ENGINE, "--device-memory", metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
+    option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
+    option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory. [CUDA 80% of free]"),
+    option(ENGINE, "--scratch", type=click.Path(file_okay=False, exists=True, path_type=Path), metavar="DIR", help=_SCRATCH),
+    option(ENGINE, "--scratch-size", callback=size, default="16GiB", metavar="SIZE", help="Most to write there; layers share it. [16GiB]"),
+    option(ENGINE, "--window", callback=size, metavar="SIZE", help="Compare: a sliding window, through which all weights pass each time."),
     option(ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
     option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]"),
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but the line of JSON."),
@@ -89,13 +95,24 @@ def _measure(
     device: str,
     dtype: str,
     device_memory: str | None,
+    host_memory: str | None,
+    scratch: Path | None,
+    scratch_size: str,
+    window: str | None,
     max_step_tokens: int | None,
 ) -> None:
     if model is not None and shape is not None:
         raise click.UsageError("MODEL and --shape exclude each other; give one of them")
-    config = Config(model or Path(), device=device, dtype=dtype, device_memory=device_memory, max_step_tokens=max_step_tokens)
-    if device_memory is not None:
-        parse_size(device_memory, whole=2**50)  # only whether it can be read; of what a share is meant is known later
+    config = Config(
+        model or Path(),
+        device=device,
+        dtype=dtype,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        max_step_tokens=max_step_tokens,
+    )
+    there = (scratch, parse_size(scratch_size)) if scratch else None
+    through = parse_size(window) if window else None
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {out}: its directory does not exist")
 
@@ -109,7 +126,7 @@ def _measure(
         torch.set_num_threads(threads)
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
     name = shape or (str(model) if model else "shipped")
-    job = Job(Kind(kind), name, source, config, batch, context, output, repeat, baseline is not None)
+    job = Job(Kind(kind), name, source, config, batch, context, output, repeat, baseline is not None, there, through)
     report = run(job, (lambda _: None) if json else (lambda text: say(text, faint=True)))
     if not json:
         click.echo(f"{report}\n")

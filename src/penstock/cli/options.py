@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from penstock.base.config import Config
+from penstock.base.config import CACHE, Config
 from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
@@ -16,7 +16,7 @@ from penstock.step.params import SamplingParams
 PROMPT, SAMPLING, OUTPUT, ENGINE = "Prompt", "Sampling", "Output", "Engine"
 
 
-def _size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     try:
         if value is not None:
             parse_size(value, whole=2**50)  # of which machine a share is meant is known later
@@ -63,14 +63,15 @@ _REPORT = (
 _ENGINE = (
     option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
     option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
-    option(ENGINE, "--device-memory", callback=_size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
-    option(ENGINE, "--host-memory", callback=_size, metavar="SIZE", help="Most to take in host memory."),
+    option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
+    option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory."),
     option(ENGINE, "--max-length", type=int, metavar="N", help="Most tokens of prompt and output together. [the model's]"),
     option(ENGINE, "--max-step-tokens", type=int, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
     option(ENGINE, "--max-sequences", type=int, metavar="N", help="Most sequences in one step. [as many as outputs]"),
     option(ENGINE, "--block-size", type=int, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),
     option(ENGINE, "--kv-blocks", type=int, metavar="N", help="KV blocks to allocate. [as many as are useful and fit]"),
     option(ENGINE, "--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of equal beginnings. [on]"),
+    option(ENGINE, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where packs are kept. [{CACHE}]"),
     option(ENGINE, "--check", is_flag=True, help="Prove the KV ledger's invariants at every step (slow)."),
 )
 

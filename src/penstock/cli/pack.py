@@ -31,8 +31,9 @@ EXAMPLES = """
 def command(model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool) -> None:
     """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order of their use.
 
-    Models larger than memory are to be streamed from it, which no command does yet. Killed or interrupted, the same command
-    goes on where it stopped.
+    Models larger than device and host memory stream from packs. `penstock run` makes one by itself where it is needed, in its
+    cache directory (~/.cache/penstock), or takes the directory of one as MODEL. Killed or interrupted, the same command goes on
+    where it stopped.
     """
     if verify:
         if out or dtype or store:

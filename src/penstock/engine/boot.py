@@ -1,34 +1,33 @@
 """Builds an engine from a Config: finds out what there is, sizes everything, constructs the parts. It decides no policy of its own."""
 
-import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from penstock.arch.layout import group_layouts, kv_layout
-from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
+from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.trace import Trace
 from penstock.base.units import format_size, parse_size
-from penstock.engine.budget import Budget, check_weights_fit, divide
+from penstock.engine.budget import Budget, Demand, divide, least_activations, weights_room
 from penstock.engine.engine import Engine
+from penstock.engine.placing import Model, Override, Say, place
 from penstock.kv.keys import root_key
 from penstock.kv.ledger import BlockLedger
 from penstock.kv.pool import KVPool
-from penstock.memory.device import choose_device, device_name, free_memory, native_half, peak_of, total_memory
+from penstock.memory.device import cap_memory, choose_device, device_name, free_memory, give_back, native_half, peak_of, total_memory
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
 from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
 from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.shape import Shape
-from penstock.weights.stream import WeightStream
+from penstock.weights.pack import Pack
+from penstock.weights.residency import padded
+from penstock.weights.stream import Blank, WeightStream
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, largest_step
 from penstock.worker.sampler import Sampler
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,60 +53,91 @@ class Booted:
     dtype: str
     budget: Budget
     limits: Limits
+    weights: WeightStream
     seconds: float
 
 
-def boot(config: Config, checkpoint: Checkpoint | Shape, *, say: Say = lambda _: None) -> Booted:
-    """Everything from a frozen Config and an open checkpoint to a running engine. `say` is told what was decided.
+def boot(
+    config: Config,
+    model: Model,
+    *,
+    say: Say = lambda _: None,
+    trace: Trace | None = None,
+    override: Override | None = None,
+) -> Booted:
+    """Everything from a frozen Config and an open checkpoint or pack to a running engine. `say` is told what was decided.
 
-    Of a Shape the weights are random. config.model is not looked at: the checkpoint has been found by now.
+    Of a Shape the weights are random. config.model is not looked at: the model has been found by now. A pack is closed with the engine.
     Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
     """
     begin = time.perf_counter()
-    spec = checkpoint.spec
+    spec = model.spec
     device = choose_device(config.device)
-    dtype = choose_dtype(config, spec, device)
+    dtype = choose_dtype(config, model, device)
     limits = choose_limits(config, spec, device)
     total = device_budget(config, device)
-    layouts = group_layouts(spec, checkpoint.names, dtype)
-    if isinstance(checkpoint, Checkpoint):
-        checkpoint.verify(layouts)
-    check_weights_fit(total, sum(layout.size for layout in layouts), max(layout.size for layout in layouts))
+    if device.type == "cuda" and config.device_memory is not None:
+        total = cap_memory(device, total)
+    layouts = group_layouts(spec, model.names, dtype)
+    if isinstance(model, Checkpoint):
+        model.verify(layouts)
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
-
-    weights = WeightStream(layouts, dtype, device)
-    if isinstance(checkpoint, Checkpoint):
-        weights.load(checkpoint)
-    else:
-        weights.fill_random()
     blocks_per_row = -(-limits.max_length // config.block_size)
     inputs = InputBuilder(spec, device, rows=limits.max_sequences, blocks_per_row=blocks_per_row, block_size=config.block_size)
-    runner = Runner(Decoder(spec), weights, inputs, Sampler(spec.vocab_size, device), device)
-
+    runner = Runner(Decoder(spec), inputs, Sampler(spec.vocab_size, device), device)
     layout = kv_layout(spec, dtype, config.block_size)
-    budget = divide(
-        total,
-        weights=weights.bytes,
-        activations=_activation_peak(runner, KVPool(layout, 1, device), spec, dtype, limits, device),
+    runner.attach(Blank(layouts, dtype, device), KVPool(layout, 1, device))
+    demand = Demand(
+        activations=_activation_peak(runner, spec, dtype, limits, device),
         block_bytes=layout.block_bytes,
         block_size=config.block_size,
         useful_blocks=limits.max_sequences * blocks_per_row,
         fixed_blocks=config.kv_blocks,
+        length=config.max_length,
     )
-    runner.attach(KVPool(layout, budget.blocks, device))
+    runner.detach()
+    give_back(device)
+    sizes = [padded(layout) for layout in layouts]
+    room = 0 if override and override.limits else weights_room(total, sum(sizes), max(sizes), demand)
+    placed = place(config, model, layouts, dtype, device, room, say=say, override=override)
+    weights = WeightStream(
+        placed.placement,
+        layouts,
+        dtype,
+        placed.source,
+        device,
+        disk=placed.disk,
+        experts=placed.experts,
+        rates=placed.rates,
+        trace=trace,
+    )
+    try:
+        budget = divide(total, weights.bytes + placed.beside, demand)
+        weights.load()
+        runner.attach(weights, KVPool(layout, budget.blocks, device))
+    except BaseException:
+        weights.close()
+        raise
     ledger = BlockLedger(budget.blocks)
-    scheduler = Scheduler(ledger, limits, _prefix_rule(config, checkpoint, dtype), check=config.check)
+    scheduler = Scheduler(ledger, limits, _prefix_rule(config, model, dtype), check=config.check)
     say(f"memory {budget}")
     if scheduler.longest < limits.max_length:
         say(f"the longest request is {scheduler.longest:,} tokens, less than the context of {limits.max_length:,}: KV has no room for more")
-    return Booted(Engine(scheduler, runner), spec, device, dtype, budget, limits, time.perf_counter() - begin)
+    return Booted(Engine(scheduler, runner), spec, device, dtype, budget, limits, weights, time.perf_counter() - begin)
 
 
-def choose_dtype(config: Config, spec: ModelSpec, device: torch.device) -> str:
-    """`auto` is the checkpoint's dtype, but float32 on processors that multiply halves in software, many times slower."""
+def choose_dtype(config: Config, model: Model, device: torch.device) -> str:
+    """`auto` is the checkpoint's dtype, but float32 on processors that multiply halves in software, many times slower; a pack has one.
+
+    Raises ConfigError if a pack of another dtype was asked for.
+    """
+    if isinstance(model, Pack):
+        if config.dtype not in ("auto", model.dtype):
+            raise ConfigError(f"dtype {config.dtype} was asked for, but {model.path} is packed in {model.dtype}; pack the model again")
+        return model.dtype
     if config.dtype != "auto":
         return config.dtype
-    return spec.dtype if native_half(device) else "float32"
+    return model.spec.dtype if native_half(device) else "float32"
 
 
 def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> Limits:
@@ -140,7 +170,7 @@ def device_budget(config: Config, device: torch.device) -> int:
     return total
 
 
-def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device) -> int:
+def _activation_peak(runner: Runner, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device) -> int:
     """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again."""
     kinds = {(spec.windows[layer], spec.is_moe(layer)): layer for layer in reversed(range(spec.layers))}
     plan = largest_step(
@@ -150,20 +180,15 @@ def _activation_peak(runner: Runner, scratch: KVPool, spec: ModelSpec, dtype: st
         block_size=limits.block_size,
         past=PAST_TILE,
     )
-    runner.attach(scratch)
     layers = tuple(sorted(kinds.values()))
     # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
     peak = peak_of(device, lambda: runner.run(plan, layers))
     # In a process that has freed memory before, a CPU's peak can hide in it: never count less than what is plainly there.
-    element, inner = DTYPE_BYTES[dtype], max(spec.intermediate_size, spec.query_size)
-    peak = max(peak, limits.max_step_tokens * (2 * spec.hidden_size + 2 * inner) * element + limits.max_sequences * spec.vocab_size * 4)
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+    peak = max(peak, least_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences))
     return peak
 
 
-def _prefix_rule(config: Config, checkpoint: Checkpoint | Shape, dtype: str) -> PrefixRule:
-    rope = checkpoint.spec.rope
-    root = root_key(checkpoint.fingerprint() if config.prefix_cache else b"", dtype, config.block_size)
+def _prefix_rule(config: Config, model: Model, dtype: str) -> PrefixRule:
+    rope = model.spec.rope
+    root = root_key(model.fingerprint() if config.prefix_cache else b"", dtype, config.block_size)
     return PrefixRule(root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None)

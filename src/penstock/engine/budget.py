@@ -1,9 +1,22 @@
 """How the memory budget is divided: weights first, then the activations of the largest step, and KV blocks from what is left."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.arch.layout import GroupKind, GroupLayout
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
+from penstock.weights.residency import HOST_SLOTS, padded, piece_of
+
+LEAST_TOKENS = 2048
+"""KV that is worth streaming some weights for, where nobody asked for a length."""
+GROWTH = 512 << 20
+"""Host memory that the process still takes after boot, beside weights."""
+CPU_RING_PART = 8
+"""Of a CPU's memory for weights, at most one part in so many is for the ring through which they stream from disk."""
+KV_PART = 8
+"""Where weights stream, one part in so many of the device is for KV: enough for several sequences, little more to stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +46,89 @@ class Budget:
         )
 
 
-def check_weights_fit(total: int, weights: int, layer: int) -> None:
-    """Refuse a budget that cannot hold the weights, before any of them is read. `layer`: bytes of the largest group."""
-    if layer > total:
-        raise BudgetError(
-            f"the budget of {format_size(total)} is too small for one layer's weights, {format_size(layer)}; allow more device memory"
-        )
-    if weights > total:
-        raise BudgetError(
-            f"the budget of {format_size(total)} is too small for the weights, {format_size(weights)}; "
-            f"allow more device memory, or use a smaller model or dtype"
-        )
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the device must hold besides weights.
+
+    activations: bytes of the largest step. useful_blocks: KV blocks that could ever be filled. fixed_blocks: just so many, if asked for.
+    length: the longest sequence that was asked for, None if nobody said.
+    """
+
+    activations: int
+    block_bytes: int
+    block_size: int
+    useful_blocks: int
+    fixed_blocks: int | None = None
+    length: int | None = None
+
+    @property
+    def least_blocks(self) -> int:
+        """Below which weights rather stream: KV for one sequence as asked for, or for a short one."""
+        if self.fixed_blocks is not None:
+            return self.fixed_blocks
+        return min(self.useful_blocks, -(-(self.length or LEAST_TOKENS) // self.block_size))
 
 
-def divide(
-    total: int, *, weights: int, activations: int, block_bytes: int, block_size: int, useful_blocks: int, fixed_blocks: int | None = None
-) -> Budget:
-    """The budget, with as many KV blocks as fit and at most `useful_blocks`, or `fixed_blocks` if they were asked for.
+def weights_room(total: int, weights: int, largest: int, demand: Demand) -> int:
+    """Bytes that weights may take on the device, of `weights` in all, of which the largest group has `largest`.
+
+    Everything, if the least KV fits beside it. Otherwise what a fair share of KV leaves to resident weights and the ring that the others
+    stream through, or, where that is too little for two groups, what less KV leaves. Raises BudgetError if not even one group fits.
+    """
+    free = total - demand.activations
+    if weights <= free - demand.least_blocks * demand.block_bytes:
+        return weights
+    if demand.fixed_blocks is not None:
+        choices = [demand.fixed_blocks]
+    else:
+        fair = min(demand.useful_blocks, max(demand.least_blocks, total // KV_PART // demand.block_bytes))
+        choices = [fair, demand.least_blocks, 1]
+    rooms = [free - blocks * demand.block_bytes for blocks in choices]
+    room = next((room for room in rooms if room >= 2 * largest), rooms[-1])
+    if room < largest:
+        raise BudgetError(
+            f"the budget of {format_size(total)} is too small for one group of weights, {format_size(largest)}, beside {choices[-1]:,} KV "
+            f"blocks of {format_size(demand.block_bytes)} and {format_size(demand.activations)} for the largest step; "
+            f"allow more device memory, fewer KV blocks, or fewer tokens a step"
+        )
+    return room
+
+
+def cpu_ring(room: int, layouts: Sequence[GroupLayout]) -> int:
+    """Bytes of a CPU's `room` for weights that go to the ring, and the slots for experts, through which they stream from disk."""
+    expert = max((padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT), default=0)
+    piece = piece_of(layouts)
+    return max(min(HOST_SLOTS[0] * piece, room // CPU_RING_PART), 2 * piece) + 2 * expert
+
+
+def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
+    """About the bytes that the largest step takes: what was measured on a GPU for models of 70B shape, within some ten per cent.
+
+    That of a layer is half as much again as what enters and leaves its products. Sampling with a sorted vocabulary takes about 19 numbers
+    for each logit, log-probabilities of a prompt two for each of up to 64 positions.
+    """
+    layer = least_activations(spec, dtype, max_step_tokens, 0) * 3 // 2
+    logits = spec.vocab_size * 4
+    return max(layer, 19 * max_sequences * logits, 2 * min(64, max_step_tokens) * logits)
+
+
+def least_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
+    """Bytes that the largest step takes by the shape alone: what enters and leaves a layer's widest products, and the logits."""
+    inner = max(spec.intermediate_size, spec.query_size)
+    return max_step_tokens * (2 * spec.hidden_size + 2 * inner) * DTYPE_BYTES[dtype] + max_sequences * spec.vocab_size * 4
+
+
+def divide(total: int, weights: int, demand: Demand) -> Budget:
+    """The budget, with as many KV blocks as fit beside `weights` bytes and at most the useful ones, or as many as were asked for.
 
     Raises BudgetError if not even one block fits, or not the fixed number.
     """
-    left = total - weights - activations
-    fitting = max(left, 0) // block_bytes
-    taken = f"weights take {format_size(weights)} and the largest step {format_size(activations)}"
-    if fixed_blocks is not None and fixed_blocks > fitting:
+    block_bytes, fixed = demand.block_bytes, demand.fixed_blocks
+    fitting = max(total - weights - demand.activations, 0) // block_bytes
+    taken = f"weights take {format_size(weights)} and the largest step {format_size(demand.activations)}"
+    if fixed is not None and fixed > fitting:
         raise BudgetError(
-            f"{fixed_blocks} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} {taken}, "
+            f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} {taken}, "
             f"which leaves room for {fitting}; allow more device memory or fewer blocks"
         )
     if fitting < 1:
@@ -66,5 +136,5 @@ def divide(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs {format_size(block_bytes)}; "
             f"allow more device memory, or fewer tokens a step"
         )
-    blocks = min(fitting, useful_blocks) if fixed_blocks is None else fixed_blocks
-    return Budget(total, weights, activations, block_bytes, blocks, block_size)
+    blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
+    return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size)

@@ -16,6 +16,8 @@ class Ranks(Protocol):
 
     def run(self, plan: Plan) -> Outcome: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -81,7 +83,7 @@ class Engine:
 
     def _fail(self, fault: BaseException) -> None:
         self._failure = f": a step failed with {type(fault).__name__}: {fault}"
-        self._ranks = None
+        self.close()
 
     def stats(self) -> Stats:
         """The engine at this moment, and its counts since it started."""
@@ -100,7 +102,9 @@ class Engine:
 
     def close(self) -> None:
         """Free the device. Requests that are still there are lost; a second call does nothing."""
-        self._ranks = None
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
 
     def _open(self) -> Ranks:
         if self._ranks is None:

@@ -1,5 +1,6 @@
 """The machine's memory as the engine sees it: which device, how much there is, and how much a piece of work takes at its peak."""
 
+import gc
 import os
 import resource
 from collections.abc import Callable
@@ -12,6 +13,10 @@ from penstock.base.errors import DeviceError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_MOST_OUTSIDE = 1 << 30
+"""What a CUDA context takes at most; what is missing beyond that belongs to other processes."""
+_MODULES = 256 << 20
+"""Kernels that are loaded later."""
 
 
 def choose_device(asked: str) -> torch.device:
@@ -52,6 +57,28 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(int(psutil.virtual_memory().available), _cgroup_limit() - _cgroup_usage())
+
+
+def cap_memory(device: torch.device, size: int) -> int:
+    """Bytes of `size` that may be allocated on a CUDA device if the whole process is to stay below it; the others are the driver's and its
+    modules'. From now on torch refuses to allocate more."""
+    free, whole = torch.cuda.mem_get_info(device)
+    outside = min(whole - free - torch.cuda.memory_reserved(device), _MOST_OUTSIDE) + _MODULES
+    torch.cuda.set_per_process_memory_fraction(min(max(size - outside, 0) / whole, 1.0), device)
+    return size - outside
+
+
+def give_back(device: torch.device) -> None:
+    """Return what torch keeps for reuse to the device: what comes next is sized to the last byte."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def lift_cap(device: torch.device) -> None:
+    """Undo cap_memory."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _cgroup_limit() -> int:

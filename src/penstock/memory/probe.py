@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from penstock.base.errors import DeviceError
@@ -25,7 +26,7 @@ _USUAL_CACHE = 32 << 20
 _HOST_BYTES = 256 << 20
 _DEVICE_BYTES = 2 << 30
 _PINNED_BYTES = 128 << 20
-_DISK_REQUEST = 8 << 20
+_DISK_REQUEST = 16 << 20
 _DISK_THREADS = 8
 _PAGE = 4096
 _DISK_BYTES = 256 << 20
@@ -55,9 +56,10 @@ class DiskRate:
     """Whether the page cache was bypassed. If not, it was asked to forget the file first, and may not have."""
 
 
-def memory_read(device: torch.device) -> float:
-    """Bytes/s at which a sum reads memory of the device, far beyond its caches; on a CPU with all of torch's threads."""
-    wanted = _DEVICE_BYTES if device.type == "cuda" else max(_HOST_BYTES, 4 * _cache_bytes())
+def memory_read(device: torch.device, most: int | None = None) -> float:
+    """Bytes/s at which a sum reads memory of the device, far beyond its caches; on a CPU with all of torch's threads. `most`: bytes to take
+    for it."""
+    wanted = min(_DEVICE_BYTES, most or _DEVICE_BYTES) if device.type == "cuda" else max(_HOST_BYTES, 4 * _cache_bytes())
     source = _buffer(wanted, device).view(torch.float32).view(4096, -1)
     return source.nbytes / _best(lambda: source.sum(1), device)
 
@@ -101,6 +103,28 @@ def link_rates(device: torch.device) -> LinkRates:
     return LinkRates(_PINNED_BYTES / ways[0], _PINNED_BYTES / ways[1], 4 * _PINNED_BYTES / _best(both, device))
 
 
+def copy_rate(device: torch.device) -> float:
+    """Bytes/s of the one stream that brings weights to the device: from pinned memory over the link, or one thread's copy on a CPU."""
+    if device.type == "cuda":
+        sent = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device)
+        return _PINNED_BYTES / _best(lambda: target.copy_(sent, non_blocking=True), device)
+    source = _buffer(_HOST_BYTES // 2, device).numpy()
+    copy = np.empty_like(source)
+    return source.nbytes / _best(lambda: np.copyto(copy, source), device)
+
+
+def file_read(file: Path, seconds: float = 2 * _SECONDS) -> DiskRate:
+    """How fast a file or a block device can be read, in large requests that bypass the page cache where that is possible.
+
+    Raises DeviceError if it cannot be read.
+    """
+    try:
+        return _read_file(file, temporary=False, seconds=seconds)
+    except OSError as error:
+        raise DeviceError(f"cannot measure {file}: {error.strerror or error}") from error
+
+
 def disk_read(directory: Path) -> DiskRate:
     """How fast files of `directory` can be read: its largest, if that is large enough, or one that is written and dropped again.
 
@@ -124,13 +148,13 @@ def disk_read(directory: Path) -> DiskRate:
         ) from error
 
 
-def _read_file(file: Path, *, temporary: bool) -> DiskRate:
+def _read_file(file: Path, *, temporary: bool, seconds: float = 2 * _SECONDS) -> DiskRate:
     direct = hasattr(os, "O_DIRECT") and _allows_direct(file)
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
     try:
         if not direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return DiskRate(_read_rate(fd, once=not direct), file, temporary, direct)
+        return DiskRate(_read_rate(fd, once=not direct, seconds=seconds), file, temporary, direct)
     finally:
         os.close(fd)
 
@@ -149,25 +173,26 @@ def _allows_direct(file: Path) -> bool:
         os.close(fd)
 
 
-def _read_rate(fd: int, *, once: bool) -> float:
+def _read_rate(fd: int, *, once: bool, seconds: float) -> float:
     """Bytes/s of threads that read whole requests of the file, round and round until the time is up, or only once through.
 
     Why this is safe: each thread reads into memory of its own, and takes its next request from a counter under a lock.
     """
-    requests = os.fstat(fd).st_size // _DISK_REQUEST
-    numbers = iter(range(requests)) if once else itertools.cycle(range(requests))
+    size = os.lseek(fd, 0, os.SEEK_END)  # Also of a block device.
+    starts = range(0, max(size - _DISK_REQUEST, 0) + 1, _DISK_REQUEST)
+    numbers = iter(starts) if once else itertools.cycle(starts)
     lock = threading.Lock()
     begin = time.perf_counter()
-    end = begin + 2 * _SECONDS
+    end = begin + seconds
 
     def read() -> int:
         buffer, done = mmap.mmap(-1, _DISK_REQUEST), 0  # O_DIRECT wants aligned memory, which a mapping is.
         while time.perf_counter() < end:
             with lock:
-                number = next(numbers, None)
-            if number is None:
+                start = next(numbers, None)
+            if start is None:
                 break
-            done += os.preadv(fd, [buffer], number * _DISK_REQUEST)
+            done += os.preadv(fd, [buffer], start)
         return done
 
     with ThreadPoolExecutor(_DISK_THREADS, "probe") as pool:

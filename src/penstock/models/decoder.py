@@ -1,5 +1,8 @@
 """The decoder: one function of borrowed weights, KV views and a step's inputs, for every family the spec can express."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -25,7 +28,7 @@ class Decoder:
         self._scale = spec.head_dim**-0.5
 
     def forward(self, weights: Weights, caches: LayerCaches, inputs: StepInputs, layers: range | tuple[int, ...] | None = None) -> Tensor:
-        """Hidden states `[rows, hidden]` of the wanted positions, normalised for the head; KV of all tokens is written to the caches.
+        """Hidden states `[rows, hidden]` of the wanted positions, as `head` wants them; KV of all tokens is written to the caches.
 
         `layers`: which to run, for measuring; all by default.
         """
@@ -39,18 +42,21 @@ class Decoder:
             x = self._feed_forward(layer, x, residual, weights)
         if x is not None:
             residual.add_(x)
-        head = weights.take(HEAD)
-        hidden = rms_norm(residual[inputs.wanted], head["norm"], self.spec.norm_eps)
-        weights.release(HEAD)
-        return hidden
+        return residual[inputs.wanted]
 
-    def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
-        """Float32 `[rows, vocab]` of hidden states that `forward` returned."""
-        group, name = (EMBEDDING, "embedding") if self.spec.tied_embeddings else (HEAD, "output")
-        head = weights.take(group)
-        logits = linear(hidden, head[name]).float()
+    @contextmanager
+    def head(self, weights: Weights, hidden: Tensor) -> Iterator[Callable[[slice], Tensor]]:
+        """Lends the head for `hidden`, which `forward` returned: a function from a slice of its rows to their logits, float32
+        `[rows, vocab]`. The end of a pass, and to be entered at most once in it: what streams passes by only once."""
+        norm = weights.take(HEAD)
+        normed = rms_norm(hidden, norm["norm"], self.spec.norm_eps)
+        if self.spec.tied_embeddings:
+            weights.release(HEAD)
+            group, matrix = EMBEDDING, weights.take(EMBEDDING)["embedding"]
+        else:
+            group, matrix = HEAD, norm["output"]
+        yield lambda rows: linear(normed[rows], matrix).float()
         weights.release(group)
-        return logits
 
     def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
         if x is None:

@@ -23,7 +23,12 @@ class StepInputs:
 
 
 class Weights(Protocol):
-    """Borrowed weights: between `take` and `release` the group's fields may be read on the compute stream, and not after."""
+    """Borrowed weights: between `take` and `release` the group's fields may be read on the compute stream, and not after.
+
+    `expect` tells which experts will be taken next, in this order, as soon as it is known.
+    """
+
+    def expect(self, experts: Sequence[GroupId]) -> None: ...
 
     def take(self, group: GroupId) -> Mapping[str, Tensor]: ...
 

@@ -22,10 +22,11 @@ def mixture(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weight
     out = torch.zeros_like(x)
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()
-    for expert, places in enumerate(torch.split(order, counts)):
-        if not counts[expert]:
+    groups = [GroupId(GroupKind.EXPERT, layer, expert) for expert in range(moe.experts)]
+    weights.expect([group for group, count in zip(groups, counts, strict=True) if count])
+    for group, places in zip(groups, torch.split(order, counts), strict=True):
+        if not len(places):
             continue
-        group = GroupId(GroupKind.EXPERT, layer, expert)
         w = weights.take(group)
         tokens = places // moe.top_k
         y = linear(silu_mul(linear(x[tokens], w["gate_up"])), w["down"])

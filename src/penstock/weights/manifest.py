@@ -1,14 +1,17 @@
 """What a pack says of itself: where each group's bytes rest and what they must be. Nothing in it is believed before it is checked.
 
 A pack's store is a run of bytes for each group, in the order of a pass, each filled up with zeros to whole pages. The manifest is JSON, a
-line for each group, and sealed: its last key is the checksum of the text itself without that line's value.
+line for each group, and sealed: its last key is the checksum of the text itself without that line's value. Each piece of a run has its own
+digest there, so that whoever streams a group can check the pieces as they come, in any order and on any thread.
 """
 
+import base64
+import binascii
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -22,7 +25,8 @@ VERSION = 1
 PAGE = 4096
 """Every run starts and ends at a multiple, so that a disk can read it straight into memory (O_DIRECT)."""
 PIECE_BYTES = 8 << 20
-"""Runs are written, read and checked in pieces, several at once."""
+"""Runs are written, read and checked in pieces, several at once. The last one of a run is shorter."""
+DIGEST_BYTES = hashlib.sha256().digest_size
 MAX_MANIFEST_BYTES = 100_000_000
 MAX_BYTES = 2**62
 _FORMAT = "penstock pack"
@@ -49,15 +53,30 @@ class Run:
     size: int
     """Bytes of the group; the run is longer by what is missing to a whole page."""
     fields: tuple[FieldPlace, ...]
-    checksum: str = ""
+    digests: bytes = b""
+    """One for each piece, of DIGEST_BYTES, in order."""
 
     @property
     def length(self) -> int:
+        """Bytes in the store: whole pages."""
         return -(-self.size // PAGE) * PAGE
 
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+    @property
+    def pieces(self) -> range:
+        """Where each piece starts, in bytes from the run's start."""
+        return range(0, self.length, PIECE_BYTES)
+
+    def piece_length(self, start: int) -> int:
+        """Bytes of the piece at byte `start` of the run."""
+        return min(PIECE_BYTES, self.length - start)
+
+    def digest(self, start: int) -> bytes:
+        """What the piece at byte `start` of the run must have."""
+        return self.digests[start // PIECE_BYTES * DIGEST_BYTES :][:DIGEST_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +107,7 @@ class Manifest:
                 "id": run.id,
                 "offset": run.offset,
                 "size": run.size,
-                "checksum": run.checksum,
+                "digests": encoded(run.digests),
                 "fields": [_field(field) for field in run.fields],
             }
             for run in self.runs
@@ -108,7 +127,7 @@ class Manifest:
 
 
 def place(layouts: Iterable[GroupLayout]) -> tuple[Run, ...]:
-    """Where the groups of a model go; without checksums, which nobody knows yet."""
+    """Where the groups of a model go; without digests, which nobody knows yet."""
     runs: list[Run] = []
     for layout in layouts:
         fields = tuple(FieldPlace(field.name, field.shape, field.offset) for field in layout.fields)
@@ -124,8 +143,23 @@ def piece_digest(data: memoryview | bytearray | bytes, padding: int = 0) -> byte
     return digest.digest()
 
 
+def encoded(digests: bytes) -> str:
+    return base64.b64encode(digests).decode("ascii")
+
+
+def decoded(text: str, count: int) -> bytes | None:
+    """The digests of `count` pieces that were encoded as `text`, if that is what it is."""
+    if len(text) != -(-count * DIGEST_BYTES // 3) * 4:  # known before anything is made of it
+        return None
+    try:
+        digests = base64.b64decode(text, validate=True)
+    except (ValueError, binascii.Error):
+        return None
+    return digests if encoded(digests) == text and len(digests) == count * DIGEST_BYTES else None
+
+
 def join_digests(digests: Iterable[bytes]) -> str:
-    """The checksum of a run of which these are the pieces' digests, in order."""
+    """The checksum of a file of which these are the pieces' digests, in order."""
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
@@ -191,9 +225,9 @@ def _manifest(body: Mapping[str, object], where: str) -> Manifest:
 
 def _run(value: object, element: int, where: str) -> Run:
     """One group, itself sound; whether it lies where it may is not yet checked."""
-    if not isinstance(value, dict) or tuple(value) != ("id", "offset", "size", "checksum", "fields"):
-        raise CheckpointError(f"{where} is {shown(value)}; it must be an object of id, offset, size, checksum and fields")
-    id, offset, size, fields = value["id"], value["offset"], value["size"], value["fields"]
+    if not isinstance(value, dict) or tuple(value) != ("id", "offset", "size", "digests", "fields"):
+        raise CheckpointError(f"{where} is {shown(value)}; it must be an object of id, offset, size, digests and fields")
+    id, offset, size, text, fields = value.values()
     if not isinstance(id, str) or not 0 < len(id) <= 64:
         raise CheckpointError(f"{where} has id {shown(id)}; it must be a short text")
     where = f"{where} ({shown(id)})"
@@ -212,7 +246,11 @@ def _run(value: object, element: int, where: str) -> Run:
         places.append(field)
     if end > size:
         raise CheckpointError(f"{where}: field {shown(places[-1].name)} ends at byte {end} of {size}")
-    return Run(id, offset, size, tuple(places), _hex(value["checksum"], 64, f"{where}: the checksum"))
+    run = Run(id, offset, size, tuple(places))
+    digests = decoded(text, len(run.pieces)) if isinstance(text, str) else None
+    if digests is None:
+        raise CheckpointError(f"{where} has digests {shown(text)}; it must be those of {len(run.pieces)} pieces in base64")
+    return replace(run, digests=digests)
 
 
 def _parse_field(value: object, where: str) -> FieldPlace:

@@ -18,13 +18,14 @@ from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.layout import GroupId, GroupLayout, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import DiskFile, ReadError
+from penstock.memory.disk import DirectFile, DiskFile, ReadError
 from penstock.weights.checkpoint import MAX_CONFIG_BYTES
 from penstock.weights.generation import GenerationDefaults, read_generation
 from penstock.weights.jsonfile import read_object
 from penstock.weights.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    PAGE,
     PIECE_BYTES,
     Manifest,
     Run,
@@ -37,26 +38,6 @@ from penstock.weights.manifest import (
 THREADS = max(4, min(8, os.cpu_count() or 1))
 """That check or convert pieces; each holds one."""
 _T = TypeVar("_T")
-
-
-class Store(DiskFile):
-    """A pack's weights: a regular file, or a block device."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises ReadError."""
-        if not is_block_device(path):
-            super().__init__(path)
-            return
-        self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self.size = os.lseek(self._fd, 0, os.SEEK_END)
-        except OSError as error:
-            raise ReadError(f"cannot open {path}: {error.strerror}") from error
-
-    def forget(self) -> None:
-        """Let go of what the page cache holds of it, so that it is read from the disk."""
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Pack:
@@ -74,7 +55,7 @@ class Pack:
         self.layouts: tuple[GroupLayout, ...] = _layouts(self.spec, self.names, manifest, str(path / MANIFEST))
         self._runs = {layout.id: run for layout, run in zip(self.layouts, manifest.runs, strict=True)}
         try:
-            self.store = Store(manifest.store_path(path))
+            self.store = DirectFile(manifest.store_path(path))
         except ReadError as error:
             raise CheckpointError(str(error)) from error
         device = is_block_device(self.store.path)
@@ -111,6 +92,10 @@ class Pack:
         """Where the group's run starts in the store: a multiple of PAGE."""
         return self._runs[group].offset
 
+    def padded(self, group: GroupId) -> int:
+        """Bytes of the group's run: its size and the zeros that fill the last page."""
+        return self._runs[group].length
+
     def read_group(self, group: GroupId, into: torch.Tensor, check: bool = False) -> None:
         """Fill `into`, flat uint8 of the group's size on the CPU. `check`: that these are the bytes that were packed.
 
@@ -120,14 +105,31 @@ class Pack:
         assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (run.size,), "cpu")
         buffer = into.numpy().data
         if not check:
-            self._read(run, 0, buffer)
+            self._read(self.store.read_into, run, 0, buffer)
             return
-        digests = []
-        for start in range(0, run.length, PIECE_BYTES):
+        for start in run.pieces:
             piece = buffer[start : min(start + PIECE_BYTES, run.size)]
-            self._read(run, start, piece)
-            digests.append(piece_digest(piece, padding=min(PIECE_BYTES, run.length - start) - len(piece)))
-        self._compare(run, digests)
+            self._read(self.store.read_into, run, start, piece)
+            self._compare(run, start, piece_digest(piece, padding=run.piece_length(start) - len(piece)))
+
+    def read_piece(self, group: GroupId, start: int, into: torch.Tensor, check: bool = False) -> None:
+        """Fill `into`, flat uint8 on the CPU, from byte `start` of the group's run, padding included. Any number of threads may at once.
+
+        Past the page cache where the store allows it and `into` starts at a page, else through it, and it forgets. `start` and the length
+        are multiples of PAGE. `check`: that these are the bytes that were packed; `start` is then a multiple of PIECE_BYTES, and the end
+        is the run's or one too. Raises CheckpointError naming store, group and byte of the store; `into` then holds anything.
+        """
+        run, end = self._runs[group], start + len(into)
+        assert (into.dtype, into.dim(), into.device.type) == (torch.uint8, 1, "cpu")
+        assert 0 <= start < end <= run.length, f"bytes {start} to {end} of {run.length}"
+        assert (start | end) % PAGE == 0, f"bytes {start} to {end} are no whole pages"
+        buffer = into.numpy().data
+        self._read(self.store.read_direct, run, start, buffer)
+        if not check:
+            return
+        assert start % PIECE_BYTES == 0 == end % PIECE_BYTES * (run.length - end), f"bytes {start} to {end} are no whole pieces"
+        for at in range(start, end, PIECE_BYTES):
+            self._compare(run, at, piece_digest(buffer[at - start : at - start + PIECE_BYTES]))
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read every byte and compare it with the checksums; `progress` is told the bytes of each piece.
@@ -138,16 +140,12 @@ class Pack:
             if file_checksum(self.path / name) != checksum:
                 raise CheckpointError(f"{self.path / name} is not as it was packed; copy it again from the model")
         self.store.forget()
-        pieces = [(run, start) for run in self.manifest.runs for start in range(0, run.length, PIECE_BYTES)]
-        digests: list[bytes] = []
+        pieces = [(run, start) for run in self.manifest.runs for start in run.pieces]
         with closing(in_order((partial(self._digest, run, start) for run, start in pieces), THREADS)) as found:
             for (run, start), digest in zip(pieces, found, strict=True):
-                digests.append(digest)
-                if start + PIECE_BYTES >= run.length:
-                    self._compare(run, digests)
-                    digests.clear()
+                self._compare(run, start, digest)
                 if progress:
-                    progress(min(PIECE_BYTES, run.length - start))
+                    progress(run.piece_length(start))
 
     def fingerprint(self) -> bytes:
         """That of the checkpoint it was made from: 16 bytes, as Checkpoint.fingerprint gives them."""
@@ -163,20 +161,21 @@ class Pack:
         self.close()
 
     def _digest(self, run: Run, start: int) -> bytes:
-        piece = bytearray(min(PIECE_BYTES, run.length - start))
-        self._read(run, start, memoryview(piece))
+        piece = bytearray(run.piece_length(start))
+        self._read(self.store.read_into, run, start, memoryview(piece))
         return piece_digest(piece)
 
-    def _read(self, run: Run, start: int, buffer: memoryview) -> None:
+    def _read(self, read: Callable[[memoryview, int], None], run: Run, start: int, buffer: memoryview) -> None:
         try:
-            self.store.read_into(buffer, run.offset + start)
+            read(buffer, run.offset + start)
         except ReadError as error:
             raise CheckpointError(f"{error}, in group {run.id} at byte {run.offset}") from error
 
-    def _compare(self, run: Run, digests: Iterable[bytes]) -> None:
-        if join_digests(digests) != run.checksum:
+    def _compare(self, run: Run, start: int, digest: bytes) -> None:
+        if digest != run.digest(start):
             where = f"{self.store.path}: group {run.id}, {run.size} bytes at byte {run.offset}"
-            raise CheckpointError(f"{where}, is damaged: its checksum is not the manifest's; remove the pack and pack the model again")
+            fault = f"the {run.piece_length(start)} bytes at byte {run.offset + start} are not those that were packed"
+            raise CheckpointError(f"{where}, is damaged: {fault}; remove the pack and pack the model again")
 
     def _fault(self, size: int) -> str:
         first = next(run for run in self.manifest.runs if run.end > size)

@@ -22,7 +22,7 @@ import torch
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.base.units import format_size
-from penstock.memory.disk import DiskFile, ReadError
+from penstock.memory.disk import DirectFile, DiskFile, ReadError
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.manifest import (
     MANIFEST,
@@ -31,11 +31,12 @@ from penstock.weights.manifest import (
     Manifest,
     Run,
     config_checksum,
-    join_digests,
+    decoded,
+    encoded,
     piece_digest,
     place,
 )
-from penstock.weights.pack import THREADS, Pack, Store, file_checksum, in_order, is_block_device
+from penstock.weights.pack import THREADS, Pack, file_checksum, in_order, is_block_device
 
 JOURNAL = "manifest.partial"
 PARTIAL = ".partial"
@@ -75,43 +76,69 @@ def write_pack(checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None
     Raises CheckpointError for what is wrong with the checkpoint or with the pack that is there, PackError for what stands in the way of a
     new one: what was written then stays for the next try.
     """
+    with locked(out):
+        return write_locked(checkpoint, out, dtype, store, progress)
+
+
+def write_locked(checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None = None, progress: Progress | None = None) -> bool:
+    """What write_pack does, for whoever has `out` locked."""
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype)
     checkpoint.verify(layouts)
     sides = [file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))]
     files = {file.relative_to(checkpoint.path).as_posix(): file_checksum(file) for file in sides}
     where = STORE if store is None else os.path.abspath(store)
     plan = Manifest(checkpoint.fingerprint().hex(), config_checksum(checkpoint.config), dtype, where, files, place(layouts))
+    if os.path.lexists(out / MANIFEST):
+        _expect_same(out, plan)
+        (out / JOURNAL).unlink(missing_ok=True)
+        return False
+    _Packing(checkpoint, out, layouts, plan, progress or (lambda count: None)).run()
+    return True
+
+
+@contextmanager
+def locked(out: Path, busy: Callable[[], None] | None = None) -> Iterator[None]:
+    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again.
+
+    If another process has it, `busy` is called, and then waits for that one to end, whether by a kill or in time; without `busy`, that is
+    a PackError. So is what the system refuses in the meantime.
+    """
+    new = not out.exists()
     try:
-        with _locked(out):
-            if os.path.lexists(out / MANIFEST):
-                _expect_same(out, plan)
-                (out / JOURNAL).unlink(missing_ok=True)
-                return False
-            _Packing(checkpoint, out, layouts, plan, progress or (lambda count: None)).run()
-            return True
+        directory = _lock(out, busy)
+        try:
+            yield
+        except BaseException:
+            if new:
+                with suppress(OSError):
+                    out.rmdir()
+            raise
+        finally:
+            os.close(directory)
     except OSError as error:
         raise PackError(_explain(error, out)) from error
 
 
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again."""
-    new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+def _lock(out: Path, busy: Callable[[], None] | None) -> int:
+    """The locked directory, as a descriptor to be closed."""
+    while True:
+        out.mkdir(parents=True, exist_ok=True)
+        directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PackError(f"another process is packing into {out}; wait for it, or choose another directory") from error
-        yield
-    except BaseException:
-        if new:
-            with suppress(OSError):
-                out.rmdir()
-        raise
-    finally:
-        os.close(directory)
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if busy is None:
+                    raise PackError(f"another process is packing into {out}; wait for it, or choose another directory") from error
+                busy()
+                fcntl.flock(directory, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(directory), os.stat(out)):
+                    return directory
+        except BaseException:
+            os.close(directory)
+            raise
+        os.close(directory)  # whoever had it has removed it
 
 
 def _expect_same(out: Path, plan: Manifest) -> None:
@@ -141,15 +168,15 @@ class _Packing:
         whole = self.plan.store_path(self.out)
         device = is_block_device(whole)
         target = whole if device else whole.with_name(whole.name + PARTIAL)
-        checksums = _resume(self.out, self.plan, whole, target)
+        digests = _resume(self.out, self.plan, whole, target)
         self._expect_room(target, device)
-        checksums = self._recheck(target, checksums)
+        digests = self._recheck(target, digests)
         with _opened(self.out / JOURNAL, os.O_CREAT) as journal:  # before the store, so that what is there is known to be a pack's
-            _cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, checksums))])
+            _cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, digests))])
             _sync_directory(self.out)
             self._copy_sides()
             with _opened(target, os.O_EXCL if device else os.O_CREAT) as store:  # on a device: not while it is mounted
-                checksums += self._write(target, store, journal, len(checksums))
+                digests += self._write(target, store, journal, len(digests))
                 if not device:
                     os.ftruncate(store, self.plan.size)
                 os.fsync(store)
@@ -158,14 +185,14 @@ class _Packing:
         if not device:
             os.rename(target, whole)
             _sync_directory(whole.parent)
-        runs = tuple(replace(run, checksum=checksum) for run, checksum in zip(self.plan.runs, checksums, strict=True))
+        runs = tuple(replace(run, digests=each) for run, each in zip(self.plan.runs, digests, strict=True))
         _write_file(self.out / MANIFEST, replace(self.plan, runs=runs).text())
         (self.out / JOURNAL).unlink()
 
     def _expect_room(self, target: Path, device: bool) -> None:
         needed = self.plan.size
         if device:
-            with Store(target) as there:
+            with DirectFile(target) as there:
                 if there.size < needed:
                     raise PackError(f"{target} has {format_size(there.size)}; the pack takes {format_size(needed)}")
             return
@@ -179,17 +206,17 @@ class _Packing:
                 f"the disk of {target.parent} has {format_size(free)} free; the pack takes {format_size(needed)} more; make room"
             )
 
-    def _recheck(self, target: Path, checksums: list[str]) -> list[str]:
-        """The checksums of groups that are there; the last was written last, and is read back."""
-        if not checksums:
+    def _recheck(self, target: Path, digests: list[bytes]) -> list[bytes]:
+        """The digests of groups that are there; the last was written last, and is read back."""
+        if not digests:
             return []
-        with Store(target) as there:
+        with DirectFile(target) as there:
             there.forget()
-            while checksums and _checksum_of(there, self.plan.runs[len(checksums) - 1]) != checksums[-1]:
-                checksums = checksums[:-1]
-        if checksums:
-            self.progress(self.plan.runs[len(checksums) - 1].end)
-        return checksums
+            while digests and _digests_of(there, self.plan.runs[len(digests) - 1]) != digests[-1]:
+                digests = digests[:-1]
+        if digests:
+            self.progress(self.plan.runs[len(digests) - 1].end)
+        return digests
 
     def _copy_sides(self) -> None:
         for name, checksum in self.plan.files.items():
@@ -203,27 +230,27 @@ class _Packing:
             if file_checksum(self.out / name) != checksum:
                 raise CheckpointError(f"{self.checkpoint.path / name} changed while it was packed; run the same command again")
 
-    def _write(self, target: Path, store: int, journal: int, done: int) -> list[str]:
-        """Write all groups after the first `done`. Returns their checksums."""
+    def _write(self, target: Path, store: int, journal: int, done: int) -> list[bytes]:
+        """Write all groups after the first `done`. Returns their digests."""
         buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(THREADS):
             buffers.put(torch.empty(PIECE_BYTES, dtype=torch.uint8))
         groups = list(zip(self.layouts, self.plan.runs, strict=True))[done:]
-        pieces = [(layout, run, start) for layout, run in groups for start in range(0, run.length, PIECE_BYTES)]
+        pieces = [(layout, run, start) for layout, run in groups for start in run.pieces]
         tasks = (partial(self._write_piece, target, store, buffers, *piece) for piece in pieces)
-        checksums: list[str] = []
         digests: list[bytes] = []
+        begun: list[bytes] = []
         fresh: list[bytes] = []
         first = groups[0][1].offset if groups else 0
         with closing(in_order(tasks, THREADS)) as written:
             for (_, run, start), digest in zip(pieces, written, strict=True):
-                digests.append(digest)
-                self.progress(min(PIECE_BYTES, run.length - start))
-                if start + PIECE_BYTES < run.length:
+                begun.append(digest)
+                self.progress(run.piece_length(start))
+                if len(begun) < len(run.pieces):
                     continue
-                checksums.append(join_digests(digests))
-                digests.clear()
-                fresh.append(_entry(run, checksums[-1]))
+                digests.append(b"".join(begun))
+                begun.clear()
+                fresh.append(_entry(run, digests[-1]))
                 if run.end - first >= COMMIT_BYTES or run.end == self.plan.size:
                     os.fdatasync(store)
                     os.posix_fadvise(store, first, run.end - first, os.POSIX_FADV_DONTNEED)  # they would push out what others need
@@ -231,7 +258,7 @@ class _Packing:
                     os.fsync(journal)
                     fresh.clear()
                     first = run.end
-        return checksums
+        return digests
 
     def _write_piece(
         self, target: Path, store: int, buffers: queue.SimpleQueue[torch.Tensor], layout: GroupLayout, run: Run, start: int
@@ -239,7 +266,7 @@ class _Packing:
         """Write a piece of a group. Returns its digest. Any thread may: pieces are disjoint."""
         buffer = buffers.get()
         try:
-            piece = buffer[: min(PIECE_BYTES, run.length - start)]
+            piece = buffer[: run.piece_length(start)]
             self.checkpoint.read_piece(layout, self.plan.dtype, start, piece)
             data = piece.numpy().data
             at = 0
@@ -253,8 +280,8 @@ class _Packing:
             buffers.put(buffer)
 
 
-def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[str]:
-    """Checksums of the groups that an earlier run finished, in order. Raises PackError when `out` is not for this pack to take."""
+def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]:
+    """Digests of the groups that an earlier run finished, in order. Raises PackError when `out` is not for this pack to take."""
     try:
         lines = (out / JOURNAL).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -267,20 +294,20 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[str]:
         return []
     if lines[0] != _head(plan):
         raise PackError(f"{out} holds an unfinished pack of another model, dtype or store; remove it or choose another directory")
-    checksums = []
+    found: list[bytes] = []
     for run, line in zip(plan.runs, lines[1:], strict=False):
-        checksum = line.split()[-1].decode("ascii", "replace") if line.split() else ""
-        if line != _entry(run, checksum):  # the last one may be cut
+        digests = decoded(line.split()[-1].decode("ascii", "replace"), len(run.pieces)) if line.split() else None
+        if digests is None or line != _entry(run, digests):  # the last one may be cut
             break
-        checksums.append(checksum)
+        found.append(digests)
     if target != whole and not target.exists():
-        if whole.exists() and len(checksums) == len(plan.runs):  # killed between the two last renames
+        if whole.exists() and len(found) == len(plan.runs):  # killed between the two last renames
             os.rename(whole, target)
         elif os.path.lexists(whole):
             raise PackError(f"{whole} is there, and the unfinished pack in {out} has not come to it; remove one of them")
         else:
             return []
-    return checksums
+    return found
 
 
 def _head(plan: Manifest) -> bytes:
@@ -289,17 +316,16 @@ def _head(plan: Manifest) -> bytes:
     return json.dumps(["penstock journal", *values]).encode() + b"\n"
 
 
-def _entry(run: Run, checksum: str) -> bytes:
-    return f"{run.id} {checksum}\n".encode()
+def _entry(run: Run, digests: bytes) -> bytes:
+    return f"{run.id} {encoded(digests)}\n".encode()
 
 
-def _checksum_of(store: Store, run: Run) -> str:
+def _digests_of(store: DirectFile, run: Run) -> bytes:
     """Of the bytes that are there; empty if they are not."""
     try:
-        starts = range(0, run.length, PIECE_BYTES)
-        return join_digests(piece_digest(store.read(run.offset + at, min(PIECE_BYTES, run.length - at))) for at in starts)
+        return b"".join(piece_digest(store.read(run.offset + start, run.piece_length(start))) for start in run.pieces)
     except ReadError:
-        return ""
+        return b""
 
 
 @contextmanager

@@ -6,14 +6,15 @@ and what streams does so through rings whose addresses are the same in every pas
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import compress, pairwise
 
-from penstock.arch.layout import ALIGNMENT, GroupId
+from penstock.arch.layout import ALIGNMENT, GroupId, GroupKind, GroupLayout
 from penstock.base.errors import BudgetError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
+from penstock.weights.manifest import PAGE
 from penstock.weights.passage import Prediction, Rates, RingLayout, lay_pieces, lay_ring, simulate
 
 PIECE = 16 << 20
@@ -24,8 +25,28 @@ LEVELS = 8
 """Sizes of the resident set are tried in steps of the largest group divided by this."""
 SMALL = 64
 """A group this many times smaller than the largest is kept on DEVICE first: a copy of it costs more in calls than in bytes."""
+EXPERT_RING = (8, 4, 2)
+"""Slots on DEVICE through which experts come: one is computed with while others are on their way."""
+HOST_EXPERT_RING = 8
+"""Slots on HOST through which experts come from DISK: reads in flight."""
 EFFORT = 5_000
 """Uses simulated before the best placement found so far is good enough. Models of up to a few dozen groups are searched to the end."""
+
+
+def padded(layout: GroupLayout) -> int:
+    """Bytes of a group as it rests on any tier: whole pages, so that a disk may read into it directly."""
+    return -(-layout.size // PAGE) * PAGE
+
+
+def pass_order(layouts: Sequence[GroupLayout], tied: bool) -> tuple[GroupLayout, ...]:
+    """The groups that every pass uses, in order: tied embeddings again at its end, experts not at all."""
+    every = tuple(layout for layout in layouts if layout.id.kind is not GroupKind.EXPERT)
+    return (*every, every[0]) if tied else every
+
+
+def piece_of(layouts: Sequence[GroupLayout]) -> int:
+    """Bytes of a slot of the host ring: PIECE, or less where no group is as large."""
+    return min(PIECE, max(map(padded, layouts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +81,8 @@ class Placement:
     device_ring: RingLayout
     host_ring: RingLayout
     prediction: Prediction
+    piece: int = PIECE
+    """Bytes of a slot of the host ring."""
 
     @property
     def everything_resident(self) -> bool:
@@ -138,25 +161,91 @@ def predict(placement: Placement, rates: Rates, seconds: Sequence[float] | None 
     return simulate(sizes, homes, placement.device_ring, placement.host_ring.size, rates, arithmetic, piece)
 
 
-def expert_homes(
-    frequencies: Mapping[GroupId, float], sizes: Mapping[GroupId, int], device: int, host: int, disk: int | None = None
-) -> dict[GroupId, Tier]:
-    """Homes for groups that only some tokens need: the most frequently used on DEVICE, the next on HOST, the others on DISK.
+@dataclass(frozen=True, slots=True)
+class ExpertRoom:
+    """Slots of `size` bytes for `experts` groups that only some tokens need, of which a pass knows the next ones only as it goes.
 
-    device, host, disk: bytes for experts alone, without rings; None is as much as it takes. Raises BudgetError if they are too few.
+    on_device, on_host: experts that stay there; the others are on DISK. device_ring, host_ring: slots through which they come.
     """
-    homes = {}
-    left = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: sum(sizes[id] for id in frequencies) if disk is None else disk}
-    for id in sorted(frequencies, key=lambda id: (-frequencies[id], id)):
-        tier = next((tier for tier, room in left.items() if sizes[id] <= room), None)
-        if tier is None:
+
+    size: int
+    experts: int
+    on_device: int
+    on_host: int
+    device_ring: int = 0
+    host_ring: int = 0
+
+    @property
+    def device(self) -> int:
+        return (self.on_device + self.device_ring) * self.size
+
+    @property
+    def host(self) -> int:
+        return (self.on_host + self.host_ring) * self.size
+
+    @property
+    def on_disk(self) -> int:
+        return self.experts - self.on_device - self.on_host
+
+
+def solve_mixture(
+    uses: Iterable[Use], size: int, experts: int, limits: Limits, rates: Rates, seconds: Sequence[float] | None = None, piece: int = PIECE
+) -> tuple[Placement, ExpertRoom]:
+    """A placement for `uses`, the groups that every pass needs, and what is then left for `experts` groups of `size` bytes each.
+
+    The former come first on every tier: they are needed in each pass, an expert only now and then. Raises BudgetError.
+    """
+    uses = tuple(uses)
+    dense = sum({use.id: use.size for use in uses}.values())
+    if dense + experts * size <= limits.device:
+        placement = solve(uses, replace(limits, device=limits.device - experts * size), rates, seconds, piece)
+        return placement, ExpertRoom(size, experts, experts, 0)
+    ring = next((slots for slots in EXPERT_RING if dense + slots * size <= limits.device), EXPERT_RING[-1])
+    if limits.device - ring * size <= 0:
+        raise BudgetError(
+            f"{format_size(limits.device)} of device memory for weights is too small for {ring} experts of {format_size(size)} at a time; "
+            f"allow more device memory"
+        )
+    placement = solve(uses, replace(limits, device=limits.device - ring * size), rates, seconds, piece)
+    on_device = (limits.device - placement.resting(Tier.DEVICE) - placement.device_ring.size) // size - ring
+    free = limits.host - placement.resting(Tier.HOST) - placement.host_ring.size
+    on_host, host_ring = min(free // size, experts - on_device), 0
+    if on_device + on_host < experts:
+        if limits.disk == 0:
             raise BudgetError(
-                f"experts of {format_size(sum(sizes[id] for id in frequencies))} do not fit into {format_size(device)} on the device, "
-                f"{format_size(host)} on the host and {format_size(disk or 0)} on disk; allow more host memory or a disk"
+                f"{experts} experts of {format_size(size)} do not fit into {format_size(limits.device)} on the device and "
+                f"{format_size(limits.host)} on the host, and there is no disk for the rest; allow more host memory or a disk"
             )
-        homes[id] = tier
-        left[tier] -= sizes[id]
-    return homes
+        host_ring = min(HOST_EXPERT_RING, free // size)
+        if host_ring < 1:
+            raise BudgetError(
+                f"{format_size(limits.host)} of host memory is too small for one expert of {format_size(size)}, "
+                f"through which the others would stream from disk; allow more host memory"
+            )
+        on_host = free // size - host_ring
+    return placement, ExpertRoom(size, experts, on_device, on_host, ring, host_ring)
+
+
+def solve_model(
+    layouts: Sequence[GroupLayout], tied: bool, limits: Limits, rates: Rates, disk: bool
+) -> tuple[Placement, ExpertRoom | None, bool]:
+    """A placement for all groups of a model, without the disk (`limits.disk` is not looked at) if that can be and otherwise with it, if
+    there is one; and whether it is needed. Raises BudgetError."""
+    uses = [Use(layout.id, padded(layout)) for layout in pass_order(layouts, tied)]
+    experts = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
+    piece = piece_of(layouts)
+
+    def solved(most: int | None) -> tuple[Placement, ExpertRoom | None]:
+        if not experts:
+            return solve(uses, replace(limits, disk=most), rates, piece=piece), None
+        return solve_mixture(uses, experts[0], len(experts), replace(limits, disk=most), rates, piece=piece)
+
+    try:
+        return *solved(0), False
+    except BudgetError:
+        if not disk:
+            raise
+        return *solved(None), True
 
 
 def spread(sizes: Sequence[int], share: int, whole: int) -> list[bool]:
@@ -363,4 +452,4 @@ class _World:
             read = [(use, self.flow[use]) for use, group in enumerate(self.order) if chosen.homes[group] is Tier.DISK]
             host_ring = lay_pieces(read, chosen.host_ring, self.piece)
         homes = dict(zip(self.ids, chosen.homes, strict=True))
-        return Placement(self.uses, homes, chosen.device_ring, host_ring, chosen.prediction)
+        return Placement(self.uses, homes, chosen.device_ring, host_ring, chosen.prediction, self.piece)

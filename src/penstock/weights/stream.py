@@ -1,60 +1,218 @@
-"""Weights as the decoder borrows them: `take` a group, `release` it. Here every group is resident on the device."""
+"""Weights as the decoder borrows them: `take` a group, `release` it. Whether it rests on the device or streams to it cannot be told."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import GroupId, GroupLayout
-from penstock.weights.checkpoint import Checkpoint
+from penstock.arch.layout import GroupId, GroupKind, GroupLayout
+from penstock.base.meter import WeightStats
+from penstock.base.tiers import Tier
+from penstock.base.trace import Trace
+from penstock.memory.arena import Arena
+from penstock.memory.streams import Stream, streams_of
+from penstock.weights.experts import Experts
+from penstock.weights.feeder import Feeder, Piece, Segment
+from penstock.weights.loading import LOADERS, Progress, load
+from penstock.weights.passage import Rates, Run
+from penstock.weights.residency import PIECE, ExpertRoom, Placement
+from penstock.weights.source import Source
+from penstock.weights.waits import Waits
+
+_FIRST = GroupId(GroupKind.ATTENTION, 0)
+"""What every pass uses exactly once, by which passes are counted."""
 
 
 class WeightStream:
-    """All groups in one arena on the device, in the order of a pass."""
+    """All groups: residents in an arena on the device, the others on their way through a ring beside it."""
 
-    def __init__(self, layouts: Sequence[GroupLayout], dtype: str, device: torch.device) -> None:
-        self._layouts = layouts
-        self._dtype = dtype
-        self.bytes = sum(layout.size for layout in layouts)
-        self._arena = torch.empty(self.bytes, dtype=torch.uint8, device=device)
-        self._views: dict[GroupId, Mapping[str, Tensor]] = {}
-        self._places: list[Tensor] = []
-        start = 0
-        for layout in layouts:
-            place = self._arena[start : start + layout.size]
-            self._places.append(place)
-            self._views[layout.id] = group_views(layout, place, dtype)
-            start += layout.size
+    def __init__(
+        self,
+        placement: Placement,
+        layouts: Sequence[GroupLayout],
+        dtype: str,
+        source: Source,
+        device: torch.device,
+        *,
+        disk: Source | None = None,
+        experts: ExpertRoom | None = None,
+        rates: Rates | None = None,
+        trace: Trace | None = None,
+        streams: tuple[Stream, Stream] | None = None,
+    ) -> None:
+        """placement: of uses in `padded` sizes. disk: where what stays on DISK is read from, if not from `source`. experts: room for those,
+        if they are not among the uses. rates: what both were made for, to be told by `stats`. Nothing is loaded yet."""
+        self.placement, self._dtype, self._source, self._device, self._rates = placement, dtype, source, device, rates
+        self._disk = disk or source
+        self._layouts = {layout.id: layout for layout in layouts}
+        ring, host_ring = placement.device_ring, placement.host_ring
+        on_device = ring.size + placement.resting(Tier.DEVICE)
+        on_host = host_ring.size + placement.resting(Tier.HOST)
+        self.bytes = on_device + (experts.device if experts else 0)
+        self.host_bytes = on_host + (experts.host if experts else 0)
+        self._room = experts
+        self._arena = Arena(self.bytes, device)
+        self._host = Arena(self.host_bytes, torch.device("cpu"), pinned_for=device)
+        self._homes = {
+            **_laid(placement, Tier.DEVICE, self._arena.bytes[ring.size : on_device]),
+            **_laid(placement, Tier.HOST, self._host.bytes[host_ring.size : on_host]),
+        }
+        self._slots = self._host.bytes[: host_ring.size]
+        self._views: dict[GroupId, Mapping[str, Tensor]] = {
+            id: group_views(self._layouts[id], self._homes[id], dtype) for id, home in placement.homes.items() if home is Tier.DEVICE
+        }
+        self._in_ring = [group_views(self._layouts[self._id(run)], self._arena.bytes[run.offset :], dtype) for run in ring.runs]
+        self._runs_of: dict[GroupId, list[int]] = {}
+        for index, run in enumerate(ring.runs):
+            self._runs_of.setdefault(self._id(run), []).append(index)
+        self._streams = streams or streams_of(device)
+        self._waits = Waits(trace)
+        self._feeder: Feeder | None = None
+        self._next = 0
+        """Where in the ring's order the next use is looked for."""
+        self._experts: Experts | None = None
+        if experts is not None:
+            on_each = self._arena.bytes[on_device:].view(-1, experts.size), self._host.bytes[on_host:].view(-1, experts.size)
+            those = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
+            self._experts = Experts(those, experts, on_each[0], on_each[1], self._disk, *self._streams, self._waits)
+        self._passes = 0
+        self._moving: list[Feeder | Experts] = [self._experts] if self._experts else []
+        self._close = weakref.finalize(self, _close, self._host, self._streams[0], {source, self._disk}, self._moving)
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Fill every group from the checkpoint."""
-        on_host = self._arena.device.type == "cpu"
-        largest = max(layout.size for layout in self._layouts)
-        staging = None if on_host else torch.empty(largest, dtype=torch.uint8, pin_memory=True)
-        for layout, place in zip(self._layouts, self._places, strict=True):
-            if staging is None:
-                checkpoint.read_group(layout, self._dtype, place)
-            else:
-                checkpoint.read_group(layout, self._dtype, staging[: layout.size])
-                place.copy_(staging[: layout.size])
+    def load(self, progress: Progress | None = None) -> None:
+        """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for the first.
 
-    def fill_random(self, seed: int = 0, std: float = 0.02) -> None:
-        """Random weights of a usual size instead of a checkpoint's, for measuring speed; norms are ones."""
-        generator = torch.Generator(self._arena.device).manual_seed(seed)
-        for views in self._views.values():
-            for name, view in views.items():
-                if name.endswith("norm"):
-                    view.fill_(1)
-                else:
-                    view.normal_(0, std, generator=generator)
+        Together with the first pass, which reads what stays on DISK, every byte is then read once. Raises CheckpointError.
+        """
+        staging: Arena | None = None
+        slots = list[Tensor]()
+        if self._device.type == "cuda":
+            size = min(PIECE, max(use.size for use in self.placement.uses))
+            fits = self.placement.piece >= size and len(self._slots) >= LOADERS * self.placement.piece
+            staging = None if fits else Arena(2 * LOADERS * size, torch.device("cpu"), pinned_for=self._device)
+            slots = list(torch.split(staging.bytes, size) if staging else torch.split(self._slots, self.placement.piece))
+        try:
+            groups = [(self._layouts[id], place) for id, place in self._homes.items()]
+            groups += self._experts.places() if self._experts else ()
+            order = {id: number for number, id in enumerate(self._layouts)}
+            groups.sort(key=lambda group: order[group[0].id])
+            load(groups, self._source, slots, self._streams[0], progress)
+        finally:
+            if staging:
+                self._streams[0].mark().wait()
+                staging.close()
+        if self.placement.device_ring.runs:
+            self._feeder = self._feed()
+            self._moving.append(self._feeder)
 
     def take(self, group: GroupId) -> Mapping[str, Tensor]:
-        """The group's fields, ready on the compute stream until it is released."""
-        return self._views[group]
+        """The group's fields, ready on the compute stream until it is released.
+
+        Streamed groups are taken one at a time; those that a pass leaves out are passed over. Raises CheckpointError for one that
+        cannot be read.
+        """
+        self._passes += group == _FIRST
+        views = self._views.get(group)
+        if views is not None:
+            return views
+        if group.kind is GroupKind.EXPERT and self._experts is not None:
+            return group_views(self._layouts[group], self._experts.take(group), self._dtype)
+        assert self._feeder is not None, "take before load"
+        run = min(self._runs_of[group], key=lambda run: (run - self._next) % len(self._in_ring))
+        self._feeder.take(run)
+        self._next = run + 1
+        return self._in_ring[run]
 
     def release(self, group: GroupId) -> None:
-        """The compute stream needs the group no more. Residents stay."""
+        """The compute stream needs the group no more."""
+        if group in self._views:
+            return
+        if group.kind is GroupKind.EXPERT and self._experts is not None:
+            self._experts.release(group)
+            return
+        assert self._feeder is not None
+        self._feeder.release(self._next - 1)
+
+    def expect(self, experts: Sequence[GroupId]) -> None:
+        """These experts will be taken next, in this order: those that are not on the device set out for it."""
+        if self._experts is not None:
+            self._experts.expect(experts)
+
+    def stats(self) -> WeightStats:
+        placement, rates, room, moving = self.placement, self._rates, self._room, self._moving
+        stalled = self._waits.stalled()
+        disk = min(sum(one.disk_late for one in moving), stalled)
+        on_disk = placement.resting(Tier.DISK) + (room.on_disk * room.size if room else 0)
+        return WeightStats(
+            device=placement.resting(Tier.DEVICE) + (room.on_device * room.size if room else 0),
+            host=placement.resting(Tier.HOST) + (room.on_host * room.size if room else 0),
+            disk=on_disk,
+            device_ring=placement.device_ring.size + (room.device_ring * room.size if room else 0),
+            host_ring=placement.host_ring.size + (room.host_ring * room.size if room else 0),
+            passes=self._passes,
+            last_pass=0.0,
+            copied=sum(one.copied_bytes for one in moving),
+            read=sum(one.read_bytes for one in moving),
+            stalled_link=stalled - disk,
+            stalled_disk=disk,
+            link_rate=rates.host_to_device if rates else 0.0,
+            disk_rate=rates.disk_to_host if rates and on_disk else 0.0,
+            predicted=placement.prediction.seconds if rates else 0.0,
+            binding=placement.prediction.binding,
+        )
+
+    def close(self) -> None:
+        """End all threads and unpin. Nothing may be taken afterwards; a second call does nothing."""
+        self._close()
+
+    def _id(self, run: Run) -> GroupId:
+        return self.placement.uses[run.use].id
+
+    def _feed(self) -> Feeder:
+        ring, host_ring = self.placement.device_ring, self.placement.host_ring
+        pieces, of_use = list[Piece](), dict[int, list[tuple[Run, int]]]()
+        for number, piece in enumerate(host_ring.runs):
+            layout = self._layouts[self._id(piece)]
+            into = self._slots[piece.offset : piece.offset + piece.size]
+            name = f"{layout.id} from {piece.start >> 20} MiB" if piece.start else str(layout.id)
+            pieces.append(Piece(name, piece.offset // self.placement.piece, into, _reading(self._disk, layout, piece.start)))
+            of_use.setdefault(piece.use, []).append((piece, number))
+        segments = []
+        for run in ring.runs:
+            target = self._arena.bytes[run.offset : run.offset + run.size]
+            home = self._homes.get(self._id(run))
+            cuts = {wait.at: wait.run for wait in run.waits}
+            if home is not None:
+                segments.append([Segment(target[a:b], home[a:b], cuts.get(a), None, False) for a, b in _spans(run.size, cuts)])
+                continue
+            own = list[Segment]()
+            for piece, number in of_use[run.use]:
+                slot, first = self._slots[piece.offset : piece.offset + piece.size], piece.start
+                for a, b in _spans(piece.size, [at - first for at in cuts]):
+                    own.append(Segment(target[first + a : first + b], slot[a:b], cuts.get(first + a), number, b == piece.size))
+            segments.append(own)
+        names = [str(self._id(run)) for run in ring.runs]
+        return Feeder(names, segments, pieces, *self._streams, waits=self._waits, device=self._device)
+
+
+class Blank:
+    """Zeros in place of all weights, in memory for the largest group: what the activations of a step are measured with."""
+
+    def __init__(self, layouts: Sequence[GroupLayout], dtype: str, device: torch.device) -> None:
+        self._layouts, self._dtype = {layout.id: layout for layout in layouts}, dtype
+        self._bytes = torch.zeros(max(layout.size for layout in layouts), dtype=torch.uint8, device=device)
+
+    def take(self, group: GroupId) -> Mapping[str, Tensor]:
+        return group_views(self._layouts[group], self._bytes, self._dtype)
+
+    def release(self, group: GroupId) -> None:
+        pass
+
+    def expect(self, experts: Sequence[GroupId]) -> None:
+        pass
 
 
 def group_views(layout: GroupLayout, place: Tensor, dtype: str) -> Mapping[str, Tensor]:
@@ -65,3 +223,32 @@ def group_views(layout: GroupLayout, place: Tensor, dtype: str) -> Mapping[str, 
         size = prod(field.shape) * kind.itemsize
         views[field.name] = place[field.offset : field.offset + size].view(kind).view(field.shape)
     return views
+
+
+def _laid(placement: Placement, tier: Tier, arena: Tensor) -> dict[GroupId, Tensor]:
+    """Places for the groups with their home on `tier`, one behind the other in the order of a pass."""
+    places, at = dict[GroupId, Tensor](), 0
+    for use in placement.uses:
+        if placement.homes[use.id] is tier and use.id not in places:
+            places[use.id] = arena[at : at + use.size]
+            at += use.size
+    return places
+
+
+def _spans(size: int, cuts: "Sequence[int] | Mapping[int, int]") -> list[tuple[int, int]]:
+    """The parts between `cuts`, those of them that lie within `size` bytes."""
+    bounds = sorted({0, size, *(cut for cut in cuts if 0 < cut < size)})
+    return list(pairwise(bounds))
+
+
+def _reading(source: Source, layout: GroupLayout, start: int) -> Callable[[Tensor, bool], None]:
+    return lambda into, check: source.read(layout, start, into, check)
+
+
+def _close(host: Arena, copies: Stream, sources: set[Source], moving: "list[Feeder | Experts]") -> None:
+    for one in moving:
+        one.close()
+    copies.close()
+    host.close()
+    for source in sources:
+        source.close()

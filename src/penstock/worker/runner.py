@@ -1,6 +1,6 @@
 """Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory is the rows' tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from penstock.kv.pool import KVPool
+from penstock.memory.device import lift_cap
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import LayerCaches, Weights
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, Outcome, Plan, Result, Row, Share, TokenLogprob
+from penstock.weights.stream import WeightStream
 from penstock.worker.inputs import ROW_KEYS, InputBuilder
 from penstock.worker.sampler import Sampler
 
@@ -22,18 +24,32 @@ _HEAD_ROWS = 64
 class Runner:
     """One device's worker."""
 
-    def __init__(self, decoder: Decoder, weights: Weights, inputs: InputBuilder, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, inputs: InputBuilder, sampler: Sampler, device: torch.device) -> None:
         self._decoder = decoder
-        self._weights = weights
+        self._device = device
+        self._weights: Weights | None = None
         self._inputs = inputs
         self._sampler = sampler
         # Kernels of our own are launched on the thread's current device, which need not be this one.
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._caches: LayerCaches = ()
 
-    def attach(self, pool: KVPool) -> None:
-        """From now on KV is written to and read from this pool."""
+    def attach(self, weights: Weights, pool: KVPool) -> None:
+        """From now on these weights are borrowed, and KV is written to and read from this pool."""
+        self._weights = weights
         self._caches = pool.layers
+
+    def detach(self) -> None:
+        """Let go of weights and KV."""
+        self._weights, self._caches = None, ()
+
+    def close(self) -> None:
+        """Let go of them for good; whatever moves weights ends."""
+        weights = self._weights
+        self.detach()
+        if isinstance(weights, WeightStream):
+            weights.close()
+        lift_cap(self._device)
 
     @torch.inference_mode()
     def run(self, plan: Plan, layers: tuple[int, ...] | None = None) -> Outcome:
@@ -45,31 +61,31 @@ class Runner:
         for admission in plan.admissions:
             self._sampler.admit(admission)
         step = self._inputs.build(plan)
-        hidden = self._decoder.forward(self._weights, self._caches, step.inputs, layers)
-        sampling = [share for share in plan.shares if share.sample]
-        chosen: list[tuple[int, TokenLogprob | None]] = []
-        if sampling:
-            logits = self._decoder.logits(self._weights, hidden[: step.samples])
-            chosen = list(zip(*self._sampler.sample(logits, sampling), strict=True))
-        return self._outcome(plan, chosen, hidden[step.samples :], step.prompt_positions)
-
-    def _outcome(
-        self, plan: Plan, chosen: Sequence[tuple[int, TokenLogprob | None]], prompt_hidden: Tensor, prompt_positions: Sequence[int]
-    ) -> Outcome:
-        results, tokens, first = [], iter(chosen), 0
-        for share, positions in zip(plan.shares, prompt_positions, strict=True):
-            prompt = self._prompt_logprobs(share, prompt_hidden[first : first + positions])
-            first += positions
-            token, logprob = next(tokens) if share.sample else (None, None)
+        weights = self._weights
+        assert weights is not None, "run before attach, or after close"
+        hidden = self._decoder.forward(weights, self._caches, step.inputs, layers)
+        if not len(hidden):
+            return Outcome((Result(None, None, ()),) * len(plan.shares))
+        logits: Tensor | None = None
+        prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
+        with self._decoder.head(weights, hidden) as logits_of:
+            if step.samples:
+                logits = logits_of(slice(step.samples))
+            first = step.samples
+            for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
+                for start in range(0, positions, _HEAD_ROWS):
+                    end = min(start + _HEAD_ROWS, positions)
+                    part = logits_of(slice(first + start, first + end))
+                    found += self._sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
+                first += positions
+        sampled: Iterator[tuple[int, TokenLogprob | None]] = iter(())
+        if logits is not None:
+            sampled = zip(*self._sampler.sample(logits, [share for share in plan.shares if share.sample]), strict=True)
+        results = []
+        for share, prompt in zip(plan.shares, prompts, strict=True):
+            token, logprob = next(sampled) if share.sample else (None, None)
             results.append(Result(token, logprob, tuple(prompt)))
         return Outcome(tuple(results))
-
-    def _prompt_logprobs(self, share: Share, hidden: Tensor) -> list[TokenLogprob]:
-        found: list[TokenLogprob] = []
-        for first in range(0, len(hidden), _HEAD_ROWS):
-            logits = self._decoder.logits(self._weights, hidden[first : first + _HEAD_ROWS])
-            found += self._sampler.prompt_logprobs(logits, share, share.next_prompt_tokens[first : first + _HEAD_ROWS])
-        return found
 
 
 def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int) -> Plan:

@@ -1,0 +1,107 @@
+"""What a step must read and compute at least, from the model's shape alone. Divided by measured rates, the times no engine can beat."""
+
+from collections.abc import Sequence
+from math import prod
+
+from penstock.arch.layout import GroupKind, GroupLayout, kv_layout
+from penstock.arch.spec import ModelSpec, MoeSpec
+
+
+def parameters(layouts: Sequence[GroupLayout]) -> int:
+    """Numbers the model is made of."""
+    return sum(prod(field.shape) for layout in layouts for field in layout.fields)
+
+
+def weight_bytes(layouts: Sequence[GroupLayout]) -> int:
+    """All weights as they rest in memory."""
+    return sum(layout.size for layout in layouts)
+
+
+def experts_chosen(moe: MoeSpec, rows: float) -> float:
+    """Experts of a layer that `rows` tokens choose together, on average.
+
+    Tokens are taken to choose evenly, so an expert is left alone by all of them with probability (1 - top_k / experts) ** rows.
+    """
+    left_alone: float = (1 - moe.top_k / moe.experts) ** rows
+    return moe.experts * (1 - left_alone)
+
+
+def weight_bytes_read(spec: ModelSpec, layouts: Sequence[GroupLayout], rows: int = 1) -> float:
+    """Bytes of weights that a step with `rows` sequences reads: every group once, of the experts those that someone chose.
+
+    Of the embedding only `rows` rows are read, unless it is the output matrix too.
+    """
+    total = 0.0
+    for layout in layouts:
+        if layout.id.kind is GroupKind.EXPERT:
+            assert spec.moe is not None
+            total += layout.size * experts_chosen(spec.moe, rows) / spec.moe.experts
+        elif layout.id.kind is GroupKind.EMBEDDING and not spec.tied_embeddings:
+            total += embedding_bytes_read(spec, layout, rows)
+        else:
+            total += layout.size
+    return total
+
+
+def embedding_bytes_read(spec: ModelSpec, layout: GroupLayout, tokens: float) -> float:
+    """Bytes that looking up `tokens` tokens reads."""
+    return layout.size * min(tokens / spec.vocab_size, 1)
+
+
+def kv_token_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Bytes of KV that one token of one sequence takes."""
+    return kv_layout(spec, dtype, 1).block_bytes
+
+
+def kv_bytes_read(spec: ModelSpec, dtype: str, length: float) -> float:
+    """Bytes of KV that a step reads for one sequence of `length` tokens; a layer with a window reads no further than that."""
+    return sum(kv_layer_bytes_read(spec, dtype, length, layer) for layer in range(spec.layers))
+
+
+def kv_layer_bytes_read(spec: ModelSpec, dtype: str, length: float, layer: int) -> float:
+    return kv_layout(spec, dtype, 1).layer_bytes * tokens_seen(spec, length, layer)
+
+
+def tokens_seen(spec: ModelSpec, length: float, layer: int) -> float:
+    """By the last token of a sequence of `length`, itself included."""
+    window = spec.windows[layer]
+    return length if window is None else min(length, window)
+
+
+def prefill_operations(spec: ModelSpec, layouts: Sequence[GroupLayout], lengths: Sequence[int]) -> float:
+    """Floating-point operations for prompts of these lengths: two for each weight and token, two products of attention for each pair of
+    tokens that sees each other, and the output matrix for the last token of each."""
+    matrices = sum(matrix_operations(spec, layout, sum(lengths)) for layout in layouts)
+    attention = sum(attention_operations(spec, prompt_pairs(spec, lengths, layer)) for layer in range(spec.layers))
+    return matrices + attention + output_operations(spec, len(lengths))
+
+
+def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> float:
+    """Of a group's products with `tokens` tokens, of an expert's with those that chose it. The output matrix is `output_operations`."""
+    if layout.id.kind in (GroupKind.EMBEDDING, GroupKind.HEAD):
+        return 0
+    weights: float = sum(prod(field.shape) for field in layout.fields if len(field.shape) == 2)
+    if layout.id.kind is GroupKind.EXPERT:
+        assert spec.moe is not None
+        weights *= spec.moe.top_k / spec.moe.experts
+    return 2 * weights * tokens
+
+
+def attention_operations(spec: ModelSpec, pairs: float) -> float:
+    """Of one layer's attention over so many pairs of a query and a key."""
+    return 4 * pairs * spec.query_size
+
+
+def output_operations(spec: ModelSpec, rows: float) -> float:
+    return 2 * rows * spec.vocab_size * spec.hidden_size
+
+
+def prompt_pairs(spec: ModelSpec, lengths: Sequence[int], layer: int) -> int:
+    """Pairs of a query and a key that it sees, in causal prompts of these lengths."""
+    return sum(_pairs(length, spec.windows[layer]) for length in lengths)
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Query and key pairs of a causal sequence in which a query sees `window` tokens."""
+    seen = length if window is None else min(window, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen

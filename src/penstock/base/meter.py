@@ -1,0 +1,77 @@
+"""Counts of what streams, as values: where weights rest and what moving them has taken, and from two of these what happens in between."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStats:
+    """Where weights rest, and what streaming them has taken since the engine started."""
+
+    device: int
+    host: int
+    disk: int
+    """Bytes with their home on each tier, rings not counted."""
+    device_ring: int
+    host_ring: int
+    """Bytes of the rings."""
+    passes: int
+    """Begun."""
+    copied: int
+    """Bytes HOST to DEVICE, loading not counted."""
+    read: int
+    """Bytes DISK to HOST, loading not counted."""
+    stalled_link: float
+    stalled_disk: float
+    """Seconds that arithmetic waited for weights, by what was late."""
+    link_rate: float
+    disk_rate: float
+    """Bytes per second: ceilings measured at start. 0: no such link is in use."""
+    predicted: float
+    """Seconds of a decode pass."""
+    last_pass: float
+    """Seconds of the last whole pass; 0 before the first."""
+    binding: str
+    """What bounds a pass: "disk", "link" or "compute"."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything does; what fits stays on the device."""
+        return self.device_ring > 0
+
+    def since(self, before: "WeightStats | None", seconds: float) -> "Flow":
+        """What happened in the `seconds` after `before`; None is the start."""
+        copied, read, link, disk = self.copied, self.read, self.stalled_link, self.stalled_disk
+        if before is not None:
+            copied, read = copied - before.copied, read - before.read
+            link, disk = link - before.stalled_link, disk - before.stalled_disk
+        if seconds <= 0:
+            return Flow(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        copied_rate, read_rate = copied / seconds, read / seconds
+        return Flow(
+            copied_rate,
+            read_rate,
+            copied_rate / self.link_rate if self.link_rate else 0.0,
+            read_rate / self.disk_rate if self.disk_rate else 0.0,
+            _share(link, seconds),
+            _share(disk, seconds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Streaming over an interval."""
+
+    copied: float
+    read: float
+    """Bytes per second HOST to DEVICE and DISK to HOST."""
+    copied_share: float
+    read_share: float
+    """The same as shares of what was measured at start, above 1 where that was surpassed; 0 where there is no such link."""
+    waited_link: float
+    waited_disk: float
+    """Shares of the time for which arithmetic waited."""
+
+
+def _share(waited: float, seconds: float) -> float:
+    """A wait is counted when it is over, and may have begun before the interval; which link was late may be corrected later."""
+    return min(max(waited / seconds, 0.0), 1.0)

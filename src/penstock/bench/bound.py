@@ -1,0 +1,15 @@
+"""The time that no engine can beat on the machine that was measured."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What must be done at least, bytes read or floating-point operations, at the rate measured for it just before."""
+
+    weight_bytes: float
+    kv_bytes: float
+    operations: float
+    per_second: float
+    """Bytes for a decode step, operations for a prefill."""
+    ms: float

@@ -1,0 +1,134 @@
+"""What streaming adds to a benchmark: random weights that really lie on a disk, and what moved, against what the links can do."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from penstock.arch.layout import GroupId, GroupLayout
+from penstock.base.errors import DeviceError
+from penstock.base.meter import WeightStats
+from penstock.base.units import format_rate, format_size
+from penstock.bench.bound import Bound
+from penstock.engine.boot import Booted
+from penstock.memory.disk import DirectFile, ReadError
+from penstock.weights.residency import PIECE, padded
+from penstock.weights.source import RandomSource, Source
+
+
+class _Scratch:
+    """A file of random weights. Where it may not be as large as the model, layers share its bytes; reads bypass the page cache."""
+
+    def __init__(self, file: DirectFile, offsets: dict[GroupId, int]) -> None:
+        self._file, self._offsets = file, offsets
+
+    def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        try:
+            self._file.read_direct(into.numpy().data, self._offsets[layout.id] + start)
+        except ReadError as error:
+            raise DeviceError(str(error)) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def scratch(directory: Path, most: int, layouts: Sequence[GroupLayout], dtype: str) -> Iterator[tuple[Source, Path]]:
+    """A temporary file in `directory` of at most `most` bytes (but one group of each size at least), and what reads it. It has no name
+    any more when the engine has been built, and is gone when that ends. Raises DeviceError."""
+    random, offsets, owners, end = RandomSource(dtype), dict[GroupId, int](), dict[int, list[int]](), 0
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".penstock-scratch-") as file:
+            buffer = torch.empty(PIECE, dtype=torch.uint8)
+            for layout in layouts:
+                size = padded(layout)
+                shared = owners.setdefault(size, [])
+                if shared and end + size > most:
+                    offsets[layout.id] = shared[len(offsets) % len(shared)]
+                    continue
+                offsets[layout.id] = end
+                shared.append(end)
+                for start in range(0, size, PIECE):
+                    part = buffer[: min(PIECE, size - start)]
+                    random.read(layout, start, part, False)
+                    file.write(part.numpy().data)
+                end += size
+            file.flush()
+            os.fsync(file.fileno())
+            yield _Scratch(DirectFile(Path(file.name)), offsets), Path(file.name)
+    except OSError as error:
+        raise DeviceError(f"cannot write weights into {directory}: {error.strerror or error}; name another directory") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Over the timed work. Bytes, bytes/s, seconds; rates against the ceilings that were measured when the engine was built."""
+
+    resident: int
+    host: int
+    disk: int
+    device_ring: int
+    host_ring: int
+    copied_per_pass: int
+    read_per_pass: int
+    link_ceiling: float
+    disk_ceiling: float
+    predicted_ms: float
+    """Of a pass that decodes one sequence."""
+    stalled_link: float
+    stalled_disk: float
+    peak_device: int | None
+    """Allocated by torch at most since the process began; None on a CPU."""
+
+    @classmethod
+    def of(cls, booted: Booted, before: WeightStats) -> Self:
+        now, placement, device = booted.weights.stats(), booted.weights.placement, booted.device
+        return cls(
+            resident=now.device,
+            host=now.host,
+            disk=now.disk,
+            device_ring=now.device_ring,
+            host_ring=now.host_ring,
+            copied_per_pass=placement.streamed,
+            read_per_pass=placement.read,
+            link_ceiling=now.link_rate,
+            disk_ceiling=now.disk_rate,
+            predicted_ms=1e3 * now.predicted,
+            stalled_link=now.stalled_link - before.stalled_link,
+            stalled_disk=now.stalled_disk - before.stalled_disk,
+            peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        )
+
+    def bound(self, arithmetic: Bound, passes: int = 1) -> Bound:
+        """The slowest of arithmetic and both links, `passes` times."""
+        ms = [arithmetic.ms, 1e3 * passes * self.copied_per_pass / self.link_ceiling]
+        if self.read_per_pass:
+            ms.append(1e3 * passes * self.read_per_pass / self.disk_ceiling)
+        return replace(arithmetic, ms=max(ms))
+
+    def rows(self, ms: float) -> list[tuple[str, str]]:
+        """For a person; `ms`: of a pass."""
+        link, disk = (1e3 * size / ms for size in (self.copied_per_pass, self.read_per_pass))
+        rows = [
+            (
+                "weights",
+                f"device {format_size(self.resident)} + ring {format_size(self.device_ring)}, "
+                f"host {format_size(self.host)} + ring {format_size(self.host_ring)}, disk {format_size(self.disk)}",
+            ),
+            (
+                "link",
+                f"{format_size(self.copied_per_pass)} a pass, {format_rate(link)} of {format_rate(self.link_ceiling)} "
+                f"({link / self.link_ceiling:.1%})",
+            ),
+        ]
+        if self.disk_ceiling:
+            text = f"{format_size(self.read_per_pass)} a pass, {format_rate(disk)} of {format_rate(self.disk_ceiling)}"
+            rows.append(("disk", f"{text} ({disk / self.disk_ceiling:.1%})"))
+        rows.append(("predicted", f"{self.predicted_ms:.3g} ms a pass"))
+        return rows

@@ -1,0 +1,251 @@
+"""A forecast for those who asked for it: as a table, and as one line of JSON with the same numbers."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.arch import bounds
+from penstock.arch.families import TensorNames
+from penstock.arch.layout import GroupKind, group_layouts
+from penstock.arch.spec import ModelSpec
+from penstock.base.tiers import Tier
+from penstock.base.units import format_rate, format_size
+from penstock.engine.forecast import PROCESS, Forecast, Gain, Pace, gains
+from penstock.weights.passage import Link
+
+ASSUMED = "assumed"
+WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}
+"""What a link is called: the device itself is what computes and reads its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a machine, in bytes, bytes/s or operations/s, and where it is from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A machine's figures by the flag that gives each, without dashes. `machine`: which it is, if it is one known by name."""
+
+    machine: str | None
+    figures: Mapping[str, Figure]
+
+
+@dataclass(frozen=True, slots=True)
+class TierHeld:
+    """Bytes on a tier; `capacity` and `free` are None on DISK. On a CPU, what HOST has is taken from DEVICE.
+
+    process: what it takes beside weights. groups: of each kind, how many rest there.
+    """
+
+    tier: Tier
+    capacity: int | None
+    weights: int
+    ring: int
+    kv: int
+    activations: int
+    process: int
+    free: int | None
+    groups: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PaceShown:
+    """`tokens`, `seconds`, `copied` and `read` are a pass's; `busy`: of its time, by link."""
+
+    tokens_per_second: float
+    tokens: float
+    seconds: float
+    copied: float
+    read: float
+    binding: str
+    busy: Mapping[str, float]
+
+    @classmethod
+    def of(cls, pace: Pace) -> Self:
+        busy = {WORDS[link]: pace.share(link) for link in Link}
+        return cls(pace.tokens_per_second, pace.tokens, pace.seconds, pace.copied, pace.read, WORDS[pace.binding], busy)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A use of a group in a pass, where it rests, and its bytes."""
+
+    group: str
+    home: Tier
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`kinds`: how many groups there are of each kind. `order`: of a pass, without experts."""
+
+    model: str
+    family: str
+    layers: int
+    parameters: int
+    dtype: str
+    weights: int
+    batch: int
+    context: int
+    step_tokens: int
+    setting: Setting
+    everything_resident: bool
+    decode: PaceShown
+    prefill: PaceShown
+    gains: tuple[Gain, ...]
+    tiers: tuple[TierHeld, ...]
+    kinds: Mapping[str, int]
+    order: tuple[Cell, ...]
+
+    @classmethod
+    def of(cls, model: str, spec: ModelSpec, names: TensorNames, setting: Setting, found: Forecast) -> Self:
+        work, placement = found.work, found.placement
+        layouts = group_layouts(spec, names, work.dtype)
+        return cls(
+            model=model,
+            family=spec.family,
+            layers=spec.layers,
+            parameters=bounds.parameters(layouts),
+            dtype=work.dtype,
+            weights=sum(found.resting(tier) for tier in Tier),
+            batch=work.batch,
+            context=work.context,
+            step_tokens=work.step_tokens,
+            setting=setting,
+            everything_resident=found.everything_resident,
+            decode=PaceShown.of(found.decode),
+            prefill=PaceShown.of(found.prefill),
+            gains=gains(spec, names, found),
+            tiers=tuple(_held(found, tier) for tier in reversed(Tier)),
+            kinds=dict(Counter(layout.id.kind.value for layout in layouts)),
+            order=tuple(Cell(str(use.id), placement.homes[use.id], use.size) for use in placement.uses),
+        )
+
+    def line(self) -> str:
+        """Everything, as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        blocks = ([self.title, f"  {self.subtitle}"], _machine(self.setting), _tiers(self), _homes(self), _paces(self), _gains(self))
+        return "\n\n".join("\n".join(block) for block in blocks)
+
+    @property
+    def title(self) -> str:
+        size = f"{format_size(self.weights)} of weights in {self.dtype}"
+        return f"{self.model}: {self.family}, {self.layers} layers, {format_count(self.parameters)} parameters, {size}"
+
+    @property
+    def subtitle(self) -> str:
+        work = f"batch {self.batch:,}, context {self.context:,}, at most {self.step_tokens:,} tokens a step"
+        return work + (f", on {self.setting.machine}" if self.setting.machine else "")
+
+
+def _held(found: Forecast, tier: Tier) -> TierHeld:
+    machine, budget, weights, ring = found.machine, found.budget, found.resting(tier), found.ring(tier)
+    kv = activations = process = 0
+    capacity: int | None = None
+    if tier is Tier.DEVICE:
+        capacity, kv, activations = machine.device - found.beside, budget.kv, budget.activations
+    elif tier is Tier.HOST:
+        capacity, process = (found.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
+    free = None if capacity is None else capacity - weights - ring - kv - activations - process
+    groups = Counter(id.kind.value for id, home in found.placement.homes.items() if home is tier)
+    groups[GroupKind.EXPERT.value] += found.experts_on(tier)
+    return TierHeld(tier, capacity, weights, ring, kv, activations, process, free, {kind: count for kind, count in groups.items() if count})
+
+
+# ---- the table
+
+
+def _machine(setting: Setting) -> list[str]:
+    named = (setting.machine or "").partition(":")[0]
+    rows = [
+        (name.replace("_", " "), format_figure(name, figure.value), "" if figure.source == named else figure.source)
+        for name, figure in setting.figures.items()
+    ]
+    assumed = any(figure.source == ASSUMED for figure in setting.figures.values())
+    return ["Machine", *_aligned(rows, "<><"), *(["  What is assumed, `penstock doctor` measures."] if assumed else [])]
+
+
+def _tiers(it: Report) -> list[str]:
+    def held(one: TierHeld) -> list[str]:
+        sizes = (size or None for size in (one.weights, one.ring, one.kv, one.activations, one.process))
+        return [one.tier.value, *("-" if size is None else format_size(size) for size in (one.capacity, *sizes, one.free))]
+
+    return _headed(["Tiers", "capacity", "weights", "ring", "KV", "activations", "process", "free"], map(held, it.tiers))
+
+
+def _homes(it: Report) -> list[str]:
+    rows = [(one.tier.value, homes(it, one)) for one in it.tiers if one.groups]
+    title = "Homes" + (": everything stays on the device, nothing streams" if it.everything_resident else "")
+    return [title, *_aligned(rows, "<<")]
+
+
+def _paces(it: Report) -> list[str]:
+    def shown(name: str, pace: PaceShown) -> list[str]:
+        rates = [format_pace(pace.tokens_per_second), format_seconds(pace.seconds), format_size(pace.copied), format_size(pace.read)]
+        return [name, *rates, *(f"{pace.busy[word]:.0%}" for word in WORDS.values()), f"the {pace.binding}"]
+
+    head = ["Pace", "tokens/s", "a pass", "copied", "read", *(f"{word} busy" for word in WORDS.values()), "bound by"]
+    return _headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)])
+
+
+def _gains(it: Report) -> list[str]:
+    return _headed(["What more would buy, tokens/s", "decode", "prefill"], [[gain.more.value, *gain_texts(it, gain)] for gain in it.gains])
+
+
+def gain_texts(it: Report, gain: Gain) -> tuple[str, str]:
+    """Of decode and prefill: what is gained in tokens/s, and in per cent; or nothing."""
+    return _gain(gain.decode, it.decode.tokens_per_second), _gain(gain.prefill, it.prefill.tokens_per_second)
+
+
+def _gain(more: float, now: float) -> str:
+    return "nothing" if more < 5e-4 * now else f"+{format_pace(more)} ({more / now:+.1%})"
+
+
+def homes(it: Report, held: TierHeld) -> str:
+    """What rests on a tier, in words: `embedding, 12 of 80 attention`."""
+    parts = []
+    for kind, count in held.groups.items():
+        whole = it.kinds[kind]
+        parts.append(kind if whole == 1 else f"all {whole} {kind}" if count == whole else f"{count} of {whole} {kind}")
+    return ", ".join(parts)
+
+
+def format_figure(name: str, value: float) -> str:
+    if name.endswith("memory"):
+        return format_size(value) if value else "the device"
+    if name == "compute":
+        return f"{value / 1e12:.3g} TFLOP/s"
+    return format_rate(value) if value else "none"
+
+
+def format_pace(number: float) -> str:
+    """Three digits, and no powers of ten: `0.0309`, `57.9`, `9,949`."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 1e-3 else f"{number:#.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{format_pace(seconds)} s"
+
+
+def format_count(number: float) -> str:
+    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+
+
+def _headed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The head begins at the margin, what is below it two columns in."""
+    return _aligned([head, *((f"  {name}", *texts) for name, *texts in rows)], "<" + ">" * (len(head) - 1), "")
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str, margin: str = "  ") -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True)) for row in rows)
+    return [f"{margin}{line}".rstrip() for line in lines]

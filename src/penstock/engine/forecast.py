@@ -1,0 +1,282 @@
+"""How a model would run on a machine, from its shape and the machine's figures alone: what rests where, and how fast it then goes.
+
+Memory is divided and weights are placed by the functions that a boot uses. A pass then takes as long as disk, link and arithmetic hold
+each other up (`residency.predict`), and each use of a group as long as its slower half, reading or computing. Nothing else is counted:
+neither launching kernels nor sampling, so that a model which is resident and small decodes slower than forecast.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import comb
+
+from penstock.arch import bounds
+from penstock.arch.families import TensorNames
+from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout
+from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.base.errors import ConfigError
+from penstock.base.tiers import Tier
+from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, usual_activations, weights_room
+from penstock.weights.passage import Link, Rates
+from penstock.weights.residency import ExpertRoom, Limits, Placement, padded, pass_order, predict, solve_model
+
+BLOCK_SIZE = 32
+PROCESS = GROWTH + (256 << 20)
+"""Host memory that a process takes beside weights: what a boot sets aside, and what Python and torch took when measured without CUDA."""
+GB = 10**9
+MORE = 1.1
+"""Links are tried this many times as fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Bytes that an engine may take on DEVICE and on HOST, rates in bytes/s, and what DEVICE computes in operations/s.
+
+    A disk is there, and large enough, if its rate is above zero. On a CPU `host` is None: DEVICE is in host memory itself, and gives
+    some of its room to the ring through which weights stream from disk.
+    """
+
+    device: int
+    host: int | None
+    rates: Rates
+    operations: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass; weights and KV in `dtype`."""
+
+    dtype: str
+    batch: int = 1
+    context: int = 4096
+    step_tokens: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Passes of one kind in the steady state.
+
+    tokens: in a pass, of all sequences together. copied, read: bytes of weights that come to DEVICE and from DISK in a pass.
+    busy: of its seconds, for how many each link is; of prompts longer than one pass everything is the mean of their passes.
+    """
+
+    tokens: float
+    seconds: float
+    copied: float
+    read: float
+    busy: Mapping[Link, float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def binding(self) -> Link:
+        """The link that everything else waits for."""
+        return max(Link, key=lambda link: self.busy[link])
+
+    def share(self, link: Link) -> float:
+        """Of the time, how much the link is busy."""
+        return self.busy[link] / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """`placement`: of the groups that every pass needs. `experts`: of the others, where the model has any. `beside`: bytes of DEVICE that
+    are HOST's, on a CPU."""
+
+    machine: Machine
+    work: Work
+    budget: Budget
+    placement: Placement
+    experts: ExpertRoom | None
+    beside: int
+    decode: Pace
+    prefill: Pace
+
+    @property
+    def everything_resident(self) -> bool:
+        return self.placement.everything_resident and self.experts_on(Tier.DEVICE) == (self.experts.experts if self.experts else 0)
+
+    def experts_on(self, tier: Tier) -> int:
+        if self.experts is None:
+            return 0
+        return {Tier.DEVICE: self.experts.on_device, Tier.HOST: self.experts.on_host, Tier.DISK: self.experts.on_disk}[tier]
+
+    def resting(self, tier: Tier) -> int:
+        """Bytes of weights with their home on `tier`."""
+        return self.placement.resting(tier) + self.experts_on(tier) * (self.experts.size if self.experts else 0)
+
+    def ring(self, tier: Tier) -> int:
+        """Bytes through which the other weights pass."""
+        if tier is Tier.DISK:
+            return 0
+        device = tier is Tier.DEVICE
+        ring = (self.placement.device_ring if device else self.placement.host_ring).size
+        return ring + ((self.experts.device_ring if device else self.experts.host_ring) * self.experts.size if self.experts else 0)
+
+
+class More(StrEnum):
+    """What a machine might have more of."""
+
+    DEVICE = "1 GB more device memory"
+    HOST = "1 GB more host memory"
+    LINK = "a link 10 % faster"
+    DISK = "a disk 10 % faster"
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Tokens/s that more of something would add; none where it would not help, since it need not be used."""
+
+    more: More
+    decode: float
+    prefill: float
+
+
+def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) -> Forecast:
+    """Raises BudgetError as a boot would, where KV for all sequences, the largest step and the ring do not fit; and ConfigError."""
+    if work.context > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
+        raise ConfigError(
+            f"a context of {work.context:,} is more than the {spec.max_length:,} positions the model was trained for; lower it"
+        )
+    if work.batch > work.step_tokens:
+        raise ConfigError(f"a batch of {work.batch:,} is more than {work.step_tokens:,} tokens a step; every sequence needs a token a step")
+    layouts = group_layouts(spec, names, work.dtype)
+    every = pass_order(layouts, spec.tied_embeddings)
+    expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
+    demand = _demand(spec, work)
+    sizes = [padded(layout) for layout in layouts]
+    placement, experts, beside = _place(spec, layouts, weights_room(machine.device, sum(sizes), max(sizes), demand), machine)
+    taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
+    budget = divide(machine.device, taken + beside, demand)
+
+    def pace(step: _Step) -> Pace:
+        return _pace(spec, machine, placement, experts, step, _arithmetic(spec, machine, every, expert, step))
+
+    return Forecast(machine, work, budget, placement, experts, beside, pace(_decode(spec, work)), pace(_prefill(spec, work)))
+
+
+def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...]:
+    """What more of each tier and link would buy."""
+    machine, rates = now.machine, now.machine.rates
+    others = {
+        More.DEVICE: replace(machine, device=machine.device + GB),
+        More.LINK: replace(machine, rates=replace(rates, host_to_device=rates.host_to_device * MORE)),
+    }
+    if machine.host is not None:
+        others[More.HOST] = replace(machine, host=machine.host + GB)
+    if rates.disk_to_host:
+        others[More.DISK] = replace(machine, rates=replace(rates, disk_to_host=rates.disk_to_host * MORE))
+    found = []
+    for more in More:
+        if more not in others:
+            continue
+        then = forecast(spec, names, others[more], now.work)
+        paces = ((then.decode, now.decode), (then.prefill, now.prefill))
+        found.append(Gain(more, *(max(after.tokens_per_second - before.tokens_per_second, 0.0) for after, before in paces)))
+    return tuple(found)
+
+
+def _demand(spec: ModelSpec, work: Work) -> Demand:
+    """KV for all sequences at their longest, no more and no less."""
+    blocks = work.batch * -(-work.context // BLOCK_SIZE)
+    activations = usual_activations(spec, work.dtype, work.step_tokens, work.batch)
+    return Demand(activations, kv_layout(spec, work.dtype, BLOCK_SIZE).block_bytes, BLOCK_SIZE, blocks, blocks, work.context)
+
+
+def _place(spec: ModelSpec, layouts: Sequence[GroupLayout], room: int, machine: Machine) -> tuple[Placement, ExpertRoom | None, int]:
+    """As a boot places; and how much of a CPU's `room` is HOST's."""
+    beside = cpu_ring(room, layouts) if machine.host is None and sum(map(padded, layouts)) > room else 0
+    host = beside if machine.host is None else max(machine.host - PROCESS, 0)
+    limits = Limits(max(room - beside, 0), host)
+    placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, machine.rates, machine.rates.disk_to_host > 0)
+    return placement, experts, beside
+
+
+# ---- what a pass does
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """tokens computed; rows whose logits are wanted; pairs of a query and a key, and bytes of KV read, by layer."""
+
+    tokens: float
+    rows: float
+    pairs: Callable[[int], float]
+    kv: Callable[[int], float]
+
+
+def _decode(spec: ModelSpec, work: Work) -> _Step:
+    def pairs(layer: int) -> float:
+        return work.batch * bounds.tokens_seen(spec, work.context, layer)
+
+    def kv(layer: int) -> float:
+        return work.batch * bounds.kv_layer_bytes_read(spec, work.dtype, work.context, layer)
+
+    return _Step(work.batch, work.batch, pairs, kv)
+
+
+def _prefill(spec: ModelSpec, work: Work) -> _Step:
+    """The mean of the passes that all prompts take together. Keys are read so seldom for each product that only the products count."""
+    tokens = work.batch * work.context
+    passes = -(-tokens // work.step_tokens)
+
+    def pairs(layer: int) -> float:
+        return work.batch * bounds.prompt_pairs(spec, [work.context], layer) / passes
+
+    return _Step(tokens / passes, work.batch / passes, pairs, lambda layer: 0)
+
+
+def _arithmetic(spec: ModelSpec, machine: Machine, every: Sequence[GroupLayout], expert: GroupLayout | None, step: _Step) -> list[float]:
+    """Seconds for each use: of reading it, or of computing with it. A router's are also those of its experts."""
+    seconds = []
+    for index, layout in enumerate(every):
+        read, operations = float(layout.size), bounds.matrix_operations(spec, layout, step.tokens)
+        if index == 0:
+            read = bounds.embedding_bytes_read(spec, layout, step.tokens)
+        if index == len(every) - 1:
+            operations += bounds.output_operations(spec, step.rows)
+        if layout.id.kind is GroupKind.ATTENTION:
+            read += step.kv(layout.id.layer)
+            operations += bounds.attention_operations(spec, step.pairs(layout.id.layer))
+        if layout.id.kind is GroupKind.ROUTER:
+            assert spec.moe is not None
+            assert expert is not None
+            read += bounds.experts_chosen(spec.moe, step.tokens) * expert.size
+            operations += spec.moe.experts * bounds.matrix_operations(spec, expert, step.tokens)
+        seconds.append(max(read / machine.rates.device_read, operations / machine.operations))
+    return seconds
+
+
+def _pace(
+    spec: ModelSpec, machine: Machine, placement: Placement, experts: ExpertRoom | None, step: _Step, arithmetic: Sequence[float]
+) -> Pace:
+    """How long passes take. Experts are known only once their router has run, so nothing hides their coming."""
+    dense = predict(placement, machine.rates, arithmetic, placement.piece)
+    seconds, copied, read, busy = dense.seconds, float(placement.streamed), float(placement.read), dict(dense.busy)
+    if experts is not None and spec.moe is not None:
+        layers, chosen = sum(spec.moe_layers), bounds.experts_chosen(spec.moe, step.tokens)
+        experts_copied = layers * chosen * experts.size * (1 - experts.on_device / experts.experts)
+        experts_read = layers * chosen * experts.size * experts.on_disk / experts.experts
+        seconds += layers * _fetch(experts, chosen, machine.rates)
+        copied, read = copied + experts_copied, read + experts_read
+        busy[Link.LINK] += experts_copied / machine.rates.host_to_device
+        busy[Link.DISK] += experts_read / machine.rates.disk_to_host if experts_read else 0.0
+    return Pace(step.tokens, seconds, copied, read, busy)
+
+
+def _fetch(experts: ExpertRoom, chosen: float, rates: Rates) -> float:
+    """Seconds until all experts of a layer that were chosen, at even chance, are on DEVICE, on average over how many of them are on DISK.
+
+    Those are read while others are copied; then the last of them is copied.
+    """
+    count = max(round(chosen), 1)
+    on_disk = experts.on_disk / experts.experts
+    on_host = experts.on_host / max(experts.experts - experts.on_disk, 1)
+    copy, mean = experts.size / rates.host_to_device, 0.0
+    for read in range(count + 1 if on_disk else 1):
+        chance = comb(count, read) * on_disk**read * (1 - on_disk) ** (count - read)
+        reading = read * experts.size / rates.disk_to_host + copy if read else 0.0
+        mean += chance * max(reading, (read + (count - read) * on_host) * copy)
+    return mean * chosen / count

@@ -1,0 +1,70 @@
+"""One allocation on a tier, made at start and cut up by its owner."""
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.base.errors import DeviceError
+from penstock.base.units import format_size
+
+PAGE = 4096
+"""Bytes to which whatever a disk reads into is aligned."""
+_HUGE = 2 << 20
+_TOUCH = 64 << 20
+"""Bytes that a thread touches at a time."""
+
+
+class Arena:
+    """`bytes`, flat uint8, aligned to PAGE. On HOST, beside a CUDA device, it is pinned: registered with the driver, which takes a tenth
+    of the time of a pinned allocation and exactly as much memory as was asked for."""
+
+    def __init__(self, size: int, device: torch.device, *, pinned_for: torch.device | None = None) -> None:
+        """Raises DeviceError if there is not as much, or it cannot be pinned for the CUDA device `pinned_for`."""
+        self.size = size
+        self._registered = 0
+        try:
+            self.bytes: Tensor = _mapped(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise DeviceError(f"{format_size(size)} of {device} memory were asked for and are not there; ask for less") from error
+        if pinned_for is not None and pinned_for.type == "cuda" and size:
+            self._register(pinned_for)
+
+    def close(self) -> None:
+        """Unpin. The memory itself goes when nobody has a view of it any more; no copy may be in flight."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]  # torch's
+            self._registered = 0
+
+    def _register(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            fault = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0))  # type: ignore[no-untyped-call]
+        if fault:
+            raise DeviceError(
+                f"cannot pin {format_size(self.size)} of host memory for {device} (CUDA error {fault}); "
+                f"allow less host memory, or raise the limit of locked memory (ulimit -l)"
+            )
+        self._registered = self.bytes.data_ptr()
+
+
+def _mapped(size: int) -> Tensor:
+    """Anonymous memory whose pages are all there: touched by several threads, which is many times faster than by one."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
+    mapping = mmap.mmap(-1, size + _HUGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mapping, dtype=np.uint8)
+    start = -whole.ctypes.data % _HUGE
+    part = whole[start : start + size]
+
+    def touch(at: int) -> None:
+        part[at : at + _TOUCH : PAGE] = 0
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(touch, range(0, size, _TOUCH)))
+    return torch.from_numpy(part)

@@ -1,0 +1,187 @@
+"""Streams: each does its work in order, beside the others. A ticket is a point in one that the host, or another stream, can wait for.
+
+On CUDA these are the device's streams and events. On a CPU copies have a thread of their own, and what computes is its caller's.
+"""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Ticket(Protocol):
+    """A point in a stream's work."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block the calling thread until the point is reached."""
+
+    def when(self) -> float:
+        """When it was reached, in seconds of perf_counter. To be asked only once it is done."""
+
+
+class Stream(Protocol):
+    """Any thread may queue work, one at a time."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy between flat uint8 tensors of one size; neither may be touched until a later mark is done."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """What is queued from now on starts after `ticket`."""
+
+    def mark(self) -> Ticket:
+        """Done when all that has been queued is."""
+
+    def close(self) -> None:
+        """Finish what is queued and end."""
+
+
+class HostTicket:
+    """Reached when a thread says so."""
+
+    __slots__ = ("_reached", "_when")
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._when = 0.0
+
+    def reach(self) -> None:
+        self._when = perf_counter()
+        self._reached.set()
+
+    @property
+    def done(self) -> bool:
+        return self._reached.is_set()
+
+    def wait(self) -> None:
+        self._reached.wait()
+
+    def when(self) -> float:
+        return self._when
+
+
+class ThreadStream:
+    """A thread that does what it is given, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._work,), name=f"penstock {name}", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue anything. It must not raise."""
+        self._work.put(work)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        # One core's memcpy: torch would wake its threads, which the arithmetic needs.
+        self.run(lambda: np.copyto(target.numpy(), source.numpy()))
+
+    def wait(self, ticket: Ticket) -> None:
+        self.run(ticket.wait)
+
+    def mark(self) -> Ticket:
+        ticket = HostTicket()
+        self.run(ticket.reach)
+        return ticket
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+
+def _serve(work: "SimpleQueue[Callable[[], object] | None]") -> None:
+    while (one := work.get()) is not None:
+        one()
+
+
+class CallerStream:
+    """What its caller does itself, at once: arithmetic on a CPU."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def wait(self, ticket: Ticket) -> None:
+        ticket.wait()
+
+    def mark(self) -> Ticket:
+        ticket = HostTicket()
+        ticket.reach()
+        return ticket
+
+    def close(self) -> None:
+        pass
+
+
+class _Clock:
+    """Relates the times of a device's events to perf_counter."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        self._event.record(torch.cuda.current_stream(device))
+        self._event.synchronize()
+        self._when = perf_counter()
+
+    def when(self, event: torch.cuda.Event) -> float:
+        return self._when + float(self._event.elapsed_time(event)) / 1e3
+
+
+class CudaTicket:
+    __slots__ = ("_clock", "event")
+
+    def __init__(self, event: torch.cuda.Event, clock: _Clock) -> None:
+        self.event = event
+        self._clock = clock
+
+    @property
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def when(self) -> float:
+        return self._clock.when(self.event)
+
+
+class CudaStream:
+    """A stream of the device: a new one, or, for what computes, whichever is the calling thread's current one."""
+
+    def __init__(self, device: torch.device, *, current: bool = False, clock: _Clock | None = None) -> None:
+        self._device = device
+        self._stream = None if current else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self.clock = clock or _Clock(device)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._queue()):
+            target.copy_(source, non_blocking=True)
+
+    def wait(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, CudaTicket)
+        self._queue().wait_event(ticket.event)
+
+    def mark(self) -> Ticket:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._queue())
+        return CudaTicket(event, self.clock)
+
+    def close(self) -> None:
+        self._queue().synchronize()
+
+    def _queue(self) -> torch.cuda.Stream:
+        return self._stream or torch.cuda.current_stream(self._device)
+
+
+def streams_of(device: torch.device) -> tuple[Stream, Stream]:
+    """The copy stream and the compute stream of a device."""
+    if device.type == "cpu":
+        return ThreadStream("copies"), CallerStream()
+    copies = CudaStream(device)
+    return copies, CudaStream(device, current=True, clock=copies.clock)

@@ -1,0 +1,496 @@
+"""Experts that come and go: whatever the routing, the rings and what is late, the right bytes; and each wait is needed for it."""
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.arch.layout import GroupId, GroupKind
+from penstock.base.errors import CheckpointError
+from penstock.base.tiers import Tier
+from penstock.base.trace import Trace
+from penstock.memory.streams import CallerStream, Stream, Ticket
+from penstock.weights import experts as module
+from penstock.weights.experts import Experts
+from penstock.weights.residency import ExpertRoom
+from penstock.weights.waits import Waits
+from streams import BRIEF, LONG, UNIT, Compute, Copies, Gates, Store, content, cut_short, layout, no_thread_left, random_delays, within
+
+SIZE = 3 * UNIT
+ROOMS = {
+    "host": (4, 8, 2, 0),
+    "host, ring of one": (0, 12, 1, 0),
+    "disk": (0, 0, 3, 2),
+    "disk, rings of one": (0, 0, 1, 1),
+    "disk, the larger host ring": (2, 0, 1, 4),
+    "all tiers": (4, 4, 2, 2),
+    "all tiers, the larger host ring": (3, 4, 2, 4),
+    "all tiers, rings of one": (4, 4, 1, 1),
+}
+"""Of 12 experts: how many stay on DEVICE and HOST, and the slots of both rings."""
+
+
+def expert(layer: int, number: int) -> GroupId:
+    return GroupId(GroupKind.EXPERT, layer, number)
+
+
+@dataclass
+class World:
+    """Experts of some layers. `room`: as in ROOMS; compute: a stream that does at once what it is given, instead of a thread."""
+
+    room: tuple[int, int, int, int]
+    gates: Gates = field(default_factory=Gates)
+    layers: int = 3
+    each: int = 4
+    experts_class: type[Experts] = Experts
+    compute: Stream | None = None
+    trace: Trace | None = None
+
+    def __post_init__(self) -> None:
+        on_device, on_host, ring, host_ring = self.room
+        self.ids = [expert(layer, number) for layer in range(self.layers) for number in range(self.each)]
+        self.device = torch.zeros(on_device + ring, SIZE, dtype=torch.uint8)
+        self.host = torch.zeros(on_host + host_ring, SIZE, dtype=torch.uint8)
+        self.store, self.copies, self.computing = Store(self.gates), Copies(self.gates), Compute(self.gates)
+        self.copies.addresses = {slot.data_ptr(): ("device", number) for number, slot in enumerate(self.device)}
+        self.copies.addresses |= {slot.data_ptr(): ("host", number) for number, slot in enumerate(self.host)}
+        self.waits = Waits(self.trace)
+        room = ExpertRoom(SIZE, len(self.ids), on_device, on_host, ring, host_ring)
+        streams = self.copies, self.compute or self.computing
+        layouts = [layout(id, SIZE) for id in self.ids]
+        self.experts = self.experts_class(layouts, room, self.device, self.host, self.store, *streams, self.waits)
+        for one, place in self.experts.places():
+            place.numpy()[:] = content(one.id, 0, SIZE)
+        self.visit = 0
+        self.expected: dict[int, GroupId] = {}
+
+    def take(self, id: GroupId) -> Tensor:
+        view = self.experts.take(id)
+        self.expected[self.visit] = id
+        if self.compute is None:
+            self.computing.kernel(self.visit, id, view)
+        else:
+            self.computing.seen[self.visit] = id, view.numpy().copy()
+        self.visit += 1
+        return view
+
+    def layer(self, ids: Sequence[GroupId]) -> None:
+        self.experts.expect(ids)
+        for id in ids:
+            self.take(id)
+            self.experts.release(id)
+
+    def every(self) -> None:
+        """A pass that needs all of them."""
+        for layer in range(self.layers):
+            self.layer([id for id in self.ids if id.layer == layer])
+
+    def wrong(self) -> list[int]:
+        self.computing.mark().wait()
+        assert self.computing.seen.keys() == self.expected.keys()
+        return [visit for visit, (id, bytes) in self.computing.seen.items() if not np.array_equal(bytes, content(id, 0, SIZE))]
+
+    def check(self) -> None:
+        """Every expert has one home, with its bytes in it, and every slot one use."""
+        self.experts.expect([])
+        self.computing.mark().wait()
+        self.copies.mark().wait()
+        experts, (on_device, on_host, ring, host_ring) = self.experts, self.room
+        homes = experts.homes
+        assert list(homes) == self.ids
+        for tier, count, slots, free in (
+            (Tier.DEVICE, on_device, self.device, experts._ring),
+            (Tier.HOST, on_host, self.host, experts._host_ring),
+        ):
+            taken = {home.slot: id for id, home in homes.items() if home.tier is tier}
+            assert len(taken) == sum(home.tier is tier for home in homes.values()) == count
+            assert sorted([*taken, *free]) == list(range(len(slots)))
+            for slot, id in taken.items():
+                assert np.array_equal(slots[slot].numpy(), content(id, 0, SIZE)), f"{id} at home on {tier}"
+        assert (len(experts._ring), len(experts._host_ring)) == (ring, host_ring)
+
+    def close(self) -> None:
+        self.gates.open()
+        self.experts.close()
+        self.copies.close()
+        self.computing.close()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def every(kind: str) -> Callable[[Hashable], float]:
+    return lambda place: 1e-3 if place[0] == kind else 0.0  # type: ignore[index]
+
+
+def routed(rng: np.random.Generator, layer: int, each: int = 4, skew: float = 0.0) -> list[GroupId]:
+    """Some experts of a layer in order, as the arithmetic takes them; with a skew, almost always the first two."""
+    chance = np.where(np.arange(each) < 2, 0.5 + skew / 2, 0.5 - skew / 2)
+    return [expert(layer, int(number)) for number in np.flatnonzero(rng.random(each) < chance)]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges begin after a few passes."""
+    monkeypatch.setattr(module, "REVIEW", 3)
+    monkeypatch.setattr(module, "FADE", 7)
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+@pytest.mark.parametrize("late", ["nothing", "copy", "kernel", "read", 1, 2])
+def test_every_kernel_sees_its_expert(room: tuple[int, int, int, int], late: str | int) -> None:
+    rng = np.random.default_rng(len(str(late)))
+    with no_thread_left(), World(room, Gates(delay=every(late) if isinstance(late, str) else random_delays(late))) as world:
+        for _ in range(12):
+            for layer in range(3):
+                world.layer(routed(rng, layer, skew=0.8))
+        assert world.wrong() == []
+        world.check()
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_may_be_broken_off_and_experts_taken_unexpectedly(room: tuple[int, int, int, int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with World(room, Gates(delay=random_delays(seed, longest=1e-3))) as world:
+        layer = 0
+        for _ in range(50):
+            ids = routed(rng, layer, skew=0.5)
+            world.experts.expect(ids)
+            if rng.random() < 0.2:
+                ids = [id for id in reversed(world.ids) if id.layer == layer]
+            for id in ids:
+                world.take(id)
+                if rng.random() < 0.1:
+                    break
+                world.experts.release(id)
+            layer = int(rng.integers(3)) if rng.random() < 0.3 else (layer + 1) % 3
+        assert world.wrong() == []
+        world.check()
+
+
+@pytest.mark.parametrize("name", [name for name, room in ROOMS.items() if room[0]])
+def test_favourites_move_to_the_device(name: str) -> None:
+    """As many experts as stay there are used again and again, the others now and then. They never take the place of one of their layer."""
+    with World(ROOMS[name]) as world:
+        favourites = [id for id in world.ids if world.experts.homes[id].tier is not Tier.DEVICE][: world.room[0]]
+        rng = np.random.default_rng(0)
+        for _ in range(60):
+            for layer in range(3):
+                world.layer([id for id in world.ids if id.layer == layer and (id in favourites or rng.random() < 0.1)])
+                world.check()
+        homes = world.experts.homes
+        left = {id for id in favourites if homes[id].tier is not Tier.DEVICE}
+        there = {id for id in world.ids if homes[id].tier is Tier.DEVICE} - set(favourites)
+        assert len({id.layer for id in left | there}) <= 1
+        assert len(left) < len(favourites)
+        assert world.wrong() == []
+        before = world.experts.copied_bytes
+        for layer in range(3):
+            world.layer([id for id in favourites if id.layer == layer and id not in left])
+        assert world.experts.copied_bytes == before
+
+
+def test_favourites_move_from_disk_to_host() -> None:
+    with World((0, 4, 2, 4)) as world:
+        favourites = [id for id in world.ids if world.experts.homes[id].tier is Tier.DISK][:4]
+        for _ in range(12):
+            for layer in range(3):
+                world.layer([id for id in favourites if id.layer == layer])
+                world.check()
+        assert all(world.experts.homes[id].tier is Tier.HOST for id in favourites)
+        assert world.wrong() == []
+
+
+def test_reads_and_copies_are_counted() -> None:
+    with World(ROOMS["disk"]) as world:
+        for _ in range(3):
+            world.every()
+        assert world.experts.copied_bytes == world.experts.read_bytes == 3 * 12 * SIZE
+
+
+# ---- without one of its waits
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+def test_a_copy_must_wait_for_the_kernel_on_what_it_writes_over(room: tuple[int, int, int, int]) -> None:
+    def right(mutant: bool) -> bool:
+        gates = Gates([("kernel", 0)])
+        with World(room, gates) as world:
+            first, *rest = [id for id in world.ids if world.experts.homes[id].tier is not Tier.DEVICE and id.layer == 0]
+            slot = world.device.data_ptr()
+            ids = [first, *rest, *([first] if len(rest) < room[2] else [])]
+            world.experts.expect([first])
+            view = world.take(first)
+            slot = "device", (view.data_ptr() - world.device.data_ptr()) // SIZE
+            world.copies.never_waits = slot if mutant else None
+            world.experts.release(first)
+            host = threading.Thread(target=partial(world.layer, (ids * 3)[1:]))
+            host.start()
+            assert gates.passes(("copy", slot, 1), LONG if mutant else BRIEF) == mutant
+            gates.open()
+            host.join()
+            return not world.wrong()
+
+    assert right(mutant=False)
+    assert not right(mutant=True)
+
+
+@pytest.mark.parametrize("name", ["host", "all tiers", "all tiers, rings of one", "disk, the larger host ring"])
+def test_a_slot_that_is_given_up_must_not_be_written_over_while_its_expert_is_used(name: str) -> None:
+    """A newcomer stays in the slot it came in, and the next one comes to that of whom it has replaced, whose kernel still runs."""
+
+    def right(mutant: bool) -> bool:
+        gates = Gates([("kernel", 0)])
+        with World(ROOMS[name], gates) as world:
+            experts = world.experts
+            newcomer, *others = [id for id in world.ids if experts.homes[id].tier is not Tier.DEVICE and id.layer == 2]
+            resident = next(id for id in world.ids if experts.homes[id].tier is Tier.DEVICE and id.layer < 2)
+            left = "device", experts.homes[resident].slot
+            experts._used[newcomer] = 100
+            experts._least[Tier.DEVICE] = [resident]
+            world.copies.never_waits = left if mutant else None
+            world.layer([resident])
+            world.layer([newcomer])
+            assert experts.homes[newcomer].tier is Tier.DEVICE
+            host = threading.Thread(target=lambda: [world.layer(others) for _ in range(3)])
+            host.start()
+            assert gates.passes(("copy", left, 0), LONG if mutant else BRIEF) == mutant
+            gates.open()
+            host.join()
+            world.check()
+            return not world.wrong()
+
+    assert right(mutant=False)
+    assert not right(mutant=True)
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+def test_arithmetic_must_wait_for_its_copies(room: tuple[int, int, int, int]) -> None:
+    def right(mutant: bool) -> bool:
+        gates = Gates([("copy", ("device", slot), 0) for slot in range(16)])
+        with World(room, gates) as world:
+            world.computing.never_waits = 0 if mutant else None
+            id = next(id for id in world.ids if world.experts.homes[id].tier is not Tier.DEVICE)
+            world.layer([id])
+            assert gates.passes(("kernel", 0), LONG if mutant else BRIEF) == mutant
+            gates.open()
+            return not world.wrong()
+
+    assert right(mutant=False)
+    assert not right(mutant=True)
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS.values() if room[3]], ids=[name for name, room in ROOMS.items() if room[3]])
+def test_a_copy_must_wait_until_its_expert_has_been_read(room: tuple[int, int, int, int]) -> None:
+    class Hasty(Experts):
+        def _bring(self, id: GroupId, coming: module._Coming) -> Ticket:
+            coming.reads = []
+            return super()._bring(id, coming)
+
+    def right(experts: type[Experts]) -> bool:
+        world = World(room, experts_class=experts)
+        gates = world.gates
+        id = next(id for id in world.ids if world.experts.homes[id].tier is Tier.DISK)
+        gates.shut(("read", str(id), 0, 0))
+        with world:
+            host = threading.Thread(target=world.layer, args=([id],))
+            host.start()
+            assert gates.passes(("kernel", 0), LONG if experts is Hasty else BRIEF) == (experts is Hasty)
+            gates.open()
+            host.join()
+            return not world.wrong()
+
+    assert right(Experts)
+    assert not right(Hasty)
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS.values() if room[3]], ids=[name for name, room in ROOMS.items() if room[3]])
+def test_a_read_must_wait_until_its_slot_has_been_copied(room: tuple[int, int, int, int]) -> None:
+    """Copies are held; what is read next comes to the same slot of the host ring."""
+
+    def right(mutant: bool) -> bool:
+        gates = Gates([("copy", ("device", slot), 0) for slot in range(16)])
+        with World(room, gates) as world:
+            world.copies.blind = mutant
+            ids = [id for id in world.ids if world.experts.homes[id].tier is Tier.DISK]
+            # As many one after another as the ring has slots, and one more.
+            alone = ids[: room[3] + 1]
+            last = "read", str(alone[-1]), 0, 0
+            host = threading.Thread(target=lambda: [world.layer([id]) for id in alone])
+            host.start()
+            assert gates.passes(last, LONG if mutant else BRIEF) == mutant
+            gates.open()
+            host.join()
+            return not world.wrong()
+
+    assert right(mutant=False)
+    assert not right(mutant=True)
+
+
+def test_a_read_must_wait_until_a_host_home_that_was_given_up_has_been_copied() -> None:
+    """Who stayed on HOST came to the device a moment ago, and gives its place to one from DISK; the next is read into it."""
+
+    def right(mutant: bool) -> bool:
+        gates = Gates()
+        with World((0, 1, 4, 1), gates) as world:
+            experts = world.experts
+            experts.expect([])
+            stays = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST)
+            home = experts.homes[stays].slot
+            newcomer, second = [id for id in world.ids if experts.homes[id].tier is Tier.DISK and id.layer != stays.layer][:2]
+            experts._used[newcomer] = 100
+            experts._least[Tier.HOST] = [stays]
+            gates.shut(("copy", ("device", experts._ring[0]), 0))
+            world.copies.blind = mutant
+
+            def work() -> None:
+                for id in (stays, newcomer, second):
+                    world.layer([id])
+
+            host = threading.Thread(target=work)
+            host.start()
+            assert gates.passes(("read", str(second), 0, 0), LONG if mutant else BRIEF) == mutant
+            gates.open()
+            host.join()
+            assert experts.homes[newcomer].tier is Tier.HOST
+            assert experts._host_ring == type(experts._host_ring)([home])
+            return not world.wrong()
+
+    assert right(mutant=False)
+    assert not right(mutant=True)
+
+
+# ---- interrupts, and what readers meet
+
+
+def prepared(room: tuple[int, int, int, int], *, threads: bool, seed: int) -> World:
+    """On its way, with exchanges at hand on both tiers."""
+    world = World(room, Gates(delay=random_delays(seed, longest=3e-4)), compute=None if threads else CallerStream())
+    for layer in range(2):
+        world.layer([expert(layer, 0), expert(layer, 3)])
+    experts = world.experts
+    experts._used.update(dict.fromkeys((id for id in world.ids if id.layer == 2), 100))
+    for tier, least in experts._least.items():
+        least[:] = [id for id, home in experts.homes.items() if home.tier is tier]
+    return world
+
+
+@pytest.mark.parametrize("room", ["host", "disk", "all tiers", "all tiers, the larger host ring"])
+@pytest.mark.parametrize("name", ["expect", "expect anew", "take", "take unexpectedly", "release"])
+@pytest.mark.parametrize("threads", [True, False], ids=["threads", "at_once"])
+def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool) -> None:
+    """Every place in which an interrupt can strike, and a second one where the first is being mended."""
+    place, interrupted = 0, True
+    while interrupted:
+        world = prepared(ROOMS[room], threads=threads, seed=place)
+        experts = world.experts
+        ids = [expert(2, number) for number in range(4)]
+        away = next(id for id in ids if experts.homes[id].tier is not Tier.DEVICE)
+        call: Callable[[], object] = partial(experts.expect, ids)
+        if name != "expect":
+            experts.expect(ids)
+        if name == "expect anew":
+            world.take(ids[0])
+        elif name == "take":
+            call = partial(experts.take, away)
+        elif name == "take unexpectedly":
+            call = partial(experts.take, expert(1, 1))
+        elif name == "release":
+            for id in ids[: ids.index(away)]:
+                world.take(id)
+                experts.release(id)
+            world.take(away)
+            call = partial(experts.release, away)
+        interrupted = cut_short(call, place, ("penstock",))
+        cut_short(partial(experts.expect, [expert(0, 1)]), place % 23, ("penstock",))
+        assert within(LONG, world.every)
+        assert within(LONG, world.check)
+        assert world.wrong() == []
+        assert world.waits.stalled() >= 0
+        assert len(world.waits._uses) <= 1
+        assert within(LONG, world.close)
+        place += 1
+    assert place > 3
+
+
+@pytest.mark.parametrize("place", range(60))
+def test_a_read_that_an_interrupt_has_left_behind_harms_nobody(place: int) -> None:
+    """It is held until another expert has been read into its slot, if that can be; the copy of that one comes after both."""
+    gates = Gates()
+    with World((0, 0, 1, 1), gates) as world:
+        world.experts.expect([])
+        first, second = world.ids[:2]
+        gates.shut(("read", str(first), 0, 0))
+        if not cut_short(partial(world.experts.expect, [first]), place):
+            return
+        begun = world.store.reads[first, 0]
+        host = threading.Thread(target=world.layer, args=([second],))
+        copied = Gates([("copy", ("device", 0), 0)])
+        world.copies.gates = copied
+        host.start()
+        gates.passes(("read", str(second), 0, 0), BRIEF)
+        gates.open()
+        if begun:
+            assert gates.passes(("read", str(first), 0, 0))
+        copied.open()
+        host.join()
+        assert world.wrong() == []
+
+
+def test_close_at_any_moment() -> None:
+    ids = [expert(0, number) for number in range(4)]
+    for moment in range(14):
+        with no_thread_left():
+            world = World(ROOMS["disk"], Gates(delay=random_delays(moment, longest=3e-3)))
+            world.every()
+            world.experts.expect(ids)
+            steps = [step for id in ids for step in (partial(world.take, id), partial(world.experts.release, id))]
+            for step in steps[:moment]:
+                step()
+            assert within(LONG, world.close)
+
+
+def test_what_a_reader_meets_is_raised_where_the_expert_is_taken() -> None:
+    with no_thread_left(), World(ROOMS["disk"]) as world:
+        world.every()
+        damaged = expert(1, 2)
+        world.store.faults = {(damaged, 0): CheckpointError(f"{damaged} is damaged")}
+        for _ in range(3):
+            with pytest.raises(CheckpointError, match=r"expert\.1\.2 is damaged"):
+                world.every()
+        assert world.wrong() == []
+
+
+def test_an_expert_is_checked_until_it_has_been_read_whole_once() -> None:
+    """A read whose end nobody saw, because the layer was broken off, has proved nothing."""
+    with World(ROOMS["disk, rings of one"]) as world:
+        first, second = world.ids[:2]
+        world.store.faults = {(first, 0): CheckpointError("damaged")}
+        world.experts.expect([first])
+        world.layer([second])
+        with pytest.raises(CheckpointError, match="damaged"):
+            world.layer([first])
+        world.store.faults = {}
+        for _ in range(3):
+            world.layer([first])
+        assert (world.store.reads[first, 0], world.store.unchecked[first, 0]) == (5, 2)
+
+
+def test_a_use_that_was_broken_off_does_not_hold_up_the_accounts() -> None:
+    with World(ROOMS["disk"], trace=Trace()) as world:
+        world.experts.expect(world.ids[:1])
+        world.take(world.ids[0])
+        for _ in range(100):
+            world.every()
+        world.computing.mark().wait()
+        world.waits.stalled()
+        assert not world.waits._uses

@@ -1,0 +1,282 @@
+"""`penstock plan`: the table, the JSON and the picture say the same, flags mean what they say, and the page in docs is of today."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from penstock.base.errors import ConfigError
+from penstock.base.units import format_rate, format_size
+from penstock.cli.main import main
+from penstock.cli.plan import MACHINES, parse_disk, parse_operations, parse_rate
+from penstock.cli.plan_report import format_count, format_pace, format_seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ROOT / "benchmarks" / "shapes"
+SMALL = ["--device-memory", "9GiB", "--host-memory", "5GiB"]
+"""A machine on which 8B has weights on every tier."""
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    code = main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    [line] = text_of(capsys, *arguments, "--json").splitlines()
+    return json.loads(line)
+
+
+# ---- the table and the line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["8B", *SMALL],
+        ["8B", "--machine", "h200", "--batch", "4"],
+        ["8B", "--machine", "cpu", "--device-memory", "9GiB"],
+        [str(FILES / "Qwen3-30B-A3B"), "--device-memory", "16GiB", "--host-memory", "32GiB"],
+        ["0.6B", "--device-memory", "1GiB", "--host-memory", "5GiB", "--disk-rate", "none", "--step-tokens", "256"],
+    ],
+    ids=["three tiers", "resident", "cpu", "experts", "no disk"],
+)
+def test_the_line_has_every_number_of_the_table(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    table, found = text_of(capsys, *arguments), json_of(capsys, *arguments)
+    figures = found["setting"]["figures"]
+    expected = [found["model"], str(found["layers"]), format_count(found["parameters"]), format_size(found["weights"])]
+    expected += [f"{found[name]:,}" for name in ("batch", "context", "step_tokens")] + re.findall(r"\S+", found["setting"]["machine"] or "")
+    expected += [word for figure in figures.values() for word in (figure["source"], format_size(figure["value"]))]
+    expected += [format_rate(figure["value"]) for figure in figures.values()] + [f"{figures['compute']['value'] / 1e12:.3g}"]
+    for tier in found["tiers"]:
+        sizes = ("capacity", "weights", "ring", "kv", "activations", "process", "free")
+        expected += [format_size(tier[name]) for name in sizes if tier[name] is not None] + [
+            str(count) for count in tier["groups"].values()
+        ]
+    expected += [str(count) for count in found["kinds"].values()]
+    for kind in ("decode", "prefill"):
+        pace = found[kind]
+        expected += [format_pace(pace["tokens_per_second"]), format_seconds(pace["seconds"]), pace["binding"]]
+        expected += [format_size(pace["copied"]), format_size(pace["read"]), *(f"{share:.0%}" for share in pace["busy"].values())]
+        expected += [format_pace(gain[kind]) for gain in found["gains"]]
+        expected += [f"{gain[kind] / pace['tokens_per_second']:.1%}" for gain in found["gains"]]
+    numbers = set(re.findall(r"\d[\d,.]*\d|\d", " ".join(expected)))
+    remarks = {"1", "10"}  # of GB more, and per cent faster
+    assert [number for number in re.findall(r"(?<![\w-])\d[\d,.]*\d|(?<![\w-])\d", table) if number not in numbers | remarks] == []
+    assert all(word in expected for word in re.findall(r"bound by the (\w+)", table))
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    table = text_of(capsys, "8B", *SMALL)
+    blocks = [block.splitlines() for block in table.strip().split("\n\n")]
+    assert [block[0].split()[0] for block in blocks] == ["8B:", "Machine", "Tiers", "Homes", "Pace", "What"]
+    assert [line.split()[0] for line in blocks[2][1:]] == [line.split()[0] for line in blocks[3][1:]] == ["device", "host", "disk"]
+    assert re.search(r"^  decode .* the disk$", table, re.MULTILINE)
+    assert re.search(r"^  a disk 10 % faster +\+0\.\d+ \(\+10\.0%\)", table, re.MULTILINE)
+    assert re.search(r"^  device memory +9\.00 GiB  given$", table, re.MULTILINE)
+    assert re.search(r"^  compute .*  assumed$", table, re.MULTILINE)
+    assert "`penstock doctor` measures" in table
+    resident = text_of(capsys, "8B", "--machine", "h200")
+    assert "everything stays on the device, nothing streams" in resident
+    assert "assumed" not in resident
+
+
+# ---- what is asked for
+
+
+def test_a_flag_replaces_the_figure_it_names(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {
+        "--device-memory": ("6GiB", 6 * 2**30),
+        "--host-memory": ("20GiB", 20 * 2**30),
+        "--link-rate": ("8GB/s", 8e9),
+        "--disk-rate": ("1.5GB/s", 1.5e9),
+        "--device-read": ("200GB/s", 2e11),
+        "--compute": ("12TFLOPS", 12e12),
+    }
+    before = json_of(capsys, "8B", "--machine", "laptop")
+    for flag, (text, value) in flags.items():
+        figures = json_of(capsys, "8B", "--machine", "laptop", flag, text)["setting"]["figures"]
+        name = flag.removeprefix("--").replace("-", "_")
+        assert figures.pop(name) == {"value": value, "source": "given"}
+        assert figures == {key: figure for key, figure in before["setting"]["figures"].items() if key != name}
+
+
+def test_work_and_dtype_count(capsys: pytest.CaptureFixture[str]) -> None:
+    one = json_of(capsys, "8B", "--machine", "h200")
+    many = json_of(capsys, "8B", "--machine", "h200", "--batch", "8", "--context", "8192", "--step-tokens", "1024", "--dtype", "float32")
+    device = [found["tiers"][0] for found in (one, many)]
+    assert device[1]["kv"] == 8 * 2 * 2 * device[0]["kv"]
+    assert many["weights"] == pytest.approx(2 * one["weights"], rel=1e-4)
+    assert many["prefill"]["tokens"] == 1024
+    assert many["decode"]["tokens"] == 8
+    assert many["decode"]["seconds"] > 2 * one["decode"]["seconds"]
+
+
+@pytest.mark.parametrize("name", list(MACHINES))
+def test_machines_have_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json_of(capsys, "0.6B", "--machine", name)
+    assert found["setting"]["machine"].startswith(f"{name}: ")
+    assert {figure["source"] for figure in found["setting"]["figures"].values()} == {name}
+    assert found["decode"]["tokens_per_second"] > 10
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The driver's program on the path, which says what a machine with a 24 GB card would."""
+    script = tmp_path / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\necho 24564\necho 8192\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(script.parent), os.environ["PATH"]]))
+    return script
+
+
+def test_by_default_sizes_are_those_of_this_machine(nvidia_smi: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json_of(capsys, "0.6B")
+    figures = found["setting"]["figures"]
+    assert figures["device_memory"] == {"value": 24564 * 2**20 * 9 // 10, "source": "this machine"}
+    assert figures["host_memory"]["source"] == "this machine"
+    assert 2**26 < figures["host_memory"]["value"] < 2**46
+    assert figures["link_rate"] == {"value": MACHINES["desktop-24"].link_rate, "source": "assumed"}
+    nvidia_smi.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    without = json_of(capsys, "0.6B")["setting"]["figures"]
+    assert without["host_memory"] == {"value": 0, "source": "assumed"}
+    assert without["device_memory"]["source"] == "this machine"
+    assert without["compute"] == {"value": MACHINES["cpu"].compute, "source": "assumed"}
+
+
+def test_a_model_is_a_file_a_directory_or_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = FILES / "Mistral-7B"
+    by_folder, by_file = (json_of(capsys, str(path), "--machine", "laptop") for path in (folder, folder / "config.json"))
+    assert by_folder == by_file
+    assert by_folder["model"] == "Mistral-7B"
+    assert json_of(capsys, "8B", "--machine", "laptop")["parameters"] == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere does not exist; give a config.json, a directory with one, or one of the shapes 100M"),
+        ([str(ROOT / "docs")], "docs/config.json does not exist"),
+        ([str(ROOT / "LICENSE")], "is not JSON"),
+        (["8B", "--device-memory", "much"], "cannot read 'much' as a size"),
+        (["8B", "--device-memory", "80%"], "share of something unknown"),
+        (["8B", "--link-rate", "quick"], "cannot read 'quick' as a rate; write it like 3GB/s"),
+        (["8B", "--link-rate", "0"], "cannot read '0' as a rate"),
+        (["8B", "--disk-rate", "3"], "rate '3' is less than a megabyte a second"),
+        (["8B", "--compute", "lots"], "cannot read 'lots' as operations a second; write it like 700TFLOPS"),
+        (["8B", "--machine", "toaster"], "'toaster' is not one of 'laptop'"),
+        (["8B", "--machine", "cpu", "--host-memory", "8GiB"], "host memory was given for a CPU"),
+        (["8B", "--batch", "0"], "--batch"),
+        (["8B", "--machine", "laptop", "--batch", "64"], "KV blocks"),
+        (["8B", "--machine", "laptop", "--context", "999999"], "131,072 positions"),
+        (["8B", "--device-memory", "2GiB"], "too small for one group of weights"),
+        (["8B", "--machine", "laptop", "--picture", "/nowhere/plan.png"], "its directory does not exist"),
+    ],
+)
+def test_refusals_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert message in streams.err
+    assert len(streams.err.splitlines()) == 1
+
+
+def test_rates_as_people_write_them() -> None:
+    assert [parse_rate(text) for text in ("3GB/s", " 3 gb/S ", "3GB", "3000000000")] == [3e9] * 4
+    assert parse_rate("1GiB/s") == 2**30
+    assert [parse_disk(text) for text in ("none", "None ", "0", "2GB/s")] == [0, 0, 0, 2e9]
+    assert [parse_operations(text) for text in ("700TFLOPS", "700 tflop/s", "0.7P", "7e14")] == [pytest.approx(7e14)] * 4
+    for text in ("0TFLOPS", "-1TFLOPS", "TFLOPS", "5XFLOPS", "1e99", "1", ""):
+        with pytest.raises(ConfigError, match="write it like 700TFLOPS"):
+            parse_operations(text)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    heavy = ["torch", "numpy", "rich", "PIL", "tokenizers", "safetensors", "transformers"]
+    code = f"import sys; from penstock.cli.main import main; main(sys.argv[1:]); print([name for name in {heavy} if name in sys.modules])"
+    command = [sys.executable, "-c", code, "plan", "8B", *SMALL, "--json"]
+    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+# ---- the picture
+
+
+def row(image: Image.Image, y: int) -> list[tuple[int, ...]]:
+    return [image.getpixel((x, y)) for x in range(image.width)]
+
+
+def near(color: tuple[int, ...], hex: str) -> bool:
+    wanted = [int(hex[at : at + 2], 16) for at in (1, 3, 5)]
+    return all(abs(a - b) < 12 for a, b in zip(color, wanted, strict=True))
+
+
+def test_the_picture_is_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.png"
+    found = json_of(capsys, "8B", *SMALL, "--picture", str(file))
+    with Image.open(file) as image:
+        image.load()
+        assert (image.format, image.size, image.mode) == ("PNG", (1200, 800), "RGB")
+        device, host, disk = found["tiers"]
+        scale = (1200 - 48 - 148) / device["capacity"]
+        for y, tier, color in ((186, device, "#12756b"), (316, host, "#e0982f"), (446, disk, "#76839a")):
+            pixels = sum(near(pixel, color) for pixel in row(image, y))
+            assert pixels == pytest.approx(tier["weights"] * scale, abs=4)
+        # The strip has a cell for each group, coloured by its home.
+        strip, width = row(image, 557), (1200 - 96) / len(found["order"])
+        for index, cell in enumerate(found["order"]):
+            color = {"device": "#12756b", "host": "#e0982f", "disk": "#76839a"}[cell["home"]]
+            assert near(strip[round(48 + (index + 0.5) * width)], color)
+
+
+@pytest.mark.parametrize("shape", ["Llama-3.1-405B", "Qwen3-235B-A22B", "Qwen3-0.6B"])
+@pytest.mark.parametrize("more", [[], ["--disk-rate", "none", "--host-memory", "900GiB"]], ids=["disk", "no disk"])
+def test_pictures_of_all_sorts(shape: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / f"a model\twith a long name, {shape * 5}"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((FILES / shape / "config.json").read_bytes())
+    file = tmp_path / "plan.png"
+    text_of(capsys, str(folder), "--machine", "h200", *more, "--picture", str(file))
+    with Image.open(file) as image:
+        assert image.size == (1200, 800)
+        margins = image.convert("L").crop((1160, 0, 1200, 800)).getextrema()
+    assert margins[0] > 240, "something is drawn over the margin"
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "8B", "--machine", "laptop", "--picture", str(tmp_path / ("x" * 300))]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+# ---- docs/plans.md
+
+
+@pytest.fixture
+def plan_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan_table", ROOT / "tools" / "plan_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_tool_writes_now(plan_table: ModuleType) -> None:
+    page = plan_table.page()
+    assert (ROOT / "docs" / "plans.md").read_text() == page, "run tools/plan_table.py"
+    rows = [line for line in page.splitlines() if re.match(r"\| \w+-.*\(\d", line)]
+    assert len(rows) == len(list(FILES.iterdir())) == 10
+    assert all(line.count("|") == 2 + len(MACHINES) for line in rows)

@@ -1,0 +1,283 @@
+"""A forecast is what hand arithmetic says where that is simple, adds up, and never gets worse with more of anything."""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from penstock.arch import bounds
+from penstock.arch.families import family_of, read_spec
+from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout
+from penstock.arch.spec import ModelSpec
+from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.tiers import Tier
+from penstock.engine.forecast import BLOCK_SIZE, PROCESS, Forecast, Machine, More, Work, forecast, gains
+from penstock.weights.passage import Link, Rates
+from penstock.weights.residency import padded
+
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = sorted((ROOT / "benchmarks" / "shapes").glob("*/config.json"))
+PARAMETERS = {
+    "Qwen3-0.6B": 596_049_920,
+    "Mistral-7B": 7_248_023_552,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-32B": 32_762_123_264,
+    "Mixtral-8x7B": 46_702_792_704,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "Llama-3.1-405B": 405_853_388_800,
+}
+"""As their makers publish them."""
+DENSE = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+MIXED = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 2048}
+FAST = Rates(host_to_device=50e9, disk_to_host=5e9, device_read=1e12)
+WORK = Work("bfloat16", batch=1, context=512, step_tokens=512)
+
+
+def of(config: Mapping[str, object], machine: Machine, work: Work = WORK) -> Forecast:
+    return forecast(read_spec(config), family_of(config).names, machine, work)
+
+
+def layouts_of(config: Mapping[str, object]) -> tuple[GroupLayout, ...]:
+    return group_layouts(read_spec(config), family_of(config).names, "bfloat16")
+
+
+def whole(config: Mapping[str, object]) -> int:
+    return sum(map(padded, layouts_of(config)))
+
+
+def beside(config: Mapping[str, object], work: Work = WORK) -> int:
+    """Bytes of the device that are not for weights."""
+    budget = of(config, Machine(64 * GIB, 0, FAST, 1e15), work).budget
+    return budget.kv + budget.activations
+
+
+def machine(config: Mapping[str, object], device: float, host: float = 64 * GIB, rates: Rates = FAST, operations: float = 1e15) -> Machine:
+    """One with room for `device` of the weights, as a share of them."""
+    return Machine(int(whole(config) * device) + beside(config), int(host), rates, operations)
+
+
+# ---- by hand
+
+
+def test_what_is_resident_decodes_as_fast_as_it_is_read() -> None:
+    spec, layouts = read_spec(DENSE), layouts_of(DENSE)
+    for work in (WORK, replace(WORK, batch=7), replace(WORK, context=4096)):
+        found = of(DENSE, Machine(64 * GIB, 0, FAST, 1e15), work)
+        weights = bounds.weight_bytes_read(spec, layouts, work.batch)
+        kv = work.batch * 16 * 2 * 2 * 128 * 2 * work.context
+        assert found.everything_resident
+        assert found.decode.seconds == pytest.approx((weights + kv) / 1e12)
+        assert found.decode.tokens_per_second == pytest.approx(work.batch / found.decode.seconds)
+        assert found.decode.binding is Link.COMPUTE
+        assert (found.decode.copied, found.decode.read) == (0, 0)
+
+
+def test_what_is_resident_takes_prompts_in_as_fast_as_it_computes() -> None:
+    slow = Machine(64 * GIB, 0, FAST, 1e12)
+    for batch, context in ((1, 512), (1, 4000), (3, 1000)):
+        found = of(DENSE, slow, replace(WORK, batch=batch, context=context))
+        operations = bounds.prefill_operations(read_spec(DENSE), layouts_of(DENSE), [context] * batch)
+        assert batch * context / found.prefill.tokens_per_second == pytest.approx(operations / 1e12, rel=0.01)
+        assert found.prefill.tokens <= WORK.step_tokens
+
+
+def test_many_sequences_are_bound_by_arithmetic() -> None:
+    found = of(DENSE, Machine(64 * GIB, 0, FAST, 1e11), replace(WORK, batch=64, context=32))
+    layouts = [layout for layout in layouts_of(DENSE) if layout.id.kind is not GroupKind.EMBEDDING]
+    products = sum(2 * 64 * field.shape[0] * field.shape[1] for layout in layouts for field in layout.fields if len(field.shape) == 2)
+    attention = 16 * 4 * 64 * 32 * 8 * 128
+    assert found.decode.seconds == pytest.approx((products + attention) / 1e11, rel=0.01)
+
+
+def test_what_is_on_the_host_takes_as_long_as_its_copy() -> None:
+    for share in (0.3, 0.6, 0.9):
+        found = of(DENSE, machine(DENSE, share))
+        assert found.resting(Tier.DISK) == 0
+        assert found.decode.copied == whole(DENSE) - found.resting(Tier.DEVICE) > 0
+        # At most the arithmetic with what is in the ring is not hidden.
+        assert 0 <= found.decode.seconds - found.decode.copied / 50e9 <= found.decode.busy[Link.COMPUTE]
+        assert found.decode.binding is Link.LINK
+        assert found.decode.share(Link.LINK) == pytest.approx(found.decode.copied / 50e9 / found.decode.seconds)
+
+
+def test_what_is_on_disk_takes_as_long_as_its_reading() -> None:
+    small = machine(DENSE, 0.3, host=PROCESS + 0.5 * whole(DENSE), rates=replace(FAST, disk_to_host=1e8))
+    found = of(DENSE, small)
+    assert found.decode.read == found.resting(Tier.DISK) > 0
+    assert found.decode.seconds == pytest.approx(found.decode.read / 1e8, rel=0.02)
+    assert found.decode.binding is Link.DISK
+
+
+def test_tied_embeddings_are_read_whole_once() -> None:
+    tied = DENSE | {"tie_word_embeddings": True}
+    apart, together = (of(config, Machine(64 * GIB, 0, FAST, 1e15)) for config in (DENSE, tied))
+    assert len(together.placement.uses) == len(apart.placement.uses) + 1
+    assert together.decode.seconds == pytest.approx(apart.decode.seconds, rel=1e-3)
+    assert together.resting(Tier.DEVICE) < apart.resting(Tier.DEVICE)
+
+
+def test_windows_bound_the_kv_that_is_read() -> None:
+    windowed = DENSE | {"model_type": "mistral", "sliding_window": 64}
+    seconds = [of(config, Machine(64 * GIB, 0, FAST, 1e15)).decode.seconds for config in (windowed, windowed | {"sliding_window": None})]
+    assert seconds[1] - seconds[0] == pytest.approx(16 * 2 * 2 * 128 * 2 * (512 - 64) / 1e12)
+
+
+def test_experts_that_are_resident_are_read_as_they_are_chosen() -> None:
+    spec, layouts = read_spec(MIXED), layouts_of(MIXED)
+    for batch in (1, 5):
+        found = of(MIXED, Machine(64 * GIB, 0, FAST, 1e15), replace(WORK, batch=batch, context=32))
+        read = bounds.weight_bytes_read(spec, layouts, batch) + batch * bounds.kv_bytes_read(spec, "bfloat16", 32)
+        assert found.everything_resident
+        assert found.decode.seconds == pytest.approx(read / 1e12)
+
+
+def test_experts_on_the_host_are_copied_when_they_are_chosen() -> None:
+    found = of(MIXED, machine(MIXED, 0.4))
+    room = found.experts
+    assert room is not None
+    assert 0 < room.on_device < room.experts == 16 * 8
+    assert found.placement.everything_resident
+    assert not found.everything_resident
+    copied = 16 * 2 * (1 - room.on_device / room.experts) * room.size
+    assert found.decode.copied == pytest.approx(copied)
+    dense = sum(found.placement.prediction.busy.values())
+    assert found.decode.seconds == pytest.approx(copied / 50e9, abs=2 * dense + 16 * 2 * room.size / 1e12)
+
+
+def test_experts_on_disk_come_as_in_many_draws() -> None:
+    rates = replace(FAST, disk_to_host=25e9)
+    found = of(MIXED, machine(MIXED, 0.3, host=PROCESS + 0.4 * whole(MIXED), rates=rates))
+    room = found.experts
+    assert room is not None
+    assert min(room.on_device, room.on_host, room.on_disk) > 0
+    rng, homes = random.Random(0), [Tier.DEVICE] * room.on_device + [Tier.HOST] * room.on_host + [Tier.DISK] * room.on_disk
+    copy, read, total, draws = room.size / 50e9, room.size / 25e9, 0.0, 20_000
+    for _ in range(draws):
+        drawn = rng.choices(homes, k=2)
+        on_disk, fetched = drawn.count(Tier.DISK), 2 - drawn.count(Tier.DEVICE)
+        total += max(on_disk * read + copy if on_disk else 0, fetched * copy)
+    arithmetic = found.decode.busy[Link.COMPUTE]
+    # How many of the others are on HOST is taken at its mean, which is a little less than the mean of the longer.
+    assert found.decode.seconds - arithmetic == pytest.approx(16 * total / draws, rel=0.05)
+
+
+def test_a_cpu_streams_from_disk_through_a_part_of_its_memory() -> None:
+    found = of(DENSE, Machine(int(0.6 * whole(DENSE)) + beside(DENSE), None, FAST, 1e12))
+    assert found.resting(Tier.HOST) < found.beside
+    assert 0 < found.ring(Tier.HOST) <= found.beside < whole(DENSE) / 8
+    assert found.resting(Tier.DISK) == found.decode.read > 0.4 * whole(DENSE)
+    assert of(DENSE, Machine(64 * GIB, None, FAST, 1e12)).beside == 0
+
+
+# ---- adding up
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "mixture"])
+@pytest.mark.parametrize("share", [0.3, 0.55, 0.8, 2.0])
+def test_every_byte_has_one_home_and_no_tier_holds_too_much(config: Mapping[str, object], share: float) -> None:
+    found = of(config, machine(config, share, host=PROCESS + 0.4 * whole(config)))
+    budget = found.budget
+    assert sum(found.resting(tier) for tier in Tier) == whole(config)
+    assert found.resting(Tier.DEVICE) + found.ring(Tier.DEVICE) == budget.weights
+    assert budget.weights + budget.kv + budget.activations <= found.machine.device == budget.total
+    assert found.resting(Tier.HOST) + found.ring(Tier.HOST) <= 0.4 * whole(config)
+    assert budget.blocks == 512 // BLOCK_SIZE
+    for pace in (found.decode, found.prefill):
+        assert max(pace.busy.values()) <= pace.seconds * 1.001
+        assert sum(pace.busy.values()) >= pace.seconds * 0.999
+
+
+def test_kv_is_for_all_sequences_in_whole_blocks() -> None:
+    work = replace(WORK, batch=3, context=100)
+    budget = of(DENSE, Machine(64 * GIB, 0, FAST, 1e15), work).budget
+    assert budget.blocks == 3 * 4
+    assert budget.block_bytes == kv_layout(read_spec(DENSE), "bfloat16", BLOCK_SIZE).block_bytes
+
+
+# ---- more of it
+
+
+@pytest.mark.parametrize("config", [DENSE | {"num_hidden_layers": 64}, MIXED], ids=["dense", "mixture"])
+def test_more_memory_never_decodes_slower(config: Mapping[str, object]) -> None:
+    shares = [0.3 + 0.05 * step for step in range(17)]
+    for grown in (
+        [machine(config, share, host=PROCESS + 0.3 * whole(config)) for share in shares],
+        [machine(config, 0.3, host=PROCESS + (share - 0.1) * whole(config)) for share in shares],
+    ):
+        rates = [of(config, one).decode.tokens_per_second for one in grown]
+        # The solver does not try every placement.
+        assert all(after >= 0.99 * before for before, after in pairwise(rates))
+        assert rates[-1] > 1.5 * rates[0]
+
+
+def test_what_more_would_buy() -> None:
+    config = DENSE | {"intermediate_size": 16384, "num_hidden_layers": 120}
+    found = of(config, machine(config, 0.3, host=PROCESS + 0.3 * whole(config)))
+    spec, names = read_spec(config), family_of(config).names
+    bought = {gain.more: gain for gain in gains(spec, names, found)}
+    assert set(bought) == set(More)
+    assert found.decode.binding is Link.DISK
+    now = found.decode.tokens_per_second
+    assert bought[More.DISK].decode == pytest.approx(0.1 * now, rel=0.05)
+    assert bought[More.LINK].decode < 0.01 * now
+    less = found.resting(Tier.DISK) - 10**9
+    assert bought[More.HOST].decode == pytest.approx(now * found.resting(Tier.DISK) / less - now, rel=0.1)
+    without = of(config, machine(config, 0.3, rates=replace(FAST, disk_to_host=0)))
+    assert More.DISK not in {gain.more for gain in gains(spec, names, without)}
+    cpu = of(config, Machine(found.machine.device, None, FAST, 1e12))
+    assert More.HOST not in {gain.more for gain in gains(spec, names, cpu)}
+    resident = of(config, Machine(64 * GIB, 0, FAST, 1e15))
+    assert all(gain.decode == gain.prefill == 0 for gain in gains(spec, names, resident))
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "work", "error", "message"),
+    [
+        (Machine(GIB // 100, 64 * GIB, FAST, 1e12), WORK, BudgetError, "too small for one group of weights"),
+        (machine(DENSE, 0.3, host=PROCESS, rates=replace(FAST, disk_to_host=0)), WORK, BudgetError, "no disk for the rest"),
+        (machine(DENSE, 0.3, host=PROCESS), WORK, BudgetError, "too small for a ring"),
+        (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "8,000 KV blocks"),
+        (machine(DENSE, 0.3), replace(WORK, context=5000), ConfigError, "4,096 positions"),
+        (machine(DENSE, 0.3), replace(WORK, batch=513), ConfigError, "512 tokens a step"),
+    ],
+)
+def test_what_a_boot_would_refuse(given: Machine, work: Work, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        of(DENSE, given, work)
+
+
+def test_dynamic_rope_goes_beyond_its_positions() -> None:
+    dynamic = DENSE | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    assert of(dynamic, Machine(64 * GIB, 0, FAST, 1e15), replace(WORK, context=5000)).everything_resident
+
+
+# ---- the shapes
+
+
+@pytest.mark.parametrize("file", SHAPES, ids=lambda file: file.parent.name)
+def test_the_shapes_are_of_the_size_that_is_published(file: Path) -> None:
+    config = json.loads(file.read_text())
+    spec: ModelSpec = read_spec(config)
+    assert bounds.parameters(group_layouts(spec, family_of(config).names, spec.dtype)) == PARAMETERS[file.parent.name]
+    assert len(SHAPES) == len(PARAMETERS)

@@ -1,0 +1,94 @@
+"""Writes docs/plans.md: what `penstock plan` forecasts for the shapes in benchmarks/shapes on every machine it knows by name.
+
+python tools/plan_table.py
+"""
+
+from pathlib import Path
+
+from penstock.arch import bounds
+from penstock.arch.layout import group_layouts
+from penstock.base.errors import BudgetError
+from penstock.base.units import format_size
+from penstock.cli.plan import MACHINES, machine_of, open_model, settle
+from penstock.cli.plan_report import WORDS, format_count, format_figure, format_pace
+from penstock.engine.forecast import Forecast, Work, forecast
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, SHAPES = ROOT / "docs" / "plans.md", ROOT / "benchmarks" / "shapes"
+CONTEXT = 4096
+
+HEAD = f"""# Ten models on five machines
+
+What `penstock plan` forecasts, written by `tools/plan_table.py`: bfloat16, one sequence of {CONTEXT:,} tokens. Nothing on this page was
+measured but the figures of the H200. Weights are placed by the functions that a boot uses, and a pass takes as long as disk, link and
+device hold each other up. What starting kernels costs is not counted: models that are resident decode slower than this, the smaller the
+more; those that stream wait for bytes and hide it.
+
+A cell has tokens/s of decoding, what they are bound by, and tokens/s of taking in a prompt. The disk and the link bind what does not fit,
+the device's own memory what does. Of a mixture of experts only those move that a token chose.
+"""
+MACHINES_HEAD = """
+## The machines
+
+What an engine may take of each, and what its links reach, which is less than what is printed on the box. Any flag replaces the figure
+that it names: `penstock plan MODEL --machine laptop --disk-rate 6GB/s`.
+"""
+
+
+def page() -> str:
+    """The whole document."""
+    files = sorted(SHAPES.glob("*/config.json"), key=lambda file: _weights(file))
+    reasons: list[str] = []
+    rows = [[_name(file), *(_cell(file, machine, reasons) for machine in MACHINES)] for file in files]
+    figures = [
+        [f"`{name}`", known.about, *(format_figure(figure, value.value) for figure, value in settle(name, {})[0].figures.items())]
+        for name, known in MACHINES.items()
+    ]
+    columns = [name.replace("_", " ") for name in settle("cpu", {})[0].figures]
+    remarks = "".join(f"\n{reason}" for reason in reasons)
+    return "\n".join(
+        [
+            HEAD,
+            _table(["model", *(f"`{name}`" for name in MACHINES)], rows),
+            remarks and f"\nToo small:\n{remarks}",
+            MACHINES_HEAD,
+            _table(["machine", "what it is", *columns], figures),
+            "",
+        ]
+    )
+
+
+def _cell(file: Path, machine: str, reasons: list[str]) -> str:
+    try:
+        found = _forecast(file, machine)
+    except BudgetError as error:
+        reasons.append(f"- {file.parent.name} on `{machine}`: {error}")
+        return "too small"
+    decode, prefill = found.decode, found.prefill
+    return f"{format_pace(decode.tokens_per_second)} ({WORDS[decode.binding]}), {format_pace(prefill.tokens_per_second)}"
+
+
+def _forecast(file: Path, machine: str) -> Forecast:
+    _, spec, names = open_model(str(file))
+    setting, step_tokens = settle(machine, {})
+    return forecast(spec, names, machine_of(setting), Work("bfloat16", context=CONTEXT, step_tokens=step_tokens))
+
+
+def _name(file: Path) -> str:
+    name, spec, names = open_model(str(file))
+    numbers = bounds.parameters(group_layouts(spec, names, "bfloat16"))
+    return f"{name} ({format_count(numbers)}, {format_size(_weights(file))})"
+
+
+def _weights(file: Path) -> int:
+    _, spec, names = open_model(str(file))
+    return bounds.weight_bytes(group_layouts(spec, names, "bfloat16"))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
