@@ -17,6 +17,7 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,16 +28,18 @@ import torch
 from penstock.arch.bounds import prefill_operations
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
-from penstock.base.units import format_rate, format_size
+from penstock.base.units import format_rate, format_size, parse_size
 from penstock.bench.machine import machine
 from penstock.bench.shapes import SHAPES
 from penstock.bench.streaming import scratch
 from penstock.engine.boot import Booted, boot
+from penstock.engine.forecast import CONTEXT, PROCESS, Machine, Work, forecast
 from penstock.engine.placing import Override
 from penstock.memory.arena import Arena
 from penstock.memory.disk import DirectFile
 from penstock.memory.probe import matmul_rate
 from penstock.step.params import Sampling
+from penstock.weights.passage import Rates
 from penstock.weights.residency import PIECE, Limits, padded
 from penstock.weights.shape import Shape
 
@@ -423,18 +426,27 @@ def part_machine(device: torch.device, tiny: bool, directory: Path, window: bool
     with scratch(directory, 20 * GIB, layouts, spec.spec.dtype) as disk, Peak(device) as peak:
         before = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
         settings = {
-            "max_step_tokens": 512 if not tiny else 64,
+            "max_step_tokens": 2048 if not tiny else 64,
             "max_sequences": 32,
-            "max_length": 256,
+            "max_length": 2304,
             "block_size": 16,
-            "kv_blocks": 80 if not tiny else 200,
+            "kv_blocks": 160 if not tiny else 200,
         }
         with running(config, limits, device, disk, **budgets, **settings) as booted:
             found |= facts(booted)
             for batch in (1,) if window else (1, 32):
                 found[f"decode_{batch}"] = decode(booted, batch, 16, 1 if window else 4, warm=1)
+            if not window:
+                found["prefill"] = {"tokens": 2048 if not tiny else 64, "seconds": prefill(booted, 2048 if not tiny else 64, 2)}
+            rates = booted.weights.rates
         after = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
     found |= {"disk_before": before, "disk_after": after, "peak_device": peak.device, "peak_host": peak.host}
+    if not window:
+        found["plan"] = planned(spec, rates, (before + after) / 2, matmul_rate(device, torch.bfloat16), budgets, tiny)
+        times = found["prefill"]["seconds"]
+        for name, seconds in (("decode", found["decode_1"]["mean_s"]), ("prefill", sum(times) / len(times))):
+            then = found["plan"][name]
+            row(f"plan, {name}", then, f"measured {seconds:.3f} s, {then / seconds - 1:+.1%}")
     for batch in (1,) if window else (1, 32):
         one = found[f"decode_{batch}"]
         name = "sliding windows" if window else "16 GiB device, 100 GiB host"
@@ -444,6 +456,18 @@ def part_machine(device: torch.device, tiny: bool, directory: Path, window: bool
             f"predicted {found['predicted_s']:.2f} s; {one['mean_s'] / batch:.3f} s a token; disk {format_rate(one['read_per_pass'] / one['mean_s'])} of {format_rate((before + after) / 2)}; peak device {format_size(peak.device)}, host {format_size(peak.host)}",
         )
     return found
+
+
+def planned(spec: Shape, rates: Rates, disk: float, operations: float, budgets: dict[str, str], tiny: bool) -> dict[str, float]:
+    """Seconds of a pass that `penstock plan` forecasts for these budgets, with the disk's rate of this run."""
+    device, host = (parse_size(size) for size in budgets.values())
+    if tiny:  # No GPU's context takes of this, and no process beside it.
+        device, host = device + CONTEXT, host - device + PROCESS
+    there = Machine(device, host, dataclasses.replace(rates, disk_to_host=disk), operations)
+    tokens = 2048 if not tiny else 64
+    decode = forecast(spec.spec, spec.names, there, Work(spec.spec.dtype, 1, 2304, tokens)).decode
+    prefill = forecast(spec.spec, spec.names, there, Work(spec.spec.dtype, 1, tokens, tokens)).prefill
+    return {"decode": decode.seconds, "prefill": prefill.seconds}
 
 
 def row(what: str, seconds: float, text: str) -> None:
@@ -469,7 +493,11 @@ def main() -> None:
     }
     for part in given.parts.split(","):
         begin = time.perf_counter()
-        found[part] = work[part]()
+        try:
+            found[part] = work[part]()
+        except Exception as fault:  # What the other parts found is not lost for it.
+            traceback.print_exc()
+            found[part] = {"failed": f"{type(fault).__name__}: {fault}"}
         say(f"{part}: {time.perf_counter() - begin:.0f} s")
         if given.out:
             given.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ import torch
 import transformers
 
 from penstock.arch import bounds
-from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, CheckpointError, RequestError
 from penstock.bench import measure
@@ -21,8 +22,10 @@ from penstock.bench.measure import Work
 from penstock.bench.report import Kind
 from penstock.bench.run import Job, run
 from penstock.bench.shapes import SHAPES
+from penstock.bench.streaming import scratch
 from penstock.cli.main import main
 from penstock.engine.boot import boot
+from penstock.weights.residency import padded
 from penstock.weights.shape import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -291,3 +294,64 @@ def test_every_repeat_asks_for_the_same_lengths_of_other_prompts(against: Module
     assert all(one.prompt != other.prompt for one, other in zip(first, second, strict=True))
     assert {16 <= len(one.prompt) <= 256 and 16 <= one.output <= 128 for one in first} == {True}
     assert len({one.output for one in first}) > 16
+
+
+# -- streaming ---------------------------------------------------------------------------------------------------------------
+
+WIDE = TINY | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+LITTLE = Config(Path(), device="cpu", dtype="float32", device_memory="16MiB", max_step_tokens=16, block_size=8)
+
+
+def streaming_job(**changes: object) -> Job:
+    return job(Kind.DECODE, **({"source": WIDE, "config": LITTLE, "batch": 1} | changes))
+
+
+def test_what_does_not_fit_is_read_from_a_scratch_file(tmp_path: Path) -> None:
+    report = run(streaming_job(scratch=(tmp_path, 1 << 30)))
+    streaming = report.streaming
+    assert streaming is not None
+    assert streaming.copied_per_pass == streaming.read_per_pass == streaming.disk > 0
+    assert streaming.resident + streaming.host + streaming.disk > 4 * 6 * 256 * 1024 * 3
+    assert streaming.device_ring > 0
+    assert report.bound.ms >= 1e3 * streaming.read_per_pass / streaming.disk_ceiling
+    text, line = str(report), json.loads(report.line())
+    assert re.search(r"^  disk +\S+ MiB a pass, .* of .*/s \(\d+\.\d%\)$", text, re.MULTILINE)
+    assert line["streaming"]["read_per_pass"] == streaming.read_per_pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_share_a_scratch_file_that_may_not_hold_them_all(tmp_path: Path) -> None:
+    shape = Shape.of(WIDE)
+    groups = layouts(shape)
+    with scratch(tmp_path, 1, groups, "float32") as (source, file):
+        sizes = {padded(layout) for layout in groups}
+        assert file.stat().st_size == sum(sizes)
+        first, last = (next(layout for layout in groups if layout.id == GroupId(GroupKind.FFN, layer)) for layer in (0, 5))
+        read = [torch.empty(padded(first), dtype=torch.uint8) for _ in range(2)]
+        source.read(first, 0, read[0], False)
+        source.read(last, 0, read[1], False)
+        assert torch.equal(*read)
+        assert read[0].any()
+        source.close()
+
+
+def test_weights_in_host_memory_need_no_disk() -> None:
+    report = run(streaming_job(config=dataclasses.replace(LITTLE, host_memory="64MiB")))
+    assert report.streaming is not None
+    assert report.streaming.host == report.streaming.copied_per_pass > 0
+    assert report.streaming.read_per_pass == report.streaming.disk == 0
+
+
+def test_a_sliding_window_reads_everything_in_every_pass(tmp_path: Path) -> None:
+    solved = run(streaming_job(scratch=(tmp_path, 1 << 30))).streaming
+    window = run(streaming_job(scratch=(tmp_path, 1 << 30), window=5 << 20)).streaming
+    assert solved is not None
+    assert window is not None
+    assert window.resident == window.host == 0
+    assert window.device_ring <= 5 << 20
+    assert window.read_per_pass == window.copied_per_pass == solved.resident + solved.host + solved.disk > solved.read_per_pass
+
+
+def test_random_weights_that_do_not_fit_need_a_scratch_directory() -> None:
+    with pytest.raises(BudgetError, match="there is no disk for the rest"):
+        run(streaming_job())

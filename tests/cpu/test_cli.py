@@ -4,16 +4,21 @@ The model is written here and knows nothing but which token follows which, so ev
 letters go on through the alphabet and end after z, digits and capitals go round for ever, an answer in a chat is "vwxyz".
 """
 
+import fcntl
 import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -26,15 +31,20 @@ from safetensors.torch import save_file
 
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.config import Config
+from penstock.base.meter import WeightStats
+from penstock.cli import load, prompt
 from penstock.cli import main as entry
-from penstock.cli import prompt
 from penstock.cli.chat import HELP
 from penstock.cli.main import main
 from penstock.cli.run import command as run_command
+from penstock.engine import placing
+from penstock.memory import probe
 from penstock.step.params import SamplingParams
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-COMMAND = [sys.executable, "-c", "import sys; from penstock.cli.main import main; sys.exit(main())"]
+CALL = "import sys; from penstock.cli.main import main; sys.exit(main())"
+QUICK = "placing._DISK_SECONDS, probe._SECONDS, probe._HOST_BYTES, probe._cache_bytes = 0.05, 0.02, 16 << 20, lambda: 0"
+"""Links and disk are measured as ever, but not for long: only a forecast depends on it."""
 SPECIAL = ["<s>", "</s>", "<user>", "<bot>"]
 END, BOT = 1, 3
 VOCAB = len(SPECIAL) + 256
@@ -60,23 +70,25 @@ def successors() -> dict[int, int]:
     return after | {byte("~"): byte(0x1B), byte(0x1B): byte("x")}
 
 
-def write_model(path: Path, *, template: str | None = TEMPLATE) -> Path:
-    """A Llama whose one layer adds nothing, so that the logits depend on the last token alone."""
+def write_model(path: Path, *, template: str | None = TEMPLATE, layers: int = 1, inner: int = 8) -> Path:
+    """A Llama whose layers add nothing, so that the logits depend on the last token alone. `inner`: width of their MLPs."""
     weights = {"model.embed_tokens.weight": torch.eye(VOCAB), "model.norm.weight": torch.ones(VOCAB)}
     head = torch.zeros(VOCAB, VOCAB)
     after = successors()
     for token in range(VOCAB):
         head[after.get(token, END), token] = 3.0
     weights["lm_head.weight"] = head
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        weights[f"model.layers.0.{name}.weight"] = torch.ones(VOCAB)
     shapes = {"self_attn.q_proj": (VOCAB, VOCAB), "self_attn.k_proj": (26, VOCAB), "self_attn.v_proj": (26, VOCAB)}
-    shapes |= {"self_attn.o_proj": (VOCAB, VOCAB), "mlp.gate_proj": (8, VOCAB), "mlp.up_proj": (8, VOCAB), "mlp.down_proj": (VOCAB, 8)}
-    weights |= {f"model.layers.0.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    shapes |= {"mlp.gate_proj": (inner, VOCAB), "mlp.up_proj": (inner, VOCAB), "mlp.down_proj": (VOCAB, inner)}
+    shapes |= {"self_attn.o_proj": (VOCAB, VOCAB)}
+    for layer in range(layers):
+        weights |= {f"model.layers.{layer}.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(VOCAB)
     path.mkdir()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": VOCAB, "intermediate_size": 8, "num_hidden_layers": 1,
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": VOCAB, "intermediate_size": inner, "num_hidden_layers": layers,
         "num_attention_heads": 10, "num_key_value_heads": 1, "head_dim": 26, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
         "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": END, "torch_dtype": "float32",
     }  # fmt: skip
@@ -251,6 +263,191 @@ def test_the_shipped_model_is_where_the_engine_looks_for_it() -> None:
     assert prompt.SHIPPED_MODEL == SHIPPED_MODEL
 
 
+# -- models larger than memory -----------------------------------------------------------------------------------------------
+
+SMALL = ["--dtype", "float32", "--max-step-tokens", "16", "--max-length", "64"]
+FROM_DISK = [*SMALL, "--device-memory", "50MB"]
+"""Of the 54 MiB of `deep`, whatever the activations take."""
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with 8 layers, each of an attention of 584 KiB and an MLP of 6 MiB."""
+    return write_model(tmp_path_factory.mktemp("deep") / "successor", layers=8, inner=2048)
+
+
+@pytest.fixture(scope="session")
+def packed(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packed") / "pack"
+    assert main(["pack", str(deep), "--out", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((placing, "_DISK_SECONDS"), (probe, "_SECONDS"), (probe, "_HOST_BYTES"), (probe, "_cache_bytes")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    exec(QUICK, {"placing": placing, "probe": probe})
+
+
+def tracks(trace: Path) -> list[str]:
+    """Of a trace, those with something in them, from top to bottom."""
+    entries = json.loads(trace.read_text())["traceEvents"]
+    names = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+    used = {entry["tid"] for entry in entries if entry["ph"] == "X"}
+    return [name for thread, name in names.items() if thread in used]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_larger_than_memory_is_packed_once_and_says_the_same(penstock: Penstock, deep: Path, tmp_path: Path) -> None:
+    cache, trace = tmp_path / "cache", tmp_path / "trace.json"
+    resident = penstock("run", deep, "abc", *SMALL, "--quiet")
+    assert resident == Result(0, f"{REST}\n", "")
+    first = penstock("run", deep, "abc", *FROM_DISK, "--cache", cache, "--verbose", "--trace", trace)
+    [pack] = cache.iterdir()
+    assert (first.code, first.out) == (0, resident.out)
+    assert re.search(rf"^weights of 53\.\d MiB in float32 do not fit .*; packing them once into {pack}$", first.err, re.MULTILINE)
+    *_, statistics, weights, written = first.err.splitlines()
+    assert statistics.endswith("ended by stop")
+    assert re.match(r"weights: device .* · disk .* \| 24 passes in .* \| link .* \| disk .* \| waits: .* bound by ", weights)
+    assert written == f"{trace}: a trace, to be opened in ui.perfetto.dev"
+    shown = tracks(trace)
+    assert [name for name in shown if name in ("compute", "host to device")] == ["compute", "host to device"]
+    assert "disk read 1" in shown
+    before = (pack / "manifest.json").stat()
+    second = penstock("run", deep, "abc", *FROM_DISK, "--cache", cache)
+    assert (second.code, second.out) == (0, resident.out)
+    assert "pack" not in second.err
+    assert "trace" not in second.err
+    assert (pack / "manifest.json").stat() == before
+    assert penstock("run", pack, "abc", *FROM_DISK, "--quiet", "--cache", tmp_path / "other") == resident
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_json_tells_what_streamed_for_each_answer(penstock: Penstock, packed: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    stdin = b"abc\n7\n"
+    result = penstock("chat", packed, "--raw", "--json", *FROM_DISK, "--max-tokens", "3", "--trace", trace, "--quiet", stdin=stdin)
+    assert result.err == ""
+    answers = [answer["weights"] for answer in records(result)]
+    assert len(answers) == 2
+    for weights in answers:
+        assert weights.keys() == {field.name for field in fields(WeightStats)} | {"streams"}
+        assert weights["streams"] is True
+        assert weights["passes"] == 3
+        streamed = 54 * 2**20 - weights["device"]
+        assert weights["disk"] == pytest.approx(streamed, rel=0.05)
+        for moved in (weights["copied"], weights["read"]):
+            assert 2 * weights["disk"] <= moved <= 4 * weights["disk"]  # what is fetched for the next pass is counted when it moves
+        assert weights["host"] == 0
+    assert tracks(trace)[0] == "compute"
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_fits_into_host_memory_needs_no_pack(penstock: Penstock, deep: Path, tmp_path: Path) -> None:
+    result = penstock("run", deep, "abc", "--json", *FROM_DISK, "--host-memory", "140MB", "--cache", tmp_path / "cache")
+    record = json.loads(result.out)
+    assert record["text"] == REST
+    weights = record["weights"]
+    assert (weights["disk"], weights["read"], weights["binding"] != "disk") == (0, 0, True)
+    assert weights["host"] > 0
+    assert weights["copied"] >= 23 * weights["host"]
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("group", ["embedding", "ffn.5"])
+def test_a_flipped_bit_in_a_pack_is_found_and_named(penstock: Penstock, packed: Path, tmp_path: Path, group: str) -> None:
+    pack = tmp_path / "pack"
+    shutil.copytree(packed, pack)
+    [run] = [run for run in json.loads((pack / "manifest.json").read_text())["groups"] if run["id"] == group]
+    with (pack / "weights.bin").open("r+b") as store:
+        store.seek(run["offset"] + 1000)
+        byte = store.read(1)[0]
+        store.seek(-1, os.SEEK_CUR)
+        store.write(bytes([byte ^ 1]))
+    message = penstock("run", pack, "abc", *FROM_DISK).error()
+    assert message.startswith(f"{pack / 'weights.bin'}: group {group}, ")
+    assert f"bytes at byte {run['offset']}, is damaged: " in message
+
+
+def test_a_trace_of_what_does_not_stream_is_a_file_with_nothing_in_it(penstock: Penstock, model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = penstock("run", model, "abc", "--json", "--trace", trace)
+    assert json.loads(result.out)["weights"] is None
+    assert result.err.splitlines()[-1] == f"{trace}: a trace with nothing in it: all weights are on the device, nothing streamed"
+    assert tracks(trace) == []
+    trace.unlink()
+    assert penstock("chat", model, "--raw", "--quiet", "--trace", trace, stdin=b"xy\n") == Result(0, "z\n", "")
+    assert tracks(trace) == []
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_loaded(penstock: Penstock, tmp_path: Path, command: str) -> None:
+    trace = tmp_path / "missing" / "trace.json"  # and the model's directory is empty
+    result = penstock(command, tmp_path, *(["abc"] if command == "run" else []), "--trace", trace, stdin=b"abc\n")
+    assert result.error().startswith(f"the trace cannot be written to {trace}: there is no directory {trace.parent}; ")
+    assert len(result.err.splitlines()) == 1
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """stderr is a terminal. Yields what tells what came there since it was asked last."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+
+    def seen() -> str:
+        os.write(theirs, b"\x05")
+        data = b""
+        while not data.endswith(b"\x05"):
+            data += os.read(ours, 1 << 16)
+        return data[:-1].decode()
+
+    with open(theirs, "w", encoding="utf-8") as stderr, redirect_stderr(stderr):
+        yield seen
+    os.close(ours)
+
+
+def test_loading_that_takes_long_has_a_bar_which_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "PERIOD", 0.0)
+    monkeypatch.setattr(load, "PATIENCE", 0.0)
+    with screen(monkeypatch) as seen:
+        with load.loading_bar(quiet=False) as tell:
+            assert tell is not None
+            for what in ("packing", "loading"):
+                tell(what, 40, 100)
+                tell(what, 30, 100)  # from a thread that was overtaken
+                tell(what, 100, 100)
+                shown = seen()
+                assert what in shown
+                assert "40/100 bytes" in shown
+                assert "30/100" not in shown
+                assert shown.endswith("\x1b[1A\x1b[2K")
+                tell(what, 90, 100)
+            tell("more", 1, 2)
+            assert "more" in seen()
+        assert seen().endswith("\x1b[1A\x1b[2K")
+
+
+def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "PATIENCE", 3600.0)
+    with screen(monkeypatch) as seen:
+        with load.loading_bar(quiet=False) as tell:
+            assert tell is not None
+            tell("loading", 1, 2)
+            tell("loading", 2, 2)
+        with load.loading_bar(quiet=True) as tell:
+            assert tell is None
+        monkeypatch.setenv("TERM", "dumb")
+        with load.loading_bar(quiet=False) as tell:
+            assert tell is None
+        assert seen() == ""
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +479,7 @@ def test_the_shipped_model_is_where_the_engine_looks_for_it() -> None:
         (["abc", "--file", "x.txt"], "a prompt was given as an argument and with --file x.txt; give one of them"),
         (["abc", "def"], "there are 3 arguments, but run takes a model and a prompt; put the prompt in quotes"),
         (["--file", "/nowhere/x.txt"], "the prompt cannot be read from /nowhere/x.txt: No such file or directory; name a text file"),
-        (["abc", "--temprature", "1"], "no such option '--temprature'. Did you mean '--temperature'? see penstock run --help"),
+        (["abc", "--temperatur", "1"], "no such option '--temperatur'. Did you mean '--temperature'? see penstock run --help"),
     ],
 )
 def test_bad_input_gets_one_line(penstock: Penstock, model: Path, arguments: list[str], message: str) -> None:
@@ -398,10 +595,11 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
     """Starts the command as a process of its own, which does not outlive the test."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def call(*arguments: str | Path, **streams: int) -> "subprocess.Popen[bytes]":
-        environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+    def call(*arguments: str | Path, term: str = "dumb", quick: bool = False, **streams: int) -> "subprocess.Popen[bytes]":
+        code = f"from penstock.engine import placing; from penstock.memory import probe; {QUICK}; {CALL}" if quick else CALL
+        environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": term}
         environment.pop("PENSTOCK_DEBUG", None)
-        started.append(subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment, **streams))
+        started.append(subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, **streams))
         return started[-1]
 
     yield call
@@ -434,9 +632,10 @@ def test_ctrl_c_ends_a_run_without_a_traceback(start: Callable[..., "subprocess.
 class Terminal:
     """A terminal with the process's three streams in it."""
 
-    def __init__(self, start: Callable[..., "subprocess.Popen[bytes]"], *arguments: str | Path) -> None:
+    def __init__(self, start: Callable[..., "subprocess.Popen[bytes]"], *arguments: str | Path, **how: str | bool) -> None:
         self._ours, theirs = pty.openpty()
-        self.process = start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs)
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = start(*arguments, **how, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         self.seen = ""
 
@@ -494,3 +693,40 @@ def test_ctrl_c_stops_an_answer_and_then_the_chat(start: Callable[..., "subproce
     terminal.interrupt()
     assert terminal.process.wait() == 130
     terminal.close()
+
+
+LONG = ["--dtype", "float32", "--max-step-tokens", "16", "--max-length", "2048", "--kv-blocks", "64", "--device-memory", "50MB"]
+
+
+def test_ctrl_c_ends_a_run_that_streams_and_the_trace_is_written(
+    start: Callable[..., "subprocess.Popen[bytes]"], packed: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start("run", packed, "9", "--quiet", "--max-tokens", "2000", *LONG, "--trace", trace, quick=True, **streams)
+    assert process.stdout.read(3) == b"012"
+    process.send_signal(signal.SIGINT)
+    assert len(process.stdout.read()) < 1900
+    assert process.stderr.read() == b"\n"
+    assert process.wait() == 130
+    assert {"compute", "host to device", "disk read 1"} <= set(tracks(trace))
+
+
+def test_a_chat_that_streams_has_a_line_while_it_answers(
+    start: Callable[..., "subprocess.Popen[bytes]"], packed: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    terminal = Terminal(start, "chat", packed, "--raw", *LONG, "--trace", trace, term="xterm", quick=True)
+    terminal.until("> ")
+    terminal.type("9\n")
+    terminal.until("\x1b[1;23r")  # the bottom row is taken
+    terminal.until("| pass ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.until("\x1b[r")  # and given back
+    terminal.until("> ")
+    assert not trace.exists()
+    terminal.type("/exit\n")
+    terminal.until("to be opened in ui.perfetto.dev")
+    assert terminal.process.wait() == 0
+    terminal.close()
+    assert tracks(trace)[0] == "compute"

@@ -28,7 +28,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.meter import WeightStats
-from penstock.cli.live import LiveLine, at_edge, line, summary
+from penstock.cli.live import LiveLine, at_edge, line, pass_seconds, summary
+from penstock.cli.main import main
 
 GIB = 1 << 30
 STATS = WeightStats(
@@ -45,7 +46,6 @@ STATS = WeightStats(
     link_rate=53.4e9,
     disk_rate=2.5e9,
     predicted=7.51,
-    last_pass=7.61,
     binding="disk",
 )
 NEVER = 3600.0
@@ -259,7 +259,7 @@ def terminal() -> Iterator[Terminal]:
 
 def at_rest(columns: int) -> str:
     """The line while STATS stay as they are."""
-    return line(STATS, STATS, 1.0, columns - 1).rstrip()
+    return line(STATS, STATS.since(STATS).flow(1.0), 0.0, columns - 1).rstrip()
 
 
 PIECES = st.lists(st.text("abcdefgh  \n\té€漢字", min_size=1, max_size=9) | st.sampled_from(["e\u0301", "\n\n", "0" * 45]), max_size=25)
@@ -282,14 +282,26 @@ def test_text_is_whole_whatever_is_drawn_in_between(pieces: list[str], rows: int
     terminal.close()
 
 
-def test_the_line_shows_what_has_changed_but_not_behind_a_full_row(terminal: Terminal) -> None:
-    stats = STATS
+def test_the_line_shows_what_has_changed_but_not_behind_a_full_row() -> None:
+    terminal, stats = Terminal(8, 100), STATS
     with standing_in(terminal), LiveLine(lambda: stats, period=NEVER) as live:
-        for text, last_pass, shown in (("0" * 59, 1.0, 1.0), ("0", 2.0, 1.0), ("0", 3.0, 3.0), ("\n👍\ufe0f", 4.0, 3.0), ("\n", 5.0, 5.0)):
-            stats = replace(STATS, disk_rate=0.0, last_pass=last_pass)
+        for text, predicted, shown in (("0" * 99, 1.0, 1.0), ("0", 2.0, 1.0), ("0", 3.0, 3.0), ("\n👍\ufe0f", 4.0, 3.0), ("\n", 5.0, 5.0)):
+            stats = replace(STATS, disk_rate=0.0, predicted=predicted)
             live.write(text)
             live.redraw()
-            assert terminal.settle().last_row.endswith(f"| pass {shown:.3g} s")
+            assert terminal.settle().last_row.endswith(f"| first pass (predicted {shown:.3g})")
+    terminal.close()
+
+
+def test_the_line_tells_a_pass_once_it_has_seen_two_begin(terminal: Terminal) -> None:
+    passes = iter([12, 12, 13, 14, 15])
+    with standing_in(terminal), LiveLine(lambda: replace(STATS, passes=next(passes), disk_rate=0.0), period=NEVER) as live:
+        assert terminal.settle().last_row.endswith("first pass")
+        live.redraw()
+        assert terminal.settle().last_row.endswith("first pass")
+        for _ in range(2):
+            live.redraw()
+        assert re.search(r"\| pass [\d.e-]+ s$", terminal.settle().last_row)
 
 
 def test_bold_text_and_control_characters_go_through_as_ever(terminal: Terminal) -> None:
@@ -443,7 +455,7 @@ PROLOGUE = """
 import os, signal, sys, time
 from penstock.base.meter import WeightStats
 from penstock.cli.live import LiveLine
-stats = lambda: WeightStats(1 << 30, 0, 0, 1 << 20, 0, 1, 10**9, 0, 1.0, 0.0, 1e9, 0.0, 2.0, 3.0, "link")
+stats = lambda: WeightStats(1 << 30, 0, 0, 1 << 20, 0, 1, 10**9, 0, 1.0, 0.0, 1e9, 0.0, 2.0, "link")
 """
 
 
@@ -585,6 +597,7 @@ with LiveLine(stats, period=0.001) as live:
 # ---- what it says
 
 BEFORE = replace(STATS, copied=0, read=0, stalled_link=0.0, stalled_disk=0.0)
+FLOW = STATS.since(BEFORE).flow(10.0)
 LINKS = "link 7.20 of 53.4 GB/s (13%) | disk 2.40 of 2.50 GB/s (96%) | waits: disk 71%, link 2%"
 HOMES = "device 14.1 GiB + ring 1.60 GiB · host 98.0 GiB + ring 512 MiB · disk 21.3 GiB"
 LONG = f"{HOMES} | {LINKS} | pass 7.61 s (predicted 7.51)"
@@ -601,20 +614,63 @@ SHORT = "link 7.20 GB/s 13% | disk 2.40 GB/s 96% | waits disk 71% link 2% | pass
     ],
 )
 def test_a_line_has_the_longest_form_that_fits(width: int, shown: str) -> None:
-    assert line(STATS, BEFORE, 10.0, width) == shown
+    assert line(STATS, FLOW, 7.61, width) == shown
 
 
 def test_a_line_leaves_out_what_is_not_used_and_what_is_not_yet() -> None:
-    stats = replace(STATS, host_ring=0, disk=0, disk_rate=0.0, read=0, last_pass=0.0, copied=int(8e6))
+    stats = replace(STATS, host_ring=0, disk=0, disk_rate=0.0, read=0, copied=int(8e6))
+    flow = stats.since(BEFORE).flow(10.0)
     links = "link 800 KB/s of 53.4 GB/s (0%) | waits: link 2%"
     homes = "device 14.1 GiB + ring 1.60 GiB · host 98.0 GiB"
-    assert line(stats, BEFORE, 10.0, 200) == f"{homes} | {links} | first pass (predicted 7.51)"
-    assert line(stats, BEFORE, 10.0, 60) == "link 800 KB/s 0% | waits 2% | first pass"
-    assert line(replace(stats, host=0, link_rate=0.0), BEFORE, 10.0, 200).startswith(f"{homes[:31]} | link 800 KB/s | waits")
+    assert line(stats, flow, 0.0, 200) == f"{homes} | {links} | first pass (predicted 7.51)"
+    assert line(stats, flow, 0.0, 60) == "link 800 KB/s 0% | waits 2% | first pass"
+    bare = replace(stats, host=0, link_rate=0.0)
+    assert line(bare, bare.flow(10.0), 0.0, 200).startswith(f"{homes[:31]} | link 800 KB/s | waits")
 
 
 def test_a_summary_has_the_whole_run_in_a_line() -> None:
-    assert summary(STATS, 10.0) == f"weights: {HOMES} | 12 passes in 10 s | {LINKS} | last pass 7.61 s (predicted 7.51, bound by disk)"
-    one = summary(replace(STATS, last_pass=0.0), 10.0, replace(BEFORE, passes=11))
-    assert one == f"weights: {HOMES} | 1 pass in 10 s | {LINKS} | no pass was whole (predicted 7.51, bound by disk)"
-    assert summary(replace(STATS, device_ring=0), 1.0) == "weights: all 14.1 GiB on the device, nothing streams"
+    for passes, told, each in ((12, "12 passes", "0.833 s each"), (1, "1 pass", "10 s each"), (0, "0 passes", "none begun")):
+        whole = summary(replace(STATS, passes=passes), 10.0)
+        assert whole == f"weights: {HOMES} | {told} in 10 s | {LINKS} | {each} (predicted 7.51, bound by disk)"
+
+
+def seen(*passes: int) -> list[tuple[float, WeightStats]]:
+    """What is seen every second, of so many passes begun."""
+    return [(float(second), replace(STATS, passes=count)) for second, count in enumerate(passes)]
+
+
+def test_a_pass_takes_from_one_beginning_to_another() -> None:
+    assert pass_seconds(seen(3, 3, 4, 4, 4, 5, 5)) == 3.0
+    assert pass_seconds(seen(0, 5, 12, 20)) == 2 / 15
+    assert pass_seconds(seen(3, 3, 4, 4)) == 0.0
+    assert pass_seconds(seen(3)) == 0.0
+
+
+# ---- with a model behind it
+
+COMMAND = """
+from penstock.cli.main import main
+LiveLine.__init__.__kwdefaults__["period"] = 0.001
+from penstock.memory import probe
+probe._SECONDS, probe._HOST_BYTES, probe._cache_bytes = 0.02, 16 << 20, lambda: 0  # what is measured then does not matter
+sys.exit(main({!r}))
+"""
+
+
+def test_a_run_that_streams_writes_the_text_of_one_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "Once upon a time", "--temperature", "0", "--max-tokens", "60", "--dtype", "float32", "--max-step-tokens", "16"]
+    arguments += ["--max-length", "128"]
+    assert main([*arguments, "--quiet"]) == 0
+    text = capsys.readouterr().out
+    large = Terminal(16, 60)
+    with running(large, COMMAND.format([*arguments, "--device-memory", "26MB", "--host-memory", "80MB"])) as process:
+        large.until(lambda screen: screen.region == (0, 14) and screen.last_row.startswith("link"))
+        large.until(lambda screen: screen.region == (0, 15) and "bound by" in "".join(screen.shown()))
+        assert process.wait() == 0
+    shown = large.settle().shown()
+    lines = only(f"Once upon a time{text}", (16, 60))
+    begin = shown.index(lines[0])
+    assert shown[begin : begin + len(lines)] == lines
+    assert shown[begin + len(lines)].startswith("prompt 5 tokens (0 cached)")
+    assert "weights: device" in "".join(shown)
+    large.close()

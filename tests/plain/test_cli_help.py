@@ -15,7 +15,7 @@ import pytest
 from penstock import __version__
 from penstock.api.outputs import Delta
 from penstock.base.errors import PenstockError
-from penstock.cli import chat, run
+from penstock.cli import chat, pack, plan, run
 from penstock.cli.main import COMMANDS, main, root
 from penstock.cli.prompt import SHIPPED_MODEL, Prompt, model_and_prompt
 from penstock.cli.run import Screen
@@ -42,6 +42,8 @@ sys.exit(", ".join(name for name in {HEAVY.split()!r} if name in sys.modules) or
         (2, ["run", "x", "--device-memory", "much"]),
         (2, ["chat", "/nowhere"]),
         (2, ["chat", "--block-size", "0"]),
+        (2, ["run", "x", "--trace", "/nowhere/trace.json"]),
+        (2, ["plan", "/nowhere"]),
     ],
 )
 def test_nothing_heavy_is_imported_for(code: int, arguments: list[str]) -> None:
@@ -58,6 +60,7 @@ def test_only_the_command_that_is_called_is_imported() -> None:
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(COMMANDS) == ["run", "chat", "bench", "pack", "plan", "doctor"]
     assert main(["--help"]) == 0
     shown = capsys.readouterr()
     for name, purpose in COMMANDS.items():
@@ -74,11 +77,19 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith(f"Usage: penstock {name}")
 
 
-@pytest.mark.parametrize("name", ["run", "chat"])
-def test_every_option_is_explained_in_a_section(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("run", ["Prompt", "Sampling", "Output", "Engine"]),
+        ("chat", ["Prompt", "Sampling", "Output", "Engine"]),
+        ("pack", ["Pack"]),
+        ("plan", ["Machine", "Work", "Output"]),
+    ],
+)
+def test_every_option_is_explained_in_a_section(name: str, sections: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([name, "--help"])
     out = capsys.readouterr().out
-    assert re.findall(r"^(\S.*):$", out, re.MULTILINE) == ["Prompt", "Sampling", "Output", "Engine", "Other options", "Examples"]
+    assert re.findall(r"^(\S.*):$", out, re.MULTILINE) == [*sections, "Other options", "Examples"]
     command = root.get_command(click.Context(root), name)
     assert command is not None
     for option in command.params:
@@ -88,7 +99,7 @@ def test_every_option_is_explained_in_a_section(name: str, capsys: pytest.Captur
 
 
 def test_examples_in_the_help_are_commands_that_parse() -> None:
-    lines = filter(None, (run.EXAMPLES + chat.EXAMPLES).splitlines())
+    lines = filter(None, (run.EXAMPLES + chat.EXAMPLES + pack.EXAMPLES + plan.EXAMPLES).splitlines())
     found = [re.split(r"  +| [|<>] ", line.split("penstock ")[1])[0] for line in lines]
     for name, *arguments in map(shlex.split, found):
         command = root.get_command(click.Context(root), name)

@@ -99,6 +99,8 @@ def file_exists(token: str) -> bool:
 
 def known(token: str, document: Path) -> bool:
     """Whether `token` is something of this package's, or something the document itself shows in code."""
+    if token.startswith("~"):
+        return token in names().strings
     if is_path(token):
         return file_exists(token)
     if token.startswith("make"):
@@ -179,5 +181,15 @@ def test_the_table_of_what_runs_is_complete(row: str, supported: set[str]) -> No
 
 
 def test_what_is_not_there_is_noticed() -> None:
-    for token in ("Scheduler.plon", "sched/planner.py", "Planner", "penstock fly", "make coffee", "--temp", "12parsecs", "base/nothing/"):
+    for token in (
+        "Scheduler.plon",
+        "sched/planner.py",
+        "Planner",
+        "penstock fly",
+        "make coffee",
+        "--temp",
+        "12parsecs",
+        "base/nothing/",
+        "~/.penstock",
+    ):
         assert not known(token, TOUR)

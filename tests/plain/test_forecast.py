@@ -15,7 +15,7 @@ from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layou
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
-from penstock.engine.forecast import BLOCK_SIZE, PROCESS, Forecast, Machine, More, Work, forecast, gains
+from penstock.engine.forecast import BLOCK_SIZE, CONTEXT, PROCESS, Forecast, Machine, More, Work, forecast, gains
 from penstock.weights.passage import Link, Rates
 from penstock.weights.residency import padded
 
@@ -71,7 +71,7 @@ def beside(config: Mapping[str, object], work: Work = WORK) -> int:
 
 def machine(config: Mapping[str, object], device: float, host: float = 64 * GIB, rates: Rates = FAST, operations: float = 1e15) -> Machine:
     """One with room for `device` of the weights, as a share of them."""
-    return Machine(int(whole(config) * device) + beside(config), int(host), rates, operations)
+    return Machine(int(whole(config) * device) + beside(config) + CONTEXT, int(host), rates, operations)
 
 
 # ---- by hand
@@ -197,7 +197,7 @@ def test_every_byte_has_one_home_and_no_tier_holds_too_much(config: Mapping[str,
     budget = found.budget
     assert sum(found.resting(tier) for tier in Tier) == whole(config)
     assert found.resting(Tier.DEVICE) + found.ring(Tier.DEVICE) == budget.weights
-    assert budget.weights + budget.kv + budget.activations <= found.machine.device == budget.total
+    assert budget.weights + budget.kv + budget.activations <= found.machine.usable == budget.total
     assert found.resting(Tier.HOST) + found.ring(Tier.HOST) <= 0.4 * whole(config)
     assert budget.blocks == 512 // BLOCK_SIZE
     for pace in (found.decode, found.prefill):
@@ -242,7 +242,7 @@ def test_what_more_would_buy() -> None:
     assert bought[More.HOST].decode == pytest.approx(now * found.resting(Tier.DISK) / less - now, rel=0.1)
     without = of(config, machine(config, 0.3, rates=replace(FAST, disk_to_host=0)))
     assert More.DISK not in {gain.more for gain in gains(spec, names, without)}
-    cpu = of(config, Machine(found.machine.device, None, FAST, 1e12))
+    cpu = of(config, Machine(found.machine.usable, None, FAST, 1e12))
     assert More.HOST not in {gain.more for gain in gains(spec, names, cpu)}
     resident = of(config, Machine(64 * GIB, 0, FAST, 1e15))
     assert all(gain.decode == gain.prefill == 0 for gain in gains(spec, names, resident))

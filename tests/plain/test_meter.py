@@ -20,34 +20,33 @@ BEFORE = WeightStats(
     link_rate=50.0,
     disk_rate=20.0,
     predicted=7.5,
-    last_pass=7.6,
     binding="disk",
 )
 
 
+def test_what_came_since_is_counted_and_the_rest_is_as_it_is_now() -> None:
+    after = replace(BEFORE, device=90, passes=4, copied=1100, read=660, stalled_link=1.5, stalled_disk=3.0)
+    assert after.since(BEFORE) == replace(BEFORE, device=90, passes=1, copied=100, read=60, stalled_link=0.5, stalled_disk=1.0)
+
+
 def test_a_flow_is_rates_and_shares_of_an_interval() -> None:
-    after = replace(BEFORE, passes=4, copied=1100, read=660, stalled_link=1.5, stalled_disk=3.0)
-    assert after.since(BEFORE, 4.0) == Flow(25.0, 15.0, 0.5, 0.75, 0.125, 0.25)
-
-
-def test_since_the_start_counts_all_there_was() -> None:
-    assert BEFORE.since(None, 40.0) == Flow(25.0, 15.0, 0.5, 0.75, 0.025, 0.05)
+    assert BEFORE.flow(40.0) == Flow(25.0, 15.0, 0.5, 0.75, 0.025, 0.05)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_nothing_flows_in_no_time(seconds: float) -> None:
-    assert replace(BEFORE, copied=2000).since(BEFORE, seconds) == Flow(0, 0, 0, 0, 0, 0)
+    assert BEFORE.flow(seconds) == Flow(0, 0, 0, 0, 0, 0)
 
 
 def test_a_ceiling_may_be_surpassed_but_not_the_time_there_was() -> None:
     after = replace(BEFORE, copied=1110, stalled_disk=3.5, stalled_link=0.5)  # waits told late, and one told of the wrong link before
-    flow = after.since(BEFORE, 1.0)
+    flow = after.since(BEFORE).flow(1.0)
     assert flow.copied_share == pytest.approx(2.2)
     assert (flow.waited_disk, flow.waited_link) == (1.0, 0.0)
 
 
 def test_a_link_that_is_not_used_has_no_share() -> None:
-    flow = replace(BEFORE, disk_rate=0.0, link_rate=0.0).since(None, 1.0)
+    flow = replace(BEFORE, disk_rate=0.0, link_rate=0.0).flow(1.0)
     assert (flow.copied_share, flow.read_share) == (0.0, 0.0)
 
 

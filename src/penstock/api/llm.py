@@ -28,6 +28,7 @@ from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.loading import Loading
 from penstock.weights.pack import Pack
 from penstock.weights.packcache import is_pack
 
@@ -49,6 +50,7 @@ class LLM:
 
     model: a Hugging Face checkpoint directory; None is the small model that comes with the package.
     progress: whether `generate` shows a bar; None shows it for several prompts on a terminal.
+    loading: is told how far packing and loading of weights are: what is being done, bytes done, bytes in all.
     trace: is told of every read, copy, wait and use of weights that stream.
     Everything else is explained in base.config.Config. What was decided (device, dtype, how memory is divided) is logged to the
     logger "penstock" at level INFO.
@@ -77,6 +79,7 @@ class LLM:
         check: bool = False,
         progress: bool | None = None,
         trace: Trace | None = None,
+        loading: Loading | None = None,
     ) -> None:
         config = Config(
             model=SHIPPED_MODEL if model is None else Path(model),
@@ -106,7 +109,7 @@ class LLM:
             opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(_load_tokenizer, config.model)
-            self._booted = boot(config, weights, say=log.info, trace=trace)
+            self._booted = boot(config, weights, say=log.info, trace=trace, loading=loading)
             opened.callback(self._booted.engine.close)
             self._defaults = weights.generation
             self._tokenizer = tokenizer.result()

@@ -58,5 +58,10 @@ class Config:
 
 
 def debug_requested() -> bool:
-    """Whether PENSTOCK_DEBUG asks for tracebacks. The only reading of the environment in the package."""
+    """Whether PENSTOCK_DEBUG asks for tracebacks. The environment is read here and below, and nowhere else in the package."""
     return os.environ.get("PENSTOCK_DEBUG", "") not in ("", "0")
+
+
+def terminal_kind() -> str:
+    """What TERM says of the terminal; "dumb", which can only be written to line by line, where it says nothing."""
+    return os.environ.get("TERM") or "dumb"

@@ -1,6 +1,6 @@
 """Counts of what streams, as values: where weights rest and what moving them has taken, and from two of these what happens in between."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,6 @@ class WeightStats:
     """Bytes per second: ceilings measured at start. 0: no such link is in use."""
     predicted: float
     """Seconds of a decode pass."""
-    last_pass: float
-    """Seconds of the last whole pass; 0 before the first."""
     binding: str
     """What bounds a pass: "disk", "link" or "compute"."""
 
@@ -38,22 +36,29 @@ class WeightStats:
         """Whether anything does; what fits stays on the device."""
         return self.device_ring > 0
 
-    def since(self, before: "WeightStats | None", seconds: float) -> "Flow":
-        """What happened in the `seconds` after `before`; None is the start."""
-        copied, read, link, disk = self.copied, self.read, self.stalled_link, self.stalled_disk
-        if before is not None:
-            copied, read = copied - before.copied, read - before.read
-            link, disk = link - before.stalled_link, disk - before.stalled_disk
+    def since(self, before: "WeightStats") -> "WeightStats":
+        """The same, but counting only what came after `before`. Which link was late may be corrected later: a wait taken back is none."""
+        return replace(
+            self,
+            passes=self.passes - before.passes,
+            copied=self.copied - before.copied,
+            read=self.read - before.read,
+            stalled_link=max(self.stalled_link - before.stalled_link, 0.0),
+            stalled_disk=max(self.stalled_disk - before.stalled_disk, 0.0),
+        )
+
+    def flow(self, seconds: float) -> "Flow":
+        """All that was counted, as spread over `seconds`."""
         if seconds <= 0:
             return Flow(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        copied_rate, read_rate = copied / seconds, read / seconds
+        copied, read = self.copied / seconds, self.read / seconds
         return Flow(
-            copied_rate,
-            read_rate,
-            copied_rate / self.link_rate if self.link_rate else 0.0,
-            read_rate / self.disk_rate if self.disk_rate else 0.0,
-            _share(link, seconds),
-            _share(disk, seconds),
+            copied,
+            read,
+            copied / self.link_rate if self.link_rate else 0.0,
+            read / self.disk_rate if self.disk_rate else 0.0,
+            _share(self.stalled_link, seconds),
+            _share(self.stalled_disk, seconds),
         )
 
 
@@ -73,5 +78,5 @@ class Flow:
 
 
 def _share(waited: float, seconds: float) -> float:
-    """A wait is counted when it is over, and may have begun before the interval; which link was late may be corrected later."""
-    return min(max(waited / seconds, 0.0), 1.0)
+    """A wait is counted when it is over, and may have begun before the interval."""
+    return min(waited / seconds, 1.0)

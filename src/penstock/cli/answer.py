@@ -8,6 +8,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from penstock.base.config import Config
+from penstock.base.meter import WeightStats
+from penstock.cli.live import summary
+from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
 from penstock.step.request import FinishReason
@@ -30,10 +33,14 @@ class Output:
 
 @dataclass(slots=True)
 class Answer:
-    """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request."""
+    """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request.
+
+    weights: where they are, and what was streamed of them for the answer.
+    """
 
     prompt_tokens: int
     outputs: list[Output]
+    weights: WeightStats
     cached_tokens: int = 0
     """Prompt tokens whose KV was found."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
@@ -73,9 +80,10 @@ def follow(
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Answer:
     """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends at the next token."""
-    begin = perf_counter()
+    weights = llm.booted.weights
+    before, begin = weights.stats(), perf_counter()
     with llm.stream(prompt, params) as stream:
-        answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)])
+        answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before)
         for delta in stream:
             answer.end = perf_counter() - begin
             answer.first = answer.first or answer.end
@@ -88,8 +96,16 @@ def follow(
             if interrupted():
                 break
     completion = stream.completion
+    answer.weights = weights.stats().since(before)
     answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
     return answer
+
+
+def remark(answer: Answer) -> None:
+    """Statistics on stderr: of the answer, and of weights if they stream."""
+    say(answer.statistics(), faint=True)
+    if answer.weights.streams:
+        say(summary(answer.weights, answer.end), faint=True)
 
 
 def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer) -> dict[str, object]:
@@ -112,6 +128,7 @@ def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answ
         "device": str(booted.device),
         "dtype": booted.dtype,
         "budget": budget,
+        "weights": asdict(answer.weights) | {"streams": True} if answer.weights.streams else None,
     }
 
 

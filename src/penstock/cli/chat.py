@@ -10,9 +10,10 @@ import click
 
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
-from penstock.cli.answer import Answer, follow, json_line, record
+from penstock.cli.answer import Answer, follow, json_line, record, remark
 from penstock.cli.command import Command, option
 from penstock.cli.conversation import Conversation
+from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
 from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
 from penstock.cli.prompt import decode, model_path
@@ -57,12 +58,13 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out; give one of them")
     params = sampling_params(ctx)
     config = engine_config(ctx, model_path(asked["model"]), sequences=1)
-    with loaded(config, quiet=asked["quiet"]) as llm:
+    with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         conversation = Conversation(llm, asked["chat"], asked["system"])
         conversation.check()
         if typed := is_terminal(sys.stdin):
             say("/help lists the commands, Ctrl-D leaves", faint=True)
-        Chat(llm, config, params, conversation, typed=typed, json=asked["json"], verbose=asked["verbose"]).talk()
+        flags = {name: asked[name] for name in ("json", "quiet", "verbose")}
+        Chat(llm, config, params, conversation, typed=typed, **flags).talk()
 
 
 class Leave(Exception):
@@ -80,6 +82,7 @@ class Chat:
     typed: bool
     """By a person, whose mistakes end nothing; from a pipe they end the chat."""
     json: bool = False
+    quiet: bool = False
     verbose: bool = False
     leaving: bool = False
     """Ctrl-C was pressed, and nothing was said since: once more leaves."""
@@ -153,13 +156,15 @@ class Chat:
             hint = "/reset begins a new one" if self.conversation.turns else "shorten the message"
             raise RequestError(f"the conversation would have {length} tokens, but the context holds {longest} with an answer; {hint}")
         params = replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
-        with Interrupt() as interrupt:
-            answer = follow(self.llm, request, params, lambda delta: self._show(delta.text), lambda: interrupt.asked)
-        output = answer.outputs[0]
+        stats = self.llm.booted.weights.stats
+        with Interrupt() as interrupt, LiveLine(stats, quiet=self.quiet or self.json) as live:
+            put = (lambda text: None) if self.json else live.write
+            answer = follow(self.llm, request, params, lambda delta: put(delta.text), lambda: interrupt.asked)
+            output = answer.outputs[0]
+            if not output.text.endswith("\n"):
+                put("\n")
         if self.json:
             write(json_line(record(self.llm, self.config, line, params, answer)))
-        elif not output.text.endswith("\n"):
-            write("\n")
         stopped = output.finish is FinishReason.ABORT
         self.leaving = stopped
         if stopped and not output.text.strip():
@@ -168,13 +173,9 @@ class Chat:
             self.conversation.turns.append((line, output.text))
         self._remark(answer, full=not stopped and answer.tokens >= room)
 
-    def _show(self, text: str) -> None:
-        if not self.json:
-            write(text)
-
     def _remark(self, answer: Answer, *, full: bool) -> None:
         if self.verbose:
-            say(answer.statistics(), faint=True)
+            remark(answer)
         if full and answer.outputs[0].finish is FinishReason.LENGTH:
             say(f"the context is full with {answer.prompt_tokens + answer.tokens} tokens; /reset begins a new conversation", faint=True)
 

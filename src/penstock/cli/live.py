@@ -19,14 +19,16 @@ import signal
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import islice, pairwise
 from threading import Event, RLock, Thread, current_thread, main_thread
 from time import perf_counter
 from types import FrameType, TracebackType
 from typing import Self
 from unicodedata import category, east_asian_width
 
+from penstock.base.config import terminal_kind
 from penstock.base.meter import Flow, WeightStats
 from penstock.base.units import format_rate, format_size
 from penstock.cli import terminal
@@ -113,20 +115,21 @@ class LiveLine:
             if size.lines < _FEWEST_ROWS or size.columns < _FEWEST_COLUMNS:
                 self._leave()
             elif not at_edge(self._text, size.columns):
-                self._note(stats)
-                shown = line(stats, self._seen[0][1], self._seen[-1][0] - self._seen[0][0], size.columns - 1)
+                shown = self._shown(stats, size.columns - 1)
                 begin = _SAVE
                 if size != self._reserved:
                     begin = f"{_SAVE}{_WHOLE}{_RESTORE}{_MAKE_ROOM}{_CLEAR_BELOW}{_SAVE}\x1b[1;{size.lines - 1}r"
                 self._reserved = size
                 self._put(f"{begin}\x1b[{size.lines};1H\x1b[0;2m{shown}\x1b[0m\x1b[K{_RESTORE}")
 
-    def _note(self, stats: WeightStats) -> None:
-        """Keep what is needed to tell what happened in the last WINDOW or pass."""
-        now = perf_counter()
-        self._seen.append((now, stats))
-        while len(self._seen) > 2 and now - self._seen[1][0] >= max(WINDOW, stats.last_pass):
-            self._seen.popleft()
+    def _shown(self, stats: WeightStats, width: int) -> str:
+        """The line for `stats` now. What was seen is kept for as long as it takes to tell what happens in a WINDOW and in a pass."""
+        now, seen = perf_counter(), self._seen
+        seen.append((now, stats))
+        while len(seen) > 2 and now - seen[1][0] >= WINDOW and pass_seconds(islice(seen, 1, None)):
+            seen.popleft()
+        begin, before = seen[0]
+        return line(stats, stats.since(before).flow(now - begin), pass_seconds(seen), width)
 
     def _keep(self) -> None:
         with suppress(Exception):  # What is wrong with the weights is for the step that meets it to say.
@@ -174,10 +177,18 @@ class LiveLine:
                 data = data[os.write(self._fd, data) :]
 
 
-def line(stats: WeightStats, before: WeightStats, seconds: float, width: int) -> str:
-    """The state now and the flow in the `seconds` since `before`, in the longest form that fits into `width`, else cut."""
-    flow = stats.since(before, seconds)
-    took = f"pass {stats.last_pass:.3g} s" if stats.last_pass else "first pass"
+def pass_seconds(seen: Iterable[tuple[float, WeightStats]]) -> float:
+    """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not two. `seen`: when, and what."""
+    begun = [later for earlier, later in pairwise(seen) if later[1].passes > earlier[1].passes]
+    if len(begun) < 2:
+        return 0.0
+    (first, then), (last, now) = begun[0], begun[-1]
+    return (last - first) / (now.passes - then.passes)
+
+
+def line(stats: WeightStats, flow: Flow, seconds: float, width: int) -> str:
+    """Where weights are and how they flow, in the longest form that fits into `width`, else cut. `seconds`: of a pass, 0 if not known."""
+    took = f"pass {seconds:.3g} s" if seconds else "first pass"
     flows = " | ".join([*_flows(stats, flow), f"{took} (predicted {stats.predicted:.3g})"])
     brief = [f"link {format_rate(flow.copied)} {flow.copied_share:.0%}", took]
     if stats.disk_rate:
@@ -189,15 +200,12 @@ def line(stats: WeightStats, before: WeightStats, seconds: float, width: int) ->
     return next((form for form in forms if len(form) <= width), forms[-1][:width])
 
 
-def summary(stats: WeightStats, seconds: float, before: WeightStats | None = None) -> str:
-    """One line for the end of a run: the flow of weights in the `seconds` since `before`, or since the start."""
-    if not stats.streams:
-        return f"weights: all {format_size(stats.device)} on the device, nothing streams"
-    passes = stats.passes - (before.passes if before else 0)
-    begun = f"{passes:,} {'pass' if passes == 1 else 'passes'} in {seconds:.3g} s"
-    last = f"last pass {stats.last_pass:.3g} s" if stats.last_pass else "no pass was whole"
-    predicted = f"{last} (predicted {stats.predicted:.3g}, bound by {stats.binding})"
-    return " | ".join([f"weights: {_homes(stats)}", begun, *_flows(stats, stats.since(before, seconds)), predicted])
+def summary(stats: WeightStats, seconds: float) -> str:
+    """One line for the end of a run in which something streamed: what was counted in its `seconds`."""
+    passes = f"{stats.passes:,} {'pass' if stats.passes == 1 else 'passes'} in {seconds:.3g} s"
+    took = f"{seconds / stats.passes:.3g} s each" if stats.passes else "none begun"
+    predicted = f"{took} (predicted {stats.predicted:.3g}, bound by {stats.binding})"
+    return " | ".join([f"weights: {_homes(stats)}", passes, *_flows(stats, stats.flow(seconds)), predicted])
 
 
 def at_edge(text: str, columns: int) -> bool:
@@ -244,7 +252,7 @@ def _of(rate: float, ceiling: float, share: float) -> str:
 
 def _usable() -> bool:
     """Whether the terminal behind stderr can have a line that nobody else draws over."""
-    if not terminal.is_terminal(sys.stderr) or os.environ.get("TERM", "dumb") == "dumb":
+    if not terminal.is_terminal(sys.stderr) or terminal_kind() == "dumb":
         return False
     if sys.stdout is None or terminal.is_terminal(sys.stdout):
         return True

@@ -57,6 +57,13 @@ _SAMPLING = (
 )
 _REPORT = (
     option(OUTPUT, "--logprobs", type=int, metavar="K", help="With --json: log-probability of each token and of the K likeliest; -1: all."),
+    option(
+        OUTPUT,
+        "--trace",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Write what streamed when: a Chrome trace for ui.perfetto.dev.",
+    ),
     option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and statistics."),
     option(OUTPUT, "--verbose", "-v", is_flag=True, help="Print statistics also where stderr is not a terminal."),
 )

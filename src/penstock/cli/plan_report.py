@@ -153,6 +153,7 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
     capacity: int | None = None
     if tier is Tier.DEVICE:
         capacity, kv, activations = machine.device - found.beside, budget.kv, budget.activations
+        process = machine.device - machine.usable
     elif tier is Tier.HOST:
         capacity, process = (found.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
     free = None if capacity is None else capacity - weights - ring - kv - activations - process

@@ -1,18 +1,20 @@
 """`penstock run`: one prompt in, its continuation or answer out, as it is made."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli.answer import follow, json_line, logprob_entries, record
+from penstock.cli.answer import follow, json_line, logprob_entries, record, remark
 from penstock.cli.command import Command, option
 from penstock.cli.conversation import Conversation
+from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
 from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
 from penstock.cli.prompt import model_and_prompt
-from penstock.cli.terminal import is_terminal, say, write
+from penstock.cli.terminal import is_terminal, write
 from penstock.step.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,14 +30,16 @@ EXAMPLES = r"""
   git diff | penstock run ./my-model --chat -            the prompt from a pipe
   penstock run "A list:" --stop $'\n' --seed 7 -n 3      three short outputs, the same each time
   penstock run "Hello" --json --logprobs 2 | jq .usage
+  penstock run ./my-model "Hello" --device-memory 20GiB --trace trace.json    what moved when
 """
 
 
 class Screen:
     """Writes outputs one below the other, the first as it grows. What later ones say before their turn is held back."""
 
-    def __init__(self, outputs: int, echo: str = "") -> None:
-        """echo: the prompt that the outputs continue, to be written before them."""
+    def __init__(self, outputs: int, echo: str = "", put: Callable[..., None] = write) -> None:
+        """echo: the prompt that the outputs continue, to be written before them. put: writes, as terminal.write does."""
+        self._put = put
         self._held: list[list[str]] = [[] for _ in range(outputs)]
         self._ended = [False] * outputs
         self._turn = 0
@@ -62,10 +66,10 @@ class Screen:
     def _head(self) -> None:
         if len(self._held) > 1:
             self.end()
-            write(f"--- output {self._turn + 1} of {len(self._held)} ---\n")
+            self._put(f"--- output {self._turn + 1} of {len(self._held)} ---\n")
 
     def _write(self, text: str, *, bold: bool = False) -> None:
-        write(text, bold=bold)
+        self._put(text, bold=bold)
         if text:
             self._line_open = not text.endswith("\n")
 
@@ -95,7 +99,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     model, prompt = model_and_prompt(asked["arguments"], asked["file"])
     params = sampling_params(ctx)
     config = engine_config(ctx, model, params.n)
-    with loaded(config, quiet=asked["quiet"]) as llm:
+    with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         chat = asked["chat"] or asked["system"] is not None
         request, length = Conversation(llm, chat, asked["system"]).request(prompt.text)
         params = _limited(llm, params, length)
@@ -107,11 +111,13 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             write(json_line(entries))
         else:
             usual = prompt.typed and not chat and is_terminal(sys.stdout)
-            screen = Screen(params.n, prompt.text if asked["echo"] or (asked["echo"] is None and usual) else "")
-            answer = follow(llm, request, params, screen.show)
-            screen.end()
+            echo = prompt.text if asked["echo"] or (asked["echo"] is None and usual) else ""
+            with LiveLine(llm.booted.weights.stats, quiet=asked["quiet"]) as live:
+                screen = Screen(params.n, echo, live.write)
+                answer = follow(llm, request, params, screen.show)
+                screen.end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
-            say(answer.statistics(), faint=True)
+            remark(answer)
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:

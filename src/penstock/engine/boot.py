@@ -13,7 +13,7 @@ from penstock.base.trace import Trace
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import Budget, Demand, divide, least_activations, weights_room
 from penstock.engine.engine import Engine
-from penstock.engine.placing import Model, Override, Say, place
+from penstock.engine.placing import Model, Override, Say, host_room, place
 from penstock.kv.keys import root_key
 from penstock.kv.ledger import BlockLedger
 from penstock.kv.pool import KVPool
@@ -22,6 +22,7 @@ from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
 from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.loading import Loading, counted
 from penstock.weights.pack import Pack
 from penstock.weights.residency import padded
 from penstock.weights.stream import Blank, WeightStream
@@ -64,6 +65,7 @@ def boot(
     say: Say = lambda _: None,
     trace: Trace | None = None,
     override: Override | None = None,
+    loading: Loading | None = None,
 ) -> Booted:
     """Everything from a frozen Config and an open checkpoint or pack to a running engine. `say` is told what was decided.
 
@@ -97,9 +99,10 @@ def boot(
     )
     runner.detach()
     give_back(device)
-    sizes = [padded(layout) for layout in layouts]
-    room = 0 if override and override.limits else weights_room(total, sum(sizes), max(sizes), demand)
-    placed = place(config, model, layouts, dtype, device, room, say=say, override=override)
+    one_memory = device.type == "cpu" and host_room(config, device) == 0
+    room = 0 if override and override.limits else weights_room(total, layouts, demand, host_is_device=one_memory)
+    packing = counted("packing", sum(map(padded, layouts)), loading)
+    placed = place(config, model, layouts, dtype, device, room, say=say, progress=packing, override=override)
     weights = WeightStream(
         placed.placement,
         layouts,
@@ -113,7 +116,7 @@ def boot(
     )
     try:
         budget = divide(total, weights.bytes + placed.beside, demand)
-        weights.load()
+        weights.load(loading)
         runner.attach(weights, KVPool(layout, budget.blocks, device))
     except BaseException:
         weights.close()

@@ -69,36 +69,46 @@ class Demand:
         return min(self.useful_blocks, -(-(self.length or LEAST_TOKENS) // self.block_size))
 
 
-def weights_room(total: int, weights: int, largest: int, demand: Demand) -> int:
-    """Bytes that weights may take on the device, of `weights` in all, of which the largest group has `largest`.
+def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, host_is_device: bool) -> int:
+    """Bytes that weights may take on the device: all of theirs, if the least KV fits beside them.
 
-    Everything, if the least KV fits beside it. Otherwise what a fair share of KV leaves to resident weights and the ring that the others
-    stream through, or, where that is too little for two groups, what less KV leaves. Raises BudgetError if not even one group fits.
+    Otherwise what a fair share of KV leaves to resident weights and the ring that the others stream through; where that is too little for
+    two groups, what the least KV leaves; where that is too little for one, what a single block leaves. `host_is_device`: the ring on the way from disk takes of it as well, as on a CPU.
+    Raises BudgetError if not even one group fits.
     """
-    free = total - demand.activations
-    if weights <= free - demand.least_blocks * demand.block_bytes:
-        return weights
+    sizes = [padded(layout) for layout in layouts]
+    free, largest, ring = total - demand.activations, max(sizes), _least_cpu_ring(layouts) if host_is_device else 0
+    if sum(sizes) <= free - demand.least_blocks * demand.block_bytes:
+        return sum(sizes)
     if demand.fixed_blocks is not None:
         choices = [demand.fixed_blocks]
     else:
         fair = min(demand.useful_blocks, max(demand.least_blocks, total // KV_PART // demand.block_bytes))
         choices = [fair, demand.least_blocks, 1]
     rooms = [free - blocks * demand.block_bytes for blocks in choices]
-    room = next((room for room in rooms if room >= 2 * largest), rooms[-1])
-    if room < largest:
+    room = next((room for room in rooms[1:] if room >= largest + ring), rooms[-1])
+    if rooms[0] >= 2 * largest + ring:
+        room = rooms[0]
+    if room < largest + ring:
+        way = f" and {format_size(ring)} on its way from disk" if ring else ""
         raise BudgetError(
-            f"the budget of {format_size(total)} is too small for one group of weights, {format_size(largest)}, beside {choices[-1]:,} KV "
-            f"blocks of {format_size(demand.block_bytes)} and {format_size(demand.activations)} for the largest step; "
-            f"allow more device memory, fewer KV blocks, or fewer tokens a step"
+            f"the budget of {format_size(total)} is too small for one group of weights, {format_size(largest)}{way}, beside "
+            f"{choices[-1]:,} KV blocks of {format_size(demand.block_bytes)} and {format_size(demand.activations)} for the largest step; "
+            f"allow more memory, fewer KV blocks, or fewer tokens a step"
         )
     return room
 
 
 def cpu_ring(room: int, layouts: Sequence[GroupLayout]) -> int:
     """Bytes of a CPU's `room` for weights that go to the ring, and the slots for experts, through which they stream from disk."""
+    most = HOST_SLOTS[0] * piece_of(layouts)
+    return _least_cpu_ring(layouts) + max(min(most, room // CPU_RING_PART) - 2 * piece_of(layouts), 0)
+
+
+def _least_cpu_ring(layouts: Sequence[GroupLayout]) -> int:
+    """Two pieces, and two experts."""
     expert = max((padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT), default=0)
-    piece = piece_of(layouts)
-    return max(min(HOST_SLOTS[0] * piece, room // CPU_RING_PART), 2 * piece) + 2 * expert
+    return 2 * piece_of(layouts) + 2 * expert
 
 
 def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:

@@ -21,8 +21,10 @@ from penstock.weights.passage import Link, Rates
 from penstock.weights.residency import ExpertRoom, Limits, Placement, padded, pass_order, predict, solve_model
 
 BLOCK_SIZE = 32
-PROCESS = GROWTH + (256 << 20)
-"""Host memory that a process takes beside weights: what a boot sets aside, and what Python and torch took when measured without CUDA."""
+PROCESS = GROWTH + (1200 << 20)
+"""Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA took on an H200."""
+CONTEXT = 800 << 20
+"""Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H200."""
 GB = 10**9
 MORE = 1.1
 """Links are tried this many times as fast."""
@@ -40,6 +42,11 @@ class Machine:
     host: int | None
     rates: Rates
     operations: float
+
+    @property
+    def usable(self) -> int:
+        """Bytes of DEVICE for weights, KV and activations."""
+        return self.device if self.host is None else max(self.device - CONTEXT, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +153,10 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     every = pass_order(layouts, spec.tied_embeddings)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
     demand = _demand(spec, work)
-    sizes = [padded(layout) for layout in layouts]
-    placement, experts, beside = _place(spec, layouts, weights_room(machine.device, sum(sizes), max(sizes), demand), machine)
+    room = weights_room(machine.usable, layouts, demand, host_is_device=machine.host is None)
+    placement, experts, beside = _place(spec, layouts, room, machine)
     taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
-    budget = divide(machine.device, taken + beside, demand)
+    budget = divide(machine.usable, taken + beside, demand)
 
     def pace(step: _Step) -> Pace:
         return _pace(spec, machine, placement, experts, step, _arithmetic(spec, machine, every, expert, step))

@@ -27,8 +27,10 @@ Model = Checkpoint | Pack | Shape
 Say = Callable[[str], None]
 _USUAL = Rates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """What is asked of them before anything was measured is only whether there is a placement at all."""
-_DISK_SECONDS = 2.0
-"""How long the disk is measured: some take their time to reach their rate."""
+_LINK_SECONDS, _DISK_SECONDS = 0.4, 2.0
+"""How long links are measured. Some disks take their time to reach their rate."""
+_MEASURED = 4 << 30
+"""Bytes of weights for which they are measured a second, if not that long."""
 _LEAST_READ = 64 << 20
 """Bytes of device memory to measure its rate with, at least."""
 _HOST_SHARE = 0.8
@@ -116,10 +118,13 @@ def place(
             source = disk = PackSource(cached_pack(model, dtype, config.cache.expanduser(), progress, say))
         assert isinstance(source, PackSource)
         store = source.pack.store.path
+    say("measuring what links and disk can do" if needs_disk else "measuring what the link can do")
+    # What is small is as fast as it is: measuring must not take longer than it can be worth.
+    longest = total / _MEASURED
     rates = Rates(
-        host_to_device=copy_rate(device),
-        disk_to_host=file_read(store, _DISK_SECONDS).read if needs_disk and store else 0.0,
-        device_read=memory_read(device, max(limits.device // 2, _LEAST_READ)),
+        host_to_device=copy_rate(device, min(longest, _LINK_SECONDS)),
+        disk_to_host=file_read(store, min(longest, _DISK_SECONDS)).read if needs_disk and store else 0.0,
+        device_read=memory_read(device, max(limits.device // 2, _LEAST_READ), min(longest, _LINK_SECONDS)),
     )
     give_back(device)
     read = f", disk {format_rate(rates.disk_to_host)}" if needs_disk else ""

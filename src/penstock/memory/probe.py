@@ -56,12 +56,12 @@ class DiskRate:
     """Whether the page cache was bypassed. If not, it was asked to forget the file first, and may not have."""
 
 
-def memory_read(device: torch.device, most: int | None = None) -> float:
+def memory_read(device: torch.device, most: int | None = None, seconds: float = _SECONDS) -> float:
     """Bytes/s at which a sum reads memory of the device, far beyond its caches; on a CPU with all of torch's threads. `most`: bytes to take
     for it."""
     wanted = min(_DEVICE_BYTES, most or _DEVICE_BYTES) if device.type == "cuda" else max(_HOST_BYTES, 4 * _cache_bytes())
     source = _buffer(wanted, device).view(torch.float32).view(4096, -1)
-    return source.nbytes / _best(lambda: source.sum(1), device)
+    return source.nbytes / _best(lambda: source.sum(1), device, seconds)
 
 
 def memory_copy(device: torch.device) -> float:
@@ -103,15 +103,15 @@ def link_rates(device: torch.device) -> LinkRates:
     return LinkRates(_PINNED_BYTES / ways[0], _PINNED_BYTES / ways[1], 4 * _PINNED_BYTES / _best(both, device))
 
 
-def copy_rate(device: torch.device) -> float:
+def copy_rate(device: torch.device, seconds: float = _SECONDS) -> float:
     """Bytes/s of the one stream that brings weights to the device: from pinned memory over the link, or one thread's copy on a CPU."""
     if device.type == "cuda":
         sent = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device)
-        return _PINNED_BYTES / _best(lambda: target.copy_(sent, non_blocking=True), device)
+        return _PINNED_BYTES / _best(lambda: target.copy_(sent, non_blocking=True), device, seconds)
     source = _buffer(_HOST_BYTES // 2, device).numpy()
     copy = np.empty_like(source)
-    return source.nbytes / _best(lambda: np.copyto(copy, source), device)
+    return source.nbytes / _best(lambda: np.copyto(copy, source), device, seconds)
 
 
 def file_read(file: Path, seconds: float = 2 * _SECONDS) -> DiskRate:
@@ -218,11 +218,11 @@ def _cache_bytes() -> int:
         return _USUAL_CACHE
 
 
-def _best(work: Callable[[], object], device: torch.device) -> float:
+def _best(work: Callable[[], object], device: torch.device, seconds: float = _SECONDS) -> float:
     """Seconds of the fastest of several runs of `work`; the first, which pays for what is set up once, does not count."""
     work()
     _wait(device)
-    best, end, runs = float("inf"), time.perf_counter() + _SECONDS, 0
+    best, end, runs = float("inf"), time.perf_counter() + seconds, 0
     while runs < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
         work()

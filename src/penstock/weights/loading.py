@@ -15,6 +15,24 @@ from penstock.weights.source import Source
 LOADERS = 8
 """Threads that read; each holds a piece."""
 Progress = Callable[[int], None]
+Loading = Callable[[str, int, int], None]
+"""What is being done, bytes done and bytes in all; called from any thread."""
+
+
+def counted(what: str, total: int, loading: Loading | None) -> Progress | None:
+    """Adds up the bytes of pieces, from any thread, for who wants to know how far it is."""
+    if loading is None:
+        return None
+    lock, done = threading.Lock(), 0
+
+    def progress(size: int) -> None:
+        nonlocal done
+        with lock:
+            done += size
+            now = done
+        loading(what, now, total)
+
+    return progress
 
 
 def load(

@@ -16,7 +16,7 @@ from penstock.memory.arena import Arena
 from penstock.memory.streams import Stream, streams_of
 from penstock.weights.experts import Experts
 from penstock.weights.feeder import Feeder, Piece, Segment
-from penstock.weights.loading import LOADERS, Progress, load
+from penstock.weights.loading import LOADERS, Loading, counted, load
 from penstock.weights.passage import Rates, Run
 from penstock.weights.residency import PIECE, ExpertRoom, Placement
 from penstock.weights.source import Source
@@ -45,7 +45,7 @@ class WeightStream:
     ) -> None:
         """placement: of uses in `padded` sizes. disk: where what stays on DISK is read from, if not from `source`. experts: room for those,
         if they are not among the uses. rates: what both were made for, to be told by `stats`. Nothing is loaded yet."""
-        self.placement, self._dtype, self._source, self._device, self._rates = placement, dtype, source, device, rates
+        self.placement, self._dtype, self._source, self._device, self.rates = placement, dtype, source, device, rates
         self._disk = disk or source
         self._layouts = {layout.id: layout for layout in layouts}
         ring, host_ring = placement.device_ring, placement.host_ring
@@ -82,7 +82,7 @@ class WeightStream:
         self._moving: list[Feeder | Experts] = [self._experts] if self._experts else []
         self._close = weakref.finalize(self, _close, self._host, self._streams[0], {source, self._disk}, self._moving)
 
-    def load(self, progress: Progress | None = None) -> None:
+    def load(self, loading: Loading | None = None) -> None:
         """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for the first.
 
         Together with the first pass, which reads what stays on DISK, every byte is then read once. Raises CheckpointError.
@@ -99,7 +99,7 @@ class WeightStream:
             groups += self._experts.places() if self._experts else ()
             order = {id: number for number, id in enumerate(self._layouts)}
             groups.sort(key=lambda group: order[group[0].id])
-            load(groups, self._source, slots, self._streams[0], progress)
+            load(groups, self._source, slots, self._streams[0], counted("loading weights", sum(len(place) for _, place in groups), loading))
         finally:
             if staging:
                 self._streams[0].mark().wait()
@@ -142,7 +142,7 @@ class WeightStream:
             self._experts.expect(experts)
 
     def stats(self) -> WeightStats:
-        placement, rates, room, moving = self.placement, self._rates, self._room, self._moving
+        placement, rates, room, moving = self.placement, self.rates, self._room, self._moving
         stalled = self._waits.stalled()
         disk = min(sum(one.disk_late for one in moving), stalled)
         on_disk = placement.resting(Tier.DISK) + (room.on_disk * room.size if room else 0)
@@ -153,7 +153,6 @@ class WeightStream:
             device_ring=placement.device_ring.size + (room.device_ring * room.size if room else 0),
             host_ring=placement.host_ring.size + (room.host_ring * room.size if room else 0),
             passes=self._passes,
-            last_pass=0.0,
             copied=sum(one.copied_bytes for one in moving),
             read=sum(one.read_bytes for one in moving),
             stalled_link=stalled - disk,
