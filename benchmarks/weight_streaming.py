@@ -435,7 +435,7 @@ def part_machine(device: torch.device, tiny: bool, directory: Path, window: bool
         with running(config, limits, device, disk, **budgets, **settings) as booted:
             found |= facts(booted)
             for batch in (1,) if window else (1, 32):
-                found[f"decode_{batch}"] = decode(booted, batch, 16, 1 if window else 4, warm=1)
+                found[f"decode_{batch}"] = decode(booted, batch, 16, 1 if window else 3, warm=0 if window else 1)
             if not window:
                 found["prefill"] = {"tokens": 2048 if not tiny else 64, "seconds": prefill(booted, 2048 if not tiny else 64, 2)}
             rates = booted.weights.rates
@@ -462,7 +462,7 @@ def planned(spec: Shape, rates: Rates, disk: float, operations: float, budgets: 
     """Seconds of a pass that `penstock plan` forecasts for these budgets, with the disk's rate of this run."""
     device, host = (parse_size(size) for size in budgets.values())
     if tiny:  # No GPU's context takes of this, and no process beside it.
-        device, host = device + CONTEXT, host - device + PROCESS
+        device, host = device + CONTEXT + (1 << 20), host - device + PROCESS
     there = Machine(device, host, dataclasses.replace(rates, disk_to_host=disk), operations)
     tokens = 2048 if not tiny else 64
     decode = forecast(spec.spec, spec.names, there, Work(spec.spec.dtype, 1, 2304, tokens)).decode

@@ -344,7 +344,7 @@ _CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if
 _JUMPS = {dis.opmap[name] for name in ("JUMP_BACKWARD", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE") if name in dis.opmap}
 
 
-def cut_short(call: Callable[[], object], places: int, modules: Sequence[str] = ("penstock", "threading", "concurrent")) -> bool:
+def cut_short(call: Callable[[], object], places: int, modules: Sequence[str] = ("penstock",)) -> bool:
     """Calls, and interrupts at the `places`th place where CPython may: when a function begins, behind a call, behind a jump backward.
     False if the call ended by itself."""
     left, before, last = places, sys.gettrace(), dict[FrameType, int]()

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -454,11 +454,7 @@ def test_an_interrupt_anywhere_in_take_and_release_does_no_harm(name: str, threa
             world.take(shape.order[used])
         take, release = world.weights.take, world.weights.release
         call = partial(release, shape.order[used or 0]) if taken is None else partial(take, shape.order[taken])
-        # Tickets of a stream that works at once are Events, whose locks an interrupt within them would leave locked.
-        modules = ("penstock", "threading") if threads else ("penstock",)
-        # Right where Condition.wait has given up its lock, an interrupt becomes a RuntimeError about that.
-        with suppress(RuntimeError):
-            interrupted = cut_short(call, place, modules)
+        interrupted = cut_short(call, place, ("penstock", "threading"))
         uses = partial(use_all, world, [*shape.order[anew:], *shape.order * 2])
         assert within(LONG, uses)
         assert world.wrong() == []

@@ -15,7 +15,7 @@ from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layou
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
-from penstock.engine.forecast import BLOCK_SIZE, CONTEXT, PROCESS, Forecast, Machine, More, Work, forecast, gains
+from penstock.engine.forecast import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, Forecast, Machine, More, Work, forecast, gains
 from penstock.weights.passage import Link, Rates
 from penstock.weights.residency import padded
 
@@ -71,7 +71,7 @@ def beside(config: Mapping[str, object], work: Work = WORK) -> int:
 
 def machine(config: Mapping[str, object], device: float, host: float = 64 * GIB, rates: Rates = FAST, operations: float = 1e15) -> Machine:
     """One with room for `device` of the weights, as a share of them."""
-    return Machine(int(whole(config) * device) + beside(config) + CONTEXT, int(host), rates, operations)
+    return Machine(int(whole(config) * device) + beside(config) + CONTEXT + int(host) // TABLES, int(host), rates, operations)
 
 
 # ---- by hand

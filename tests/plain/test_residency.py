@@ -12,7 +12,7 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.errors import BudgetError
 from penstock.base.tiers import Tier
 from penstock.weights.passage import Link, Rates, RingLayout, Wait, lay_pieces, lay_ring
-from penstock.weights.residency import Limits, Placement, Use, expert_homes, predict, solve, spread
+from penstock.weights.residency import ExpertRoom, Limits, Placement, Use, predict, solve, solve_mixture, spread
 
 UNIT = 256
 GIB = 1 << 30
@@ -401,29 +401,69 @@ def test_without_a_disk_its_rate_does_not_matter() -> None:
 # ---- experts
 
 
-def experts(count: int) -> list[GroupId]:
-    return [GroupId(GroupKind.EXPERT, number // 4, number % 4) for number in range(count)]
+def mixture(uses: Sequence[Use], size: int, count: int, device: int, host: int, **more: int) -> tuple[Placement, ExpertRoom]:
+    """For budgets and sizes of experts in units; pieces hold any group."""
+    limits = Limits(device * UNIT, host * UNIT, **more)
+    return solve_mixture(uses, size * UNIT, count, limits, RATES, piece=max(size, largest_of(uses)) * UNIT)
 
 
-def test_experts_rest_by_how_often_they_are_used() -> None:
-    ids = experts(8)
-    homes = expert_homes(dict(zip(ids, [1, 9, 2, 8, 3, 7, 4, 6], strict=True)), dict.fromkeys(ids, 10), device=25, host=39)
-    assert [id for id in ids if homes[id] is Tier.DEVICE] == [ids[1], ids[3]]
-    assert [id for id in ids if homes[id] is Tier.HOST] == [ids[5], ids[6], ids[7]]
-    assert sum(home is Tier.DISK for home in homes.values()) == 3
+def test_experts_that_fit_stay_on_the_device() -> None:
+    placement, room = mixture(world(5, 1), 2, 8, device=22, host=0)
+    assert placement.everything_resident
+    assert room == ExpertRoom(2 * UNIT, 8, 8, 0)
+    assert (room.device, room.host, room.on_disk) == (16 * UNIT, 0, 0)
 
 
-def test_equally_frequent_experts_rest_in_order_whatever_the_order_they_are_named_in() -> None:
-    ids = experts(8)
-    forward = expert_homes(dict.fromkeys(ids, 1.0), dict.fromkeys(ids, 10), 30, 30)
-    assert forward == expert_homes(dict.fromkeys(reversed(ids), 1.0), dict.fromkeys(ids, 10), 30, 30)
-    assert [forward[id] for id in ids] == [Tier.DEVICE] * 3 + [Tier.HOST] * 3 + [Tier.DISK] * 2
+def test_experts_take_what_the_others_leave() -> None:
+    """Of 30 units 6 are for what every pass needs, 16 for the ring of experts, and 8 for those that stay; the host takes ten."""
+    placement, room = mixture(world(5, 1), 2, 24, device=30, host=20)
+    assert placement.everything_resident
+    assert (room.on_device, room.device_ring) == (4, 8)
+    assert (room.on_host, room.host_ring, room.on_disk) == (2, 8, 18)
+    # Without experts on disk no slots are needed for their reads.
+    _, room = mixture(world(5, 1), 2, 14, device=30, host=20, disk=0)
+    assert (room.on_device, room.on_host, room.host_ring, room.on_disk) == (4, 10, 0, 0)
+
+
+def test_a_device_too_small_for_all_that_every_pass_needs_streams_that_too() -> None:
+    placement, room = mixture(world(5, 5, 5), 2, 6, device=10, host=100)
+    assert not placement.everything_resident
+    assert (room.device_ring, room.on_host, room.on_disk) == (2, 6 - room.on_device, 0)
+
+
+@given(
+    worlds(), st.sampled_from([1, 2, 7]), st.integers(1, 20), st.integers(1, 200), st.integers(0, 100), st.sampled_from([{}, {"disk": 0}])
+)
+def test_experts_have_one_home_each_and_no_budget_is_exceeded(
+    uses: list[Use], size: int, count: int, device: int, host: int, disk: dict[str, int]
+) -> None:
+    try:
+        placement, room = mixture(uses, size, count, device, host, **disk)
+    except BudgetError:
+        assert whole(uses) + count * size > device
+        return
+    assert (room.size, room.experts) == (size * UNIT, count)
+    assert min(room.on_device, room.on_host, room.on_disk) >= 0
+    assert placement.resting(Tier.DEVICE) + placement.device_ring.size + room.device <= device * UNIT
+    assert placement.resting(Tier.HOST) + placement.host_ring.size + room.host <= host * UNIT
+    assert (room.device_ring > 0) == (room.on_device < count)
+    assert (room.host_ring > 0) == (room.on_disk > 0)
+    assert not disk or room.on_disk == placement.read == 0
+
+
+def test_no_more_experts_stay_than_there_are() -> None:
+    """What every pass needs does not fit in whole, so that it leaves a hole larger than all experts."""
+    _, room = mixture(world(8, 15), 2, 1, device=23, host=40)
+    assert (room.on_device, room.on_host) == (1, 0)
 
 
 def test_experts_without_a_home_are_refused() -> None:
-    ids = experts(8)
-    with pytest.raises(BudgetError, match=r"experts of 80 B do not fit into 30 B on the device, 30 B on the host and 0 B on disk"):
-        expert_homes(dict.fromkeys(ids, 1.0), dict.fromkeys(ids, 10), 30, 30, disk=0)
+    with pytest.raises(BudgetError, match=r"is too small for 2 experts of 512 B at a time"):
+        mixture(world(5, 5), 2, 24, device=4, host=100)
+    with pytest.raises(BudgetError, match=r"24 experts of 512 B do not fit into .* on the device and .* on the host, and there is no disk"):
+        mixture(world(5, 5), 2, 24, device=20, host=20, disk=0)
+    with pytest.raises(BudgetError, match=r"256 B of host memory is too small for one expert of 512 B, through which the others would"):
+        mixture(world(5, 5), 2, 24, device=20, host=1)
 
 
 # ---- a large model

@@ -79,7 +79,7 @@ def boot(
     limits = choose_limits(config, spec, device)
     total = device_budget(config, device)
     if device.type == "cuda" and config.device_memory is not None:
-        total = cap_memory(device, total)
+        total = cap_memory(device, total, host_room(config, device))
     layouts = group_layouts(spec, model.names, dtype)
     if isinstance(model, Checkpoint):
         model.verify(layouts)

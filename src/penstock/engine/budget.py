@@ -73,7 +73,8 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
     """Bytes that weights may take on the device: all of theirs, if the least KV fits beside them.
 
     Otherwise what a fair share of KV leaves to resident weights and the ring that the others stream through; where that is too little for
-    two groups, what the least KV leaves; where that is too little for one, what a single block leaves. `host_is_device`: the ring on the way from disk takes of it as well, as on a CPU.
+    two groups, what the least KV leaves; where that is too little for one, what a single block leaves. `host_is_device`: the ring on the
+    way from disk takes of it as well, as on a CPU.
     Raises BudgetError if not even one group fits.
     """
     sizes = [padded(layout) for layout in layouts]
@@ -114,10 +115,10 @@ def _least_cpu_ring(layouts: Sequence[GroupLayout]) -> int:
 def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
     """About the bytes that the largest step takes: what was measured on a GPU for models of 70B shape, within some ten per cent.
 
-    That of a layer is half as much again as what enters and leaves its products. Sampling with a sorted vocabulary takes about 19 numbers
-    for each logit, log-probabilities of a prompt two for each of up to 64 positions.
+    That of a layer is three quarters more than what enters and leaves its products. Sampling with a sorted vocabulary takes about 19
+    numbers for each logit, log-probabilities of a prompt two for each of up to 64 positions.
     """
-    layer = least_activations(spec, dtype, max_step_tokens, 0) * 3 // 2
+    layer = least_activations(spec, dtype, max_step_tokens, 0) * 7 // 4
     logits = spec.vocab_size * 4
     return max(layer, 19 * max_sequences * logits, 2 * min(64, max_step_tokens) * logits)
 

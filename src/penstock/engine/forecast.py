@@ -23,6 +23,8 @@ from penstock.weights.residency import ExpertRoom, Limits, Placement, padded, pa
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)
 """Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA took on an H200."""
+TABLES = 512
+"""Of so many bytes of pinned host memory, one is for the GPU's page tables."""
 CONTEXT = 800 << 20
 """Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H200."""
 GB = 10**9
@@ -46,7 +48,7 @@ class Machine:
     @property
     def usable(self) -> int:
         """Bytes of DEVICE for weights, KV and activations."""
-        return self.device if self.host is None else max(self.device - CONTEXT, 0)
+        return self.device if self.host is None else max(self.device - CONTEXT - self.host // TABLES, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ _LINK_SECONDS, _DISK_SECONDS = 0.4, 2.0
 """How long links are measured. Some disks take their time to reach their rate."""
 _MEASURED = 4 << 30
 """Bytes of weights for which they are measured a second, if not that long."""
-_LEAST_READ = 64 << 20
-"""Bytes of device memory to measure its rate with, at least."""
+_LEAST_READ = 16 << 20
+"""Bytes of memory to measure its rate with, at least, however small the budget."""
 _HOST_SHARE = 0.8
 """Of the host's free memory, when no budget was given."""
 
@@ -120,11 +120,11 @@ def place(
         store = source.pack.store.path
     say("measuring what links and disk can do" if needs_disk else "measuring what the link can do")
     # What is small is as fast as it is: measuring must not take longer than it can be worth.
-    longest = total / _MEASURED
+    longest, most = total / _MEASURED, max(limits.device // 2, _LEAST_READ)
     rates = Rates(
-        host_to_device=copy_rate(device, min(longest, _LINK_SECONDS)),
+        host_to_device=copy_rate(device, most // 2, min(longest, _LINK_SECONDS)),
         disk_to_host=file_read(store, min(longest, _DISK_SECONDS)).read if needs_disk and store else 0.0,
-        device_read=memory_read(device, max(limits.device // 2, _LEAST_READ), min(longest, _LINK_SECONDS)),
+        device_read=memory_read(device, most, min(longest, _LINK_SECONDS)),
     )
     give_back(device)
     read = f", disk {format_rate(rates.disk_to_host)}" if needs_disk else ""

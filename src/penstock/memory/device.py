@@ -15,6 +15,8 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _MOST_OUTSIDE = 1 << 30
 """What a CUDA context takes at most; what is missing beyond that belongs to other processes."""
+_TABLES = 512
+"""Host memory is mapped for the device in pages of 4096 bytes, each of which takes 8 there."""
 _MODULES = 256 << 20
 """Kernels that are loaded later."""
 
@@ -59,11 +61,11 @@ def free_memory(device: torch.device) -> int:
     return min(int(psutil.virtual_memory().available), _cgroup_limit() - _cgroup_usage())
 
 
-def cap_memory(device: torch.device, size: int) -> int:
-    """Bytes of `size` that may be allocated on a CUDA device if the whole process is to stay below it; the others are the driver's and its
-    modules'. From now on torch refuses to allocate more."""
+def cap_memory(device: torch.device, size: int, pinned: int) -> int:
+    """Bytes of `size` that may be allocated on a CUDA device if the whole process is to stay below it; the others are the driver's, its
+    modules' and its page tables' for `pinned` bytes of host memory. From now on torch refuses to allocate more."""
     free, whole = torch.cuda.mem_get_info(device)
-    outside = min(whole - free - torch.cuda.memory_reserved(device), _MOST_OUTSIDE) + _MODULES
+    outside = min(whole - free - torch.cuda.memory_reserved(device), _MOST_OUTSIDE) + _MODULES + pinned // _TABLES
     torch.cuda.set_per_process_memory_fraction(min(max(size - outside, 0) / whole, 1.0), device)
     return size - outside
 
@@ -103,14 +105,18 @@ def _cgroup_usage() -> int:
 
 
 def peak_of(device: torch.device, work: Callable[[], object]) -> int:
-    """Bytes of device memory that `work` took at its peak, beyond what was taken before it."""
+    """Bytes of device memory that `work` took at its peak, beyond what was taken before it.
+
+    On CUDA with what was lost between allocations, and somewhat more: work of another shape loses it in other places.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        give_back(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_reserved(device)
         work()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return (torch.cuda.max_memory_reserved(device) - before) * 9 // 8
     exact = _reset_peak_rss()
     before = psutil.Process().memory_info().rss if exact else _peak_rss()
     work()

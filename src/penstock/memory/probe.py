@@ -59,7 +59,8 @@ class DiskRate:
 def memory_read(device: torch.device, most: int | None = None, seconds: float = _SECONDS) -> float:
     """Bytes/s at which a sum reads memory of the device, far beyond its caches; on a CPU with all of torch's threads. `most`: bytes to take
     for it."""
-    wanted = min(_DEVICE_BYTES, most or _DEVICE_BYTES) if device.type == "cuda" else max(_HOST_BYTES, 4 * _cache_bytes())
+    wanted = _DEVICE_BYTES if device.type == "cuda" else max(_HOST_BYTES, 4 * _cache_bytes())
+    wanted = min(wanted, most or wanted)
     source = _buffer(wanted, device).view(torch.float32).view(4096, -1)
     return source.nbytes / _best(lambda: source.sum(1), device, seconds)
 
@@ -103,13 +104,14 @@ def link_rates(device: torch.device) -> LinkRates:
     return LinkRates(_PINNED_BYTES / ways[0], _PINNED_BYTES / ways[1], 4 * _PINNED_BYTES / _best(both, device))
 
 
-def copy_rate(device: torch.device, seconds: float = _SECONDS) -> float:
-    """Bytes/s of the one stream that brings weights to the device: from pinned memory over the link, or one thread's copy on a CPU."""
+def copy_rate(device: torch.device, most: int | None = None, seconds: float = _SECONDS) -> float:
+    """Bytes/s of the one stream that brings weights to the device: from pinned memory over the link, or one thread's copy on a CPU, of
+    at most `most` bytes."""
     if device.type == "cuda":
         sent = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device)
         return _PINNED_BYTES / _best(lambda: target.copy_(sent, non_blocking=True), device, seconds)
-    source = _buffer(_HOST_BYTES // 2, device).numpy()
+    source = _buffer(min(_HOST_BYTES // 2, most or _HOST_BYTES), device).numpy()
     copy = np.empty_like(source)
     return source.nbytes / _best(lambda: np.copyto(copy, source), device, seconds)
 
@@ -187,7 +189,7 @@ def _read_rate(fd: int, *, once: bool, seconds: float) -> float:
 
     def read() -> int:
         buffer, done = mmap.mmap(-1, _DISK_REQUEST), 0  # O_DIRECT wants aligned memory, which a mapping is.
-        while time.perf_counter() < end:
+        while not done or time.perf_counter() < end:
             with lock:
                 start = next(numbers, None)
             if start is None:

@@ -44,26 +44,31 @@ class Stream(Protocol):
 
 
 class HostTicket:
-    """Reached when a thread says so."""
+    """Reached when a thread says so, once. A lock that is held until then: an interrupt of who waits leaves nothing behind, as it would
+    within a threading.Event."""
 
-    __slots__ = ("_reached", "_when")
+    __slots__ = ("_closed", "_when")
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
-        self._when = 0.0
+        self._closed = threading.Lock()
+        self._closed.acquire()
+        self._when: float | None = None
 
     def reach(self) -> None:
         self._when = perf_counter()
-        self._reached.set()
+        self._closed.release()
 
     @property
     def done(self) -> bool:
-        return self._reached.is_set()
+        return self._when is not None
 
     def wait(self) -> None:
-        self._reached.wait()
+        if self._when is None:
+            with self._closed:
+                pass
 
     def when(self) -> float:
+        assert self._when is not None
         return self._when
 
 

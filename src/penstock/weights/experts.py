@@ -52,6 +52,7 @@ class _Coming:
     ready: Ticket | None = None
     host_slot: int = -1
     reads: list["Future[None]"] = field(default_factory=list)
+    """Made before anything is submitted: whatever an interrupt leaves behind is known, and can be waited for."""
 
 
 class Experts:
@@ -80,6 +81,8 @@ class Experts:
         self._empty: list[Ticket | None] = [None] * len(host_slots)
         self._queue: deque[GroupId] = deque()
         """Experts that will be used and have no slot yet."""
+        self._expected: frozenset[GroupId] = frozenset()
+        """Of the layer at hand: none of them may leave DEVICE."""
         self._coming: dict[GroupId, _Coming] = {}
         self._used: Counter[GroupId] = Counter()
         self._least: dict[Tier, list[GroupId]] = {Tier.DEVICE: [], Tier.HOST: []}
@@ -104,6 +107,7 @@ class Experts:
             self._next_pass()
         self._layer = experts[0].layer if experts else self._layer
         self._used.update(experts)
+        self._expected = frozenset(experts)
         self._sound = False
         self._queue.extend(id for id in experts if self.homes[id].tier is not Tier.DEVICE)
         self._fetch()
@@ -158,28 +162,39 @@ class Experts:
             coming = _Coming(self._ring.popleft(), home)
             if home.tier is Tier.DISK:
                 coming.host_slot = self._host_ring.popleft()
-                coming.reads = self._read(id, coming.host_slot)
+                coming.reads = [Future() for _ in range(0, self._host.shape[1], PIECE)]
+            self._coming[id] = coming
+            if home.tier is Tier.DISK:
+                self._read(id, coming)
             else:
                 coming.ready = self._copy(id, coming, self._host[home.slot])
                 self._empty[home.slot] = coming.ready
-            self._coming[id] = coming
             self._queue.popleft()
 
-    def _read(self, id: GroupId, slot: int) -> list["Future[None]"]:
+    def _read(self, id: GroupId, coming: _Coming) -> None:
         assert self._readers is not None
-        layout, into, empty, check = self._layouts[id], self._host[slot], self._empty[slot], id not in self._checked
+        into, empty = self._host[coming.host_slot], self._empty[coming.host_slot]
+        layout, check = self._layouts[id], id not in self._checked
 
-        def piece(start: int) -> None:
-            if empty is not None:
-                empty.wait()
-            began = perf_counter()
-            part = into[start : start + PIECE]
-            self._source.read(layout, start, part, check)
-            if self._waits.trace is not None:
-                self._waits.trace.span("disk reads", str(id), began, perf_counter(), bytes=len(part))
+        def piece(start: int, read: "Future[None]") -> None:
+            if not read.set_running_or_notify_cancel():
+                return
+            try:
+                if empty is not None:
+                    empty.wait()
+                began = perf_counter()
+                part = into[start : start + PIECE]
+                self._source.read(layout, start, part, check)
+                if self._waits.trace is not None:
+                    self._waits.trace.span("disk read", str(id), began, perf_counter(), bytes=len(part))
+            except BaseException as fault:
+                read.set_exception(fault)
+            else:
+                read.set_result(None)
 
         self.read_bytes += len(into)
-        return [self._readers.submit(piece, start) for start in range(0, len(into), PIECE)]
+        for start, read in zip(range(0, len(into), PIECE), coming.reads, strict=True):
+            self._readers.submit(piece, start, read)
 
     def _bring(self, id: GroupId, coming: _Coming) -> Ticket:
         """Queue the copy of an expert from DISK, when it has been read."""
@@ -226,7 +241,7 @@ class Experts:
     def _rival(self, id: GroupId, tier: Tier) -> GroupId | None:
         """The least used expert that stays on `tier`, if `id` is used clearly more often."""
         least = self._least[tier]
-        while least and (self.homes[least[-1]].tier is not tier or least[-1].layer == id.layer):
+        while least and (self.homes[least[-1]].tier is not tier or least[-1] in self._expected):
             least.pop()
         if not least or self._used[id] < CLEARLY * self._used[least[-1]] + 2:
             return None

@@ -30,7 +30,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from penstock.memory.streams import Stream, Ticket
+from penstock.memory.streams import HostTicket, Stream, Ticket
 from penstock.weights.waits import Waits
 
 READERS = 8
@@ -89,6 +89,8 @@ class Feeder:
         self._last: Ticket | None = None
         """Behind the last copies that were queued."""
         self._ready: list[Ticket | None] = [None] * len(runs)
+        self._news: HostTicket | None = None
+        """What the arithmetic waits for when the disk is late: whatever a reader has done next."""
         # The readers' place.
         self._claimed = 0
         """Pieces handed to readers, counted on through all passes."""
@@ -134,18 +136,33 @@ class Feeder:
             taken = self._compute.mark()
             self._advance()
             self._change.notify_all()
-            while self._place[0] <= visit and self._fault is None and not self._closed:
-                self._change.wait()
-            if self._fault is not None:
-                raise self._fault
-            assert not self._closed, "take after close"
-            ready = self._ready[run]
-            assert ready is not None
+        while (news := self._queued(visit)) is not None:
+            news.wait()
+        ready = self._ready[run]
+        assert ready is not None
         self._compute.wait(ready)
         begun = self._compute.mark()
         self._waits.begin(self._runs[run], taken, begun)
         with self._lock:
             self._cursor = visit + 1
+
+    def _queued(self, visit: int) -> Ticket | None:
+        """None when a visit's copies are queued, before that a ticket that is reached with the next news. Raises what a reader has met."""
+        with self._lock:
+            if self._fault is not None:
+                raise self._fault
+            assert not self._closed, "take after close"
+            if self._place[0] > visit:
+                return None
+            self._news = HostTicket()
+            return self._news
+
+    def _tell(self) -> None:
+        """Wake whoever waits for what may have happened."""
+        self._change.notify_all()
+        news, self._news = self._news, None
+        if news is not None:
+            news.reach()
 
     def release(self, run: int) -> None:
         """The arithmetic that was queued until now was the last to need the run."""
@@ -243,7 +260,7 @@ class Feeder:
                     self._advance()
                 except BaseException as fault:
                     self._fault = fault
-                self._change.notify_all()
+                self._tell()
 
     def _claim(self) -> tuple[int, bool, Ticket | None] | None:
         """The next piece to read, counted on, whether anybody still wants it, and what its slot must be waited for; None: the end."""
@@ -268,12 +285,12 @@ class Feeder:
     def _fail(self, fault: BaseException) -> None:
         with self._lock:
             self._fault = self._fault or fault
-            self._change.notify_all()
+            self._tell()
 
     def close(self) -> None:
         """End the threads and wait for what they and the streams are doing. A second call does nothing."""
         with self._lock:
             self._closed = True
-            self._change.notify_all()
+            self._tell()
         for thread in self._threads:
             thread.join()

@@ -206,8 +206,12 @@ def solve_mixture(
             f"{format_size(limits.device)} of device memory for weights is too small for {ring} experts of {format_size(size)} at a time; "
             f"allow more device memory"
         )
-    placement = solve(uses, replace(limits, device=limits.device - ring * size), rates, seconds, piece)
+    # Where experts need the disk, some slots on HOST are theirs whatever else wants them.
+    beside = limits.host - (2 * size if dense + experts * size > limits.device + limits.host else 0)
+    placement = solve(uses, replace(limits, device=limits.device - ring * size, host=max(beside, 0)), rates, seconds, piece)
     on_device = (limits.device - placement.resting(Tier.DEVICE) - placement.device_ring.size) // size - ring
+    if on_device >= experts:
+        return placement, ExpertRoom(size, experts, experts, 0)
     free = limits.host - placement.resting(Tier.HOST) - placement.host_ring.size
     on_host, host_ring = min(free // size, experts - on_device), 0
     if on_device + on_host < experts:

@@ -18,7 +18,7 @@ from penstock.weights.experts import Experts
 from penstock.weights.feeder import Feeder, Piece, Segment
 from penstock.weights.loading import LOADERS, Loading, counted, load
 from penstock.weights.passage import Rates, Run
-from penstock.weights.residency import PIECE, ExpertRoom, Placement
+from penstock.weights.residency import ExpertRoom, Placement, piece_of
 from penstock.weights.source import Source
 from penstock.weights.waits import Waits
 
@@ -90,7 +90,7 @@ class WeightStream:
         staging: Arena | None = None
         slots = list[Tensor]()
         if self._device.type == "cuda":
-            size = min(PIECE, max(use.size for use in self.placement.uses))
+            size = piece_of(tuple(self._layouts.values()))
             fits = self.placement.piece >= size and len(self._slots) >= LOADERS * self.placement.piece
             staging = None if fits else Arena(2 * LOADERS * size, torch.device("cpu"), pinned_for=self._device)
             slots = list(torch.split(staging.bytes, size) if staging else torch.split(self._slots, self.placement.piece))
