@@ -276,7 +276,7 @@ def part_host(device: torch.device, tiny: bool) -> dict[str, object]:
         row(
             f"decode, batch {batch}, all streamed groups on the host",
             one["mean_s"],
-            f"{format_rate(one['rate'])} of {format_rate(ceiling)} = {one['of_ceiling']:.1%}; bytes exact: {one['exact']}; predicted {found['predicted_s']:.4f} s",
+            f"{share(one, ceiling)}; bytes exact: {one['exact']}; predicted {found['predicted_s']:.4f} s",
         )
     least = min(found["prefill"]["seconds"])
     mean = sum(found["prefill"]["seconds"]) / len(found["prefill"]["seconds"])
@@ -308,7 +308,7 @@ def part_disk(device: torch.device, tiny: bool, directory: Path) -> dict[str, ob
     row(
         "decode, batch 1, streamed groups on disk",
         one["mean_s"],
-        f"{format_rate(one['rate'])} of {format_rate(ceiling)} = {one['of_ceiling']:.1%} (ceiling {format_rate(before)} before, {format_rate(after)} after); predicted {found['predicted_s']:.3f} s",
+        f"{share(one, ceiling)} ({format_rate(before)} before, {format_rate(after)} after); predicted {found['predicted_s']:.3f} s",
     )
     return found
 
@@ -453,7 +453,9 @@ def part_machine(device: torch.device, tiny: bool, directory: Path, window: bool
         row(
             f"80 layers, {name}, batch {batch}",
             one["mean_s"],
-            f"predicted {found['predicted_s']:.2f} s; {one['mean_s'] / batch:.3f} s a token; disk {format_rate(one['read_per_pass'] / one['mean_s'])} of {format_rate((before + after) / 2)}; peak device {format_size(peak.device)}, host {format_size(peak.host)}",
+            f"predicted {found['predicted_s']:.2f} s; {one['mean_s'] / batch:.3f} s a token; "
+            f"disk {format_rate(one['read_per_pass'] / one['mean_s'])} of {format_rate((before + after) / 2)}; "
+            f"peak device {format_size(peak.device)}, host {format_size(peak.host)}",
         )
     return found
 
@@ -468,6 +470,10 @@ def planned(spec: Shape, rates: Rates, disk: float, operations: float, budgets: 
     decode = forecast(spec.spec, spec.names, there, Work(spec.spec.dtype, 1, 2304, tokens)).decode
     prefill = forecast(spec.spec, spec.names, there, Work(spec.spec.dtype, 1, tokens, tokens)).prefill
     return {"decode": decode.seconds, "prefill": prefill.seconds}
+
+
+def share(one: dict[str, object], ceiling: float) -> str:
+    return f"{format_rate(one['rate'])} of {format_rate(ceiling)} = {one['of_ceiling']:.1%}"
 
 
 def row(what: str, seconds: float, text: str) -> None:

@@ -355,3 +355,23 @@ def test_a_sliding_window_reads_everything_in_every_pass(tmp_path: Path) -> None
 def test_random_weights_that_do_not_fit_need_a_scratch_directory() -> None:
     with pytest.raises(BudgetError, match="there is no disk for the rest"):
         run(streaming_job())
+
+
+def test_the_benchmark_of_streaming_on_small_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("weight_streaming", ROOT / "benchmarks" / "weight_streaming.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    out, scratch_files = tmp_path / "found.json", tmp_path / "scratch"
+    scratch_files.mkdir()
+    given = ["--tiny", "--device", "cpu", "--parts", "host,disk,window", "--directory", str(scratch_files), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["weight_streaming.py", *given])
+    benchmark.main()
+    found = json.loads(out.read_text())
+    assert [found[part].get("failed") for part in ("host", "disk", "window")] == [None] * 3
+    assert found["host"]["decode_16"]["exact"]
+    assert found["host"]["decode_1"]["copied_per_pass"] == found["host"]["streamed"] > 0
+    assert found["disk"]["decode_1"]["read_per_pass"] == found["disk"]["read"] > 0
+    assert found["window"]["resident"] == found["window"]["host"] == 0
+    assert list(scratch_files.iterdir()) == []

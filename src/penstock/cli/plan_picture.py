@@ -93,7 +93,7 @@ def _tiers(canvas: _Canvas, it: Report) -> None:
     for one in it.tiers:
         _tier(canvas, one, tops[one.tier], scale, one.tier is not Tier.DISK or figures["disk_rate"].value > 0)
     device = f"reads {_figure(it, 'device_read')}, computes {_figure(it, 'compute')}, {it.decode.busy['device']:.0%} busy"
-    canvas.text(_RIGHT, tops[Tier.DEVICE] + 46, device, 14, _ink(it.decode, "device"), "ra")
+    canvas.text(_RIGHT, tops[Tier.DEVICE] + 88, device, 14, _ink(it.decode, "device"), "ra")
     if figures["disk_rate"].value:
         _link(canvas, it, "disk", tops[Tier.DISK], it.decode.read)
     _link(canvas, it, "link", tops[Tier.HOST], it.decode.copied)
