@@ -94,7 +94,7 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
         way = f" and {format_size(ring)} on its way from disk" if ring else ""
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, {format_size(largest)}{way}, beside "
-            f"{choices[-1]:,} KV blocks of {format_size(demand.block_bytes)} and {format_size(demand.activations)} for the largest step; "
+            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.activations)} for the largest step; "
             f"allow more memory, fewer KV blocks, or fewer tokens a step"
         )
     return room
