@@ -103,17 +103,21 @@ def boot(
     room = 0 if override and override.limits else weights_room(total, layouts, demand, host_is_device=one_memory)
     packing = counted("packing", sum(map(padded, layouts)), loading)
     placed = place(config, model, layouts, dtype, device, room, say=say, progress=packing, override=override)
-    weights = WeightStream(
-        placed.placement,
-        layouts,
-        dtype,
-        placed.source,
-        device,
-        disk=placed.disk,
-        experts=placed.experts,
-        rates=placed.rates,
-        trace=trace,
-    )
+    try:
+        weights = WeightStream(
+            placed.placement,
+            layouts,
+            dtype,
+            placed.source,
+            device,
+            disk=placed.disk,
+            experts=placed.experts,
+            rates=placed.rates,
+            trace=trace,
+        )
+    except BaseException:
+        placed.close()
+        raise
     try:
         budget = divide(total, weights.bytes + placed.beside, demand)
         weights.load(loading)

@@ -62,6 +62,11 @@ class Placed:
     beside: int = 0
     """Bytes of the device's room that the host's part of weights takes: on a CPU, where both are one memory."""
 
+    def close(self) -> None:
+        """For when nobody takes it over."""
+        for source in {self.source, self.disk}:
+            source.close()
+
 
 def host_room(config: Config, device: torch.device) -> int:
     """Bytes that weights may take in host memory. On a CPU, what host_memory allows beyond device_memory. Raises BudgetError."""

@@ -74,6 +74,8 @@ class WeightStream:
         self._next = 0
         """Where in the ring's order the next use is looked for."""
         self._experts: Experts | None = None
+        self._in_slots: dict[int, Mapping[str, Tensor]] = {}
+        """Views of the slots for experts, whose fields all lie alike, by the slot's address."""
         if experts is not None:
             on_each = self._arena.bytes[on_device:].view(-1, experts.size), self._host.bytes[on_host:].view(-1, experts.size)
             those = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
@@ -119,7 +121,7 @@ class WeightStream:
         if views is not None:
             return views
         if group.kind is GroupKind.EXPERT and self._experts is not None:
-            return group_views(self._layouts[group], self._experts.take(group), self._dtype)
+            return self._in_slot(group, self._experts.take(group))
         assert self._feeder is not None, "take before load"
         run = min(self._runs_of[group], key=lambda run: (run - self._next) % len(self._in_ring))
         self._feeder.take(run)
@@ -169,6 +171,12 @@ class WeightStream:
 
     def _id(self, run: Run) -> GroupId:
         return self.placement.uses[run.use].id
+
+    def _in_slot(self, expert: GroupId, slot: Tensor) -> Mapping[str, Tensor]:
+        views = self._in_slots.get(slot.data_ptr())
+        if views is None:
+            views = self._in_slots[slot.data_ptr()] = group_views(self._layouts[expert], slot, self._dtype)
+        return views
 
     def _feed(self) -> Feeder:
         ring, host_ring = self.placement.device_ring, self.placement.host_ring
