@@ -3,7 +3,8 @@
     python benchmarks/weight_streaming.py --out results.json            70B-shaped layers, random weights, on CUDA
     python benchmarks/weight_streaming.py --tiny                        the same course on small shapes, on any device
 
-Ceilings are measured before and after the work they are compared with. `--parts` takes a few of: host, disk, offload, machine, window.
+Ceilings are measured before and after the work they are compared with. `--parts` takes a few of: host, disk, offload, machine, window,
+mixture.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from penstock.weights.passage import Rates
 from penstock.weights.residency import PIECE, Limits, padded
 from penstock.weights.shape import Shape
 
-PARTS = ("host", "disk", "offload", "machine", "window")
+PARTS = ("host", "disk", "offload", "machine", "window", "mixture")
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
 GIB = 1 << 30
 
@@ -472,6 +473,26 @@ def planned(spec: Shape, rates: Rates, disk: float, operations: float, budgets: 
     return {"decode": decode.seconds, "prefill": prefill.seconds}
 
 
+def part_mixture(device: torch.device, tiny: bool) -> dict[str, object]:
+    """A mixture of experts with room for a third of it on the device and the rest in host memory; random weights choose evenly."""
+    config = json.loads((Path(__file__).parent / "shapes" / "Qwen3-30B-A3B" / "config.json").read_text())
+    if tiny:
+        config |= {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_experts": 16, "vocab_size": 4096}
+    spec = Shape.of(config)
+    layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
+    total, largest = sum(map(padded, layouts)), max(map(padded, layouts))
+    found: dict[str, object] = {"link": link_ceiling(device, tiny)}
+    limits = Limits(total // 3 + 2 * largest, total)
+    with running(config, limits, device, max_step_tokens=256 if not tiny else 32, max_sequences=16, max_length=512) as booted:
+        found |= facts(booted)
+        for batch in (1, 16):
+            one = found[f"decode_{batch}"] = decode(booted, batch, 16, 40 if not tiny else 4, warm=20 if not tiny else 2)
+            rate = one["copied_per_pass"] / one["mean_s"]
+            text = f"{format_size(one['copied_per_pass'])} a pass, {format_rate(rate)} of {format_rate(found['link'])}"
+            row(f"mixture, a third on the device, batch {batch}", one["mean_s"], text)
+    return found
+
+
 def share(one: dict[str, object], ceiling: float) -> str:
     return f"{format_rate(one['rate'])} of {format_rate(ceiling)} = {one['of_ceiling']:.1%}"
 
@@ -496,6 +517,7 @@ def main() -> None:
         "offload": lambda: part_offload(device, given.tiny, given.directory),
         "machine": lambda: part_machine(device, given.tiny, given.directory, False),
         "window": lambda: part_machine(device, given.tiny, given.directory, True),
+        "mixture": lambda: part_mixture(device, given.tiny),
     }
     for part in given.parts.split(","):
         begin = time.perf_counter()
