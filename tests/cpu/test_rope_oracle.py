@@ -1,4 +1,10 @@
-"""Rotary frequencies agree with those that transformers computes from the same config, of every kind and at every length."""
+"""Rotary frequencies agree with those that transformers computes from the same config, of every kind and at every length.
+
+At positions beyond 2**24, which float32 cannot count, transformers is no oracle: there the angles are those of exact arithmetic.
+"""
+
+import math
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
@@ -7,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.arch.families import read_spec
 from penstock.arch.rope import attention_scale, inverse_frequencies
+from penstock.arch.spec import RopeKind
+from penstock.ops.rope import RotaryAngles
 
 LONG = {"original_max_position_embeddings": 4096}
 ROPES: dict[str, dict[str, object]] = {
@@ -75,3 +83,31 @@ def test_kinds_differ() -> None:
         spec = read_spec(both(rope, 64)[1]).rope
         found.add((tuple(inverse_frequencies(spec, 9000)), attention_scale(spec)))
     assert len(found) == len(ROPES)
+
+
+FAR = [at + step for at in (2**24, 2**25, 2**26 - 3) for step in range(-3, 4)]
+TURN = 2 * Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_angles_at_far_positions(name: str) -> None:
+    """Whole turns are taken off in 50 digits. That the frequencies are right to their last bits is tests/plain/test_positions.py's."""
+    rope = read_spec(both(ROPES[name], 64)[1]).rope
+    scale = attention_scale(rope)
+    lengths = [position + 1 for position in FAR]
+    cos, sin = RotaryAngles(rope, torch.device("cpu")).tables(torch.tensor(FAR), lengths if rope.kind is RopeKind.DYNAMIC else None)
+    want_cos, want_sin = [], []
+    with localcontext(prec=50):
+        for position in FAR:
+            angles = [float(Decimal(frequency) * position % TURN) for frequency in inverse_frequencies(rope, position + 1)]
+            want_cos.append([scale * math.cos(angle) for angle in angles])
+            want_sin.append([scale * math.sin(angle) for angle in angles])
+    for got, want in ((cos, want_cos), (sin, want_sin)):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), torch.tensor(want, dtype=torch.float64), rtol=0, atol=1.5e-7 * scale)
+    assert len(torch.unique(torch.cat((cos, sin), 1), dim=0)) == len(FAR)  # no position is rounded into its neighbour
+    nearness = torch.cos(torch.tensor(inverse_frequencies(rope), dtype=torch.float64)).float() * scale**2
+    if rope.kind is not RopeKind.DYNAMIC:  # From each position to the next every pair turns by its frequency.
+        for at in range(0, len(FAR), 7):
+            turned = cos[at : at + 6] * cos[at + 1 : at + 7] + sin[at : at + 6] * sin[at + 1 : at + 7]
+            torch.testing.assert_close(turned, nearness.expand(6, -1), rtol=0, atol=1e-6 * scale**2)

@@ -13,7 +13,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
 
 from paged import TOLERANCE, attend, check_answer, check_decode, fill, pool_views
-from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, write_kv
+from penstock.ops.attention import dense_reference
+from penstock.ops.triton_attention import DecodeTuning, fits_tile_decode, merge_states, paged_decode, tile_decode, write_kv
 
 
 class TestPagedDecode:
@@ -89,6 +90,57 @@ class TestPagedDecode:
             seed=seed,
             tuning=DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers),
         )
+
+
+class TestTileDecode:
+    @staticmethod
+    def check(
+        queries: int, keys: int, heads: int, kv_heads: int, dim: int, *,
+        dtype: torch.dtype = torch.float32, tuning: DecodeTuning | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        """A strided tile with NaN before and behind it."""
+        rng = torch.Generator().manual_seed(seed)
+        k, v = torch.full((keys + 2, 2, kv_heads, dim), math.nan, dtype=dtype)[1:-1].unbind(1)
+        k.copy_(torch.randn(k.shape, generator=rng))
+        v.copy_(torch.randn(v.shape, generator=rng))
+        q = torch.randn(queries, heads + 3, dim, generator=rng).to(dtype)[:, 1 : heads + 1]
+        assert fits_tile_decode(q, k, v)
+        out, lse = tile_decode(q, k, v, scale=0.4, tuning=tuning)
+        want, want_lse = dense_reference(q.float(), k.float(), v.float(), 0.4, causal=False)
+        assert out.dtype == lse.dtype == torch.float32
+        torch.testing.assert_close(out, want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().max()))
+        torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("queries", [1, 2, 3, 5, 8])
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1)])
+    def test_queries_and_groups(self, queries: int, heads: int, kv_heads: int) -> None:
+        self.check(queries, 75, heads, kv_heads, 16)
+
+    @pytest.mark.parametrize("dim", [8, 80, 128])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_head_dims(self, dim: int, dtype: torch.dtype) -> None:
+        self.check(2, 128, 4, 2, dim, dtype=dtype)
+
+    def test_one_key_head_of_many_query_heads(self) -> None:
+        self.check(1, 40, 48, 1, 16)
+
+    @settings(max_examples=25)
+    @given(
+        queries=st.integers(1, 8),
+        keys=st.integers(1, 300),
+        workers=st.integers(1, 6),
+        tile=st.sampled_from([16, 32]),
+        seed=st.integers(0, 99),
+    )
+    def test_cut_anywhere(self, queries: int, keys: int, workers: int, tile: int, seed: int) -> None:
+        self.check(queries, keys, 8, 2, 16, tuning=DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers), seed=seed)
+
+    def test_what_does_not_fit(self) -> None:
+        k = torch.zeros(64, 2, 16)
+        assert fits_tile_decode(torch.zeros(8, 8, 16), k, k)
+        assert not fits_tile_decode(torch.zeros(9, 8, 16), k, k)
+        assert not fits_tile_decode(torch.zeros(1, 8, 16), k, torch.zeros(64, 3, 16)[:, :2])
+        assert not fits_tile_decode(torch.zeros(1, 8, 16), k.bfloat16(), k.bfloat16())
 
 
 def lse_view(tokens: int, heads: int, heads_first: bool, rng: torch.Generator) -> Tensor:

@@ -257,7 +257,7 @@ def test_what_more_would_buy() -> None:
         (Machine(GIB // 100, 64 * GIB, FAST, 1e12), WORK, BudgetError, "too small for one group of weights"),
         (machine(DENSE, 0.3, host=PROCESS, rates=replace(FAST, disk_to_host=0)), WORK, BudgetError, "no disk for the rest"),
         (machine(DENSE, 0.3, host=PROCESS), WORK, BudgetError, "too small for a ring"),
-        (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "8,000 KV blocks"),
+        (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "of KV and"),
         (machine(DENSE, 0.3), replace(WORK, context=5000), ConfigError, "4,096 positions"),
         (machine(DENSE, 0.3), replace(WORK, batch=513), ConfigError, "512 tokens a step"),
     ],

@@ -1,14 +1,16 @@
 """The ledger in worlds of five blocks, and against a naive twin under any order of calls."""
 
+import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.kv.ledger import BlockLedger
-from penstock.step.plan import BlockId
+from penstock.kv.ledger import BlockLedger, HostLedger
+from penstock.step.plan import BlockId, HostBlockId
 
 A, B, C, D, E = (bytes([letter]) * 16 for letter in b"abcde")
 
@@ -255,3 +257,141 @@ class Twin(RuleBasedStateMachine):
 
 TestTwin = Twin.TestCase
 TestTwin.settings = settings(max_examples=100, stateful_step_count=30, derandomize=True, deadline=None)
+
+
+# -- host blocks -------------------------------------------------------------------------------------------------------------
+
+
+def runs(blocks: list[HostBlockId]) -> int:
+    return 1 + sum(after != before + 1 for before, after in pairwise(blocks))
+
+
+def test_host_blocks_begin_in_the_middle_and_go_on_where_they_ended() -> None:
+    ledger = HostLedger(12)
+    first = ledger.allocate(2)
+    second = ledger.allocate(2)
+    assert (first, second) == ([6, 7], [3, 4])
+    assert ledger.allocate(2, first[-1]) == [8, 9]
+    assert ledger.allocate(1, second[-1]) == [5]
+    assert ledger.allocate(1, HostBlockId(5)) == [1], "it cannot go on; out of the longest run, which is in front"
+    assert ledger.available == 4
+
+
+def test_host_blocks_begin_where_what_is_expected_has_room() -> None:
+    ledger = HostLedger(12)
+    assert ledger.allocate(2, expected=9) == [3, 4]
+    assert ledger.allocate(7, HostBlockId(4)) == [5, 6, 7, 8, 9, 10, 11]
+    assert HostLedger(12).allocate(2, expected=20) == [0, 1]
+    assert HostLedger(12).allocate(12) == list(range(12))
+
+
+def test_host_blocks_come_from_the_longest_runs_where_no_run_is_enough() -> None:
+    ledger = HostLedger(12)
+    blocks = ledger.allocate(12)
+    ledger.release([blocks[0], *blocks[2:5], *blocks[6:8]])
+    assert ledger.allocate(5) == [2, 3, 4, 6, 7]
+    assert ledger.allocate(0) == []
+    assert ledger.allocate(1) == [0]
+
+
+def test_freed_host_blocks_grow_together_whatever_the_order() -> None:
+    ledger = HostLedger(64)
+    blocks = ledger.allocate(64)
+    random.Random(1).shuffle(blocks)
+    for block in blocks:
+        ledger.release([block])
+    assert ledger.allocate(64) == list(range(64))
+
+
+def test_cached_host_blocks_are_given_up_longest_unused_first() -> None:
+    ledger = HostLedger(4)
+    blocks = ledger.allocate(4)
+    for block, key in zip(blocks, (A, B, C, D), strict=True):
+        ledger.seal(block, key)
+    ledger.release(blocks[2:])
+    ledger.release(blocks[:2])
+    assert ledger.allocate(3) == [1, 2, 3]
+    assert [ledger.find(key) for key in (A, B, C, D)] == [0, None, None, None]
+    ledger.check([[HostBlockId(1), HostBlockId(2), HostBlockId(3)]])
+
+
+def test_a_host_block_is_private_until_it_has_a_key_or_another_holder() -> None:
+    ledger = HostLedger(1)
+    (block,) = ledger.allocate(1)
+    assert ledger.is_private(block)
+    ledger.seal(block, A)
+    assert not ledger.is_private(block)
+
+
+def test_of_those_that_grow_by_turns_each_has_few_runs() -> None:
+    """Four that begin with 100 blocks each and then take one at a time: half of all blocks are never used."""
+    ledger = HostLedger(2000)
+    chains: list[list[HostBlockId]] = []
+    for _ in range(4):
+        chain: list[HostBlockId] = []
+        for _ in range(5):
+            chain += ledger.allocate(20, chain[-1] if chain else None, 100 - len(chain))
+        chains.append(chain)
+    assert [runs(chain) for chain in chains] == [1, 1, 1, 1]
+    for _ in range(150):
+        for chain in chains:
+            chain += ledger.allocate(1, chain[-1], 1)
+    assert sum(map(runs, chains)) <= 6
+    ledger.check(chains)
+
+
+class HostTwin(RuleBasedStateMachine):
+    """The free blocks of the host beside a plain set."""
+
+    @initialize(blocks=st.integers(1, 40))
+    def start(self, blocks: int) -> None:
+        self.ledger = HostLedger(blocks)
+        self.chains: list[list[HostBlockId]] = []
+        self.keys = 0
+
+    @rule(count=st.integers(0, 12), follows=st.integers(0, 20), expected=st.integers(0, 40))
+    def allocate(self, count: int, follows: int, expected: int) -> None:
+        count = min(count, self.ledger.available)
+        after = self.chains[follows % len(self.chains)][-1] if self.chains and follows % 2 else None
+        free = set(self.ledger._free)
+        taken = self.ledger.allocate(count, after, expected)
+        assert len(taken) == count
+        assert free.issuperset(taken) or len(free) < count, "a cached block is given up while there are free ones"
+        if after is not None and after + 1 in free and count:
+            assert taken[0] == after + 1, "it could go on where it ended"
+        if count <= len(free):
+            parts = sorted(map(len, self._parts(free)), reverse=True)
+            enough = next((n for n in range(1, len(parts) + 1) if sum(parts[:n]) >= count), 0)
+            assert not count or runs(taken) <= enough + (after is not None), "more runs than are needed"
+        if taken:
+            self.chains.append(taken)
+
+    def _parts(self, blocks: set[HostBlockId]) -> list[list[HostBlockId]]:
+        parts: list[list[HostBlockId]] = []
+        for block in sorted(blocks):
+            if parts and parts[-1][-1] + 1 == block:
+                parts[-1].append(block)
+            else:
+                parts.append([block])
+        return parts
+
+    @precondition(lambda self: self.chains)
+    @rule(which=st.integers(0, 20), sealed=st.integers(0, 12))
+    def release(self, which: int, sealed: int) -> None:
+        chain = self.chains.pop(which % len(self.chains))
+        for block in chain[:sealed]:
+            self.keys += 1
+            self.ledger.seal(block, self.keys.to_bytes(16, "big"))
+        self.ledger.release(chain)
+
+    @rule()
+    def forget(self) -> None:
+        self.ledger.forget()
+
+    @invariant()
+    def it_is_sound(self) -> None:
+        self.ledger.check(self.chains)
+
+
+TestHostTwin = HostTwin.TestCase
+TestHostTwin.settings = settings(max_examples=60, stateful_step_count=30, derandomize=True, deadline=None)

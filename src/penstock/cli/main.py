@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "Continue a prompt, or answer it with --chat.",
     "chat": "Talk with a model in the terminal.",
     "bench": "Measure this machine's limits and how close a model comes.",
+    "eval": "Measure how well a model finds what stands in a long text.",
     "pack": "Lay a model's weights out to be streamed from disk.",
     "plan": "Forecast where a model rests on a machine, and how fast it runs.",
     "doctor": "Check what this machine has and what limits a model on it.",

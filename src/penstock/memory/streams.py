@@ -3,8 +3,10 @@
 On CUDA these are the device's streams and events. On a CPU copies have a thread of their own, and what computes is its caller's.
 """
 
+import ctypes
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Protocol
@@ -12,6 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+
+from penstock.base.errors import DeviceError
 
 
 class Ticket(Protocol):
@@ -32,6 +36,12 @@ class Stream(Protocol):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy between flat uint8 tensors of one size; neither may be touched until a later mark is done."""
+
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy between uint8 tensors `[rows, bytes]` of one shape, in which rows may stand apart. Host memory should be pinned.
+
+        As for `copy`, neither may be touched until a later mark is done. Raises DeviceError if the device refuses.
+        """
 
     def wait(self, ticket: Ticket) -> None:
         """What is queued from now on starts after `ticket`."""
@@ -88,6 +98,10 @@ class ThreadStream:
         # One core's memcpy: torch would wake its threads, which the arithmetic needs.
         self.run(lambda: np.copyto(target.numpy(), source.numpy()))
 
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        _check_rows(target, source)
+        self.run(lambda: np.copyto(target.numpy(), source.numpy()))
+
     def wait(self, ticket: Ticket) -> None:
         self.run(ticket.wait)
 
@@ -111,6 +125,10 @@ class CallerStream:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
+
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        _check_rows(target, source)
+        np.copyto(target.numpy(), source.numpy())
 
     def wait(self, ticket: Ticket) -> None:
         ticket.wait()
@@ -168,6 +186,21 @@ class CudaStream:
         with torch.cuda.stream(self._queue()):
             target.copy_(source, non_blocking=True)
 
+    def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        # torch copies strided host memory through a buffer, on the host, and waits for it.
+        _check_rows(target, source)
+        (rows, width), kind = target.shape, 2 * source.is_cuda + target.is_cuda
+        # A lone row may have any stride; the runtime wants one that is no less than the width.
+        pitches = [max(x.stride(0), width) for x in (target, source)]
+        with torch.cuda.device(self._device):
+            stream = self._queue().cuda_stream
+            fault = _memcpy_2d()(target.data_ptr(), pitches[0], source.data_ptr(), pitches[1], width, rows, kind, stream)
+        if fault:
+            raise DeviceError(
+                f"cannot copy {rows} rows of {width} bytes to {target.device} from {source.device} (CUDA error {fault}); "
+                f"start anew, and look at the device with nvidia-smi if it fails again"
+            )
+
     def wait(self, ticket: Ticket) -> None:
         assert isinstance(ticket, CudaTicket)
         self._queue().wait_event(ticket.event)
@@ -182,6 +215,36 @@ class CudaStream:
 
     def _queue(self) -> torch.cuda.Stream:
         return self._stream or torch.cuda.current_stream(self._device)
+
+
+def _check_rows(target: Tensor, source: Tensor) -> None:
+    assert target.shape == source.shape, f"rows of unlike shapes: {target.shape}, {source.shape}"
+    for rows in (target, source):
+        count, width = rows.shape
+        assert rows.dtype == torch.uint8, f"rows are bytes, not {rows.dtype}"
+        assert width <= 1 or rows.stride(1) == 1, "the bytes of a row stand apart"
+        assert count <= 1 or rows.stride(0) >= width, "rows lie over each other"
+
+
+@lru_cache(maxsize=1)
+def _memcpy_2d() -> Callable[..., int]:
+    """cudaMemcpy2DAsync of the CUDA runtime that torch has loaded: target, its pitch, source, its pitch, width, rows, kind, stream.
+
+    The loader looks a name up in a library and in all that it was linked with, whatever that is called and wherever it lies.
+    """
+    for library in ("libtorch_cuda.so", f"{torch.__path__[0]}/lib/libtorch_cuda.so", None):
+        try:
+            function = ctypes.CDLL(library).cudaMemcpy2DAsync
+        except (OSError, AttributeError):
+            continue
+        size = ctypes.c_size_t
+        function.argtypes = [ctypes.c_void_p, size, ctypes.c_void_p, size, size, size, ctypes.c_int, ctypes.c_void_p]
+        function.restype = ctypes.c_int
+        return function
+    raise DeviceError(
+        f"strided copies need cudaMemcpy2DAsync of the CUDA runtime, which torch {torch.__version__} does not lend; "
+        f"install a torch from pypi.org or pytorch.org"
+    )
 
 
 def streams_of(device: torch.device) -> tuple[Stream, Stream]:

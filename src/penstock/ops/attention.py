@@ -3,11 +3,16 @@
 A step's queries are of two sorts. *Rows* add one token to a sequence and attend to everything in its blocks, themselves included.
 *Runs* are longer pieces of one sequence: each attends causally to itself and then, tile by tile, to everything before it; the parts are
 merged by their log-sum-exp in float32, which is exact. The memory that a run takes does not depend on the context's length.
+
+The KV of a sequence too long for the device's pages rests elsewhere but for its newest tokens, the tail. It passes by in *tiles*, in an
+order fixed before the step: each is borrowed once per layer and serves every query that it names, whatever pages hold is merged with it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +33,7 @@ _CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
 class RowGroup:
     """Rows of similar length, padded to one, for devices without a paged kernel; a row longer than PAST_TILE is alone, without masks.
 
+    cold: one row, alone and without masks, that also attends to tiles; `keys` are those of its tail, perhaps none.
     masks: by window, bool `[rows, 1, 1, keys]`, or none where none is needed.
     beyond: bool `[rows, keys - shortest, 1, 1]`, which keys from the shortest row's end on lie behind their row's end; or none.
     """
@@ -38,11 +44,16 @@ class RowGroup:
     masks: Mapping[int | None, Tensor | None]
     shortest: int
     beyond: Tensor | None
+    cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The first `count` queries of a step. `table` int32 `[count, blocks]`; `lengths` int32 `[count]`, the newest token included."""
+    """The first `count` queries of a step. `table` int32 `[count, blocks]`; `lengths` int32 `[count]`, the newest token included.
+
+    Of a row that also attends to tiles, both speak of its tail alone: the table begins with the tail's first block, and the length,
+    which `max_length` bounds too, counts the tail's tokens and may be 0.
+    """
 
     count: int
     table: Tensor
@@ -53,12 +64,56 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Queries [first, first + count) of a step, at positions [start, start + count) of one sequence with these blocks (int64)."""
+    """Queries [first, first + count) of a step, at positions [start, start + count) of one sequence with these blocks (int64).
+
+    Not `paged`: neither the run's own KV nor any of its past is read from pages. It sees itself and the tiles that name it.
+    """
 
     first: int
     count: int
     start: int
     blocks: Tensor
+    paged: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ColdTile:
+    """Keys at positions [start, start + keys) of all the sequences that share them, and who attends to them.
+
+    rows: indices of the step's rows, ascending, and `index`, the same as int64 on the device. runs: indices of the step's runs,
+    not paged, which begin at or after the tile's end.
+    """
+
+    start: int
+    keys: int
+    rows: tuple[int, ...]
+    index: Tensor
+    runs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ColdInputs:
+    """What of a step concerns KV outside the pages, the same for all layers.
+
+    tiles: in the order in which every layer takes them. positions: of each of the step's rows, tiles or not.
+    paged: int64, which of the step's tokens have a place in pages; None where all do. AttentionInputs' `blocks` and `offsets` are then
+    of those tokens alone, while `slots` keeps one entry per token, -1 for the others.
+    """
+
+    tiles: tuple[ColdTile, ...]
+    positions: tuple[int, ...]
+    paged: Tensor | None = None
+
+
+class Tiles(Protocol):
+    """Where a layer's tiles come from, in ColdInputs' order: what `take` lends may be read on the compute stream until `release`.
+
+    K and V, of the same strides, `[keys, kv_heads, dim]`; there may be more keys than are valid.
+    """
+
+    def take(self) -> tuple[Tensor, Tensor]: ...
+
+    def release(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +125,7 @@ class AttentionInputs:
     slots: Tensor
     rows: Rows | None
     runs: tuple[Run, ...]
+    cold: ColdInputs | None = None
 
 
 Part = tuple[Tensor, Tensor]
@@ -81,45 +137,162 @@ def reads_pages(device: torch.device) -> bool:
     return device.type == "cuda" and attention_kernels() is not None
 
 
+def _kernels(x: Tensor) -> ModuleType | None:
+    """The kernels for tensors where `x` is, or none."""
+    return attention_kernels() if x.is_cuda else None
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs, scale: float, window: int | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs, scale: float, window: int | None,
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
     """Write this step's k and v `[tokens, kv_heads, dim]` to the layer's cache, then attend: q and result `[tokens, heads, dim]`.
 
     cache: K and V of one layer, strided views `[blocks, block_size, kv_heads, dim]`. window: how many tokens a query sees, None is all.
+    tiles: lends what `inputs.cold` lists; each is taken and released once, also where a window hides it from every query.
     """
     k_cache, v_cache = cache
-    kernels = attention_kernels() if q.is_cuda else None
+    cold = inputs.cold
+    kernels = _kernels(q)
     if kernels:
         kernels.write_kv(k, v, k_cache, v_cache, inputs.slots)
     else:
-        k_cache[inputs.blocks, inputs.offsets] = k
-        v_cache[inputs.blocks, inputs.offsets] = v
+        paged = None if cold is None else cold.paged
+        k_cache[inputs.blocks, inputs.offsets] = k if paged is None else k[paged]
+        v_cache[inputs.blocks, inputs.offsets] = v if paged is None else v[paged]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    states: dict[int, Part] = {}
+    rows_state: Part | None = None
     if rows := inputs.rows:
+        wide = cold is not None and any(tile.rows for tile in cold.tiles)
+        seen = torch.empty(q[: rows.count].shape, dtype=torch.float32, device=q.device) if wide else out[: rows.count]
         if kernels:
-            kernels.paged_decode(
+            _, lse = kernels.paged_decode(
                 q[: rows.count], k_cache, v_cache, rows.table, rows.lengths,
-                scale=scale, window=window, max_length=rows.max_length, out=out[: rows.count],
+                scale=scale, window=window, max_length=rows.max_length, out=seen,
             )  # fmt: skip
         else:
-            _attend_rows(q, k_cache, v_cache, rows, scale, window, out)
-    for run in inputs.runs:
+            lse = _attend_rows(q, k_cache, v_cache, rows, scale, window, seen)
+        if wide:
+            rows_state = seen, lse
+    for index, run in enumerate(inputs.runs):
         part = slice(run.first, run.first + run.count)
-        if window is not None and run.start + run.count > window:
+        if not run.paged:
+            own, lse = _attend_own(q[part], k[part], v[part], scale, window)
+            states[index] = own.float() if cold and cold.tiles else own, lse
+        elif window is not None and run.start + run.count > window:
             out[part] = _attend_window(q[part], k_cache, v_cache, run, scale, window)
         else:
             out[part] = _attend_run(q[part], k[part], v[part], k_cache, v_cache, run, scale)
+    if cold and cold.tiles:
+        assert tiles is not None, "a step with cold tiles needs someone to take them from"
+        for tile in cold.tiles:
+            lent_k, lent_v = tiles.take()
+            _attend_tile(q, lent_k[: tile.keys], lent_v[: tile.keys], tile, inputs, rows_state, states, scale, window)
+            tiles.release()
+    if rows_state:
+        out[: len(rows_state[0])] = rows_state[0]
+    for index, state in states.items():
+        run = inputs.runs[index]
+        out[run.first : run.first + run.count] = state[0]
     return out
 
 
-def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float, window: int | None, out: Tensor) -> None:
+def _attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Part:
+    """A run over itself alone, causally, in a layer with or without a window."""
+    if window is None or len(q) <= window:
+        return dense(q, k, v, scale, causal=True)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    piece = min(WINDOW_TILE, window)
+    for first in range(0, len(q), piece):
+        part = slice(first, first + piece)
+        out[part], lse[part] = dense(q[part], k[part], v[part], scale, causal=True)
+        if first:
+            _add_past((out[part], lse[part]), q[part], k[:first], v[:first], scale, window, first)
+    return out, lse
+
+
+def _attend_tile(
+    q: Tensor, k: Tensor, v: Tensor, tile: ColdTile, inputs: AttentionInputs, rows: Part | None, runs: Mapping[int, Part],
+    scale: float, window: int | None,
+) -> None:  # fmt: skip
+    """One tile's valid keys, for every query that it names: folded into the state of all rows, and into those of the runs, by index."""
+    assert inputs.cold
+    if rows and tile.rows:
+        _rows_over_tile(rows, q, k, v, tile, inputs.cold.positions, scale, window)
+    for index in tile.runs:
+        run = inputs.runs[index]
+        _add_past(runs[index], q[run.first : run.first + run.count], k, v, scale, window, run.start - tile.start)
+
+
+def _rows_over_tile(
+    state: Part, q: Tensor, k: Tensor, v: Tensor, tile: ColdTile, positions: tuple[int, ...], scale: float, window: int | None
+) -> None:
+    """The rows that a tile names, stacked so that its keys are read once for all; one by one where a window cuts it."""
+    out, lse = state
+    distances = [positions[row] - tile.start for row in tile.rows]
+    if window is not None and max(distances) >= window:
+        for row, distance in zip(tile.rows, distances, strict=True):
+            part = slice(row, row + 1)
+            _add_past((out[part], lse[part]), q[part], k, v, scale, window, distance)
+        return
+    first, count = tile.rows[0], len(tile.rows)
+    if tile.rows[-1] - first == count - 1:
+        part = slice(first, first + count)
+        merge(out[part], lse[part], *dense(q[part], k, v, scale, causal=False))
+        return
+    some_out, some_lse = out[tile.index], lse[tile.index]
+    merge(some_out, some_lse, *dense(q[tile.index], k, v, scale, causal=False))
+    out[tile.index], lse[tile.index] = some_out, some_lse
+
+
+def _add_past(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, distance: int) -> None:
+    """Fold into `state` what consecutive queries see of keys that all come before them. distance: first query's position less first key's.
+
+    A window makes of the keys that query i sees those from i + shift on: a triangle that is causal when queries and keys are turned
+    round, and a rectangle behind it. So no mask is needed, and each part has its log-sum-exp.
+    """
+    count, keys = len(q), len(k)
+    if window is None or distance + count <= window:
+        merge(*state, *dense(q, k, v, scale, causal=False))
+        return
+    shift = distance - window + 1
+    whole, stop = min(max(1 - shift, 0), count), min(count, keys - shift)
+    if not whole and stop <= 0:
+        return
+
+    def fold(begin: int, end: int, oldest: int, newest: int, triangle: bool = False) -> None:
+        parts = q[begin:end], k[oldest:newest], v[oldest:newest]
+        if triangle:
+            mirrored_q, mirrored_k, mirrored_v = (x.flip(0) for x in parts)
+            seen, lse = (x.flip(0) for x in dense(mirrored_q, mirrored_k, mirrored_v, scale, causal=True))
+        else:
+            seen, lse = dense(*parts, scale, causal=False)
+        merge(state[0][begin:end], state[1][begin:end], seen, lse)
+
+    if whole:
+        fold(0, whole, 0, keys)
+    for begin in range(whole, stop, WINDOW_TILE):
+        end = min(begin + WINDOW_TILE, stop)
+        if end - begin == 1:
+            fold(begin, end, begin + shift, keys)
+            continue
+        fold(begin, end, begin + shift, end + shift, triangle=True)
+        if end + shift < keys:
+            fold(begin, end, end + shift, keys)
+
+
+def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale: float, window: int | None, out: Tensor) -> Tensor:
+    """Writes `out` and returns the log-sum-exp, float32 `[rows, heads]`, filled in for rows that also attend to tiles."""
     heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
+    lse = torch.empty(rows.count, heads, dtype=torch.float32, device=q.device)
     assert sum(len(group.rows) for group in rows.groups) == rows.count, "a row is in no group"
     for group in rows.groups:
-        if group.keys > PAST_TILE:
-            out[group.rows] = _attend_long_row(q[group.rows], k_cache, v_cache, group, scale, window).to(out.dtype)
+        if group.keys > PAST_TILE or group.cold:
+            seen, lse[group.rows] = _attend_long_row(q[group.rows], k_cache, v_cache, group, scale, window)
+            out[group.rows] = seen.to(out.dtype)
             continue
         k, v = (cache[group.blocks].flatten(1, 2)[:, : group.keys] for cache in (k_cache, v_cache))
         if group.beyond is not None:  # Memory never written, or another request's: not even a mask makes a NaN harmless.
@@ -130,12 +303,13 @@ def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale:
         part = q[group.rows].view(-1, kv_heads, heads // kv_heads, dim)
         mask = group.masks[window]
         seen = torch.nn.functional.scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale)
-        out[group.rows] = seen.reshape(-1, heads, dim)
+        out[group.rows] = seen.reshape(-1, heads, dim).to(out.dtype)
+    return lse
 
 
-def _attend_long_row(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGroup, scale: float, window: int | None) -> Tensor:
-    """A group of one row, tile by tile over what it sees: q and result `[1, heads, dim]`, the result in float32."""
-    assert len(group.rows) == 1, "rows longer than a tile are alone in their groups"
+def _attend_long_row(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGroup, scale: float, window: int | None) -> Part:
+    """A group of one row, PAST_TILE keys at a time: q and result `[1, heads, dim]`, the result in float32; of no keys 0 and -inf."""
+    assert len(group.rows) == 1, "rows longer than a tile, and rows with cold tiles, are alone in their groups"
     block_size, state = k_cache.shape[1], None
     oldest = 0 if window is None else max(group.keys - window, 0)
     for first in range(oldest, group.keys, PAST_TILE):
@@ -148,8 +322,7 @@ def _attend_long_row(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGrou
             state = out.float(), lse.clone()
         else:
             merge(*state, out, lse)
-    assert state is not None
-    return state[0]
+    return state or (torch.zeros_like(q, dtype=torch.float32), torch.full(q.shape[:2], -torch.inf, device=q.device))
 
 
 def _attend_run(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float) -> Tensor:
@@ -198,8 +371,12 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tens
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Part:
     """Every query over every key, or causally over as many keys as queries: q `[queries, heads, dim]`, k and v `[keys, kv_heads, dim]`.
 
-    The fastest call that torch has for the device, dtype and shape, and that returns the log-sum-exp.
+    A few queries go to the decode kernel, which spreads the keys over the whole device and answers in float32; else it is the fastest
+    call that torch has for the device, dtype and shape, and that returns the log-sum-exp.
     """
+    if not causal and (kernels := _kernels(q)) and kernels.fits_tile_decode(q, k, v):
+        part: Part = kernels.tile_decode(q, k, v, scale=scale)
+        return part
     if not q.is_cuda:
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batched, is_causal=causal, scale=scale)
@@ -239,7 +416,7 @@ def dense_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bo
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Fold attention over other keys into `out` (float32) and `lse`, in place and exactly; shapes as in Part."""
-    if out.is_cuda and (kernels := attention_kernels()):
+    if kernels := _kernels(out):
         kernels.merge_states(out, lse, other_out, other_lse)
         return
     share = torch.sigmoid(other_lse - lse)[..., None]

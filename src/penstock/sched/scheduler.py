@@ -2,18 +2,26 @@
 
 There is no prefill phase. A request has tokens, some of them computed; every step brings it closer to its own length, and when it has
 caught up its last position yields one more token.
+
+The KV of a long request rests in host blocks, where there are any. Its chunks are whole blocks, which go there at once; only what the
+last one leaves over, and what is decoded, goes to pages of the device: the tail. Of the tail's full blocks the newest few stay.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 from penstock.base.errors import RequestError
 from penstock.kv.keys import block_key, root_key
-from penstock.kv.ledger import BlockLedger
+from penstock.kv.ledger import BlockLedger, HostLedger
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, Outcome, Plan, RequestId, Row, Share, TokenLogprob
+from penstock.step.plan import Admission, HostBlockId, Order, Outcome, Plan, RequestId, Row, Share, TokenLogprob
 from penstock.step.request import FinishReason, Phase, Request
+
+_EARLY = 2
+"""Tokens before a request would be too long for the device it becomes long: its newest one still has a place there, and the next not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,11 @@ class Limits:
     max_sequences: int
     max_length: int
     """Tokens of a request, prompt and output together."""
+    long_from: int | None = None
+    """Tokens, prompt and output together, from which a request is long; None, or more than KV on the device holds, is what that does not
+    hold. Without host blocks no request is long."""
+    recent: int = 2
+    """Newest full blocks of a long request's tail that stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +71,18 @@ class Event:
 
 
 class Scheduler:
-    """Owns the requests and, through the ledger, the blocks. One thread; `plan` and `commit` alternate."""
+    """Owns the requests and, through the ledgers, the blocks. One thread; `plan` and `commit` alternate.
 
-    def __init__(self, ledger: BlockLedger, limits: Limits, prefixes: PrefixRule, *, check: bool = False) -> None:
+    With `host` blocks, a step has room for one block of tokens, and for two tokens.
+    """
+
+    def __init__(
+        self, ledger: BlockLedger, limits: Limits, prefixes: PrefixRule, *, host: HostLedger | None = None, check: bool = False
+    ) -> None:
+        least = max(2, limits.block_size)
+        assert host is None or limits.max_step_tokens >= least, f"a step of {limits.max_step_tokens} tokens, {least} needed for host blocks"
         self.ledger = ledger
+        self.host = HostLedger(0) if host is None else host
         self.limits = limits
         self.prefixes = prefixes
         self._check = check
@@ -72,7 +93,16 @@ class Scheduler:
         self._by_row: dict[Row, Request] = {}
         self._rows = [Row(row) for row in reversed(range(limits.max_sequences))]
         self._next_id = 0
+        self._orders: list[Order] = []
+        """Of the step under way. Their pages are held until it is committed."""
         self.preemptions = 0
+        self._pages = limits.recent + 2
+        """Device blocks that a long request comes to use: the recent ones, one on its way to the host, one that is being filled."""
+        self._longest_short = ledger.blocks * limits.block_size + 1
+        # What the host holds and a block of tail: after a preemption all full blocks are computed into host blocks.
+        most = (self.host.blocks + 1) * limits.block_size if self.host.blocks else 0
+        self._longest_long = most if ledger.blocks >= self._pages else min(most, self._longest_short)
+        self._long_from = self._longest_short + 1 if limits.long_from is None else min(self._longest_short + 1, limits.long_from)
 
     @property
     def busy(self) -> bool:
@@ -88,21 +118,22 @@ class Scheduler:
 
     @property
     def longest(self) -> int:
-        """Most tokens a request may have: the context's end or, if that is less, what all KV blocks hold.
+        """Most tokens a request may have: the context's end or, if that is less, what KV on the device holds, or on the host.
 
         The last token of an output is never an input, so it needs no place in a block.
         """
-        return min(self.limits.max_length, self.ledger.blocks * self.limits.block_size + 1)
+        return min(self.limits.max_length, max(self._longest_short, self._longest_long))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None) -> RequestId:
-        """Queue a request. Raises RequestError if it could never be served, before anything is changed."""
+        """Queue a request. Raises RequestError if it could never be served, before anything is changed.
+
+        Without `max_tokens` it may have all the room there is, and is long at once for its prompt, or when its output has grown.
+        """
         room = self.longest - len(prompt)
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            asked = f"{len(prompt)} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
-            what = "the context holds" if self.longest == self.limits.max_length else "the KV blocks hold"
-            raise RequestError(f"the request has {asked}, but {what} {self.longest} in all; shorten it, or allow more length or memory")
+            raise RequestError(self._refusal(len(prompt), max_tokens))
         request = Request(
             id=RequestId(self._next_id),
             tokens=list(prompt),
@@ -111,10 +142,31 @@ class Scheduler:
             sampling=sampling,
             share_prefix=self.prefixes.share and sampling.prompt_logprobs is None,
         )
+        request.long = self._becomes_long(request, len(prompt) + (max_tokens or _EARLY))
         self._next_id += 1
         self._requests[request.id] = request
         self._waiting.append(request)
         return request.id
+
+    def _becomes_long(self, request: Request, reach: int) -> bool:
+        """Whether a request that comes to `reach` tokens, if it may have so many, is long: it is not if it does not fit as such."""
+        most = request.prompt_length + request.max_tokens
+        return min(reach, most) >= self._long_from and most <= self._longest_long
+
+    def _refusal(self, prompt: int, max_tokens: int | None) -> str:
+        asked = f"{prompt} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
+        if self.longest == self.limits.max_length or not self.host.blocks:
+            what = "the context holds" if self.longest == self.limits.max_length else "the KV blocks hold"
+            return f"the request has {asked}, but {what} {self.longest} in all; shorten it, or allow more length or memory"
+        size, total = self.limits.block_size, prompt + (max_tokens or 1)
+        needed = []
+        if total > (self.host.blocks + 1) * size:
+            needed.append(f"host memory for {(total - 1) // size * size} tokens of KV ({self.host.blocks * size} now)")
+        if self.ledger.blocks < self._pages:
+            needed.append(f"{self._pages} KV blocks on the device ({self.ledger.blocks} now)")
+        if total > self.limits.max_length:
+            needed.append(f"a max_length of {total} ({self.limits.max_length} now)")
+        return f"the request has {asked}, but KV has room for {self.longest} in all; shorten it, or allow {' and '.join(needed)}"
 
     def stop(self, id: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request now, wherever it is, and free what it holds. False if it has already ended."""
@@ -132,13 +184,18 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The next step. Empty only if there is nothing to do."""
+        self._orders = []
         shares: list[Share] = []
         budget, preempted = self._plan_running(shares)
+        while self._running and not shares:  # a long prompt got no chunk beside tokens of others, and those had to go
+            budget, _ = self._plan_running(shares)
         admissions = [] if preempted else list(self._admit(shares, budget))
+        shares.sort(key=lambda share: len(share.tokens) > 1)
+        plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders))
         if self._check:
             self.check()
-        shares.sort(key=lambda share: len(share.tokens) > 1)
-        return Plan(tuple(admissions), tuple(shares))
+            self._check_plan(plan)
+        return plan
 
     def _plan_running(self, shares: list[Share]) -> tuple[int, bool]:
         """Shares for the running, oldest first. Returns the tokens left in the step, and whether anyone had to go.
@@ -154,18 +211,40 @@ class Scheduler:
                 count = 1
             else:
                 self._reuse(request)
-                count = min(request.length - request.computed, budget)
-                budget -= count
+                count = self._chunk(request, budget)
+                # Whoever is still under way afterwards leaves no tokens to those behind, nor to newcomers.
+                budget = budget - count if request.computed + count == request.length else 0
             if count:
-                # Only requests behind this one are preempted, and they have no share yet.
-                while self._lacking(request, count) > self.ledger.available and self._running[-1] is not request:
-                    self._preempt(self._running[-1])
-                if self._lacking(request, count) > self.ledger.available:
+                if not self._make_room(position, count):
                     self._preempt(request)
-                    break
+                    continue
                 shares.append(self._share(request, count))
             position += 1
         return budget, self.preemptions > before
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """How many tokens a request computes if it has `budget`; of a long one whole blocks, at least two tokens, or all it lacks."""
+        lacking = request.length - request.computed
+        if not request.long or lacking <= budget:
+            return min(lacking, budget)
+        count = budget - budget % self.limits.block_size
+        return count if count > 1 else 0
+
+    def _make_room(self, position: int, count: int) -> bool:
+        """Preempts until the running request has the blocks for `count` more positions. False if it has to go itself.
+
+        Only requests behind it are preempted, and they have no share yet: the youngest that has such blocks, of those that need
+        pages of the device short ones first, since they are sooner computed again.
+        """
+        request = self._running[position]
+        while True:
+            lacks_pages = self._lacking(request, count) > self.ledger.available
+            if not lacks_pages and (not request.long or self._cold_after(request, count) - len(request.host_blocks) <= self.host.available):
+                return True
+            behind = [other for other in self._running[position + 1 :] if (other.blocks if lacks_pages else other.long)]
+            if not behind:
+                return False
+            self._preempt(max(behind, key=lambda other: (lacks_pages and not other.long, other.id)))
 
     def _admit(self, shares: list[Share], budget: int) -> Iterator[Admission]:
         """Requests from the queue, first come first served, while tokens, rows and blocks for their whole length are there.
@@ -175,9 +254,8 @@ class Scheduler:
         while self._waiting and self._rows and budget > 0:
             request = self._waiting[0]
             found = self._reuse(request)
-            lacking = self._lacking(request, request.length - request.computed)
-            # Every running request keeps a block in reserve, or the newcomer would be preempted as soon as they grow.
-            if lacking + len(self._running) > self.ledger.available:
+            count = self._chunk(request, budget)
+            if not count or not self._has_room(request):
                 self._let_go(request)
                 return
             if request.cached is None:
@@ -185,34 +263,78 @@ class Scheduler:
             self._waiting.popleft()
             request.phase, request.row = Phase.RUNNING, self._rows.pop()
             self._by_row[request.row] = request
-            self._running.append(request)
+            insort(self._running, request, key=lambda other: other.id)
             prompt, output = request.tokens[: request.prompt_length], request.tokens[request.prompt_length :]
             yield Admission(request.row, request.sampling, tuple(prompt), tuple(output))
-            count = min(request.length - request.computed, budget)
-            budget -= count
+            budget = budget - count if request.computed + count == request.length else 0
             shares.append(self._share(request, count))
 
+    def _has_room(self, request: Request) -> bool:
+        """Whether there are blocks for a newcomer's whole length, on the device and on the host.
+
+        Every running request keeps a block in reserve, or the newcomer would be preempted as soon as they grow; a long one its tail.
+        """
+        pages = sum(self._tail(other) if other.long else 1 for other in self._running)
+        pages += self._tail(request) if request.long else self._lacking(request, request.length - request.computed)
+        cold = self._cold_after(request, request.length - request.computed) - len(request.host_blocks)
+        cold += sum(other.long for other in self._running) if request.long else 0
+        return pages <= self.ledger.available and cold <= self.host.available
+
+    def _tail(self, request: Request) -> int:
+        """Device blocks that a long request may come to need beside those it has."""
+        most = -(-(request.prompt_length + request.max_tokens - 1) // self.limits.block_size)
+        return max(1, min(self._pages, most) - len(request.blocks))
+
     def _lacking(self, request: Request, count: int) -> int:
-        """Blocks that must be allocated before `count` more positions can be computed."""
-        return -(-(request.computed + count) // self.limits.block_size) - len(request.blocks)
+        """Device blocks that must be allocated before `count` more positions can be computed."""
+        cold = 0 if not request.long else self._cold_after(request, count) if self._is_chunk(request) else len(request.host_blocks)
+        return -(-(request.computed + count) // self.limits.block_size) - cold - len(request.blocks)
+
+    def _is_chunk(self, request: Request) -> bool:
+        """Whether what a request computes next goes to the host, as far as it fills blocks; else to its tail."""
+        return request.long and request.length - request.computed > 1
+
+    def _cold_after(self, request: Request, count: int) -> int:
+        """Host blocks that a request has when `count` more positions are computed."""
+        if not request.long:
+            return 0
+        if self._is_chunk(request):
+            return (request.computed + count) // self.limits.block_size
+        return max(len(request.host_blocks), request.computed // self.limits.block_size - self.limits.recent)
 
     def _reuse(self, request: Request) -> int:
         """Skip over full blocks that someone has computed already, or computes in this very step. Returns the tokens skipped.
 
-        The same step is early enough: in every layer, the keys and values of all its tokens are written before any are read.
-        The last token is always computed, since its logits are wanted.
+        The same step is early enough: in every layer, the keys and values of all its tokens are written before any are read. That is so
+        for pages; a host block is found after the step that wrote it. The last token is always computed, since its logits are wanted.
         """
         size, skipped = self.limits.block_size, 0
-        while request.share_prefix and request.computed == len(request.blocks) * size and request.computed + size < request.length:
-            block = self.ledger.find(self._key(request, len(request.blocks)))
-            if block is None:
+        blocks = len(request.host_blocks) + len(request.blocks)
+        while request.share_prefix and request.computed == blocks * size and request.computed + size < request.length:
+            key = self._key(request, blocks)
+            if not (self._hold_cold(request, key) if request.long else self._hold(request, key)):
                 break
-            self.ledger.hold(block)
-            request.blocks.append(block)
+            blocks += 1
             request.computed += size
-            request.sealed = len(request.blocks)
+            request.sealed = blocks
             skipped += size
         return skipped
+
+    def _hold(self, request: Request, key: bytes) -> bool:
+        block = self.ledger.find(key)
+        if block is None:
+            return False
+        self.ledger.hold(block)
+        request.blocks.append(block)
+        return True
+
+    def _hold_cold(self, request: Request, key: bytes) -> bool:
+        block = self.host.find(key)
+        if block is None:
+            return False
+        self.host.hold(block)
+        request.host_blocks.append(block)
+        return True
 
     def _key(self, request: Request, index: int) -> bytes:
         """The key of the request's full block `index`, with those before it."""
@@ -224,15 +346,23 @@ class Scheduler:
         return request.keys[index]
 
     def _share(self, request: Request, count: int) -> Share:
-        """Allocate blocks for the next `count` positions, seal those that become full, and describe the work."""
+        """Allocate blocks for the next `count` positions, seal pages that become full, and describe the work."""
         assert request.row is not None
-        start, stop = request.computed, request.computed + count
-        request.blocks.extend(self.ledger.allocate(self._lacking(request, count)))
+        start, stop, size = request.computed, request.computed + count, self.limits.block_size
+        pages, chunk = self._lacking(request, count), self._is_chunk(request)
+        if request.long:
+            cold = self._extend_cold(request, count)
+            if not chunk:
+                self._orders += map(Order, request.blocks, cold)
+                del request.blocks[: len(cold)]
+        request.blocks.extend(self.ledger.allocate(pages))
         request.computed = stop
-        if self.prefixes.share:
-            for index in range(request.sealed, stop // self.limits.block_size):
+        if self.prefixes.share and not request.long:
+            for index in range(request.sealed, stop // size):
                 self.ledger.seal(request.blocks[index], self._key(request, index))
                 request.sealed = index + 1
+        first = len(request.host_blocks)
+        new = max(request.tabled, first)
         following: tuple[int, ...] = ()
         if request.sampling.prompt_logprobs is not None and request.scored < min(stop, request.prompt_length - 1):
             following = tuple(request.tokens[start + 1 : min(stop + 1, request.prompt_length)])
@@ -240,22 +370,35 @@ class Scheduler:
             row=request.row,
             start=start,
             tokens=tuple(request.tokens[start:stop]),
-            first_new_block=request.tabled,
-            new_blocks=tuple(request.blocks[request.tabled :]),
+            first_new_block=new,
+            new_blocks=tuple(request.blocks[new - first :]),
             sample=stop == request.length,
             prompt_length=request.prompt_length,
             next_prompt_tokens=following,
+            cold_start=start if chunk else first * size,
+            cold_stop=first * size,
+            first_new_cold=request.host_tabled,
+            new_cold=tuple(request.host_blocks[request.host_tabled :]),
         )
-        request.tabled = len(request.blocks)
+        request.tabled, request.host_tabled = first + len(request.blocks), first
         return share
 
+    def _extend_cold(self, request: Request, count: int) -> list[HostBlockId]:
+        """The host blocks that a share of `count` positions fills, by itself or by orders, now the request's last."""
+        have = len(request.host_blocks)
+        after = request.host_blocks[-1] if have else None
+        lacking = self._cold_after(request, count) - have
+        cold = self.host.allocate(lacking, after, request.length // self.limits.block_size - have)
+        request.host_blocks.extend(cold)
+        return cold
+
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to the head of the queue; its KV is computed again, or found again."""
+        """Send a running request back to the queue, before all younger ones; its KV is computed again, or found again."""
         self._running.remove(request)
         self._vacate(request)
         self._let_go(request)
         request.phase = Phase.WAITING
-        self._waiting.appendleft(request)
+        self._waiting.insert(sum(1 for _ in takewhile(lambda other: other.id < request.id, self._waiting)), request)
         self.preemptions += 1
 
     def _vacate(self, request: Request) -> None:
@@ -266,26 +409,33 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         self.ledger.release(request.blocks)
-        request.blocks = []
-        request.computed = request.sealed = request.tabled = 0
+        self.host.release(request.host_blocks)
+        request.blocks, request.host_blocks = [], []
+        request.computed = request.sealed = request.tabled = request.host_tabled = 0
 
     def recover(self) -> None:
         """After a step cut short, perhaps while it was planned: no KV is trusted, and all requests start anew in order of arrival."""
         self.ledger.reset()
+        self.host.reset()
+        self._orders = []
         self._running, self._by_row = [], {}
         self._rows = [Row(row) for row in reversed(range(self.limits.max_sequences))]
         self._waiting = deque(self._requests.values())
         for request in self._waiting:
-            request.phase, request.row, request.blocks = Phase.WAITING, None, []
-            request.computed = request.sealed = request.tabled = 0
+            request.phase, request.row, request.blocks, request.host_blocks = Phase.WAITING, None, [], []
+            request.computed = request.sealed = request.tabled = request.host_tabled = 0
 
     # -- commit --------------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, outcome: Outcome) -> list[Event]:
         """Take in what the step yielded: new tokens, and requests that end with them."""
         events = []
+        self.ledger.release([order.source for order in plan.orders])
+        self._orders = []
         for share, result in zip(plan.shares, outcome.results, strict=True):
             request = self._by_row[share.row]
+            if request.long:
+                self._seal_cold(request)
             # After a preemption the prompt is computed again, but nobody wants its log-probabilities twice.
             if fresh := result.prompt_logprobs[max(0, request.scored - share.start) :]:
                 request.scored = share.start + len(result.prompt_logprobs)
@@ -299,9 +449,18 @@ class Scheduler:
             if finish is not None:
                 self._running.remove(request)
                 self._end(request, finish)
+            elif not request.long and self._becomes_long(request, request.length + _EARLY):
+                request.long, request.sealed = True, 0
         if self._check:
             self.check()
         return events
+
+    def _seal_cold(self, request: Request) -> None:
+        """Its host blocks have been written: from now on others find them."""
+        if self.prefixes.share:
+            for index in range(request.sealed, len(request.host_blocks)):
+                self.host.seal(request.host_blocks[index], self._key(request, index))
+        request.sealed = len(request.host_blocks)
 
     def _finish_of(self, request: Request, token: int) -> FinishReason | None:
         if token in request.sampling.end_tokens and request.output_length >= request.sampling.min_tokens:
@@ -317,14 +476,46 @@ class Scheduler:
 
     def check(self) -> None:
         """Prove that blocks, rows and phases agree. Raises AssertionError with what is wrong."""
-        self.ledger.check(request.blocks for request in self._requests.values())
+        size = self.limits.block_size
+        self.ledger.check([*(request.blocks for request in self._requests.values()), [order.source for order in self._orders]])
+        self.host.check(request.host_blocks for request in self._requests.values())
         assert len(self._running) + len(self._waiting) == len(self._requests), "a request is neither running nor waiting"
         assert sorted([*self._rows, *self._by_row]) == list(range(self.limits.max_sequences)), "a row is lost or given twice"
+        for queue in (self._running, self._waiting):
+            assert all(older.id < younger.id for older, younger in pairwise(queue)), "a queue is not in order of arrival"
         for request in self._running:
             owner = None if request.row is None else self._by_row[request.row]
             assert owner is request, f"request {request.id} does not own its row"
             assert request.computed <= request.length, f"request {request.id} is computed beyond its end"
-            assert len(request.blocks) * self.limits.block_size >= request.computed, f"request {request.id} lacks blocks for its KV"
+            blocks = len(request.host_blocks) + len(request.blocks)
+            assert blocks * size >= request.computed, f"request {request.id} lacks blocks for its KV"
+            assert len(request.host_blocks) * size <= request.computed, f"request {request.id} has host blocks beyond its KV"
+            assert request.long or not request.host_blocks, f"request {request.id} is short and has host blocks"
         for request in self._waiting:
-            holds = request.row is not None or request.blocks or request.computed
+            holds = request.row is not None or request.blocks or request.host_blocks or request.computed
             assert not holds, f"waiting request {request.id} holds something"
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Prove of what a step writes to the host, and of what it reads there, that it is its own or final. Raises AssertionError."""
+        size = self.limits.block_size
+        sources = {order.target: order.source for order in plan.orders}
+        assert len(sources) == len(set(sources.values())) == len(plan.orders), "a block is in two orders"
+        written: set[HostBlockId] = set()
+        for share in plan.shares:
+            request = self._by_row[share.row]
+            name, blocks = f"request {request.id}", request.host_blocks
+            assert share.cold_stop == len(blocks) * size == request.host_tabled * size, f"{name} has a wrong table of host blocks"
+            assert request.tabled == len(blocks) + len(request.blocks) == -(-share.stop // size), f"{name} has a wrong block table"
+            assert share.cold_start == share.cold_stop or share.cold_start == share.start, f"{name} writes to the host out of turn"
+            assert share.cold_start % size == 0, f"{name} has part of a block on the host"
+            assert len(share.tokens) > 1 or share.cold_stop <= share.start, f"{name} decodes into a host block"
+            for index in range(request.sealed, len(blocks)):
+                assert self.host.is_private(blocks[index]), f"{name} writes a host block that others read"
+                assert blocks[index] not in written, f"{name} writes a host block that another writes"
+                ordered = sources.pop(blocks[index], None) is not None
+                assert ordered == (index * size < share.cold_start), f"{name} reads a host block before it is written, or writes it twice"
+                assert not ordered or (index + 1) * size <= share.start, f"{name} has an order of a block that is not full"
+                written.add(blocks[index])
+            pages = request.blocks[max(0, share.start // size - len(blocks)) :]
+            assert not {order.source for order in plan.orders}.intersection(pages), f"{name} writes a page that is copied to the host"
+        assert not sources, "an order of nobody's block"

@@ -8,6 +8,8 @@ from penstock.step.params import Sampling
 RequestId = NewType("RequestId", int)
 BlockId = NewType("BlockId", int)
 """Index of a KV block in the pool of the device tier."""
+HostBlockId = NewType("HostBlockId", int)
+"""Index of a KV block in the pool of the host tier, where the KV of long requests rests."""
 Row = NewType("Row", int)
 """Index of a running request in the runner's tables; given by the scheduler, free again when the request leaves."""
 
@@ -23,11 +25,24 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """Copy a device block to the host before the step computes. The page may be written again in the step after."""
+
+    source: BlockId
+    target: HostBlockId
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """One request's part of a step: compute `tokens` at positions [start, start + len(tokens)).
 
-    The row's block table is extended at index `first_new_block` by `new_blocks`; after that it covers every position up to
-    the share's end. With `sample`, the last position yields a token.
+    The row's block table is extended at index `first_new_block` by `new_blocks`; after that it covers every position from
+    `cold_stop` up to the share's end. With `sample`, the last position yields a token.
+
+    Of a long request the first positions rest in host blocks, by a table of their own. What is computed in the step reads
+    [0, cold_start) from there, and the rest from the device's pages and, of a chunk, from what is in hand. The positions
+    [start, cold_stop) are written to host blocks and not to pages; there are none if `cold_stop` <= `start`, so in every share of
+    one token. No host block is read before the step after the one whose share wrote it; the target of an order may be read at once.
     """
 
     row: Row
@@ -39,6 +54,13 @@ class Share:
     prompt_length: int
     next_prompt_tokens: tuple[int, ...] = ()
     """Prompt tokens that follow each of this share's positions, where prompt log-probabilities were asked for."""
+    cold_start: int = 0
+    """Tokens of the row that rest in host blocks when the step computes, its orders carried out; whole blocks."""
+    cold_stop: int = 0
+    """The same after the step."""
+    first_new_cold: int = 0
+    new_cold: tuple[HostBlockId, ...] = ()
+    """The row's table of host blocks is extended at index `first_new_cold` by these; after that it covers [0, cold_stop)."""
 
     @property
     def stop(self) -> int:
@@ -51,6 +73,7 @@ class Plan:
 
     admissions: tuple[Admission, ...]
     shares: tuple[Share, ...]
+    orders: tuple[Order, ...] = ()
 
     @property
     def tokens(self) -> int:

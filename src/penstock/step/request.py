@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
 from penstock.step.params import Sampling
-from penstock.step.plan import BlockId, RequestId, Row
+from penstock.step.plan import BlockId, HostBlockId, RequestId, Row
 
 
 class Phase(Enum):
@@ -25,7 +25,8 @@ class FinishReason(StrEnum):
 class Request:
     """Written only by the Scheduler. `tokens` is the prompt followed by the output so far.
 
-    Positions [0, computed) have their KV in `blocks`; a request only ever catches up with its own length.
+    Positions [0, computed) have their KV in `host_blocks`, which only a long request has, and from there on in `blocks`; a request
+    only ever catches up with its own length.
     """
 
     id: RequestId
@@ -37,14 +38,20 @@ class Request:
     """False when every prompt position must be computed, because its log-probabilities were asked for."""
     phase: Phase = Phase.WAITING
     row: Row | None = None
+    long: bool = False
+    """Its KV rests in host blocks, but for a tail; once long, always long."""
+    host_blocks: list[HostBlockId] = field(default_factory=list)
+    """Full ones, for the first positions."""
     blocks: list[BlockId] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     """Chained keys of the full blocks of `tokens`, computed as they are needed."""
     computed: int = 0
     sealed: int = 0
-    """How many leading blocks are known to the ledger by their key."""
+    """How many leading blocks are known to the ledger by their key. Of a long request: host blocks that committed steps have written."""
     tabled: int = 0
-    """How many leading blocks the workers have been told of."""
+    """Up to which of its blocks the workers have been told of those on the device."""
+    host_tabled: int = 0
+    """How many leading host blocks the workers have been told of."""
     cached: int | None = None
     """Prompt tokens whose KV was found instead of computed, when the request was first admitted; None until then."""
     scored: int = 0

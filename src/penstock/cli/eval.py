@@ -1,0 +1,163 @@
+"""`penstock eval`: hides things in long texts, asks a model for them, and shows by length and depth how often it is right."""
+
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from functools import reduce
+from pathlib import Path
+
+import click
+
+from penstock.base.config import Config
+from penstock.base.errors import ConfigError
+from penstock.cli.command import CONTEXT, Command, debug_option, option
+from penstock.cli.load import loading_bar
+from penstock.cli.options import ENGINE, OUTPUT, size
+from penstock.cli.prompt import SHIPPED_MODEL
+from penstock.cli.terminal import say
+
+WORK = "Work"
+TASKS = ("single", "keys", "variables", "words")
+_COUNT = click.IntRange(min=1)
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_NEEDLE = """
+  penstock eval needle                           the small model that comes with penstock
+  penstock eval needle ./my-model --lengths 4096,32768 --depths 5 --picture needle.png
+  penstock eval needle ./my-model --text ./books --samples 4 --json
+"""
+_RULER = """
+  penstock eval ruler ./my-model --picture ruler.png
+  penstock eval ruler ./my-model --tasks variables,words --lengths 8192 --samples 16
+"""
+
+
+def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    parts = [part.strip().replace("_", "") for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{value!r} is not a list of token counts, like 512,4096", ctx, parameter)
+    return tuple(map(int, parts))
+
+
+def _tasks(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise click.BadParameter(f"there is no task {unknown[0]!r}; give some of {','.join(TASKS)}", ctx, parameter)
+    return names
+
+
+_TEXT = "Hide things in this text file, or a folder's .txt files. [generated text]"
+_SHARED = (
+    option(WORK, "--lengths", callback=_lengths, metavar="N,N,...", help="Tokens of prompt and answer. [512 to 32768, as there is room]"),
+    option(WORK, "--depths", type=_COUNT, default=11, metavar="N", help="Depths in the text, evenly from its beginning to its end. [11]"),
+    option(WORK, "--samples", type=_COUNT, default=8, metavar="N", help="Prompts for each length and depth. [8]"),
+    option(WORK, "--text", type=click.Path(exists=True, path_type=Path), metavar="PATH", help=_TEXT),
+    option(WORK, "--seed", type=int, default=1, metavar="N", help="The same seed asks the same. [1]"),
+    option(WORK, "--raw", is_flag=True, help="Leave the model's chat template out; the prompt ends in the beginning of the answer."),
+    option(OUTPUT, "--json", is_flag=True, help="Print nothing but one line of JSON."),
+    option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write that line to FILE."),
+    option(OUTPUT, "--picture", type=_FILE, metavar="FILE", help="Draw a heat map by depth and length, as a PNG."),
+    option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
+    option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
+    option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
+    option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory. [CUDA 80% of free]"),
+    option(ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
+    option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]"),
+    debug_option,
+)
+
+
+def _shared(function: Callable[..., object]) -> Callable[..., object]:
+    return reduce(lambda inner, one: one(inner), reversed(_SHARED), function)
+
+
+@click.group(context_settings=CONTEXT)
+@debug_option
+def command() -> None:
+    """Hide things in long texts, ask a model for them, and see by length and depth how often it is right."""
+
+
+@command.command(cls=Command, examples=_NEEDLE, short_help="One fact in a long text.")
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@_shared
+def needle(**given: object) -> None:
+    """Hide one fact in a long text and ask for it. MODEL is a checkpoint directory; left out, it is the small model that comes with
+    penstock. Answers are greedy."""
+    _evaluate("needle", ("single",), **given)  # type: ignore[arg-type]  # click's names are the parameters'
+
+
+@command.command(cls=Command, examples=_RULER, short_help="Four tasks: a fact, a fact among many, variables, frequent words.")
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@option(WORK, "--tasks", callback=_tasks, default=",".join(TASKS), metavar="NAMES", help=f"Some of them. [{','.join(TASKS)}]")
+@_shared
+def ruler(tasks: tuple[str, ...], **given: object) -> None:
+    """Four tasks over a long text. single: find one fact; keys: find one fact among many of its kind; variables: name all that have one
+    value, directly or through others; words: name the most frequent words of a list. MODEL is a checkpoint directory; left out, it is
+    the small model that comes with penstock, which was trained for the first two. Answers are greedy."""
+    _evaluate("ruler", tasks, **given)  # type: ignore[arg-type]
+
+
+def _evaluate(
+    name: str,
+    tasks: tuple[str, ...],
+    *,
+    model: Path | None,
+    lengths: tuple[int, ...] | None,
+    depths: int,
+    samples: int,
+    text: Path | None,
+    seed: int,
+    raw: bool,
+    json: bool,
+    out: Path | None,
+    picture: Path | None,
+    threads: int | None,
+    device: str,
+    dtype: str,
+    device_memory: str | None,
+    host_memory: str | None,
+    max_step_tokens: int | None,
+) -> None:
+    config = Config(
+        model or SHIPPED_MODEL,
+        device=device,
+        dtype=dtype,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        max_length=max(lengths) if lengths else None,
+        max_step_tokens=max_step_tokens,
+    )
+    for file in (out, picture):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {file}: its directory does not exist")
+
+    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
+
+    from penstock.api.llm import LLM
+    from penstock.bench.machine import machine
+    from penstock.evals.prompts import text_of
+    from penstock.evals.run import Work, evaluate
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    work = Work(name, tasks, lengths, depths, samples, seed, raw)
+    if text is not None:
+        work = replace(work, source=str(text), text=text_of(text))
+    settings = {field.name: getattr(config, field.name) for field in fields(Config)}
+    with loading_bar(json) as loading:
+        llm = LLM(**settings, progress=False if json else None, loading=loading)
+    with llm:
+        tell = (lambda _: None) if json else (lambda line: say(line, faint=True))
+        report = evaluate(llm, work, str(model) if model else "shipped", tell)
+    line = report.line(machine=asdict(machine()))
+    click.echo(line if json else report)
+    if out is not None:
+        try:
+            out.write_text(line + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+    if picture is not None:
+        from penstock.evals.picture import draw  # Pillow: 60 ms
+
+        draw(report, picture)

@@ -1,0 +1,102 @@
+"""Asks a model all questions of a run and counts what is right, by task, length and depth."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from penstock.api.llm import LLM
+from penstock.base.errors import RequestError
+from penstock.evals.phrases import generated_text
+from penstock.evals.prompts import ANSWER_TOKENS, Dress, Haystack
+from penstock.evals.report import Cell, Miss, Report, wilson
+from penstock.evals.tasks import TASKS, Material, Sample, Task
+from penstock.step.params import SamplingParams
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+"""Where none are asked for: those of them that the model has room for."""
+_LETTERS = 16
+"""Of generated text for each token of the longest prompt: so that stretches of it differ."""
+_KEPT = 200
+"""Letters of a wrong answer that the report keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What to ask. `lengths`: tokens of prompt and answer together, None for the usual; `depths`: how many, from the beginning of the
+    text to its end; `samples`: for each length and depth; `text`: what to hide things in, None for generated text; `source`: its name."""
+
+    name: str
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...] | None
+    depths: int
+    samples: int
+    seed: int
+    raw: bool
+    source: str = "generated"
+    text: str | None = None
+
+
+def spread(depths: int) -> list[float]:
+    """So many depths, evenly from 0 to 1; a single one is in the middle."""
+    return [index / (depths - 1) for index in range(depths)] if depths > 1 else [0.5]
+
+
+def evaluate(llm: LLM, work: Work, model: str, tell: Callable[[str], None]) -> Report:
+    """Ask everything. `model`: its name in the report; `tell`: is told what is being asked. Raises ConfigError if the text
+    is empty, RequestError if model and memory have no room for a length, or a length none for a task: then nothing is asked."""
+    lengths = _lengths(llm, work)
+    text = work.text if work.text is not None else generated_text(random.Random(f"{work.seed} text"), _LETTERS * max(lengths))
+    dress = Dress(llm.tokenizer, work.raw)
+    material = Material(dress, Haystack(text, dress, max(lengths)))
+    for name in work.tasks:  # the shortest that there may be no room in
+        _samples(name, TASKS[name], lengths[0], None, work, material)
+    begin = perf_counter()
+    cells: list[Cell] = []
+    tokens = 0
+    for name in work.tasks:
+        depths: list[float | None] = [*spread(work.depths)] if TASKS[name].deep else [None]
+        for length in lengths:
+            samples = {depth: _samples(name, TASKS[name], length, depth, work, material) for depth in depths}
+            prompts = [sample.tokens for some in samples.values() for sample in some]
+            tokens += sum(map(len, prompts))
+            tell(f"{name}: {len(prompts):,} prompts of {len(prompts[0]):,} tokens")
+            answers = iter(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)))
+            cells += [_cell(name, length, depth, [(one, next(answers).text) for one in some]) for depth, some in samples.items()]
+    return Report(
+        eval=work.name,
+        model=model,
+        text=work.source,
+        chat=dress.chat,
+        dtype=llm.booted.dtype,
+        device=str(llm.booted.device),
+        seed=work.seed,
+        samples=work.samples,
+        prompts=sum(cell.samples for cell in cells),
+        prompt_tokens=tokens,
+        seconds=perf_counter() - begin,
+        cells=tuple(cells),
+    )
+
+
+def _lengths(llm: LLM, work: Work) -> Sequence[int]:
+    longest = llm.booted.engine.scheduler.longest
+    lengths = sorted(set(work.lengths or [length for length in LENGTHS if length <= longest]))
+    if not lengths or lengths[-1] > longest:
+        asked = f"a length of {lengths[-1]:,} tokens was asked for" if lengths else f"the usual lengths begin at {LENGTHS[0]} tokens"
+        raise RequestError(f"{asked}, but model and memory have room for {longest:,}; give shorter --lengths")
+    return lengths
+
+
+def _samples(name: str, task: Task, length: int, depth: float | None, work: Work, material: Material) -> list[Sample]:
+    """Those of one cell; they depend on the seed and the cell alone."""
+    seeds = (f"{work.seed} {name} {length} {depth} {number}" for number in range(work.samples))
+    return [task.make(random.Random(seed), length, depth or 0.0, material) for seed in seeds]
+
+
+def _cell(task: str, length: int, depth: float | None, answered: Sequence[tuple[Sample, str]]) -> Cell:
+    scores = [TASKS[task].score(answer, sample) for sample, answer in answered]
+    mean = sum(scores) / len(scores)
+    wrong = zip(scores, answered, strict=True)
+    misses = tuple(Miss(sample.expected, answer[:_KEPT]) for score, (sample, answer) in wrong if score < 1)
+    return Cell(task, length, depth, len(scores), mean, *wilson(mean, len(scores)), misses)

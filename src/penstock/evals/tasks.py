@@ -1,0 +1,116 @@
+"""The tasks: what is hidden in a text, what is asked, and how much of an answer is right."""
+
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from penstock.base.errors import RequestError
+from penstock.evals.phrases import INSTRUCTIONS, facts, invented
+from penstock.evals.prompts import Dress, Haystack, Question, fill, room
+
+_CHAIN = 5
+"""Variables that have the value asked for; as many have another one."""
+_FREQUENT, _OTHERS = 3, 24
+_TURN = 6
+"""Other words between two shuffles, for two of each frequent one: those come eight times as often as the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`decoys`: what an answer may name wrongly."""
+
+    tokens: list[int]
+    expected: tuple[str, ...]
+    decoys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What all prompts of a run are made of."""
+
+    dress: Dress
+    haystack: Haystack
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`make`: a sample of `length` tokens less ANSWER_TOKENS, with what it is about at `depth` of the text, 0 to 1; raises RequestError if
+    the length has no room for it. `score`: how right an answer is, 0 to 1. `deep`: whether the depth means anything."""
+
+    about: str
+    make: Callable[[random.Random, int, float, Material], Sample]
+    score: Callable[[str, Sample], float]
+    deep: bool = True
+
+
+def exact(answer: str, sample: Sample) -> float:
+    """1 if the first number of the answer is the one expected, however its thousands are parted."""
+    numbers = re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer))
+    return float(numbers[:1] == list(sample.expected))
+
+
+def share(answer: str, sample: Sample) -> float:
+    """The share of expected words that the answer has; each decoy it names counts as one more that was missed."""
+    words = set(re.findall(r"\w+", answer.casefold()))
+    found, wrong = (sum(word.casefold() in words for word in some) for some in (sample.expected, sample.decoys))
+    return found / (len(sample.expected) + wrong)
+
+
+def _single(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
+    return _find(rng, length, depth, material, 0)
+
+
+def _keys(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
+    return _find(rng, length, depth, material, min(max(length // 128, 3), 64))
+
+
+def _find(rng: random.Random, length: int, depth: float, material: Material, others: int) -> Sample:
+    asked, *more = islice(facts(rng), 1 + others)
+    question = Question(rng.choice(INSTRUCTIONS), asked.question, asked.answer_head)
+    hidden = [(depth, asked.statement), *((rng.random(), other.statement) for other in more)]
+    return Sample(fill(length, question, hidden, material.haystack, material.dress, rng), (asked.value,))
+
+
+def _variables(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
+    names = [word.capitalize() for word in invented(rng, 2 * _CHAIN)]
+    values = rng.sample(range(10_000, 100_000), 2)
+    hidden: list[tuple[float, str]] = []
+    for chain, value, first in ((names[:_CHAIN], values[0], depth), (names[_CHAIN:], values[1], rng.random())):
+        said = [f"The value of {chain[0]} is {value}."]
+        said += [f"The value of {later} is that of {earlier}." for earlier, later in pairwise(chain)]
+        depths = sorted(first + (1 - first) * rng.random() for _ in chain[1:])
+        hidden += zip([first, *depths], said, strict=True)
+    question = f"Which {_CHAIN} names in the text have the value {values[0]}, directly or through other names?"
+    asked = Question("Read the text and answer the question at the end.", question, "They are")
+    tokens = fill(length, asked, hidden, material.haystack, material.dress, rng)
+    return Sample(tokens, tuple(names[:_CHAIN]), tuple(names[_CHAIN:]))
+
+
+def _words(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
+    """The list has exactly the tokens that there is room for, so that its last word may lack letters."""
+    words = invented(rng, _FREQUENT + _OTHERS)
+    frequent, others = words[:_FREQUENT], words[_FREQUENT:]
+    asked = Question("Here is a list of words.", f"Which {_FREQUENT} words occur most often in the list?", "They are")
+    before, after = material.dress.ends(asked)
+    count = room(length, len(before) + len(after))
+    spelled = {word: material.dress.inner(f" {word}") for word in words}
+    listed: list[int] = []
+    turn = 0
+    while len(listed) < count:
+        some = [*frequent, *frequent, *(others[(_TURN * turn + i) % _OTHERS] for i in range(_TURN))]
+        rng.shuffle(some)
+        listed += [token for word in some for token in spelled[word]]
+        turn += 1
+        if turn == 1 and len(listed) > count:
+            raise RequestError(f"a list of {count:,} tokens is too short for words to be frequent in it; give longer --lengths")
+    return Sample([*before, *listed[:count], *after], tuple(frequent), tuple(others))
+
+
+TASKS: Mapping[str, Task] = {
+    "single": Task("one fact in a text", _single, exact),
+    "keys": Task("one fact among many of the same kind", _keys, exact),
+    "variables": Task("all names that got one value, through each other", _variables, share),
+    "words": Task("the most frequent words of a list", _words, share, deep=False),
+}

@@ -1,0 +1,32 @@
+"""The host's KV blocks: one pinned allocation, and views of its bytes."""
+
+import torch
+from torch import Tensor
+
+from penstock.arch.layout import KVLayout
+from penstock.memory.arena import Arena
+from penstock.step.plan import HostBlockId
+
+
+class HostPool:
+    """`blocks` blocks of KVLayout's shape, pinned for `device`. Contents mean only what the ledger says; nothing is cleared or checked."""
+
+    def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
+        """Raises DeviceError if the host has not as much memory, or it cannot be pinned."""
+        self.layout = layout
+        self.blocks = blocks
+        self._arena = Arena(blocks * layout.block_bytes, torch.device("cpu"), pinned_for=device)
+        self._bytes = self._arena.bytes.view(blocks, layout.block_bytes)
+
+    def layer_rows(self, layer: int, first: int, count: int) -> Tensor:
+        """One layer of blocks [first, first + count): uint8 `[count, layer_bytes]`, rows a block apart. A row is K, then V."""
+        size = self.layout.layer_bytes
+        return self._bytes[first : first + count, layer * size : (layer + 1) * size]
+
+    def block(self, id: HostBlockId) -> Tensor:
+        """All layers of a block: uint8 `[block_bytes]`."""
+        return self._bytes[id]
+
+    def close(self) -> None:
+        """Unpin. No copy may be in flight. A second call does nothing."""
+        self._arena.close()
