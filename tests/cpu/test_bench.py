@@ -372,6 +372,8 @@ def test_the_benchmark_of_streaming_on_small_shapes(tmp_path: Path, monkeypatch:
     assert [found[part].get("failed") for part in ("host", "disk", "window")] == [None] * 3
     assert found["host"]["decode_16"]["exact"]
     assert found["host"]["decode_1"]["copied_per_pass"] == found["host"]["streamed"] > 0
-    assert found["disk"]["decode_1"]["read_per_pass"] == found["disk"]["read"] > 0
+    # Readers are ahead of the arithmetic by up to the ring, now more, now less.
+    assert found["disk"]["read"] > 0
+    assert abs(found["disk"]["decode_1"]["read_per_pass"] - found["disk"]["read"]) <= found["disk"]["host_ring"] / 4
     assert found["window"]["resident"] == found["window"]["host"] == 0
     assert list(scratch_files.iterdir()) == []
