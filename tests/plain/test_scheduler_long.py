@@ -403,6 +403,37 @@ def test_without_a_prefix_cache_nothing_is_kept_on_the_host() -> None:
     assert (hall.host.cached, hall.host.available) == (0, 20)
 
 
+# -- admission ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "admitted"), [(20, True), (21, False)])
+def test_a_newcomer_leaves_pages_for_the_tail_of_a_long_request(length: int, admitted: bool) -> None:
+    """Three of eight pages, though so far it has none."""
+    hall = Hall(max_step_tokens=64, long_from=30)
+    hall.submit([*TEN, *TEN], 12)
+    hall.step()
+    hall.submit([1] * length, 1)
+    assert bool(hall.step().admissions) == admitted
+
+
+@pytest.mark.parametrize(("length", "admitted"), [(23, True), (24, False)])
+def test_a_long_newcomer_leaves_a_host_block_for_every_other(length: int, admitted: bool) -> None:
+    hall = Hall(max_step_tokens=64, host_blocks=11)
+    hall.submit([*TEN, *TEN], 12)
+    hall.step()
+    hall.submit([1] * length, 1)
+    assert bool(hall.step().admissions) == admitted
+
+
+@pytest.mark.parametrize(("blocks", "admitted"), [(5, True), (4, False)])
+def test_a_long_newcomer_needs_pages_for_its_tail(blocks: int, admitted: bool) -> None:
+    hall = Hall(blocks=blocks)
+    hall.submit([1], 9)
+    hall.step()
+    hall.submit([*TEN, *TEN], 12)
+    assert bool(hall.step().admissions) == admitted
+
+
 # -- preemption --------------------------------------------------------------------------------------------------------------
 
 
@@ -429,11 +460,12 @@ def test_the_youngest_long_request_goes_when_host_blocks_run_out() -> None:
 
 
 def test_the_youngest_long_request_goes_by_itself_when_it_is_the_one_that_lacks_host_blocks() -> None:
-    """Five blocks each, one more for the older, and then none; the younger needs it first."""
-    hall = Hall(host_blocks=13, recent=0, blocks=12)
-    old, young = hall.submit([*TEN, *TEN], 16), hall.submit([2, *TEN, *TEN[:9], 2, 2, 2], 16)
+    """Five blocks each; the older has taken the eleventh when the younger comes to need one."""
+    hall = Hall(host_blocks=11, recent=0, blocks=12)
+    old, young = hall.submit([*TEN, *TEN], 20), hall.submit([2, *TEN, *TEN[:9]], 20)
     short = hall.submit([1], 18)
     plan = until_preempted(hall)
+    assert not plan.orders
     assert running(hall) == [old, short]
     assert len(plan.shares) == 2, "whoever is behind it runs"
     assert young in hall.live

@@ -187,8 +187,6 @@ class Scheduler:
         self._orders = []
         shares: list[Share] = []
         budget, preempted = self._plan_running(shares)
-        while self._running and not shares:  # a long prompt got no chunk beside tokens of others, and those had to go
-            budget, _ = self._plan_running(shares)
         admissions = [] if preempted else list(self._admit(shares, budget))
         shares.sort(key=lambda share: len(share.tokens) > 1)
         plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders))
@@ -223,7 +221,10 @@ class Scheduler:
         return budget, self.preemptions > before
 
     def _chunk(self, request: Request, budget: int) -> int:
-        """How many tokens a request computes if it has `budget`; of a long one whole blocks, at least two tokens, or all it lacks."""
+        """How many tokens a request computes if it has `budget`; of a long one whole blocks, at least two tokens, or all it lacks.
+
+        Who has been admitted always has one: those admitted with it computed a token each beside its first chunk, as they do from then on.
+        """
         lacking = request.length - request.computed
         if not request.long or lacking <= budget:
             return min(lacking, budget)
