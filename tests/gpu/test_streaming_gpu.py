@@ -56,10 +56,10 @@ def slow_streams(cycles: int) -> tuple[Slow, CudaStream]:
     return copies, CudaStream(CUDA, current=True, clock=copies.clock)
 
 
-def limits_of(path: Path, share: float, host: bool) -> Limits:
+def limits_of(path: Path, share: float, host: bool, dtype: str = "float32") -> Limits:
     """Room on DEVICE for that share of the weights; 0 for a ring of the largest group alone."""
     with Checkpoint.open(path) as checkpoint:
-        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype)
     sizes = [padded(layout) for layout in layouts]
     experts = [padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT]
     device = max(sizes) + 2 * max(experts, default=0) + int(share * sum(sizes))
@@ -106,7 +106,7 @@ def test_half_precision_and_long_prompts(cache: Path, monkeypatch: pytest.Monkey
     with LLM(path, **settings) as llm:
         expected = llm.generate(prompts, plain)
     with monkeypatch.context() as patched:
-        patched.setattr(api, "boot", partial(boot, override=Override(limits_of(path, 0.3, False))))
+        patched.setattr(api, "boot", partial(boot, override=Override(limits_of(path, 0.3, False, "bfloat16"))))
         with LLM(path, **settings) as llm:
             assert same(llm.generate(prompts, plain), expected)
             assert llm.booted.weights.stats().read > 0

@@ -78,6 +78,7 @@ def boot(
     dtype = choose_dtype(config, model, device)
     limits = choose_limits(config, spec, device)
     total = device_budget(config, device)
+    give_back(device)
     if device.type == "cuda" and config.device_memory is not None:
         total = cap_memory(device, total, host_room(config, device))
     layouts = group_layouts(spec, model.names, dtype)

@@ -1,5 +1,7 @@
 """Mixture of experts: each token through the few experts its router chose (Mixtral, arXiv 2401.04088; Qwen3, arXiv 2505.09388)."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,22 @@ def mixture(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weight
     shares, chosen = scores.float().softmax(-1).topk(moe.top_k)
     if moe.normalise:
         shares = shares / shares.sum(-1, keepdim=True)
-    shares = shares.to(x.dtype)
-    out = torch.zeros_like(x)
-    order = chosen.flatten().argsort(stable=True)
+    places = chosen.flatten().argsort(stable=True)
+    tokens = places // moe.top_k
     counts = torch.bincount(chosen.flatten(), minlength=moe.experts).tolist()
-    groups = [GroupId(GroupKind.EXPERT, layer, expert) for expert in range(moe.experts)]
-    weights.expect([group for group, count in zip(groups, counts, strict=True) if count])
-    for group, places in zip(groups, torch.split(order, counts), strict=True):
-        if not len(places):
-            continue
+    used = [(group, count) for group, count in zip(_groups(layer, moe.experts), counts, strict=True) if count]
+    weights.expect([group for group, _ in used])
+    y = x.new_empty(len(places), x.shape[1])
+    start = 0
+    for group, count in used:
         w = weights.take(group)
-        tokens = places // moe.top_k
-        y = linear(silu_mul(linear(x[tokens], w["gate_up"])), w["down"])
+        inner = silu_mul(linear(x[tokens[start : start + count]], w["gate_up"]))
+        y.index_copy_(0, places[start : start + count], linear(inner, w["down"]))
         weights.release(group)
-        out.index_add_(0, tokens, y * shares.flatten()[places, None])
-    return out
+        start += count
+    return torch.bmm(shares.to(x.dtype).unsqueeze(1), y.view(-1, moe.top_k, x.shape[1])).squeeze(1)
+
+
+@lru_cache(maxsize=256)
+def _groups(layer: int, experts: int) -> tuple[GroupId, ...]:
+    return tuple(GroupId(GroupKind.EXPERT, layer, expert) for expert in range(experts))

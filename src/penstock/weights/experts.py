@@ -118,10 +118,10 @@ class Experts:
         if id not in self._coming and self.homes[id].tier is not Tier.DEVICE:
             self.expect([id])
         coming = self._coming.get(id)
-        taken = self._compute.mark()
         if coming is None:
             assert self.homes[id].tier is Tier.DEVICE, f"no slot for {id}"
             return self._device[self.homes[id].slot]
+        taken = self._compute.mark()
         if coming.ready is None:
             coming.ready = self._bring(id, coming)
         self._compute.wait(coming.ready)
