@@ -22,8 +22,12 @@ class Config:
     device_memory: bytes the engine may take on the device in all: weights, activations and KV.
     host_memory: bytes the process may take in host memory, its RSS. On a CPU, where the device is part of the host, bytes the engine may
         take in all; what is allowed beyond device_memory holds weights that stream.
+    host_kv_memory: bytes of host memory for KV of contexts longer than the device holds; 0 for none. By default what a sequence of
+        `max_length` takes, if such a length was asked for and the device does not hold it beside the weights.
+    kv_tile: tokens of such a context that pass through the device at a time; None is the usual.
     cache: directory where packs are kept, which are made of models that need the disk while they run.
     max_length: longest sequence served; None is the model's.
+    beyond_trained: allow a max_length beyond the positions that the model was trained for.
     block_size: tokens in a KV block.
     max_step_tokens, max_sequences: most tokens and most requests in one step; None is the device's usual.
     kv_blocks: KV blocks to allocate instead of what the budget leaves.
@@ -36,7 +40,10 @@ class Config:
     dtype: str = "auto"
     device_memory: str | int | None = None
     host_memory: str | int | None = None
+    host_kv_memory: str | int | None = None
+    kv_tile: int | None = None
     max_length: int | None = None
+    beyond_trained: bool = False
     block_size: int = 32
     max_step_tokens: int | None = None
     max_sequences: int | None = None
@@ -51,7 +58,7 @@ class Config:
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())) or self.device.endswith(":"):
             raise ConfigError(f"device {self.device!r} is not known; choose auto, cpu, cuda or cuda:N")
-        for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks"):
+        for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks", "kv_tile"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} {value!r} must be a whole number above zero")

@@ -1,23 +1,28 @@
 """Builds an engine from a Config: finds out what there is, sizes everything, constructs the parts. It decides no policy of its own."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from penstock.arch.layout import group_layouts, kv_layout
+from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size, parse_size
-from penstock.engine.budget import Budget, Demand, divide, least_activations, weights_room
+from penstock.engine.budget import Budget, Demand, divide, least_activations, usual_activations, weights_room
+from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.engine import Engine
 from penstock.engine.placing import Model, Override, Say, host_room, place
+from penstock.kv.carrier import Carrier, Streams
 from penstock.kv.keys import root_key
-from penstock.kv.ledger import BlockLedger
+from penstock.kv.ledger import BlockLedger, HostLedger
 from penstock.kv.pool import KVPool
 from penstock.memory.device import cap_memory, choose_device, device_name, free_memory, give_back, native_half, peak_of, total_memory
+from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
 from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
@@ -26,6 +31,7 @@ from penstock.weights.loading import Loading, counted
 from penstock.weights.pack import Pack
 from penstock.weights.residency import padded
 from penstock.weights.stream import Blank, WeightStream
+from penstock.weights.waits import Waits
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, largest_step
 from penstock.worker.sampler import Sampler
@@ -85,25 +91,36 @@ def boot(
     if isinstance(model, Checkpoint):
         model.verify(layouts)
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
-    blocks_per_row = -(-limits.max_length // config.block_size)
-    inputs = InputBuilder(spec, device, rows=limits.max_sequences, blocks_per_row=blocks_per_row, block_size=config.block_size)
-    runner = Runner(Decoder(spec), inputs, Sampler(spec.vocab_size, device), device)
     layout = kv_layout(spec, dtype, config.block_size)
-    runner.attach(Blank(layouts, dtype, device), KVPool(layout, 1, device))
+    resident = sum(map(padded, layouts)) + usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
+    far = long_room(config, limits, layout, device, total, resident)
+    if far and device.type == "cpu" and host_room(config, device) == 0:
+        total -= far.host_bytes
+    blocks_per_row = -(-limits.max_length // config.block_size)
+    inputs = InputBuilder(
+        spec,
+        device,
+        rows=limits.max_sequences,
+        blocks_per_row=blocks_per_row,
+        block_size=config.block_size,
+        **({"tile_tokens": far.tile_tokens} if far else {}),
+    )
+    runner = Runner(Decoder(spec), inputs, Sampler(spec.vocab_size, device), device)
     demand = Demand(
-        activations=_activation_peak(runner, spec, dtype, limits, device),
+        activations=_activation_peak(runner, spec, layouts, dtype, limits, layout, far, device),
         block_bytes=layout.block_bytes,
         block_size=config.block_size,
         useful_blocks=limits.max_sequences * blocks_per_row,
         fixed_blocks=config.kv_blocks,
-        length=config.max_length,
+        length=None if far else config.max_length,
     )
-    runner.detach()
-    give_back(device)
     one_memory = device.type == "cpu" and host_room(config, device) == 0
     room = 0 if override and override.limits else weights_room(total, layouts, demand, host_is_device=one_memory)
     packing = counted("packing", sum(map(padded, layouts)), loading)
-    placed = place(config, model, layouts, dtype, device, room, say=say, progress=packing, override=override)
+    placed = place(
+        config, model, layouts, dtype, device, room, say=say, progress=packing, override=override, taken=far.host_bytes if far else 0
+    )
+    carrier: Carrier | None = None
     try:
         weights = WeightStream(
             placed.placement,
@@ -122,13 +139,18 @@ def boot(
     try:
         budget = divide(total, weights.bytes + placed.beside, demand)
         weights.load(loading)
-        runner.attach(weights, KVPool(layout, budget.blocks, device))
+        carrier = _carrier(far, device, trace) if far else None
+        runner.attach(weights, KVPool(layout, budget.blocks, device), carrier)
     except BaseException:
         weights.close()
+        if carrier is not None:
+            carrier.close()
         raise
-    ledger = BlockLedger(budget.blocks)
-    scheduler = Scheduler(ledger, limits, _prefix_rule(config, model, dtype), check=config.check)
+    ledger, host = BlockLedger(budget.blocks), HostLedger(far.blocks) if far else None
+    scheduler = Scheduler(ledger, limits, _prefix_rule(config, model, dtype), host=host, check=config.check)
     say(f"memory {budget}")
+    if far:
+        say(f"long contexts: {far}")
     if scheduler.longest < limits.max_length:
         say(f"the longest request is {scheduler.longest:,} tokens, less than the context of {limits.max_length:,}: KV has no room for more")
     return Booted(Engine(scheduler, runner), spec, device, dtype, budget, limits, weights, time.perf_counter() - begin)
@@ -151,10 +173,12 @@ def choose_dtype(config: Config, model: Model, device: torch.device) -> str:
 def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> Limits:
     """What was asked for, and the device's usual where nothing was. Raises ConfigError."""
     usual = _STEP[device.type]
-    if config.max_length is not None and config.max_length > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
+    beyond = config.max_length is not None and config.max_length > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC
+    if beyond and not config.beyond_trained:
+        assert config.max_length is not None
         raise ConfigError(
-            f"max_length {config.max_length} is more than the {spec.max_length} positions the model was trained for; "
-            f"lower it, or give the checkpoint a rope scaling"
+            f"max_length {config.max_length} is more than the {spec.max_length} positions the model was trained for; lower it, give "
+            f"the checkpoint a rope scaling by {config.max_length / spec.max_length:.3g}, or allow it with beyond_trained"
         )
     tokens = config.max_step_tokens or usual.tokens
     sequences = config.max_sequences or min(usual.sequences, tokens)
@@ -178,22 +202,48 @@ def device_budget(config: Config, device: torch.device) -> int:
     return total
 
 
-def _activation_peak(runner: Runner, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device) -> int:
-    """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again."""
+def _activation_peak(
+    runner: Runner,
+    spec: ModelSpec,
+    layouts: Sequence[GroupLayout],
+    dtype: str,
+    limits: Limits,
+    layout: KVLayout,
+    far: LongRoom | None,
+    device: torch.device,
+) -> int:
+    """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again. With the ways
+    of KV to host memory and back."""
     kinds = {(spec.windows[layer], spec.is_moe(layer)): layer for layer in reversed(range(spec.layers))}
-    plan = largest_step(
-        max_step_tokens=limits.max_step_tokens,
-        max_sequences=limits.max_sequences,
-        max_length=limits.max_length,
-        block_size=limits.block_size,
-        past=PAST_TILE,
-    )
     layers = tuple(sorted(kinds.values()))
-    # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
-    peak = peak_of(device, lambda: runner.run(plan, layers))
     # In a process that has freed memory before, a CPU's peak can hide in it: never count less than what is plainly there.
-    peak = max(peak, least_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences))
-    return peak
+    peak = least_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
+    for cold in (False, True) if far else (False,):
+        carrier = _carrier(replace(far, blocks=1), device, None) if far and cold else None
+        try:
+            runner.attach(Blank(layouts, dtype, device), KVPool(layout, 1, device), carrier)
+            plan = largest_step(
+                max_step_tokens=limits.max_step_tokens,
+                max_sequences=limits.max_sequences,
+                max_length=limits.max_length,
+                block_size=limits.block_size,
+                past=far.tile_tokens if far and cold else PAST_TILE,
+                cold=cold,
+            )
+            # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
+            peak = max(peak, peak_of(device, partial(runner.run, plan, layers)))
+        finally:
+            runner.detach()
+            if carrier is not None:
+                carrier.close()
+        del carrier
+        give_back(device)
+    return peak + (far.device_bytes if far else 0)
+
+
+def _carrier(far: LongRoom, device: torch.device, trace: Trace | None) -> Carrier:
+    streams = Streams(*streams_both_ways(device))
+    return Carrier(far.layout, far.blocks, far.tile_tokens, far.chunk_tokens, device, streams, Waits(trace))
 
 
 def _prefix_rule(config: Config, model: Model, dtype: str) -> PrefixRule:

@@ -92,11 +92,12 @@ def place(
     device: torch.device,
     room: int,
     *,
+    taken: int = 0,
     say: Say,
     progress: Progress | None = None,
     override: Override | None = None,
 ) -> Placed:
-    """Where each group rests, with `room` bytes of the device for weights and rings.
+    """Where each group rests, with `room` bytes of the device for weights and rings, and what host memory has beside `taken` bytes.
 
     Where the disk is needed and the model is no pack, one is made in the cache. Raises BudgetError, CheckpointError.
     """
@@ -111,7 +112,7 @@ def place(
     if override.limits:
         limits = override.limits
     else:
-        host = host_room(config, device)
+        host = max(host_room(config, device) - taken, 0)
         if device.type == "cpu" and host == 0:
             host = beside = cpu_ring(room, layouts)
         limits = Limits(max(room - beside, 0), host)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout
+from penstock.step.plan import BlockId
 
 
 class KVPool:
@@ -17,3 +18,7 @@ class KVPool:
         self._pool = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=device)
         self.layers: list[tuple[Tensor, Tensor]] = [(self._pool[:, layer, 0], self._pool[:, layer, 1]) for layer in range(layout.layers)]
         """K and V of each layer: strided views `[blocks, block_size, kv_heads, head_dim]`."""
+
+    def block(self, id: BlockId) -> Tensor:
+        """All layers of a block: uint8 `[block_bytes]`."""
+        return self._pool[id].view(-1).view(torch.uint8)

@@ -29,6 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.arch.layout import KVLayout
 from penstock.base.trace import Trace
 from penstock.kv.hostpool import HostPool
 from penstock.memory.arena import Arena
@@ -61,20 +62,16 @@ class Tile:
 
 @dataclass(slots=True)
 class _Step:
-    """For each layer, each tile; visits count on through all of them. `first`: the slot of visit 0."""
+    """The visits of a step, in order: a layer, and the index of a tile. `first`: the slot of visit 0."""
 
     first: int
     tiles: Sequence[Tile]
     runs: Sequence[Sequence[_Run]]
-    layers: Sequence[int]
+    visits: Sequence[tuple[int, int]]
     queued: int = 0
     """Visits whose copies are queued."""
     taken: int = 0
     released: int = 0
-
-    @property
-    def visits(self) -> int:
-        return len(self.tiles) * len(self.layers)
 
 
 class TileRing:
@@ -99,15 +96,19 @@ class TileRing:
         self._step = _Step(0, (), (), ())
         self.copied_bytes = 0
 
-    def begin(self, tiles: Sequence[Tile], layers: Sequence[int], after: Ticket | None = None) -> None:
-        """Announce a step: for each layer, each tile is taken, in this order. Copies start at once, behind `after`. Whatever is left of the
-        step before is dropped."""
+    def begin(
+        self, tiles: Sequence[Tile], layers: Sequence[int], after: Ticket | None = None, seen: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Announce a step: for each layer, each tile is taken, in this order, or those whose indices `seen` lists for it. Copies start at
+        once, behind `after`. Whatever is left of the step before is dropped."""
         block_size = self._pool.layout.block_size
         for tile in tiles:
             count = len(tile.blocks)
             assert (count - 1) * block_size < tile.keys <= count * block_size, f"{tile.keys} keys in {count} blocks"
             assert 0 < count <= self._slots[0].shape[1], f"{count} blocks in a slot of {self._slots[0].shape[1]}"
-        step = _Step((self._step.first + self._step.queued) % len(self._slots), tiles, [_runs(tile.blocks) for tile in tiles], layers)
+        every = range(len(tiles))
+        visits = [(layer, tile) for at, layer in enumerate(layers) for tile in (every if seen is None else seen[at])]
+        step = _Step((self._step.first + self._step.queued) % len(self._slots), tiles, [_runs(tile.blocks) for tile in tiles], visits)
         if after is not None:
             self._copies.wait(after)
         self._step = step
@@ -118,7 +119,7 @@ class TileRing:
         release. One tile is in use at a time."""
         step, visit = self._step, self._step.taken
         assert visit == step.released, "take of a tile before the last one was released"
-        assert visit < step.queued, f"take of tile {visit} in a step of {step.visits}"
+        assert visit < step.queued, f"take of tile {visit} in a step of {len(step.visits)}"
         slot = self._slot_of(visit)
         taken = self._compute.mark() if self._waits else None
         self._read[slot] = None
@@ -129,7 +130,7 @@ class TileRing:
             self._waits.begin(self._name(visit), taken, self._compute.mark())
         step.taken = visit + 1
         k, v = self._views[slot]
-        keys = step.tiles[visit % len(step.tiles)].keys
+        keys = step.tiles[step.visits[visit][1]].keys
         return k[:keys], v[:keys]
 
     def release(self) -> None:
@@ -151,18 +152,18 @@ class TileRing:
         return (self._step.first + visit) % len(self._slots)
 
     def _name(self, visit: int) -> str:
-        layer, tile = divmod(visit, len(self._step.tiles))
-        return f"kv.{self._step.layers[layer]}.{tile}"
+        layer, tile = self._step.visits[visit]
+        return f"kv.{layer}.{tile}"
 
     def _fill(self) -> None:
         """Queue the copies for which slots are free."""
         step, waits = self._step, self._waits
-        while step.queued < min(step.released + len(self._slots), step.visits):
-            layer, tile = divmod(step.queued, len(step.tiles))
+        while step.queued < min(step.released + len(self._slots), len(step.visits)):
+            layer, tile = step.visits[step.queued]
             slot = self._slot_of(step.queued)
             self._copies.wait(self._read[slot] or self._compute.mark())
             began = self._copies.mark() if waits and waits.trace else None
-            for host, device in _halves(self._pool, step.layers[layer], step.runs[tile], self._slots[slot]):
+            for host, device in _halves(self._pool, layer, step.runs[tile], self._slots[slot]):
                 self._copies.copy_rows(device, host)
             ready = self._copies.mark()
             size = len(step.tiles[tile].blocks) * self._pool.layout.layer_bytes
@@ -227,13 +228,18 @@ class Outbox:
         self._slot = (self._slot + 1) % len(self._slots)
 
 
+def ring_bytes(layout: KVLayout, slots: int, tokens: int) -> int:
+    """Device memory of a ring, or of an outbox, of so many slots."""
+    return slots * (tokens // layout.block_size) * layout.layer_bytes
+
+
 def _slots(pool: HostPool, slots: int, tokens: int, device: torch.device) -> list[Tensor]:
     """Each uint8 `[2, blocks, bytes of a block's K or V]`."""
     layout = pool.layout
     blocks = tokens // layout.block_size
     assert slots * blocks > 0, f"{slots} slots of {tokens} tokens"
     assert tokens == blocks * layout.block_size, f"{tokens} tokens are not whole blocks of {layout.block_size}"
-    return list(Arena(slots * blocks * layout.layer_bytes, device).bytes.view(slots, 2, blocks, layout.layer_bytes // 2))
+    return list(Arena(ring_bytes(layout, slots, tokens), device).bytes.view(slots, 2, blocks, layout.layer_bytes // 2))
 
 
 def _runs(blocks: Sequence[int]) -> list[_Run]:

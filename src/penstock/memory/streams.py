@@ -247,6 +247,14 @@ def _memcpy_2d() -> Callable[..., int]:
     )
 
 
+def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:
+    """A stream for copies to a device, one for copies from it, and its compute stream."""
+    if device.type == "cpu":
+        return ThreadStream("copies in"), ThreadStream("copies out"), CallerStream()
+    copies = CudaStream(device)
+    return copies, CudaStream(device, clock=copies.clock), CudaStream(device, current=True, clock=copies.clock)
+
+
 def streams_of(device: torch.device) -> tuple[Stream, Stream]:
     """The copy stream and the compute stream of a device."""
     if device.type == "cpu":

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import ModelSpec
-from penstock.models.inputs import LayerCaches, StepInputs, Weights
+from penstock.models.inputs import ColdCache, LayerCaches, StepInputs, Weights
 from penstock.models.moe import mixture
 from penstock.ops.activation import silu_mul
 from penstock.ops.attention import attend
@@ -19,6 +19,9 @@ from penstock.ops.rope import rotate
 EMBEDDING = GroupId(GroupKind.EMBEDDING)
 HEAD = GroupId(GroupKind.HEAD)
 
+_WIDE_ROWS = 8192
+"""Tokens that are in the widest part of a feed-forward at a time: a long chunk passes through it in pieces."""
+
 
 class Decoder:
     """Arithmetic only: it owns no weights and no KV, and keeps nothing between calls."""
@@ -27,10 +30,17 @@ class Decoder:
         self.spec = spec
         self._scale = spec.head_dim**-0.5
 
-    def forward(self, weights: Weights, caches: LayerCaches, inputs: StepInputs, layers: range | tuple[int, ...] | None = None) -> Tensor:
+    def forward(
+        self,
+        weights: Weights,
+        caches: LayerCaches,
+        inputs: StepInputs,
+        layers: range | tuple[int, ...] | None = None,
+        cold: ColdCache | None = None,
+    ) -> Tensor:
         """Hidden states `[rows, hidden]` of the wanted positions, as `head` wants them; KV of all tokens is written to the caches.
 
-        `layers`: which to run, for measuring; all by default.
+        `layers`: which to run, for measuring; all by default. cold: needed where `inputs` speak of KV beyond the device.
         """
         embedding = weights.take(EMBEDDING)
         residual = torch.nn.functional.embedding(inputs.tokens, embedding["embedding"])
@@ -38,7 +48,7 @@ class Decoder:
         # Each block hands its output on instead of adding it, so that the sum and the next norm can be one kernel.
         x: Tensor | None = None
         for layer in range(self.spec.layers) if layers is None else layers:
-            x = self._attention(layer, x, residual, weights, caches[layer], inputs)
+            x = self._attention(layer, x, residual, weights, caches[layer], inputs, cold)
             x = self._feed_forward(layer, x, residual, weights)
         if x is not None:
             residual.add_(x)
@@ -64,7 +74,14 @@ class Decoder:
         return add_rms_norm(x, residual, weight, self.spec.norm_eps)
 
     def _attention(
-        self, layer: int, x: Tensor | None, residual: Tensor, weights: Weights, cache: tuple[Tensor, Tensor], inputs: StepInputs
+        self,
+        layer: int,
+        x: Tensor | None,
+        residual: Tensor,
+        weights: Weights,
+        cache: tuple[Tensor, Tensor],
+        inputs: StepInputs,
+        cold: ColdCache | None,
     ) -> Tensor:
         spec, group = self.spec, GroupId(GroupKind.ATTENTION, layer)
         w = weights.take(group)
@@ -75,7 +92,10 @@ class Decoder:
             q, k = rms_norm(qk[:, : spec.heads], w["q_norm"], spec.norm_eps), rms_norm(qk[:, spec.heads :], w["k_norm"], spec.norm_eps)
             qk = torch.cat((q, k), dim=1)
         qk = rotate(qk, inputs.cos, inputs.sin)
-        seen = attend(qk[:, : spec.heads], qk[:, spec.heads :], v, cache, inputs.attention, self._scale, spec.windows[layer])
+        q, k = qk[:, : spec.heads], qk[:, spec.heads :]
+        if cold is not None:
+            cold.send(layer, k, v)
+        seen = attend(q, k, v, cache, inputs.attention, self._scale, spec.windows[layer], cold)
         out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias"))
         weights.release(group)
         return out
@@ -91,7 +111,13 @@ class Decoder:
             return mixture(normed, scores, self.spec.moe, layer, weights)
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
-        inner = silu_mul(linear(self._norm(x, residual, w["norm"]), w["gate_up"], w.get("gate_up_bias")))
-        out = linear(inner, w["down"], w.get("down_bias"))
+        normed = self._norm(x, residual, w["norm"])
+        pieces = torch.split(normed, _WIDE_ROWS)
+        for piece in pieces:
+            inner = silu_mul(linear(piece, w["gate_up"], w.get("gate_up_bias")))
+            out = linear(inner, w["down"], w.get("down_bias"))
+            if len(pieces) > 1:
+                piece.copy_(out)
+        out = out if len(pieces) == 1 else normed
         weights.release(group)
         return out

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.arch.layout import GroupId
-from penstock.ops.attention import AttentionInputs
+from penstock.ops.attention import AttentionInputs, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,13 @@ class Weights(Protocol):
     def take(self, group: GroupId) -> Mapping[str, Tensor]: ...
 
     def release(self, group: GroupId) -> None: ...
+
+
+class ColdCache(Tiles, Protocol):
+    """KV beyond the device: lends each layer's tiles, and is sent what is to rest there."""
+
+    def send(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """The step's K and V of a layer, `[tokens, kv_heads, head_dim]`, before it attends."""
 
 
 LayerCaches = Sequence[tuple[Tensor, Tensor]]

@@ -9,7 +9,7 @@ order fixed before the step: each is borrowed once per layer and serves every qu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import ModuleType
 from typing import Protocol
@@ -95,7 +95,8 @@ class ColdTile:
 class ColdInputs:
     """What of a step concerns KV outside the pages, the same for all layers.
 
-    tiles: in the order in which every layer takes them. positions: of each of the step's rows, tiles or not.
+    tiles: in the order in which layers take them. seen: by window, the indices of the tiles that a layer with that window takes, ascending;
+    all where nothing is said. positions: of each of the step's rows, tiles or not.
     paged: int64, which of the step's tokens have a place in pages; None where all do. AttentionInputs' `blocks` and `offsets` are then
     of those tokens alone, while `slots` keeps one entry per token, -1 for the others.
     """
@@ -103,6 +104,12 @@ class ColdInputs:
     tiles: tuple[ColdTile, ...]
     positions: tuple[int, ...]
     paged: Tensor | None = None
+    seen: Mapping[int | None, tuple[int, ...]] = field(default_factory=dict)
+
+    def of(self, window: int | None) -> tuple[ColdTile, ...]:
+        """The tiles that a layer with this window takes."""
+        seen = self.seen.get(window)
+        return self.tiles if seen is None else tuple(self.tiles[index] for index in seen)
 
 
 class Tiles(Protocol):
@@ -149,10 +156,11 @@ def attend(
     """Write this step's k and v `[tokens, kv_heads, dim]` to the layer's cache, then attend: q and result `[tokens, heads, dim]`.
 
     cache: K and V of one layer, strided views `[blocks, block_size, kv_heads, dim]`. window: how many tokens a query sees, None is all.
-    tiles: lends what `inputs.cold` lists; each is taken and released once, also where a window hides it from every query.
+    tiles: lends what `inputs.cold` lists for this window; each is taken and released once.
     """
     k_cache, v_cache = cache
     cold = inputs.cold
+    passing = cold.of(window) if cold else ()
     kernels = _kernels(q)
     if kernels:
         kernels.write_kv(k, v, k_cache, v_cache, inputs.slots)
@@ -164,7 +172,7 @@ def attend(
     states: dict[int, Part] = {}
     rows_state: Part | None = None
     if rows := inputs.rows:
-        wide = cold is not None and any(tile.rows for tile in cold.tiles)
+        wide = any(tile.rows for tile in passing)
         seen = torch.empty(q[: rows.count].shape, dtype=torch.float32, device=q.device) if wide else out[: rows.count]
         if kernels:
             _, lse = kernels.paged_decode(
@@ -179,14 +187,14 @@ def attend(
         part = slice(run.first, run.first + run.count)
         if not run.paged:
             own, lse = _attend_own(q[part], k[part], v[part], scale, window)
-            states[index] = own.float() if cold and cold.tiles else own, lse
+            states[index] = own.float() if passing else own, lse
         elif window is not None and run.start + run.count > window:
             out[part] = _attend_window(q[part], k_cache, v_cache, run, scale, window)
         else:
             out[part] = _attend_run(q[part], k[part], v[part], k_cache, v_cache, run, scale)
-    if cold and cold.tiles:
+    if passing:
         assert tiles is not None, "a step with cold tiles needs someone to take them from"
-        for tile in cold.tiles:
+        for tile in passing:
             lent_k, lent_v = tiles.take()
             _attend_tile(q, lent_k[: tile.keys], lent_v[: tile.keys], tile, inputs, rows_state, states, scale, window)
             tiles.release()

@@ -1,6 +1,6 @@
-"""Turns a Plan into the tensors of a step. Keeps what the workers must remember of each row: its block table."""
+"""Turns a Plan into the tensors of a step. Keeps what the workers must remember of each row: its block tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,10 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.kv.carrier import Send
+from penstock.kv.tiles import Tile
 from penstock.models.inputs import StepInputs
-from penstock.ops.attention import PAST_TILE, AttentionInputs, RowGroup, Rows, Run, reads_pages
+from penstock.ops.attention import PAST_TILE, AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, reads_pages
 from penstock.ops.rope import RotaryAngles
-from penstock.step.plan import Plan, Share
+from penstock.step.plan import HostBlockId, Plan, Share
+from penstock.worker.tiling import Stretch, Table, stretches
 
 Ints = NDArray[np.int64]
 
@@ -31,12 +34,20 @@ class StepTensors:
     samples: int
     prompt_positions: tuple[int, ...]
     """For each share, how many of its positions report a prompt token's log-probability."""
+    tiles: tuple[Tile, ...] = ()
+    """What passes by from host memory, as `inputs.attention.cold` lists it."""
+    sends: tuple[Send, ...] = ()
 
 
 class InputBuilder:
-    """Owns the block tables; every row's is valid up to what the last Plan told."""
+    """Owns the block tables; every row's are valid up to what the last Plan told.
 
-    def __init__(self, spec: ModelSpec, device: torch.device, *, rows: int, blocks_per_row: int, block_size: int) -> None:
+    tile_tokens: of host memory's KV that is attended to at a time, whole blocks.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, *, rows: int, blocks_per_row: int, block_size: int, tile_tokens: int = PAST_TILE
+    ) -> None:
         self._device = device
         self._block_size = block_size
         self._angles = RotaryAngles(spec.rope, device)
@@ -44,10 +55,17 @@ class InputBuilder:
         self._windows = tuple(dict.fromkeys(spec.windows))
         # Host pages that no row has reached yet are never touched, so a table for the longest context costs what is used.
         self._table = np.zeros((rows, blocks_per_row), dtype=np.int32)
+        self._cold = np.zeros((rows, blocks_per_row), dtype=np.int32)
+        self._tile_blocks = max(tile_tokens // block_size, 1)
+        self._tiling: tuple[object, _Tiling] | None = None
+        """Of the last step with tiles, and for what: the same serves until somebody's blocks change."""
 
     def build(self, plan: Plan) -> StepTensors:
         for share in plan.shares:
             self._table[share.row, share.first_new_block : share.first_new_block + len(share.new_blocks)] = share.new_blocks
+            if share.new_cold:
+                self._cold[share.row, share.first_new_cold : share.first_new_cold + len(share.new_cold)] = share.new_cold
+                self._tiling = None
         shares = plan.shares
         counts = np.array([len(share.tokens) for share in shares], dtype=np.int64)
         starts = np.array([share.start for share in shares], dtype=np.int64)
@@ -60,18 +78,71 @@ class InputBuilder:
         samples = len(wanted)
         for at, share in zip(first, shares, strict=True):
             wanted.extend(range(int(at), int(at) + len(share.next_prompt_tokens)))
+        # What goes to host blocks has no place in pages.
+        colds = np.repeat([share.cold_stop for share in shares], counts)
+        is_cold = positions < colds
+        slots = np.where(is_cold, -1, blocks * self._block_size + offsets)
+        sends = tuple(self._sends(shares, first))
+        tiling = self._tile(shares)
         where = self._send(positions)
         cos, sin = self._angles.tables(where, self._rope_lengths(shares) if self._dynamic else None)
+        cold = None
+        if tiling.tiles or sends:
+            paged = self._send(np.flatnonzero(~is_cold)) if sends else None
+            cold = ColdInputs(
+                tiling.cold, tuple(share.start for share in shares if len(share.tokens) == 1), paged, self._seen(tiling, shares)
+            )
+            blocks, offsets = blocks[~is_cold], offsets[~is_cold]
         attention = AttentionInputs(
             blocks=self._send(blocks),
             offsets=self._send(offsets),
-            slots=self._send(blocks * self._block_size + offsets),
+            slots=self._send(slots),
             rows=self._rows(shares),
             runs=self._runs(shares, first),
+            cold=cold,
         )
         tokens = np.fromiter((token for share in shares for token in share.tokens), dtype=np.int64, count=total)
         inputs = StepInputs(self._send(tokens), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)))
-        return StepTensors(inputs, samples, tuple(len(share.next_prompt_tokens) for share in shares))
+        reported = tuple(len(share.next_prompt_tokens) for share in shares)
+        return StepTensors(inputs, samples, reported, tiling.tiles, sends)
+
+    def _sends(self, shares: Sequence[Share], first: Ints) -> Iterator[Send]:
+        for at, share in zip(first, shares, strict=True):
+            if share.cold_stop > share.start:
+                blocks = self._cold[share.row, share.start // self._block_size : share.cold_stop // self._block_size]
+                yield Send(int(at), tuple(HostBlockId(block) for block in blocks.tolist()))
+
+    def _tile(self, shares: Sequence[Share]) -> "_Tiling":
+        kept = tuple((share.row, share.cold_start, len(share.tokens) > 1) for share in shares)
+        if self._tiling is None or self._tiling[0] != kept:
+            tables: list[Table] = [self._cold[share.row, : share.cold_start // self._block_size] for share in shares]
+            self._tiling = kept, self._tiling_of(stretches(tables, self._tile_blocks), shares)
+        return self._tiling[1]
+
+    def _tiling_of(self, found: Sequence[Stretch], shares: Sequence[Share]) -> "_Tiling":
+        singles = sum(len(share.tokens) == 1 for share in shares)
+        rows = [[member for member in stretch.members if member < singles] for stretch in found]
+        index = torch.split(self._send(np.array([row for some in rows for row in some], dtype=np.int64)), [len(some) for some in rows])
+        tiles, cold = [], []
+        for stretch, some, at in zip(found, rows, index, strict=True):
+            keys = len(stretch.blocks) * self._block_size
+            runs = tuple(member - singles for member in stretch.members if member >= singles)
+            cold.append(ColdTile(stretch.first * self._block_size, keys, tuple(some), at, runs))
+            tiles.append(Tile(tuple(HostBlockId(block) for block in stretch.blocks.tolist()), keys))
+        return _Tiling(tuple(tiles), tuple(cold), tuple(stretch.members for stretch in found))
+
+    def _seen(self, tiling: "_Tiling", shares: Sequence[Share]) -> dict[int | None, tuple[int, ...]]:
+        """A window hides a tile that ends before what its first query sees."""
+        oldest = [min(shares[member].start for member in members) for members in tiling.members]
+        return {
+            window: tuple(
+                index
+                for index, (tile, start) in enumerate(zip(tiling.cold, oldest, strict=True))
+                if tile.start + tile.keys > start - window + 1
+            )
+            for window in self._windows
+            if window is not None
+        }
 
     def _send(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -85,24 +156,27 @@ class InputBuilder:
         if not single:
             return None
         assert all(len(share.tokens) == 1 for share in shares[: len(single)]), "a plan's single-token shares come first"
-        lengths = np.array([share.stop for share in single], dtype=np.int32)
+        cold = np.array([share.cold_start for share in single], dtype=np.int32)
+        lengths = np.array([share.stop for share in single], dtype=np.int32) - cold
         longest = int(lengths.max())
-        table = self._table[[share.row for share in single], : -(-longest // self._block_size)]
-        groups = () if reads_pages(self._device) else tuple(self._groups(lengths, table))
+        # Of a long request the table begins where its tail does.
+        columns = np.minimum(cold[:, None] // self._block_size + np.arange(-(-longest // self._block_size)), self._table.shape[1] - 1)
+        table = self._table[np.array([share.row for share in single])[:, None], columns]
+        groups = () if reads_pages(self._device) else tuple(self._groups(lengths, table, cold > 0))
         return Rows(len(single), self._send(table), self._send(lengths), longest, groups)
 
-    def _groups(self, lengths: NDArray[np.int32], table: NDArray[np.int32]) -> list[RowGroup]:
-        order = np.argsort(-lengths, kind="stable")
+    def _groups(self, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: NDArray[np.bool_]) -> list[RowGroup]:
+        order = np.lexsort((-lengths, ~cold))
         groups, begin = [], 0
         for end in range(1, len(order) + 1):
             longest = int(lengths[order[begin]])
-            full = longest > PAST_TILE or (end - begin + 1) * longest > ROW_KEYS
+            full = longest > PAST_TILE or cold[order[begin]] or (end - begin + 1) * longest > ROW_KEYS
             if end == len(order) or full or longest > _PADDING * lengths[order[end]] + self._block_size:
-                groups.append(self._group(order[begin:end], lengths, table))
+                groups.append(self._group(order[begin:end], lengths, table, bool(cold[order[begin]])))
                 begin = end
         return groups
 
-    def _group(self, rows: Ints, lengths: NDArray[np.int32], table: NDArray[np.int32]) -> RowGroup:
+    def _group(self, rows: Ints, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: bool) -> RowGroup:
         keys = int(lengths[rows[0]])
         used = -(-keys // self._block_size)
         # Beyond a row's end its table holds blocks of other rows; what is read there is cleared and masked.
@@ -112,7 +186,7 @@ class InputBuilder:
         shortest = int(lengths[rows[-1]])
         key = torch.arange(keys, device=self._device)
         for window in self._windows:
-            if keys > PAST_TILE or (shortest == keys and (window is None or window >= keys)):
+            if cold or keys > PAST_TILE or (shortest == keys and (window is None or window >= keys)):
                 masks[window] = None
                 continue
             seen = key < lengths_here
@@ -120,12 +194,23 @@ class InputBuilder:
                 seen &= key >= lengths_here - window
             masks[window] = seen[:, None, None]
         beyond = None if shortest == keys else key[shortest:] >= lengths_here
-        return RowGroup(self._send(rows), blocks, keys, masks, shortest, None if beyond is None else beyond[:, :, None, None])
+        return RowGroup(self._send(rows), blocks, keys, masks, shortest, None if beyond is None else beyond[:, :, None, None], cold)
 
     def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[Run, ...]:
         runs = []
         for at, share in zip(first, shares, strict=True):
             if len(share.tokens) > 1:
-                blocks = self._send(self._table[share.row, : -(-share.stop // self._block_size)].astype(np.int64))
-                runs.append(Run(int(at), len(share.tokens), share.start, blocks))
+                paged = not share.cold_start and not share.cold_stop
+                stop = -(-share.stop // self._block_size) if paged else 0
+                blocks = self._send(self._table[share.row, :stop].astype(np.int64))
+                runs.append(Run(int(at), len(share.tokens), share.start, blocks, paged))
         return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """A step's tiles, as they are moved and as they are attended to, and the indices of the shares that attend to each."""
+
+    tiles: tuple[Tile, ...]
+    cold: tuple[ColdTile, ...]
+    members: tuple[tuple[int, ...], ...]

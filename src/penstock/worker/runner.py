@@ -7,14 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from penstock.kv.carrier import Carrier
 from penstock.kv.pool import KVPool
 from penstock.memory.device import lift_cap
 from penstock.models.decoder import Decoder
-from penstock.models.inputs import LayerCaches, Weights
+from penstock.models.inputs import Weights
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, BlockId, Outcome, Plan, Result, Row, Share, TokenLogprob
+from penstock.step.plan import Admission, BlockId, HostBlockId, Outcome, Plan, Result, Row, Share, TokenLogprob
 from penstock.weights.stream import WeightStream
-from penstock.worker.inputs import ROW_KEYS, InputBuilder
+from penstock.worker.inputs import ROW_KEYS, InputBuilder, StepTensors
 from penstock.worker.sampler import Sampler
 
 _HEAD_ROWS = 64
@@ -32,21 +33,23 @@ class Runner:
         self._sampler = sampler
         # Kernels of our own are launched on the thread's current device, which need not be this one.
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        self._caches: LayerCaches = ()
+        self._pool: KVPool | None = None
+        self._carrier: Carrier | None = None
 
-    def attach(self, weights: Weights, pool: KVPool) -> None:
-        """From now on these weights are borrowed, and KV is written to and read from this pool."""
-        self._weights = weights
-        self._caches = pool.layers
+    def attach(self, weights: Weights, pool: KVPool, carrier: Carrier | None = None) -> None:
+        """From now on these weights are borrowed, and KV is written to and read from this pool, and what the carrier carries."""
+        self._weights, self._pool, self._carrier = weights, pool, carrier
 
     def detach(self) -> None:
         """Let go of weights and KV."""
-        self._weights, self._caches = None, ()
+        self._weights = self._pool = self._carrier = None
 
     def close(self) -> None:
-        """Let go of them for good; whatever moves weights ends."""
-        weights = self._weights
+        """Let go of them for good; whatever moves weights or KV ends."""
+        weights, carrier = self._weights, self._carrier
         self.detach()
+        if carrier is not None:
+            carrier.close()
         if isinstance(weights, WeightStream):
             weights.close()
         lift_cap(self._device)
@@ -61,9 +64,11 @@ class Runner:
         for admission in plan.admissions:
             self._sampler.admit(admission)
         step = self._inputs.build(plan)
-        weights = self._weights
+        weights, pool = self._weights, self._pool
         assert weights is not None, "run before attach, or after close"
-        hidden = self._decoder.forward(weights, self._caches, step.inputs, layers)
+        assert pool is not None
+        self._begin(plan, step, pool, layers)
+        hidden = self._decoder.forward(weights, pool.layers, step.inputs, layers, self._carrier)
         if not len(hidden):
             return Outcome((Result(None, None, ()),) * len(plan.shares))
         logits: Tensor | None = None
@@ -87,12 +92,25 @@ class Runner:
             results.append(Result(token, logprob, tuple(prompt)))
         return Outcome(tuple(results))
 
+    def _begin(self, plan: Plan, step: StepTensors, pool: KVPool, layers: tuple[int, ...] | None) -> None:
+        """Tell the carrier what the step moves."""
+        if self._carrier is None:
+            beyond = plan.orders or step.tiles or step.sends
+            assert not beyond, "a plan with host blocks needs a carrier"
+            return
+        spec, cold = self._decoder.spec, step.inputs.attention.cold
+        through = range(spec.layers) if layers is None else layers
+        every = range(len(step.tiles))
+        seen = [cold.seen.get(spec.windows[layer], every) if cold else every for layer in through]
+        self._carrier.begin(plan.orders, pool, step.sends, step.tiles, through, seen)
 
-def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int) -> Plan:
+
+def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int, cold: bool = False) -> Plan:
     """The step that takes the most memory: every sequence sampling with a sorted vocabulary, one long run with a tile of past and
     log-probabilities of its prompt, rows with as much past as a device without a paged kernel gathers at a time, all tokens.
 
-    Every block of it is block 0, so it needs a pool of one block and leaves nothing behind.
+    Every block of it is block 0, so it needs a pool of one block and leaves nothing behind. With `cold` the run's past and itself rest in
+    host memory.
     """
     sampling = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
     singles = min(max_sequences - 1, max_step_tokens - 1)
@@ -100,7 +118,12 @@ def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, b
     start = min(past, max_length - count)
     row_past = min(ROW_KEYS // max(singles, 1), past, max_length) - 1
     shares = [_warm_share(row, row_past, 1, block_size) for row in range(singles)]
-    shares.append(replace(_warm_share(singles, start, count, block_size), next_prompt_tokens=(0,) * min(count - 1, _HEAD_ROWS)))
+    run = replace(_warm_share(singles, start, count, block_size), next_prompt_tokens=(0,) * min(count - 1, _HEAD_ROWS))
+    if cold:
+        begin = start - start % block_size
+        blocks = (begin + count) // block_size
+        run = replace(run, start=begin, cold_start=begin, cold_stop=blocks * block_size, new_cold=(HostBlockId(0),) * blocks)
+    shares.append(run)
     admissions = tuple(Admission(share.row, sampling, share.tokens, ()) for share in shares)
     return Plan(admissions, tuple(shares))
 

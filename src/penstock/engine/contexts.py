@@ -1,0 +1,94 @@
+"""Contexts longer than the device holds: how much host memory their KV gets, and in which pieces it passes through the device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.arch.layout import KVLayout
+from penstock.base.config import Config
+from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.units import format_size, parse_size
+from penstock.engine.placing import host_room
+from penstock.kv.carrier import carrier_bytes
+from penstock.memory.device import total_memory
+from penstock.sched.scheduler import Limits
+
+_TILE = 8192
+"""Tokens: a copy long enough for the link's full rate, and keys enough for a kernel's."""
+_RING_PART = 16
+"""Of the device's memory, at most one part in so many is for tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongRoom:
+    """Room for KV in host memory, and what passes through the device at a time: whole blocks of tokens."""
+
+    layout: KVLayout
+    blocks: int
+    tile_tokens: int
+    chunk_tokens: int
+
+    @property
+    def host_bytes(self) -> int:
+        return self.blocks * self.layout.block_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        return carrier_bytes(self.layout, self.tile_tokens, self.chunk_tokens)
+
+    def __str__(self) -> str:
+        tokens = self.blocks * self.layout.block_size
+        return (
+            f"{format_size(self.host_bytes)} of host memory hold KV for {tokens:,} tokens; "
+            f"{format_size(self.device_bytes)} of the device for tiles of {self.tile_tokens:,} tokens and chunks of {self.chunk_tokens:,}"
+        )
+
+
+def long_room(config: Config, limits: Limits, layout: KVLayout, device: torch.device, total: int, resident: int) -> LongRoom | None:
+    """Host memory for KV: as much as was asked for, or what a sequence of the length that was asked for takes if it does not fit the
+    device. None if nobody needs any.
+
+    total: bytes of the device. resident: what all weights and the largest step take of them. Raises BudgetError, ConfigError.
+    """
+    asked, size = config.host_kv_memory, layout.block_size
+    if asked in (0, "0"):
+        return None
+    needed = -(-limits.max_length // size)
+    if asked is None:
+        fits = resident + needed * layout.block_bytes <= total
+        if fits or config.max_length is None or config.kv_blocks is not None:
+            return None
+    if limits.max_step_tokens < max(2, size):
+        raise ConfigError(f"max_step_tokens {limits.max_step_tokens} must be at least a block, {size} tokens, for contexts in host memory")
+    there, of = _host_memory(config, device, total)
+    if asked is None:
+        blocks = min(needed, there // layout.block_bytes)
+        if blocks == 0:
+            return None
+    else:
+        wanted = parse_size(asked, whole=total_memory(torch.device("cpu")))
+        blocks = wanted // layout.block_bytes
+        if wanted > there:
+            raise BudgetError(f"{format_size(wanted)} of host memory were asked for KV, but {of} {format_size(there)}; ask for less")
+        if blocks == 0:
+            raise BudgetError(
+                f"{format_size(wanted)} of host memory for KV are less than a block of {size} tokens, {format_size(layout.block_bytes)}; "
+                f"allow more, or smaller blocks"
+            )
+    tile = config.kv_tile or _usual_tile(layout, total)
+    return LongRoom(layout, blocks, max(tile // size, 1) * size, limits.max_step_tokens // size * size)
+
+
+def _usual_tile(layout: KVLayout, total: int) -> int:
+    tile = _TILE
+    while tile > layout.block_size and carrier_bytes(layout, tile, layout.block_size) > total // _RING_PART:
+        tile //= 2
+    return tile
+
+
+def _host_memory(config: Config, device: torch.device, total: int) -> tuple[int, str]:
+    """Bytes that KV may take, and how to say whose."""
+    room = host_room(config, device)
+    if device.type == "cpu" and room == 0:
+        return total // 2, "half of the budget is"
+    return room, "there are"

@@ -1,0 +1,48 @@
+"""Which tiles a step's long requests need: what several of them share passes by once for all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.int32]
+"""A request's host blocks, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Blocks [first, first + len(blocks)) of these members' tables, ascending, where they agree."""
+
+    first: int
+    blocks: Table
+    members: tuple[int, ...]
+
+
+def stretches(tables: Sequence[Table], most: int) -> list[Stretch]:
+    """All blocks of all tables, each table's in order, in stretches of at most `most` blocks.
+
+    Tables that begin alike share stretches up to the block where they part. A stretch is cut short only there, and where a table ends.
+    """
+    found: list[Stretch] = []
+    # Depth first, so that no table's stretches come out of order.
+    open_groups = [(0, tuple(index for index, table in enumerate(tables) if len(table)))]
+    while open_groups:
+        first, members = open_groups.pop()
+        by_block: dict[int, list[int]] = {}
+        for member in members:
+            if first < len(tables[member]):
+                by_block.setdefault(int(tables[member][first]), []).append(member)
+        if len(by_block) > 1:
+            open_groups += [(first, tuple(group)) for group in reversed(by_block.values())]
+            continue
+        for group in by_block.values():
+            stop = min(first + most, *(len(tables[member]) for member in group))
+            blocks = tables[group[0]][first:stop]
+            for member in group[1:]:
+                apart = np.flatnonzero(tables[member][first : first + len(blocks)] != blocks)
+                if len(apart):
+                    blocks = blocks[: apart[0]]
+            found.append(Stretch(first, blocks, tuple(group)))
+            open_groups.append((first + len(blocks), tuple(group)))
+    return found
