@@ -13,7 +13,7 @@ from penstock.kv.carrier import carrier_bytes
 from penstock.memory.device import total_memory
 from penstock.sched.scheduler import Limits
 
-_TILE = 8192
+_TILE = 16384
 """Tokens: a copy long enough for the link's full rate, and keys enough for a kernel's."""
 _RING_PART = 16
 """Of the device's memory, at most one part in so many is for tiles."""

@@ -391,7 +391,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Par
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
     if q.dtype == torch.float32 or q.shape[2] % 8 or q.shape[2] > 256:
         return dense_reference(q, k, v, scale, causal=causal)
-    if q.shape[0] in _CUDNN_QUERIES and k.shape[0] in (q.shape[0], PAST_TILE) and q.shape[2] in (64, 128):
+    if q.shape[0] in _CUDNN_QUERIES and k.shape[0] in (q.shape[0], PAST_TILE, 2 * PAST_TILE) and q.shape[2] in (64, 128):
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*batched, None, True, is_causal=causal, scale=scale)
         return out[0].transpose(0, 1), lse.view(q.shape[1], -1).transpose(0, 1)

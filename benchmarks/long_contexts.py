@@ -1,0 +1,358 @@
+"""Contexts whose KV rests in host memory, against the same engine with KV on the device, the link, and transformers' offloaded cache.
+
+    python benchmarks/long_contexts.py --out results.json               8B and 1B shapes, random weights, on CUDA
+    python benchmarks/long_contexts.py --tiny                           the same course on small shapes, on any device
+
+Ceilings are measured beside the work. `--parts` takes a few of: tiles, peer, shared, long, million, disk.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from weight_streaming import GREEDY, Peak, link_ceiling, row, say, sync
+
+from penstock.arch.bounds import prefill_operations
+from penstock.arch.layout import group_layouts
+from penstock.base.config import Config
+from penstock.base.units import format_rate, format_size
+from penstock.bench.machine import machine
+from penstock.bench.shapes import SHAPES
+from penstock.engine.boot import Booted, boot
+from penstock.kv.carrier import Carrier
+from penstock.memory.device import total_memory
+from penstock.memory.probe import matmul_rate
+from penstock.ops.attention import dense
+from penstock.weights.shape import Shape
+
+PARTS = ("tiles", "peer", "shared", "long", "million")
+GIB = 1 << 30
+K = 1024
+
+
+class Scale:
+    """Real shapes and lengths, or such as a small machine can do."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        self.k = 4 if tiny else K
+        """What "K" is worth in the lengths below."""
+        self.block = 4 if tiny else 32
+
+    def shape(self, name: str) -> dict[str, object]:
+        config = dict(SHAPES["8B"])
+        if name == "1B":
+            config |= {
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 16,
+                "head_dim": 64,
+                "tie_word_embeddings": True,
+            }
+        if self.tiny:
+            small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+            config |= small | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        return config | {"max_position_embeddings": 4 << 20}
+
+
+@contextmanager
+def running(scale: Scale, name: str, device: torch.device, **settings: object) -> Iterator[Booted]:
+    config = Config(Path(), device=str(device), block_size=scale.block, **settings)  # type: ignore[arg-type]
+    booted = boot(config, Shape.of(scale.shape(name)), say=say)
+    try:
+        yield booted
+    finally:
+        booted.engine.close()
+        del booted
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Clock:
+    """Times of points in the device's work, without waiting for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[object] = []
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def spans(self) -> list[float]:
+        if not self._cuda:
+            return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in zip(self._marks, self._marks[1:], strict=False)]
+
+
+def prompt_of(tokens: int, seed: int, vocab: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(tokens)]
+
+
+def carrier_of(booted: Booted) -> Carrier | None:
+    return booted.engine._ranks._carrier  # type: ignore[union-attr]
+
+
+def prefilled(booted: Booted, prompt: Sequence[int], device: torch.device) -> tuple[object, list[float]]:
+    """The request after its first token, and the seconds of each chunk."""
+    request = booted.engine.submit(prompt, GREEDY)
+    clock, got = Clock(device), False
+    clock.mark()
+    while not got:
+        got = any(event.token is not None for event in booted.engine.step())
+        clock.mark()
+    return request, clock.spans()
+
+
+def decoded(booted: Booted, requests: int, steps: int, warm: int = 2) -> dict[str, object]:
+    carrier, seconds = carrier_of(booted), []
+    for _ in range(warm):
+        booted.engine.step()
+    before = carrier.ring.copied_bytes if carrier else 0
+    for _ in range(steps):
+        begin = time.perf_counter()
+        events = booted.engine.step()
+        seconds.append(time.perf_counter() - begin)
+        assert len(events) == requests, events
+    moved = (carrier.ring.copied_bytes - before) / steps if carrier else 0
+    mean = sum(seconds) / steps
+    return {"requests": requests, "seconds": seconds, "mean_s": mean, "moved_per_step": moved, "rate": moved / mean}
+
+
+def bound(scale: Scale, name: str, tokens: int, flops: float, attention: float) -> float:
+    """Seconds of a prompt's arithmetic, its products at the rate of products and its attention at the rate of attention."""
+    shape = Shape.of(scale.shape(name))
+    layouts = group_layouts(shape.spec, shape.names, shape.spec.dtype)
+    everything = prefill_operations(shape.spec, layouts, [tokens])
+    one = prefill_operations(shape.spec, layouts, [1]) * tokens
+    return one / flops + max(everything - one, 0) / attention
+
+
+def attention_rate(scale: Scale, name: str, device: torch.device, queries: int, keys: int) -> float:
+    """Operations a second of the attention of `queries` over so many earlier keys."""
+    spec = Shape.of(scale.shape(name)).spec
+    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.randn(queries, spec.heads, spec.head_dim, device=device, dtype=kind)
+    k, v = (torch.randn(keys, spec.kv_heads, spec.head_dim, device=device, dtype=kind) for _ in range(2))
+    for _ in range(2):
+        dense(q, k, v, spec.head_dim**-0.5, causal=False)
+    sync(device)
+    begin, times = time.perf_counter(), 2 if scale.tiny else 20
+    for _ in range(times):
+        dense(q, k, v, spec.head_dim**-0.5, causal=False)
+    sync(device)
+    return times * 4.0 * queries * keys * spec.heads * spec.head_dim / (time.perf_counter() - begin)
+
+
+def host(scale: Scale, name: str, tokens: int) -> int:
+    """Bytes of KV for so many tokens and a little more."""
+    spec = Shape.of(scale.shape(name)).spec
+    per_token = 2 * spec.layers * spec.kv_heads * spec.head_dim * (2 if spec.dtype == "bfloat16" else 4)
+    return (tokens + 4 * scale.block) * per_token * (2 if scale.tiny else 1)
+
+
+def far(scale: Scale, name: str, tokens: int, chunk: int, tile: int, **more: object) -> dict[str, object]:
+    """Settings for KV in host memory, though the device could hold it."""
+    return {
+        "max_length": tokens + 64,
+        "max_step_tokens": chunk,
+        "max_sequences": 4,
+        "kv_blocks": 64,
+        "host_kv_memory": host(scale, name, tokens + 64),
+        "kv_tile": tile,
+        "prefix_cache": False,
+        **more,
+    }
+
+
+def near(scale: Scale, tokens: int, chunk: int) -> dict[str, object]:
+    """Settings for KV on the device."""
+    blocks = -(-(tokens + 64) // scale.block)
+    return {"max_length": tokens + 64, "max_step_tokens": chunk, "max_sequences": 4, "kv_blocks": blocks, "prefix_cache": False}
+
+
+def part_tiles(scale: Scale, device: torch.device) -> dict[str, object]:
+    """64K tokens of 8B: tiles of two sizes, KV in host memory and on the device."""
+    tokens, chunk, found = 64 * scale.k, 16 * scale.k, {}
+    found["link"] = link_ceiling(device, scale.tiny)
+    found["attention"] = attention_rate(scale, "8B", device, chunk, chunk)
+    found["matmul"] = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    found["bound_s"] = bound(scale, "8B", tokens, found["matmul"], found["attention"])
+    say(f"attention {found['attention'] / 1e12:.0f} TFLOP/s, products {found['matmul'] / 1e12:.0f}")
+    settings = {f"tiles of {tile // scale.k}K": far(scale, "8B", tokens, chunk, tile) for tile in (16 * scale.k, 8 * scale.k)}
+    settings["on the device"] = near(scale, tokens, chunk)
+    for what, chosen in settings.items():
+        with running(scale, "8B", device, **chosen) as booted:
+            prompt = prompt_of(tokens, 1, booted.spec.vocab_size)
+            request, _ = prefilled(booted, prompt, device)
+            booted.engine.stop(request)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            request, chunks = prefilled(booted, prompt_of(tokens, 2, booted.spec.vocab_size), device)
+            peak = torch.cuda.max_memory_allocated() - booted.weights.bytes if device.type == "cuda" else 0
+            found[what] = {"chunks": chunks, "prefill_s": sum(chunks), "peak": peak, "decode": decoded(booted, 1, 4 if scale.tiny else 12)}
+            one = found[what]["decode"]
+            row(f"prefill of 64K, {what}", sum(chunks), f"bound {found['bound_s'] / sum(chunks):.1%}; beside weights {format_size(peak)}")
+            row(f"decode at 64K, {what}", one["mean_s"], f"{format_rate(one['rate'])} of {format_rate(found['link'])}")
+            if carrier_of(booted):
+                one["of_link"] = one["rate"] / found["link"]
+    return found
+
+
+def part_peer(scale: Scale, device: torch.device) -> dict[str, object]:
+    """transformers with its offloaded cache at 64K, in chunks of 16K and at once."""
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    tokens, chunk, found, steps = 64 * scale.k, 16 * scale.k, {}, 3
+    config = AutoConfig.for_model(**scale.shape("8B"))
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    prompt = torch.tensor([prompt_of(tokens, 1, 500)], device=device)
+    with torch.inference_mode():
+        for what, piece in (("in chunks", chunk), ("at once", tokens)):
+            cache = DynamicCache(config=config, offloading=device.type == "cuda")
+            sync(device)
+            begin = time.perf_counter()
+            for start in range(0, tokens, piece):
+                out = model(prompt[:, start : start + piece], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            token = out.logits[:, -1:].argmax(-1)
+            token.item()
+            found[what] = {"prefill_s": time.perf_counter() - begin, "decode_s": []}
+            for _ in range(steps):
+                begin = time.perf_counter()
+                token = model(token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+                token.item()
+                found[what]["decode_s"].append(time.perf_counter() - begin)
+            del cache, out
+            gc.collect()
+            row(f"transformers, offloaded cache, 64K, {what}", found[what]["prefill_s"], f"decode {min(found[what]['decode_s']):.3f} s")
+    del model
+    gc.collect()
+    return found
+
+
+def part_shared(scale: Scale, device: torch.device) -> dict[str, object]:
+    """Two requests of 128K tokens, of which they share 120K, decoded together and one after the other."""
+    tokens, common, found = 128 * scale.k, 120 * scale.k, {}
+    settings = far(scale, "8B", tokens + 16 * scale.k, 16 * scale.k, 8 * scale.k, prefix_cache=True)
+    with running(scale, "8B", device, **settings) as booted:
+        vocab = booted.spec.vocab_size
+        both = [prompt_of(common, 1, vocab) + prompt_of(tokens - common, seed, vocab) for seed in (2, 3)]
+        first, _ = prefilled(booted, both[0], device)
+        alone = decoded(booted, 1, 4 if scale.tiny else 10)
+        booted.engine.submit(both[1], GREEDY)
+        while booted.engine.scheduler.running < 2 or len(booted.engine.step()) < 2:
+            booted.engine.step()
+        together = decoded(booted, 2, 4 if scale.tiny else 10)
+        found |= {"alone": alone, "together": together, "gain": 2 * alone["mean_s"] / together["mean_s"]}
+        row("two of 128K that share 120K, decode", together["mean_s"], f"alone {alone['mean_s']:.4f} s; together {found['gain']:.2f} times")
+        del first
+    return found
+
+
+def part_long(scale: Scale, device: torch.device) -> dict[str, object]:
+    """512K tokens of 8B: memory and rates by length."""
+    tokens, chunk, found = 512 * scale.k, 16 * scale.k, {}
+    found["link_before"] = link_ceiling(device, scale.tiny)
+    found["attention"] = attention_rate(scale, "8B", device, chunk, chunk)
+    found["matmul"] = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    marks = [length * scale.k for length in (32, 64, 128, 256, 512)]
+    for what, chosen in (("host", far(scale, "8B", tokens, chunk, 16 * scale.k)), ("device", near(scale, tokens, chunk))):
+        with running(scale, "8B", device, **chosen) as booted, Peak(device) as peak:
+            prompt = prompt_of(tokens, 1, booted.spec.vocab_size)
+            request, _ = prefilled(booted, prompt[: 2 * chunk], device)
+            booted.engine.stop(request)
+            request, clock, peaks, got = booted.engine.submit(prompt, GREEDY), Clock(device), {}, False
+            clock.mark()
+            at = 0
+            while not got:
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                got = any(event.token is not None for event in booted.engine.step())
+                clock.mark()
+                at += chunk
+                if device.type == "cuda":
+                    peaks[at] = torch.cuda.max_memory_allocated() - booted.weights.bytes
+            chunks = clock.spans()
+            one = found[what] = {"chunks": chunks, "peaks": peaks}
+            for mark in marks:
+                seconds = sum(chunks[: mark // chunk])
+                limit = bound(scale, "8B", mark, found["matmul"], found["attention"])
+                one[f"prefill_{mark}"] = {"seconds": seconds, "tokens_per_s": mark / seconds, "of_bound": limit / seconds}
+                text = f"{mark / seconds:,.0f} tokens/s, {limit / seconds:.1%} of the bound; {format_size(peaks.get(mark, 0))} beside"
+                row(f"prefill of {mark // scale.k}K, KV on the {what}", seconds, text)
+            one["decode"] = decoded(booted, 1, 4, warm=1)
+            row("decode at 512K", one["decode"]["mean_s"], f"{format_rate(one['decode']['rate'])} of {format_rate(found['link_before'])}")
+            one["peak_host"] = peak.host
+    found["link_after"] = link_ceiling(device, scale.tiny)
+    return found
+
+
+def part_million(scale: Scale, device: torch.device) -> dict[str, object]:
+    """A million tokens of 1B under 8 GiB of device memory."""
+    tokens, chunk, found = 1024 * scale.k, 16 * scale.k, {}
+    found["link"] = link_ceiling(device, scale.tiny)
+    found["attention"] = attention_rate(scale, "1B", device, chunk, chunk)
+    found["matmul"] = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    settings = far(scale, "1B", tokens, chunk, 16 * scale.k)
+    if not scale.tiny:
+        settings["device_memory"] = 8 * GIB
+    with running(scale, "1B", device, **settings) as booted, Peak(device) as peak:
+        begin = time.perf_counter()
+        _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
+        found |= {"boot_s": booted.seconds, "chunks": chunks, "prefill_s": time.perf_counter() - begin}
+        found["bound_s"] = bound(scale, "1B", tokens, found["matmul"], found["attention"])
+        one = found["decode"] = decoded(booted, 1, 4, warm=1)
+    found |= {"peak_device": peak.device, "peak_host": peak.host}
+    text = f"{found['bound_s'] / found['prefill_s']:.1%} of the bound; peak {format_size(peak.device)} of the device"
+    row("prefill of 1M tokens of 1B", found["prefill_s"], text)
+    row("decode at 1M", one["mean_s"], f"{format_rate(one['rate'])} of {format_rate(found['link'])}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device, scale = torch.device(given.device), Scale(given.tiny)
+    found: dict[str, object] = {"environment": dataclasses.asdict(machine()), "tiny": given.tiny, "host": total_memory(torch.device("cpu"))}
+    work: dict[str, Callable[[Scale, torch.device], object]] = {
+        "tiles": part_tiles,
+        "peer": part_peer,
+        "shared": part_shared,
+        "long": part_long,
+        "million": part_million,
+    }
+    for part in given.parts.split(","):
+        begin = time.perf_counter()
+        try:
+            found[part] = work[part](scale, device)
+        except Exception as fault:  # What the other parts found is not lost for it.
+            traceback.print_exc()
+            found[part] = {"failed": f"{type(fault).__name__}: {fault}"}
+        print(f"  {part}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+        if given.out:
+            given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
