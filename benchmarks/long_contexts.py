@@ -100,6 +100,12 @@ class Clock:
         return [before.elapsed_time(after) / 1e3 for before, after in zip(self._marks, self._marks[1:], strict=False)]
 
 
+def allocated(device: torch.device, *, peak: bool = False) -> int:
+    if device.type == "cpu":
+        return 0
+    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+
+
 def prompt_of(tokens: int, seed: int, vocab: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(vocab) for _ in range(tokens)]
@@ -219,7 +225,7 @@ def part_peer(scale: Scale, device: torch.device) -> dict[str, object]:
     """transformers with its offloaded cache at 64K, in chunks of 16K and at once."""
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-    tokens, chunk, found, steps = 64 * scale.k, 16 * scale.k, {}, 3
+    tokens, chunk, found, steps = 64 * scale.k, 16 * scale.k, {}, 5
     config = AutoConfig.for_model(**scale.shape("8B"))
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
@@ -228,7 +234,9 @@ def part_peer(scale: Scale, device: torch.device) -> dict[str, object]:
         for what, piece in (("in chunks", chunk), ("at once", tokens)):
             cache = DynamicCache(config=config, offloading=device.type == "cuda")
             sync(device)
-            begin = time.perf_counter()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            before, begin = allocated(device), time.perf_counter()
             for start in range(0, tokens, piece):
                 out = model(prompt[:, start : start + piece], past_key_values=cache, use_cache=True, logits_to_keep=1)
             token = out.logits[:, -1:].argmax(-1)
@@ -239,9 +247,14 @@ def part_peer(scale: Scale, device: torch.device) -> dict[str, object]:
                 token = model(token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
                 token.item()
                 found[what]["decode_s"].append(time.perf_counter() - begin)
+            found[what]["peak"] = allocated(device, peak=True) - before
             del cache, out
             gc.collect()
-            row(f"transformers, offloaded cache, 64K, {what}", found[what]["prefill_s"], f"decode {min(found[what]['decode_s']):.3f} s")
+            row(
+                f"transformers, offloaded cache, 64K, {what}",
+                found[what]["prefill_s"],
+                f"decode {sorted(found[what]['decode_s'])[steps // 2]:.3f} s, median",
+            )
     del model
     gc.collect()
     return found
@@ -250,7 +263,7 @@ def part_peer(scale: Scale, device: torch.device) -> dict[str, object]:
 def part_shared(scale: Scale, device: torch.device) -> dict[str, object]:
     """Two requests of 128K tokens, of which they share 120K, decoded together and one after the other."""
     tokens, common, found = 128 * scale.k, 120 * scale.k, {}
-    settings = far(scale, "8B", tokens + 16 * scale.k, 16 * scale.k, 8 * scale.k, prefix_cache=True)
+    settings = far(scale, "8B", tokens + 16 * scale.k, 16 * scale.k, 16 * scale.k, prefix_cache=True)
     with running(scale, "8B", device, **settings) as booted:
         vocab = booted.spec.vocab_size
         both = [prompt_of(common, 1, vocab) + prompt_of(tokens - common, seed, vocab) for seed in (2, 3)]
@@ -272,12 +285,16 @@ def part_long(scale: Scale, device: torch.device) -> dict[str, object]:
     found["link_before"] = link_ceiling(device, scale.tiny)
     found["attention"] = attention_rate(scale, "8B", device, chunk, chunk)
     found["matmul"] = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    marks = [length * scale.k for length in (32, 64, 128, 256, 512)]
-    for what, chosen in (("host", far(scale, "8B", tokens, chunk, 16 * scale.k)), ("device", near(scale, tokens, chunk))):
+    lengths = {"host": tokens, "device": tokens // 2}
+    for what, length in lengths.items():
+        chosen = far(scale, "8B", length, chunk, 16 * scale.k) if what == "host" else near(scale, length, chunk)
+        marks = [mark * scale.k for mark in (32, 64, 128, 256, 512) if mark * scale.k <= length]
         with running(scale, "8B", device, **chosen) as booted, Peak(device) as peak:
-            prompt = prompt_of(tokens, 1, booted.spec.vocab_size)
-            request, _ = prefilled(booted, prompt[: 2 * chunk], device)
+            prompt = prompt_of(length, 1, booted.spec.vocab_size)
+            request, _ = prefilled(booted, prompt[: 4 * chunk], device)
+            short = decoded(booted, 1, 4 if scale.tiny else 12)
             booted.engine.stop(request)
+            row("decode at 64K", short["mean_s"], f"{format_rate(short['rate'])} of {format_rate(found['link_before'])}")
             request, clock, peaks, got = booted.engine.submit(prompt, GREEDY), Clock(device), {}, False
             clock.mark()
             at = 0
@@ -290,7 +307,7 @@ def part_long(scale: Scale, device: torch.device) -> dict[str, object]:
                 if device.type == "cuda":
                     peaks[at] = torch.cuda.max_memory_allocated() - booted.weights.bytes
             chunks = clock.spans()
-            one = found[what] = {"chunks": chunks, "peaks": peaks}
+            one = found[what] = {"chunks": chunks, "peaks": peaks, "decode_64K": short}
             for mark in marks:
                 seconds = sum(chunks[: mark // chunk])
                 limit = bound(scale, "8B", mark, found["matmul"], found["attention"])
@@ -298,7 +315,11 @@ def part_long(scale: Scale, device: torch.device) -> dict[str, object]:
                 text = f"{mark / seconds:,.0f} tokens/s, {limit / seconds:.1%} of the bound; {format_size(peaks.get(mark, 0))} beside"
                 row(f"prefill of {mark // scale.k}K, KV on the {what}", seconds, text)
             one["decode"] = decoded(booted, 1, 4, warm=1)
-            row("decode at 512K", one["decode"]["mean_s"], f"{format_rate(one['decode']['rate'])} of {format_rate(found['link_before'])}")
+            row(
+                f"decode at {length // scale.k}K",
+                one["decode"]["mean_s"],
+                f"{format_rate(one['decode']['rate'])} of {format_rate(found['link_before'])}",
+            )
             one["peak_host"] = peak.host
     found["link_after"] = link_ceiling(device, scale.tiny)
     return found
@@ -310,7 +331,7 @@ def part_million(scale: Scale, device: torch.device) -> dict[str, object]:
     found["link"] = link_ceiling(device, scale.tiny)
     found["attention"] = attention_rate(scale, "1B", device, chunk, chunk)
     found["matmul"] = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    settings = far(scale, "1B", tokens, chunk, 16 * scale.k)
+    settings = far(scale, "1B", tokens, chunk, 32 * scale.k)
     if not scale.tiny:
         settings["device_memory"] = 8 * GIB
     with running(scale, "1B", device, **settings) as booted, Peak(device) as peak:

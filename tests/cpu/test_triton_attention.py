@@ -14,7 +14,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
 
 from paged import TOLERANCE, attend, check_answer, check_decode, fill, pool_views
 from penstock.ops.attention import dense_reference
-from penstock.ops.triton_attention import DecodeTuning, fits_tile_decode, merge_states, paged_decode, tile_decode, write_kv
+from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, write_kv
+from penstock.ops.triton_tiles import fits_tile, fold_tile
 
 
 class TestPagedDecode:
@@ -92,7 +93,7 @@ class TestPagedDecode:
         )
 
 
-class TestTileDecode:
+class TestFoldTile:
     @staticmethod
     def check(
         queries: int, keys: int, heads: int, kv_heads: int, dim: int, *,
@@ -104,12 +105,25 @@ class TestTileDecode:
         k.copy_(torch.randn(k.shape, generator=rng))
         v.copy_(torch.randn(v.shape, generator=rng))
         q = torch.randn(queries, heads + 3, dim, generator=rng).to(dtype)[:, 1 : heads + 1]
-        assert fits_tile_decode(q, k, v)
-        out, lse = tile_decode(q, k, v, scale=0.4, tuning=tuning)
-        want, want_lse = dense_reference(q.float(), k.float(), v.float(), 0.4, causal=False)
-        assert out.dtype == lse.dtype == torch.float32
-        torch.testing.assert_close(out, want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().max()))
-        torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+        assert fits_tile(q, k, v, queries)
+        # Of twice as many rows every second one looks, some with a state and some that have seen nothing yet; the others stay.
+        rows = torch.randn(2 * queries, heads, dim, generator=rng).to(dtype)
+        rows[::2] = q
+        out, lse = torch.randn(2 * queries, heads, dim, generator=rng), torch.randn(heads, 2 * queries, generator=rng).T
+        lse[2::4], out[2::4] = -math.inf, math.nan
+        before = out.clone(), lse.clone()
+        seen, seen_lse = dense_reference(q.float(), k.float(), v.float(), 0.4, causal=False)
+        want_lse = torch.logaddexp(lse[::2], seen_lse)
+        old = torch.where(lse[::2] == -math.inf, 0.0, (lse[::2] - want_lse).exp())[..., None]
+        want = torch.where(old > 0, out[::2], 0.0) * old + seen * (seen_lse - want_lse).exp()[..., None]
+        alone = out[::2].clone(), lse[::2].clone()
+        fold_tile(out, lse, rows, k, v, torch.arange(0, 2 * queries, 2), scale=0.4, tuning=tuning)
+        fold_tile(*alone, q, k, v, scale=0.4, tuning=tuning)
+        for got, got_lse in ((out[::2], lse[::2]), alone):
+            torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().max()))
+            torch.testing.assert_close(got_lse, want_lse, rtol=1e-4, atol=1e-4)
+        assert torch.equal(out[1::2], before[0][1::2])
+        assert torch.equal(lse[1::2], before[1][1::2])
 
     @pytest.mark.parametrize("queries", [1, 2, 3, 5, 8])
     @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1)])
@@ -137,10 +151,10 @@ class TestTileDecode:
 
     def test_what_does_not_fit(self) -> None:
         k = torch.zeros(64, 2, 16)
-        assert fits_tile_decode(torch.zeros(8, 8, 16), k, k)
-        assert not fits_tile_decode(torch.zeros(9, 8, 16), k, k)
-        assert not fits_tile_decode(torch.zeros(1, 8, 16), k, torch.zeros(64, 3, 16)[:, :2])
-        assert not fits_tile_decode(torch.zeros(1, 8, 16), k.bfloat16(), k.bfloat16())
+        assert fits_tile(torch.zeros(8, 8, 16), k, k, 8)
+        assert not fits_tile(torch.zeros(9, 8, 16), k, k, 9)
+        assert not fits_tile(torch.zeros(1, 8, 16), k, torch.zeros(64, 3, 16)[:, :2], 1)
+        assert not fits_tile(torch.zeros(1, 8, 16), k.bfloat16(), k.bfloat16(), 1)
 
 
 def lse_view(tokens: int, heads: int, heads_first: bool, rng: torch.Generator) -> Tensor:

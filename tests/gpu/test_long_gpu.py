@@ -15,9 +15,9 @@ from penstock.engine import boot
 from penstock.memory.streams import CudaStream, Stream
 
 CUDA = torch.device("cuda")
-LATE = 3_000_000
-"""Clock cycles, more than a millisecond: far longer than any copy or step here."""
-ALL = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+LATE = 400_000
+"""Clock cycles, a fifth of a millisecond: longer than any copy or kernel here."""
+ALL = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3, prompt_logprobs=1)
 SETTINGS = {"device": "cuda", "max_length": 400, "beyond_trained": True, "check": True}
 
 
@@ -62,10 +62,10 @@ def apart(got: list[Completion], expected: list[Completion]) -> float:
     return max(abs(one.logprob - other.logprob) for one, other in pairs)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_dynamic", "mistral", "qwen2_windows", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_windows", "qwen3_moe"])
 def test_long_is_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.checkpoint(name)
-    plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+    plain = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3)
     with LLM(path, dtype="float32", block_size=8, max_step_tokens=64, **SETTINGS) as llm:
         expected = llm.generate(prompts(), ALL)
     for pages, tile, step, late in ((9, 32, 64, ""), (8, 8, 16, "in"), (12, 400, 48, "out"), (9, 24, 40, "compute")):

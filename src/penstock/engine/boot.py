@@ -243,7 +243,7 @@ def _activation_peak(
 
 def _carrier(far: LongRoom, device: torch.device, trace: Trace | None) -> Carrier:
     streams = Streams(*streams_both_ways(device))
-    return Carrier(far.layout, far.blocks, far.tile_tokens, far.chunk_tokens, device, streams, Waits(trace))
+    return Carrier(far.layout, far.blocks, far.tile_tokens, far.chunk_tokens, device, streams, Waits(trace) if trace else None)
 
 
 def _prefix_rule(config: Config, model: Model, dtype: str) -> PrefixRule:

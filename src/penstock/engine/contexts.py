@@ -13,8 +13,9 @@ from penstock.kv.carrier import carrier_bytes
 from penstock.memory.device import total_memory
 from penstock.sched.scheduler import Limits
 
-_TILE = 16384
-"""Tokens: a copy long enough for the link's full rate, and keys enough for a kernel's."""
+_TILE = 64 << 20
+"""Bytes: a copy of about a millisecond, in which the host has time to queue the next, and keys enough for a kernel's full rate."""
+_TILE_TOKENS = 32768
 _RING_PART = 16
 """Of the device's memory, at most one part in so many is for tiles."""
 
@@ -80,8 +81,10 @@ def long_room(config: Config, limits: Limits, layout: KVLayout, device: torch.de
 
 
 def _usual_tile(layout: KVLayout, total: int) -> int:
-    tile = _TILE
-    while tile > layout.block_size and carrier_bytes(layout, tile, layout.block_size) > total // _RING_PART:
+    tile = _TILE_TOKENS
+    while tile > layout.block_size and (
+        tile // layout.block_size * layout.layer_bytes > _TILE or carrier_bytes(layout, tile, layout.block_size) > total // _RING_PART
+    ):
         tile //= 2
     return tile
 

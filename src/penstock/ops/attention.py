@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.ops.kernels import attention_kernels
+from penstock.ops.kernels import attention_kernels, tile_kernels
 
 PAST_TILE = 8192
 """Keys of the past that a run attends to at a time; gathered from pages into scratch."""
@@ -27,6 +27,7 @@ WINDOW_TILE = 512
 
 _CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
 """cuDNN plans once per shape, at 45 ms: it gets few shapes, and the ones where it is fastest."""
+_CUDNN_KEYS = (8192, 16384, 32768)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,11 @@ def _kernels(x: Tensor) -> ModuleType | None:
     return attention_kernels() if x.is_cuda else None
 
 
+def _tile_kernels(x: Tensor) -> ModuleType | None:
+    """Those for tiles, likewise."""
+    return tile_kernels() if x.is_cuda else None
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs, scale: float, window: int | None,
     tiles: Tiles | None = None,
@@ -248,11 +254,21 @@ def _rows_over_tile(
     first, count = tile.rows[0], len(tile.rows)
     if tile.rows[-1] - first == count - 1:
         part = slice(first, first + count)
-        merge(out[part], lse[part], *dense(q[part], k, v, scale, causal=False))
+        _fold((out[part], lse[part]), q[part], k, v, scale)
+    elif (kernels := _tile_kernels(q)) and kernels.fits_tile(q, k, v, count):
+        kernels.fold_tile(out, lse, q[: len(out)], k, v, tile.index, scale=scale)
+    else:
+        some = out[tile.index], lse[tile.index]
+        _fold(some, q[tile.index], k, v, scale)
+        out[tile.index], lse[tile.index] = some
+
+
+def _fold(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    """Fold what every query sees of all keys into their state. A few go to a kernel that spreads the keys over the whole device."""
+    if (kernels := _tile_kernels(q)) and kernels.fits_tile(q, k, v, len(q)):
+        kernels.fold_tile(*state, q, k, v, scale=scale)
         return
-    some_out, some_lse = out[tile.index], lse[tile.index]
-    merge(some_out, some_lse, *dense(q[tile.index], k, v, scale, causal=False))
-    out[tile.index], lse[tile.index] = some_out, some_lse
+    merge(*state, *dense(q, k, v, scale, causal=False))
 
 
 def _add_past(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, distance: int) -> None:
@@ -263,7 +279,7 @@ def _add_past(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, window
     """
     count, keys = len(q), len(k)
     if window is None or distance + count <= window:
-        merge(*state, *dense(q, k, v, scale, causal=False))
+        _fold(state, q, k, v, scale)
         return
     shift = distance - window + 1
     whole, stop = min(max(1 - shift, 0), count), min(count, keys - shift)
@@ -272,12 +288,12 @@ def _add_past(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, window
 
     def fold(begin: int, end: int, oldest: int, newest: int, triangle: bool = False) -> None:
         parts = q[begin:end], k[oldest:newest], v[oldest:newest]
-        if triangle:
-            mirrored_q, mirrored_k, mirrored_v = (x.flip(0) for x in parts)
-            seen, lse = (x.flip(0) for x in dense(mirrored_q, mirrored_k, mirrored_v, scale, causal=True))
-        else:
-            seen, lse = dense(*parts, scale, causal=False)
-        merge(state[0][begin:end], state[1][begin:end], seen, lse)
+        some = state[0][begin:end], state[1][begin:end]
+        if not triangle:
+            _fold(some, *parts, scale)
+            return
+        mirrored_q, mirrored_k, mirrored_v = (x.flip(0) for x in parts)
+        merge(*some, *(x.flip(0) for x in dense(mirrored_q, mirrored_k, mirrored_v, scale, causal=True)))
 
     if whole:
         fold(0, whole, 0, keys)
@@ -379,19 +395,15 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tens
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Part:
     """Every query over every key, or causally over as many keys as queries: q `[queries, heads, dim]`, k and v `[keys, kv_heads, dim]`.
 
-    A few queries go to the decode kernel, which spreads the keys over the whole device and answers in float32; else it is the fastest
-    call that torch has for the device, dtype and shape, and that returns the log-sum-exp.
+    The fastest call that torch has for the device, dtype and shape, and that returns the log-sum-exp.
     """
-    if not causal and (kernels := _kernels(q)) and kernels.fits_tile_decode(q, k, v):
-        part: Part = kernels.tile_decode(q, k, v, scale=scale)
-        return part
     if not q.is_cuda:
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batched, is_causal=causal, scale=scale)
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
     if q.dtype == torch.float32 or q.shape[2] % 8 or q.shape[2] > 256:
         return dense_reference(q, k, v, scale, causal=causal)
-    if q.shape[0] in _CUDNN_QUERIES and k.shape[0] in (q.shape[0], PAST_TILE, 2 * PAST_TILE) and q.shape[2] in (64, 128):
+    if q.shape[0] in _CUDNN_QUERIES and k.shape[0] in (q.shape[0], *_CUDNN_KEYS) and q.shape[2] in (64, 128):
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*batched, None, True, is_causal=causal, scale=scale)
         return out[0].transpose(0, 1), lse.view(q.shape[1], -1).transpose(0, 1)

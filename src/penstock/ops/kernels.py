@@ -16,6 +16,11 @@ def attention_kernels() -> ModuleType | None:
     return _kernels("triton_attention")
 
 
+@functools.cache
+def tile_kernels() -> ModuleType | None:
+    return _kernels("triton_tiles")
+
+
 def _kernels(name: str) -> ModuleType | None:
     """None where Triton is not installed: then the plain-torch references do the work."""
     if importlib.util.find_spec("triton") is None:

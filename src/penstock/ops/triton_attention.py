@@ -6,9 +6,6 @@ multiprocessor busy for the same time, the grid depends on no length, and nothin
 A sequence inside one run is finished by its worker. One that crosses runs leaves a partial output and log-sum-exp per run,
 which a second small kernel joins.
 
-A few queries that all see the same keys, a tile, go the same way as one sequence: they stand where the query heads of a group stand,
-in rows that the tensor cores would otherwise multiply for nothing, so the tile is read once for all of them.
-
 Why this is safe. A worker has at most two unfinished sequences, the one it continues and the one that goes on after it: partial 0
 of a worker is the sequence that its run opens with, partial 1 one that begins inside. Each is written by one program; the join reads
 only those that the same arithmetic over the same lengths says were written, after the first kernel, in stream order.
@@ -25,12 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-STACKED = 32
-"""Query heads, over all queries, that may share one KV head of a tile: more would take registers from the keys in flight."""
-
-_ENDLESS = 1 << 20
-"""Block size of a tile, which is one block: a power of two above any tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,7 @@ def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning
 
 
 @lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; on the CPU, where kernels are interpreted, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
@@ -285,59 +276,10 @@ def paged_decode(
     Returns out `[batch, heads, head_dim]` in q's dtype and the natural log-sum-exp of the scaled scores, fp32 `[batch, heads]`;
     a row of length 0 answers 0 and -inf.
     """
-    return _launch(
-        q, k_cache, v_cache, block_table, lengths, k_cache.shape[1],
-        scale=scale, window=window, max_length=max_length, out=out, tuning=tuning,
-    )  # fmt: skip
-
-
-def fits_tile_decode(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these queries are few enough, and these keys laid out, for `tile_decode`."""
-    queries, heads, dim = q.shape
-    few = queries == 1 or triton.next_power_of_2(queries) * heads <= STACKED * k.shape[1]
-    laid = q.stride(2) == k.stride(2) == 1 and k.stride() == v.stride()
-    return bool(few and laid and dim <= 256 and len(k) <= _ENDLESS and k.dtype == v.dtype == q.dtype)
-
-
-def tile_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, tuning: DecodeTuning | None = None) -> tuple[Tensor, Tensor]:
-    """Attention of a few queries over all keys of one tile, which is read once.
-
-    q `[queries, heads, dim]`; k and v `[keys, kv_heads, dim]`, of the same strides. Returns out, float32 `[queries, heads, dim]`, and the
-    natural log-sum-exp of the scaled scores, float32 `[queries, heads]`.
-    """
-    queries, heads, dim = q.shape
-    keys, kv_heads, _ = k.shape
-    group = heads // kv_heads
-    assert keys * k.stride(0) < 2**31, (k.shape, k.stride())
-    # A power of two of queries, so that few kernels are compiled.
-    padded = triton.next_power_of_2(queries)
-    stacked = torch.nn.functional.pad(q.reshape(queries, kv_heads, group, dim).transpose(0, 1), (0, 0, 0, 0, 0, padded - queries))
-    table, length = _one_block(keys, q.device)
-    out, lse = _launch(
-        stacked.reshape(1, -1, dim), k[None], v[None], table, length, _ENDLESS, scale=scale, window=None, max_length=keys,
-        out=torch.empty(1, kv_heads * padded * group, dim, dtype=torch.float32, device=q.device), tuning=tuning,
-    )  # fmt: skip
-    shape = (kv_heads, padded, group)
-    return (
-        out.view(*shape, dim)[:, :queries].transpose(0, 1).reshape(queries, heads, dim),
-        lse.view(shape)[:, :queries].transpose(0, 1).reshape(queries, heads),
-    )
-
-
-@lru_cache(maxsize=256)
-def _one_block(keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Table and length of a lone sequence in block 0. Kept for the tiles and layers that follow: the host waits while they are sent."""
-    return torch.zeros(1, 1, dtype=torch.int32, device=device), torch.tensor([keys], dtype=torch.int32, device=device)
-
-
-def _launch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths: Tensor, block_size: int, *,
-    scale: float, window: int | None, max_length: int, out: Tensor | None, tuning: DecodeTuning | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`paged_decode`, with a block size that need not be the caches' own."""
     batch, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     assert heads % kv_heads == 0, (q.shape, k_cache.shape)
+    block_size = k_cache.shape[1]
     assert block_size & (block_size - 1) == 0, block_size
     assert 1 <= dim <= 256, dim
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
@@ -352,7 +294,7 @@ def _launch(
         return out, lse
     tuning = tuning or decode_tuning(dim, q.element_size(), block_size)
     seen = max_length if window is None else min(max_length, window + tuning.tile)
-    workers = _workers(kv_heads, batch, triton.cdiv(max(seen, 1), tuning.tile), _multiprocessors(q.device) * tuning.workers_per_sm)
+    workers = _workers(kv_heads, batch, triton.cdiv(max(seen, 1), tuning.tile), multiprocessors(q.device) * tuning.workers_per_sm)
     cols = max(16, triton.next_power_of_2(dim))
     part_out = torch.empty(workers, 2, heads, cols, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(workers, 2, heads, dtype=torch.float32, device=q.device)
