@@ -404,6 +404,7 @@ def test_disk_that_fills_while_packing(tmp_path: Path, limit: int) -> None:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("penstock: error: no room for ")
+    assert "is kept" not in result.stderr  # as no group is
     assert result.stderr.endswith(f"make room and run the same command again, or remove {out}\n")
     assert result.stderr.count("\n") == 1
     if limit == 300_000:
@@ -421,11 +422,104 @@ def test_directories_that_are_not_to_be_taken(tmp_path: Path, llama: Path) -> No
     before = sorted(os.listdir(tmp_path / "model"))
     assert "holds other files (config.json)" in refusal(lambda: pack(tmp_path / "model", tmp_path / "model"), PackError)
     assert sorted(os.listdir(tmp_path / "model")) == before
-    (tmp_path / "file").touch()
-    assert f"cannot write {tmp_path / 'file'}" in refusal(lambda: pack(model, tmp_path / "file"), PackError)
     (tmp_path / "empty").mkdir()
     assert pack(model, tmp_path / "empty")
     verify(llama)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("file", "file: it is there and no directory"),
+        ("file/x", "file: it is there and no directory"),
+        ("link", "link: it is there and no directory"),
+        ("new/proc/x", "new/proc/x: No such file or directory"),
+        ("n" * 300, f"{'n' * 300}: File name too long"),
+        (f"new/a/{'n' * 300}", f"new/a/{'n' * 300}: File name too long"),
+    ],
+)
+def test_where_no_directory_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, fault: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    if "proc" in name:
+        (tmp_path / "new").symlink_to("/")
+    before = sorted(os.listdir())
+    assert main(["pack", str(tiny.checkpoint("llama")), "--out", name]) == 2
+    assert capsys.readouterr().err == f"penstock: error: cannot write {fault}; choose another place\n"
+    assert sorted(os.listdir()) == before
+
+
+def test_a_model_of_no_name_that_can_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", "n" * 300]) == 2
+    assert capsys.readouterr().err.startswith("penstock: error: checkpoint nnn")
+
+
+def test_a_failure_leaves_no_directory_that_it_made(tmp_path: Path) -> None:
+    model, there = tiny.checkpoint("llama"), tmp_path / "there"
+    there.mkdir()
+    message = refusal(lambda: pack(model, there / "a" / "b" / "c", store=tmp_path / "none" / "x"), PackError)
+    assert message.startswith(f"the store {tmp_path / 'none' / 'x'} cannot be made: there is no directory {tmp_path / 'none'}; make it")
+    assert "kept" not in message
+    assert list(there.iterdir()) == []
+    with packing.locked(there / "a" / "b"):
+        (there / "a" / "other").touch()
+    with pytest.raises(ZeroDivisionError), packing.locked(there / "a" / "c" / "d"):
+        raise ZeroDivisionError
+    assert sorted(path.name for path in (there / "a").iterdir()) == ["b", "other"]
+
+
+@pytest.mark.parametrize(
+    ("store", "name"),
+    [
+        (MANIFEST, MANIFEST),
+        ("manifest", JOURNAL),
+        ("manifest.json.tmp", "manifest.json.tmp"),
+        ("config.json", "config.json"),
+        ("tokenizer.model", "tokenizer.model"),
+        ("additional_chat_templates", "additional_chat_templates"),
+        ("model.safetensors", "model.safetensors"),
+        ("../other/../link/config.json", "config.json"),
+    ],
+)
+def test_a_store_in_the_place_of_another_file(tmp_path: Path, store: str, name: str) -> None:
+    (tmp_path / "link").symlink_to("new/pack")
+    (tmp_path / "other").mkdir()
+    out = tmp_path / "new" / "pack"
+    message = refusal(
+        lambda: pack(tiny.checkpoint("llama"), out, store=Path(f"{out}/../{store}" if "link" in store else out / store)), PackError
+    )
+    assert f"cannot have that name in {out}, where {name} is the name of another file; " in message
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["weights", STORE])
+def test_a_store_of_another_name_in_the_packs_directory(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "pack"
+    assert pack(tiny.checkpoint("llama"), out, store=out / name)
+    assert not pack(tiny.checkpoint("llama"), out, store=out / name)
+    verify(out)
+
+
+def test_what_is_kept_is_said_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = tiny.checkpoint("llama"), tmp_path / "pack"
+    stopped_before(model, out, group=3)  # none of which was committed
+    (out / "manifest.json.tmp").mkdir()
+    (out / "config.json").unlink()
+    (out / "config.json.tmp").mkdir()
+    fault = "Is a directory"
+    message = refusal(lambda: pack(model, out), PackError)
+    assert message == f"cannot write {out / 'config.json.tmp'}: {fault}; choose another place and remove {out}"
+    (out / "config.json.tmp").rmdir()
+    monkeypatch.setattr(packing, "COMMIT_BYTES", 1)
+    message = refusal(lambda: pack(model, out), PackError)
+    assert message == f"cannot write {out / 'manifest.json.tmp'}: {fault}; what is packed is kept: the same command goes on with it"
+    (out / "manifest.json.tmp").rmdir()
+    told: list[int] = []
+    assert pack(model, out, progress=told.append)
+    assert told == [(out / STORE).stat().st_size]
 
 
 def test_a_damaged_model_leaves_nothing(tmp_path: Path) -> None:
@@ -767,5 +861,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith(f"penstock: error: {out / STORE}: group embedding, ")
+    stopped_before(tmp_path / "model", tmp_path / "half", group=1)
+    assert main(["pack", "--verify", str(tmp_path / "half")]) == 2
+    message = f"{tmp_path / 'half'} is an unfinished pack; `penstock pack MODEL --out {tmp_path / 'half'}` goes on with it"
+    assert capsys.readouterr().err == f"penstock: error: {message}\n"
     assert main(["pack", "--verify", str(out), "--dtype", "float16"]) == 2
     assert "--verify goes with" in capsys.readouterr().err

@@ -207,6 +207,23 @@ def test_where_no_file_can_be_is_said_early_and_late(tmp_path: Path) -> None:
     assert not (tmp_path / "new.json").exists()
 
 
+@pytest.mark.parametrize("name", ["proc/trace.json", "n" * 300, "link"])
+def test_what_only_making_a_file_tells_is_said_early(tmp_path: Path, name: str) -> None:
+    (tmp_path / "proc").symlink_to("/proc")
+    (tmp_path / "link").symlink_to("missing/trace.json")
+    with pytest.raises(ConfigError, match=r"cannot be written to .*: (No such file or directory|File name too long|.* permitted); "):
+        Trace.check(tmp_path / name)
+
+
+def test_looking_whether_a_trace_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("old")
+    (tmp_path / "link").symlink_to("new.json")
+    for name in ("old.json", "link", "new.json"):
+        Trace.check(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["link", "old.json"]
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_where_nothing_may_be_written_is_said_early(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

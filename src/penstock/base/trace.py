@@ -42,14 +42,19 @@ class Trace:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Raises ConfigError if a trace could not be written to `path`: said early, it costs nobody a run."""
+        """Raises ConfigError if a trace could not be written to `path`: said early, it costs nobody a run. What is there stays as it is."""
         folder = path.parent
-        if not folder.is_dir():
-            raise _refusal(path, f"there is no directory {folder}")
-        if path.is_dir():
-            raise _refusal(path, "that is a directory")
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise _refusal(path, "writing there is not permitted")
+        try:
+            if not folder.is_dir():
+                raise _refusal(path, f"there is no directory {folder}")
+            if path.is_dir():
+                raise _refusal(path, "that is a directory")
+            if not os.access(path if path.exists() else folder, os.W_OK):
+                raise _refusal(path, "writing there is not permitted")
+            if not path.exists():
+                _make_and_remove(Path(os.path.realpath(path)))  # where a symbolic link to nothing leads
+        except OSError as error:
+            raise _refusal(path, error.strerror or str(error)) from error
 
     def span(self, track: str, name: str, begin: float, end: float, **args: str | int | float) -> None:
         """Something that went on from `begin` to `end`. Spans of a track that overlap are shown in lanes, one below the other, never as
@@ -103,6 +108,12 @@ class Trace:
                     yield {"ph": "X", "pid": _PROCESS, "tid": thread, "name": name, "ts": begin / 1000, "dur": duration, "args": args}
         for at, _, name, values in sorted(counters, key=_begin_and_end):
             yield {"ph": "C", "pid": _PROCESS, "tid": 0, "name": name, "ts": at / 1000, "args": values}
+
+
+def _make_and_remove(path: Path) -> None:
+    """A new file, for what permissions do not tell: names that are too long, file systems that make none. Raises OSError."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+    path.unlink()
 
 
 def _lanes(spans: list[_Placed]) -> list[list[_Placed]]:

@@ -25,6 +25,10 @@ def size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> s
     return value
 
 
+def size_or_nothing(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    return value if value == "0" else size(ctx, parameter, value)
+
+
 def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
     biases = {}
     for value in values:
@@ -72,7 +76,16 @@ _ENGINE = (
     option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
     option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
     option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory."),
+    option(
+        ENGINE,
+        "--host-kv-memory",
+        callback=size_or_nothing,
+        metavar="SIZE",
+        help="Host memory for KV of contexts longer than the device holds; 0: none. [what --max-length needs]",
+    ),
+    option(ENGINE, "--kv-tile", type=int, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
     option(ENGINE, "--max-length", type=int, metavar="N", help="Most tokens of prompt and output together. [the model's]"),
+    option(ENGINE, "--beyond-trained", is_flag=True, help="Allow a --max-length beyond the positions that the model was trained for."),
     option(ENGINE, "--max-step-tokens", type=int, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
     option(ENGINE, "--max-sequences", type=int, metavar="N", help="Most sequences in one step. [as many as outputs]"),
     option(ENGINE, "--block-size", type=int, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),

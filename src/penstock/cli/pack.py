@@ -1,5 +1,6 @@
 """`penstock pack`: lay a model's weights out for the disk tier, once, and check what was laid out."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,9 +41,8 @@ def command(model: Path, out: Path | None, dtype: str | None, store: Path | None
             raise click.UsageError("--verify goes with a pack's directory and nothing else")
         _verify(model)
         return
-    if (model / "manifest.json").exists():
+    if os.path.exists(model / "manifest.json"):
         raise CheckpointError(f"{model} is a pack already; give the model that it was made from, or --verify to check it")
-    out = out or model.resolve().with_name(f"{model.resolve().name}.pack")
 
     from penstock.arch.layout import group_layouts
     from penstock.weights.checkpoint import Checkpoint  # torch: 1.2 s on two cores
@@ -52,6 +52,7 @@ def command(model: Path, out: Path | None, dtype: str | None, store: Path | None
 
     began = time.perf_counter()
     with Checkpoint.open(model) as checkpoint:
+        out = out or model.resolve().with_name(f"{model.resolve().name}.pack")
         dtype = dtype or checkpoint.spec.dtype
         total = place(group_layouts(checkpoint.spec, checkpoint.names, dtype))[-1].end
         try:

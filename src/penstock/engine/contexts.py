@@ -8,6 +8,7 @@ from penstock.arch.layout import KVLayout
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
+from penstock.engine.budget import KV_PART
 from penstock.engine.placing import host_room
 from penstock.kv.carrier import carrier_bytes
 from penstock.memory.device import total_memory
@@ -56,8 +57,10 @@ def long_room(config: Config, limits: Limits, layout: KVLayout, device: torch.de
         return None
     needed = -(-limits.max_length // size)
     if asked is None:
-        fits = resident + needed * layout.block_bytes <= total
-        if fits or config.max_length is None or config.kv_blocks is not None:
+        fits = needed * layout.block_bytes <= max(total - resident, total // KV_PART)
+        if fits or config.max_length is None or config.kv_blocks is not None or limits.max_step_tokens < max(2, size):
+            return None
+        if device.type == "cpu" and host_room(config, device) == 0:
             return None
     if limits.max_step_tokens < max(2, size):
         raise ConfigError(f"max_step_tokens {limits.max_step_tokens} must be at least a block, {size} tokens, for contexts in host memory")

@@ -68,9 +68,9 @@ class Pack:
     def open(cls, path: Path) -> Self:
         """The pack in directory `path`. Raises CheckpointError for one that is missing, unfinished, damaged, or not of its config.json."""
         if not os.path.lexists(path / MANIFEST):
-            unfinished = os.path.lexists(path / "manifest.partial")
-            fault = "an unfinished pack; `penstock pack` goes on with it" if unfinished else "no pack"
-            raise CheckpointError(f"{path} is {fault}: it has no {MANIFEST}")
+            if os.path.lexists(path / "manifest.partial"):
+                raise CheckpointError(f"{path} is an unfinished pack; `penstock pack MODEL --out {path}` goes on with it")
+            raise CheckpointError(f"{path} is no pack: it has no {MANIFEST}")
         try:
             with DiskFile(path / MANIFEST) as file:
                 if file.size > MAX_MANIFEST_BYTES:

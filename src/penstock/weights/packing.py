@@ -14,7 +14,9 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -37,6 +39,7 @@ from penstock.weights.manifest import (
     place,
 )
 from penstock.weights.pack import THREADS, Pack, file_checksum, in_order, is_block_device
+from penstock.weights.shards import INDEX, SINGLE
 
 JOURNAL = "manifest.partial"
 PARTIAL = ".partial"
@@ -58,6 +61,9 @@ _SIDE = (
     "additional_chat_templates/*.jinja",
 )
 """What makes the pack a model directory of its own."""
+_TAKEN = (*_SIDE, "additional_chat_templates", MANIFEST, JOURNAL, SINGLE, INDEX)
+"""Names in a pack's directory that no store may have: the pack would write over it, or be taken for a checkpoint."""
+_BESIDE = ".tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -92,26 +98,25 @@ def write_locked(checkpoint: Checkpoint, out: Path, dtype: str, store: Path | No
         _expect_same(out, plan)
         (out / JOURNAL).unlink(missing_ok=True)
         return False
+    _expect_store(out, plan.store_path(out))
     _Packing(checkpoint, out, layouts, plan, progress or (lambda count: None)).run()
     return True
 
 
 @contextmanager
 def locked(out: Path, busy: Callable[[], None] | None = None) -> Iterator[None]:
-    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again.
+    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again, and what was made above it.
 
     If another process has it, `busy` is called, and then waits for that one to end, whether by a kill or in time; without `busy`, that is
     a PackError. So is what the system refuses in the meantime.
     """
-    new = not out.exists()
+    made: list[Path] = []
     try:
-        directory = _lock(out, busy)
+        directory = _lock(out, busy, made)
         try:
             yield
         except BaseException:
-            if new:
-                with suppress(OSError):
-                    out.rmdir()
+            _remove_empty(made)
             raise
         finally:
             os.close(directory)
@@ -119,10 +124,10 @@ def locked(out: Path, busy: Callable[[], None] | None = None) -> Iterator[None]:
         raise PackError(_explain(error, out)) from error
 
 
-def _lock(out: Path, busy: Callable[[], None] | None) -> int:
-    """The locked directory, as a descriptor to be closed."""
+def _lock(out: Path, busy: Callable[[], None] | None, made: list[Path]) -> int:
+    """The locked directory, as a descriptor to be closed. `made` is told the directories that are new, outermost first."""
     while True:
-        out.mkdir(parents=True, exist_ok=True)
+        made += _make(out)
         directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:
@@ -139,6 +144,40 @@ def _lock(out: Path, busy: Callable[[], None] | None) -> int:
             os.close(directory)
             raise
         os.close(directory)  # whoever had it has removed it
+
+
+def _make(path: Path) -> list[Path]:
+    """Make a directory and what is missing above it. Returns those that are new, outermost first; an error leaves none of them."""
+    made: list[Path] = []
+    try:
+        for folder in reversed([path, *takewhile(lambda above: not os.path.isdir(above), path.parents)]):
+            try:
+                folder.mkdir()
+                made.append(folder)
+            except OSError:
+                if not os.path.isdir(folder):
+                    raise
+    except BaseException:
+        _remove_empty(made)
+        raise
+    return made
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove those directories, given outermost first, that hold nothing."""
+    for folder in reversed(folders):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _expect_store(out: Path, whole: Path) -> None:
+    """Raises PackError for a store in no directory, or where a file of the pack belongs."""
+    if not os.path.isdir(whole.parent):
+        raise PackError(f"the store {whole} cannot be made: there is no directory {whole.parent}; make it or choose another store")
+    for path in (whole, whole.with_name(whole.name + PARTIAL)):
+        name = os.path.relpath(os.path.realpath(path), os.path.realpath(out))
+        if any(fnmatchcase(name.removesuffix(_BESIDE), taken) for taken in _TAKEN):
+            raise PackError(f"the store {whole} cannot have that name in {out}, where {name} is the name of another file; choose another")
 
 
 def _expect_same(out: Path, plan: Manifest) -> None:
@@ -348,7 +387,7 @@ def _cut(journal: int, lines: Sequence[bytes]) -> None:
 
 def _write_file(path: Path, data: bytes | bytearray) -> None:
     """Let `data` appear under a name, whole and on the disk."""
-    beside = path.with_name(path.name + ".tmp")
+    beside = path.with_name(path.name + _BESIDE)
     with _opened(beside, os.O_CREAT | os.O_TRUNC) as file:
         _write_all(file, data)
         os.fsync(file)
@@ -371,7 +410,13 @@ def _sync_directory(path: Path) -> None:
 
 
 def _explain(error: OSError, out: Path) -> str:
+    begun, groups = os.path.lexists(out / JOURNAL), 0
+    with suppress(OSError):
+        groups = (out / JOURNAL).read_bytes().count(b"\n") - 1
+    kept = "what is packed is kept: " if groups > 0 else ""
     where = error.filename or out
+    fault = "it is there and no directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
     if error.errno in _FULL:
-        return f"no room for {where}: {error.strerror}; what is packed is kept: make room and run the same command again, or remove {out}"
-    return f"cannot write {where}: {error.strerror or error}; what is packed is kept: the same command goes on with it"
+        return f"no room for {where}: {fault}; {kept}make room and run the same command again{f', or remove {out}' if begun else ''}"
+    hint = f"{kept}the same command goes on with it" if kept else f"choose another place{f' and remove {out}' if begun else ''}"
+    return f"cannot write {where}: {fault}; {hint}"
