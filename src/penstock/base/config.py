@@ -24,6 +24,7 @@ class Config:
         take in all; what is allowed beyond device_memory holds weights that stream.
     host_kv_memory: bytes of host memory for KV of contexts longer than the device holds; 0 for none. By default what a sequence of
         `max_length` takes, if such a length was asked for and the device does not hold it beside the weights.
+    disk_kv_memory, kv_directory: bytes of disk for KV that host memory does not hold either, and where; none if no size is given.
     kv_tile: tokens of such a context that pass through the device at a time; None is the usual.
     cache: directory where packs are kept, which are made of models that need the disk while they run.
     max_length: longest sequence served; None is the model's.
@@ -41,6 +42,8 @@ class Config:
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     host_kv_memory: str | int | None = None
+    disk_kv_memory: str | int | None = None
+    kv_directory: Path = CACHE
     kv_tile: int | None = None
     max_length: int | None = None
     beyond_trained: bool = False

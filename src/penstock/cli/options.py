@@ -83,6 +83,8 @@ _ENGINE = (
         metavar="SIZE",
         help="Host memory for KV of contexts longer than the device holds; 0: none. [what --max-length needs]",
     ),
+    option(ENGINE, "--disk-kv-memory", callback=size, metavar="SIZE", help="Disk for KV that host memory does not hold either. [none]"),
+    option(ENGINE, "--kv-directory", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where that is. [{CACHE}]"),
     option(ENGINE, "--kv-tile", type=int, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
     option(ENGINE, "--max-length", type=int, metavar="N", help="Most tokens of prompt and output together. [the model's]"),
     option(ENGINE, "--beyond-trained", is_flag=True, help="Allow a --max-length beyond the positions that the model was trained for."),

@@ -146,7 +146,7 @@ def boot(
         if carrier is not None:
             carrier.close()
         raise
-    ledger, host = BlockLedger(budget.blocks), HostLedger(far.blocks) if far else None
+    ledger, host = BlockLedger(budget.blocks), HostLedger(far.blocks + far.on_disk, far.on_disk) if far else None
     scheduler = Scheduler(ledger, limits, _prefix_rule(config, model, dtype), host=host, check=config.check)
     say(f"memory {budget}")
     if far:
@@ -219,7 +219,7 @@ def _activation_peak(
     # In a process that has freed memory before, a CPU's peak can hide in it: never count less than what is plainly there.
     peak = least_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     for cold in (False, True) if far else (False,):
-        carrier = _carrier(replace(far, blocks=1), device, None) if far and cold else None
+        carrier = _carrier(replace(far, blocks=1, disk=None), device, None) if far and cold else None
         try:
             runner.attach(Blank(layouts, dtype, device), KVPool(layout, 1, device), carrier)
             plan = largest_step(
@@ -243,7 +243,7 @@ def _activation_peak(
 
 def _carrier(far: LongRoom, device: torch.device, trace: Trace | None) -> Carrier:
     streams = Streams(*streams_both_ways(device))
-    return Carrier(far.layout, far.blocks, far.tile_tokens, far.chunk_tokens, device, streams, Waits(trace) if trace else None)
+    return Carrier(far.layout, far.blocks, far.tile_tokens, far.chunk_tokens, device, streams, Waits(trace) if trace else None, far.disk)
 
 
 def _prefix_rule(config: Config, model: Model, dtype: str) -> PrefixRule:

@@ -1,6 +1,6 @@
 """Contexts longer than the device holds: how much host memory their KV gets, and in which pieces it passes through the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +10,7 @@ from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import KV_PART
 from penstock.engine.placing import host_room
-from penstock.kv.carrier import carrier_bytes
+from penstock.kv.carrier import Disk, carrier_bytes, staging_bytes
 from penstock.memory.device import total_memory
 from penstock.sched.scheduler import Limits
 
@@ -23,25 +23,32 @@ _RING_PART = 16
 
 @dataclass(frozen=True, slots=True)
 class LongRoom:
-    """Room for KV in host memory, and what passes through the device at a time: whole blocks of tokens."""
+    """Room for KV in host memory and on disk, and what passes through the device at a time: whole blocks of tokens."""
 
     layout: KVLayout
     blocks: int
     tile_tokens: int
     chunk_tokens: int
+    disk: Disk | None = None
 
     @property
     def host_bytes(self) -> int:
-        return self.blocks * self.layout.block_bytes
+        staging = staging_bytes(self.layout, self.tile_tokens, self.chunk_tokens) if self.disk else 0
+        return self.blocks * self.layout.block_bytes + staging
+
+    @property
+    def on_disk(self) -> int:
+        return self.disk.blocks if self.disk else 0
 
     @property
     def device_bytes(self) -> int:
         return carrier_bytes(self.layout, self.tile_tokens, self.chunk_tokens)
 
     def __str__(self) -> str:
-        tokens = self.blocks * self.layout.block_size
+        tokens, more = self.blocks * self.layout.block_size, self.on_disk * self.layout.block_size
+        disk = f"{format_size(self.on_disk * self.layout.block_bytes)} on disk for {more:,} more; " if more else ""
         return (
-            f"{format_size(self.host_bytes)} of host memory hold KV for {tokens:,} tokens; "
+            f"{format_size(self.host_bytes)} of host memory hold KV for {tokens:,} tokens; {disk}"
             f"{format_size(self.device_bytes)} of the device for tiles of {self.tile_tokens:,} tokens and chunks of {self.chunk_tokens:,}"
         )
 
@@ -54,9 +61,11 @@ def long_room(config: Config, limits: Limits, layout: KVLayout, device: torch.de
     """
     asked, size = config.host_kv_memory, layout.block_size
     if asked in (0, "0"):
+        if config.disk_kv_memory is not None:
+            raise ConfigError("KV comes from disk by way of host memory: allow host_kv_memory beside disk_kv_memory")
         return None
     needed = -(-limits.max_length // size)
-    if asked is None:
+    if asked is None and config.disk_kv_memory is None:
         fits = needed * layout.block_bytes <= max(total - resident, total // KV_PART)
         if fits or config.max_length is None or config.kv_blocks is not None or limits.max_step_tokens < max(2, size):
             return None
@@ -79,8 +88,21 @@ def long_room(config: Config, limits: Limits, layout: KVLayout, device: torch.de
                 f"{format_size(wanted)} of host memory for KV are less than a block of {size} tokens, {format_size(layout.block_bytes)}; "
                 f"allow more, or smaller blocks"
             )
-    tile = config.kv_tile or _usual_tile(layout, total)
-    return LongRoom(layout, blocks, max(tile // size, 1) * size, limits.max_step_tokens // size * size)
+    tile = max((config.kv_tile or _usual_tile(layout, total)) // size, 1) * size
+    room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size)
+    if config.disk_kv_memory is None:
+        return room
+    wanted = parse_size(config.disk_kv_memory)
+    room = replace(room, disk=Disk(wanted // layout.block_bytes, config.kv_directory.expanduser()))
+    if room.on_disk == 0:
+        raise BudgetError(f"{format_size(wanted)} of disk for KV are less than a block of {size} tokens, {format_size(layout.block_bytes)}")
+    room = replace(room, blocks=room.blocks - max(-(-(room.host_bytes - there) // layout.block_bytes), 0))
+    if room.blocks < 1:
+        raise BudgetError(
+            f"KV on disk passes through {format_size(staging_bytes(layout, tile, room.chunk_tokens))} of host memory, but {of} "
+            f"{format_size(there)}; allow more, or smaller tiles and steps"
+        )
+    return room
 
 
 def _usual_tile(layout: KVLayout, total: int) -> int:

@@ -1,14 +1,24 @@
 """The engine: plan, run, commit."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.base.errors import EngineClosedError
+from penstock.base.meter import KVStats
+from penstock.kv.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
 from penstock.step.plan import Outcome, Plan, RequestId
 from penstock.step.request import FinishReason
+
+if TYPE_CHECKING:
+    from penstock.kv.carrier import Carrier
+
+_LOG = logging.getLogger("penstock")
+_MOST_LOST = 8
+"""Times that KV may be lost: a disk that loses more of it will not stop to."""
 
 
 class Ranks(Protocol):
@@ -33,6 +43,18 @@ class Stats:
     steps: int
     computed_tokens: int
     output_tokens: int
+    kv: KVStats | None
+    """Of long contexts; None if there is no room for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the last step came."""
+
+    reached: int
+    """Tokens whose KV is there, of the prompt that it left unfinished; 0 if it left none. There is never more than one."""
+    computed: int
+    """Tokens computed since the engine started."""
 
 
 class Engine:
@@ -42,7 +64,11 @@ class Engine:
         self.scheduler = scheduler
         self._ranks: Ranks | None = ranks
         self._failure = ""
+        self._lost = 0
         self._steps = self._computed = self._output = 0
+        self._cold = self._sent = 0
+        """Blocks beyond the device: held in the last step, and sent there by all."""
+        self._progress = Progress(0, 0)
 
     @property
     def busy(self) -> bool:
@@ -57,17 +83,26 @@ class Engine:
         return self.scheduler.stop(request, reason)
 
     def step(self) -> list[Event]:
-        """One step for all requests. Interrupted while planning or computing, all of them start anew with the next step and lose
-        nothing; after any other failure, also of taking in results, the engine serves no more."""
+        """One step for all requests. Interrupted while planning or computing, or when KV does not come back as it was, all of them start
+        anew with the next step and lose nothing; after any other failure, also of taking in results, the engine serves no more."""
         ranks = self._open()
         try:
             plan = self.scheduler.plan()
             if not plan.shares:
                 return []
+            self._cold = self.scheduler.host.blocks - self.scheduler.host.available
             outcome = ranks.run(plan)
         except KeyboardInterrupt:
             self.scheduler.recover()
             raise
+        except LostKV as lost:
+            self._lost += 1
+            if self._lost > _MOST_LOST:
+                self._fail(lost)
+                raise
+            _LOG.warning("%s; all requests are computed anew", lost)
+            self.scheduler.recover()
+            return []
         except BaseException as fault:
             self._fail(fault)
             raise
@@ -78,6 +113,9 @@ class Engine:
             raise
         self._steps += 1
         self._computed += plan.tokens
+        written = sum(share.cold_stop - share.cold_start for share in plan.shares)
+        self._sent += len(plan.orders) + written // self.scheduler.limits.block_size
+        self._progress = Progress(max((share.stop for share in plan.shares if not share.sample), default=0), self._computed)
         self._output += sum(event.token is not None for event in events)
         return events
 
@@ -98,7 +136,21 @@ class Engine:
             steps=self._steps,
             computed_tokens=self._computed,
             output_tokens=self._output,
+            kv=self.kv_stats(),
         )
+
+    def kv_stats(self) -> KVStats | None:
+        """KV of long contexts, in the last step; None if there is no room for any. From any thread, also while a step runs."""
+        carrier: Carrier | None = getattr(self._ranks, "_carrier", None)
+        if carrier is None:
+            return None
+        block, room = carrier.pool.layout.block_bytes, carrier.pool.blocks
+        host = min(self._cold, room)
+        return KVStats(host * block, (self._cold - host) * block, room * block, carrier.ring.copied_bytes, self._sent * block)
+
+    def progress(self) -> Progress:
+        """From any thread, also while a step runs."""
+        return self._progress
 
     def close(self) -> None:
         """Free the device. Requests that are still there are lost; a second call does nothing."""

@@ -1,20 +1,34 @@
-"""A worker's KV in host memory: blocks, and the ring and outbox by which a step reads and writes them."""
+"""A worker's KV in host memory and on disk: blocks, and the ring and outbox by which a step reads and writes them."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout
+from penstock.kv.diskpool import DiskPool, record_bytes
 from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
+from penstock.kv.staging import ReadAhead, Slots, WriteBehind
 from penstock.kv.tiles import Outbox, Tile, TileRing, Waits, ring_bytes
 from penstock.memory.streams import Stream, Ticket
 from penstock.step.plan import HostBlockId, Order
 
 RING, STAGING = 3, 2
 """Slots: one is read while two are filled; one is filled while one is emptied."""
+AHEAD, BEHIND = 4, 3
+"""Pinned slots for tiles that are read from disk ahead of use, and for what is written there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Room for KV on disk: so many blocks in a file in this directory."""
+
+    blocks: int
+    directory: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +60,32 @@ class Carrier:
         device: torch.device,
         streams: Streams,
         waits: Waits | None,
+        disk: Disk | None = None,
     ) -> None:
         """blocks: of the host. tile_tokens, chunk_tokens: at most in a tile, and in a step; whole blocks.
 
-        Raises DeviceError if host or device have not as much memory."""
-        self.pool = HostPool(layout, blocks, device)
-        self._streams = streams
+        Raises DeviceError if host, device or disk have not as much room.
+        """
         self._sends: Sequence[Send] = ()
-        self._closed = False
+        self._closing = ExitStack()
         try:
-            self.ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, waits)
-            self.outbox = Outbox(self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute)
+            self.pool = HostPool(layout, blocks, device)
+            self._closing.callback(self.pool.close)
+            ahead = behind = None
+            if disk is not None:
+                self.disk = DiskPool(layout, disk.blocks, disk.directory)
+                read = Slots(self.disk, AHEAD, tile_tokens // layout.block_size, device)
+                self._closing.callback(read.close)
+                written = Slots(self.disk, BEHIND, _behind_rows(layout, chunk_tokens), device)
+                self._closing.callback(written.close)
+                ahead, behind = ReadAhead(self.disk, read, streams.copies), WriteBehind(self.disk, written, streams.out)
+            # Last in, first out: tasks on threads end before the streams that they wait for, and copies before their memory goes.
+            self._closing.callback(streams.out.close)
+            self._closing.callback(streams.copies.close)
+            if disk is not None:
+                self._closing.callback(self.disk.close)
+            self.ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, waits, ahead)
+            self.outbox = Outbox(self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind)
         except BaseException:
             self.close()
             raise
@@ -92,14 +121,19 @@ class Carrier:
 
     def close(self) -> None:
         """Finish what is under way and unpin. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._streams.copies.close()
-        self._streams.out.close()
-        self.pool.close()
+        self._closing.close()
 
 
 def carrier_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:
     """Device memory of a carrier."""
     return ring_bytes(layout, RING, tile_tokens) + ring_bytes(layout, STAGING, chunk_tokens)
+
+
+def staging_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:
+    """Host memory of a carrier with a disk, beside its blocks."""
+    return record_bytes(layout) * (AHEAD * (tile_tokens // layout.block_size) + BEHIND * _behind_rows(layout, chunk_tokens))
+
+
+def _behind_rows(layout: KVLayout, chunk_tokens: int) -> int:
+    """Records of a slot that goes to disk: a layer of a chunk, or all layers of a block."""
+    return max(chunk_tokens // layout.block_size, layout.layers)

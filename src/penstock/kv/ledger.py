@@ -12,6 +12,7 @@ Only the scheduler writes here, on one thread.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import Generic, Protocol, TypeVar, cast
 
 from penstock.step.plan import BlockId, HostBlockId
@@ -151,13 +152,19 @@ class BlockLedger(Ledger[BlockId]):
 
 
 class HostLedger(Ledger[HostBlockId]):
-    """The blocks of the host. A request's follow one another wherever they can: what is consecutive streams in one copy."""
+    """The blocks of the host, and behind them those on disk. A request's follow one another wherever they can: what is consecutive
+    streams in one copy. Those on disk are used when the host has no block that is free or cached."""
 
-    _free: "FreeRuns"
+    _free: "_Near"
+
+    def __init__(self, blocks: int, on_disk: int = 0) -> None:
+        """blocks: in all. on_disk: how many of them, the last, are on disk."""
+        self._near = blocks - on_disk
+        super().__init__(blocks)
 
     def reset(self) -> None:
         super().reset()
-        self._free = FreeRuns(self.blocks)
+        self._free = _Near(self._near, self.blocks)
 
     def allocate(self, count: int, after: HostBlockId | None = None, expected: int = 0) -> list[HostBlockId]:
         """`count` blocks with one holder each and no content, in few runs; cached blocks are given up for it, longest unused first.
@@ -166,7 +173,7 @@ class HostLedger(Ledger[HostBlockId]):
         The caller has seen that `available` is enough. O(count log blocks).
         """
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
-        while len(self._free) < count:
+        while len(self._free) < count or (self._cached and len(self._free.near) < count):
             self._free.append(self._give_up())
         taken: list[HostBlockId] = []
         while len(taken) < count:
@@ -181,7 +188,8 @@ class HostLedger(Ledger[HostBlockId]):
 class FreeRuns:
     """Free blocks as runs of consecutive ones; whatever lies side by side is one run."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, first: int = 0) -> None:
+        """All of [first, first + blocks) are free."""
         self._blocks = 0
         self._lengths: dict[int, int] = {}
         """Of the run that starts at a block."""
@@ -190,7 +198,7 @@ class FreeRuns:
         self._longest: list[tuple[int, int]] = []
         """A heap of (-length, start): every run, and runs that there were."""
         if blocks:
-            self._put(0, blocks)
+            self._put(first, blocks)
 
     def __len__(self) -> int:
         return self._blocks
@@ -243,3 +251,23 @@ class FreeRuns:
         del self._starts[start + length]
         self._blocks -= length
         return length
+
+
+class _Near:
+    """Free blocks of two tiers, the first `near` of which are taken first."""
+
+    def __init__(self, near: int, blocks: int) -> None:
+        self._border = near
+        self.near, self._far = FreeRuns(near), FreeRuns(blocks - near, near)
+
+    def __len__(self) -> int:
+        return len(self.near) + len(self._far)
+
+    def __iter__(self) -> Iterator[HostBlockId]:
+        return chain(self.near, self._far)
+
+    def append(self, block: HostBlockId, /) -> None:
+        (self.near if block < self._border else self._far).append(block)
+
+    def take(self, most: int, after: HostBlockId | None, expected: int) -> tuple[int, int]:
+        return (self.near if len(self.near) else self._far).take(most, after, expected)

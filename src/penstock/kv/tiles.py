@@ -16,13 +16,17 @@ nothing: streams wait for each other. `copies` fills the ring, `compute` reads i
    copies of all tiles that earlier steps took, and no step sends what its own tiles read. Tiles that nobody took are not looked at.
 Each waits only for what was queued before it, so nobody waits in a circle.
 
+Blocks whose ids lie beyond the host's pool rest on disk. They come and go by way of slots of their own (`kv.staging`): a tile with such
+blocks is copied when they have been read, for which `take` waits, and with it the host, if they are late. What is read is what was sent
+last (`kv.diskpool`), without a ticket.
+
 An interrupt can strike between any two instructions. Progress is committed by single assignments, after all that they promise (`queued`,
 `taken`, `released`, `_step`, `_slot`). That a slot is in use is noted before it is (no ticket in `_read`, `_empty`); whoever finds it so
 makes a mark, which is behind all that was queued. A step that is broken off is simply left: its successor starts at the slot behind the
 last that was filled, and what was copied in part is copied over, on the same stream.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,12 +36,13 @@ from torch import Tensor
 from penstock.arch.layout import KVLayout
 from penstock.base.trace import Trace
 from penstock.kv.hostpool import HostPool
+from penstock.kv.staging import ReadAhead, WriteBehind
 from penstock.memory.arena import Arena
 from penstock.memory.streams import Stream, Ticket
 from penstock.step.plan import HostBlockId
 
 _Run = tuple[int, int, int]
-"""Consecutive blocks: the first's place in a slot, the first's id, how many."""
+"""Consecutive blocks of one tier: the first's place in a slot, the first's id, how many."""
 
 
 class Waits(Protocol):
@@ -68,6 +73,8 @@ class _Step:
     tiles: Sequence[Tile]
     runs: Sequence[Sequence[_Run]]
     visits: Sequence[tuple[int, int]]
+    on_disk: Mapping[int, int]
+    """Visits with blocks on disk, and their number among those."""
     queued: int = 0
     """Visits whose copies are queued."""
     taken: int = 0
@@ -81,10 +88,18 @@ class TileRing:
     """
 
     def __init__(
-        self, pool: HostPool, slots: int, tile_tokens: int, device: torch.device, copies: Stream, compute: Stream, waits: Waits | None
+        self,
+        pool: HostPool,
+        slots: int,
+        tile_tokens: int,
+        device: torch.device,
+        copies: Stream,
+        compute: Stream,
+        waits: Waits | None,
+        disk: ReadAhead | None = None,
     ) -> None:
-        """Raises DeviceError if the device has not as much memory."""
-        self._pool, self._copies, self._compute, self._waits = pool, copies, compute, waits
+        """disk: where blocks beyond the pool come from. Raises DeviceError if the device has not as much memory."""
+        self._pool, self._copies, self._compute, self._waits, self._disk = pool, copies, compute, waits, disk
         self._slots = _slots(pool, slots, tile_tokens, device)
         layout = pool.layout
         shape = 2, tile_tokens, layout.kv_heads, layout.head_dim
@@ -93,7 +108,7 @@ class TileRing:
         """By slot: behind the last copy to it."""
         self._read: list[Ticket | None] = [None] * slots
         """By slot: behind the last use of it; none while it is used."""
-        self._step = _Step(0, (), (), ())
+        self._step = _Step(0, (), (), (), {})
         self.copied_bytes = 0
 
     def begin(
@@ -108,17 +123,23 @@ class TileRing:
             assert 0 < count <= self._slots[0].shape[1], f"{count} blocks in a slot of {self._slots[0].shape[1]}"
         every = range(len(tiles))
         visits = [(layer, tile) for at, layer in enumerate(layers) for tile in (every if seen is None else seen[at])]
-        step = _Step((self._step.first + self._step.queued) % len(self._slots), tiles, [_runs(tile.blocks) for tile in tiles], visits)
+        runs = [_runs(tile.blocks, self._pool.blocks) for tile in tiles]
+        far = [[(at, first - self._pool.blocks, count) for at, first, count in some if first >= self._pool.blocks] for some in runs]
+        on_disk = {visit: number for number, visit in enumerate(at for at, (_, tile) in enumerate(visits) if far[tile])}
+        step = _Step((self._step.first + self._step.queued) % len(self._slots), tiles, runs, visits, on_disk)
         if after is not None:
             self._copies.wait(after)
         self._step = step
+        if self._disk is not None:
+            self._disk.begin([(visits[visit][0], far[visits[visit][1]]) for visit in on_disk])
         self._fill()
 
     def take(self) -> tuple[Tensor, Tensor]:
         """K and V of the next tile, dense `[keys, kv_heads, head_dim]`: what the compute stream does from now on finds them, until the
-        release. One tile is in use at a time."""
+        release. One tile is in use at a time. Raises LostKV if the disk does not give back what it got."""
         step, visit = self._step, self._step.taken
         assert visit == step.released, "take of a tile before the last one was released"
+        self._fill(visit + 1)
         assert visit < step.queued, f"take of tile {visit} in a step of {len(step.visits)}"
         slot = self._slot_of(visit)
         taken = self._compute.mark() if self._waits else None
@@ -155,17 +176,26 @@ class TileRing:
         layer, tile = self._step.visits[visit]
         return f"kv.{layer}.{tile}"
 
-    def _fill(self) -> None:
-        """Queue the copies for which slots are free."""
-        step, waits = self._step, self._waits
+    def _fill(self, needed: int = 0) -> None:
+        """Queue the copies for which slots are free: those of the first `needed` visits, and others unless a disk lets wait for them."""
+        step, waits, pool = self._step, self._waits, self._pool
         while step.queued < min(step.released + len(self._slots), len(step.visits)):
             layer, tile = step.visits[step.queued]
+            number, staged = step.on_disk.get(step.queued), None
+            if number is not None:
+                assert self._disk is not None, "a block beyond the host's pool, and no disk"
+                if step.queued >= needed and not self._disk.there(number):
+                    return
+                staged = self._disk.wait(number)
             slot = self._slot_of(step.queued)
             self._copies.wait(self._read[slot] or self._compute.mark())
             began = self._copies.mark() if waits and waits.trace else None
-            for host, device in _halves(self._pool, layer, step.runs[tile], self._slots[slot]):
-                self._copies.copy_rows(device, host)
+            for run in step.runs[tile]:
+                for host, device in _halves(_source(pool, layer, run, staged), run, self._slots[slot]):
+                    self._copies.copy_rows(device, host)
             ready = self._copies.mark()
+            if number is not None and self._disk is not None:
+                self._disk.copied(number, ready)
             size = len(step.tiles[tile].blocks) * self._pool.layout.layer_bytes
             if waits and began:
                 waits.copied(self._name(step.queued), size, began, ready)
@@ -177,9 +207,18 @@ class TileRing:
 class Outbox:
     """KV on its way to the host, through `slots` staging slots of `max_tokens` tokens of one layer each on DEVICE."""
 
-    def __init__(self, pool: HostPool, slots: int, max_tokens: int, device: torch.device, out: Stream, compute: Stream) -> None:
-        """Raises DeviceError if the device has not as much memory."""
-        self._pool, self._out, self._compute = pool, out, compute
+    def __init__(
+        self,
+        pool: HostPool,
+        slots: int,
+        max_tokens: int,
+        device: torch.device,
+        out: Stream,
+        compute: Stream,
+        disk: WriteBehind | None = None,
+    ) -> None:
+        """disk: where blocks beyond the pool go. Raises DeviceError if the device has not as much memory."""
+        self._pool, self._out, self._compute, self._disk = pool, out, compute, disk
         self._slots = _slots(pool, slots, max_tokens, device)
         self._empty: list[Ticket | None] = [None] * slots
         """By slot: behind the last copies out of it; none while they are being queued."""
@@ -197,12 +236,21 @@ class Outbox:
         for staged, rows in zip(slot[:, : len(blocks)], (k, v), strict=True):
             self._compute.copy_rows(staged.reshape(tokens, -1), rows.view(tokens, -1).view(torch.uint8))
         self._out.wait(self._compute.mark())
-        for host, device in _halves(self._pool, layer, _runs(blocks), slot):
-            self._out.copy_rows(host, device)
+        runs = _runs(blocks, self._pool.blocks)
+        far = [run for run in runs if run[1] >= self._pool.blocks]
+        staging = self._disk.claim() if far and self._disk else None
+        for run in runs:
+            for host, device in _halves(_source(self._pool, layer, run, staging), run, slot):
+                self._out.copy_rows(host, device)
+        if far and self._disk:
+            self._disk.write([(layer, (at, first - self._pool.blocks, count)) for at, first, count in far])
         self._pass_on()
 
     def demote(self, block: Tensor, target: HostBlockId) -> None:
         """All layers of a block of the device, uint8 `[block_bytes]`: to one of the host. What compute does next may write it over."""
+        if target >= self._pool.blocks:
+            self._demote_far(block, target - self._pool.blocks)
+            return
         host = self._pool.block(target)
         assert len(block) == len(host), f"{len(block)} bytes for a block of {len(host)}"
         size = self._slots[0].numel()
@@ -214,6 +262,20 @@ class Outbox:
             self._out.wait(self._compute.mark())
             self._out.copy(host[part], staged)
             self._pass_on()
+
+    def _demote_far(self, block: Tensor, target: int) -> None:
+        assert self._disk is not None, "a block beyond the host's pool, and no disk"
+        size, layers = self._pool.layout.layer_bytes, self._pool.layout.layers
+        staging, rows = self._disk.claim(), block.view(layers, size)
+        for start in range(0, layers, self._slots[0].numel() // size):
+            part = rows[start : start + self._slots[0].numel() // size]
+            staged = self._slots[self._slot].view(-1)[: part.numel()]
+            self._claim()
+            self._compute.copy(staged, part.view(-1))
+            self._out.wait(self._compute.mark())
+            self._out.copy_rows(staging[start : start + len(part), :size], staged.view(part.shape))
+            self._pass_on()
+        self._disk.write([(layer, (layer, target, 1)) for layer in range(layers)])
 
     def landed(self) -> Ticket:
         """Done when all that has been sent and demoted is on the host."""
@@ -242,20 +304,28 @@ def _slots(pool: HostPool, slots: int, tokens: int, device: torch.device) -> lis
     return list(Arena(ring_bytes(layout, slots, tokens), device).bytes.view(slots, 2, blocks, layout.layer_bytes // 2))
 
 
-def _runs(blocks: Sequence[int]) -> list[_Run]:
+def _runs(blocks: Sequence[int], near: int) -> list[_Run]:
+    """near: how many blocks the host's pool has; a run lies on one side of that."""
     runs: list[_Run] = []
     for at, block in enumerate(blocks):
-        if runs and block == runs[-1][1] + runs[-1][2]:
+        if runs and block == runs[-1][1] + runs[-1][2] and block != near:
             runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
         else:
             runs.append((at, block, 1))
     return runs
 
 
-def _halves(pool: HostPool, layer: int, runs: Sequence[_Run], slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _source(pool: HostPool, layer: int, run: _Run, staging: Tensor | None) -> Tensor:
+    """Where one layer of a run's blocks lies in host memory: uint8 `[blocks, layer_bytes]`, rows of any stride."""
+    at, first, count = run
+    if first < pool.blocks:
+        return pool.layer_rows(layer, first, count)
+    assert staging is not None, "a block beyond the host's pool, and no disk"
+    return staging[at : at + count, : pool.layout.layer_bytes]
+
+
+def _halves(rows: Tensor, run: _Run, slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What is one layer's K or V of consecutive blocks on the host, and in a slot: uint8 `[blocks, bytes of a block's K or V]`."""
-    size = slot.shape[2]
-    for at, first, count in runs:
-        rows = pool.layer_rows(layer, first, count)
-        for half in range(2):
-            yield rows[:, half * size : (half + 1) * size], slot[half, at : at + count]
+    size, (at, _, count) = slot.shape[2], run
+    for half in range(2):
+        yield rows[:, half * size : (half + 1) * size], slot[half, at : at + count]
