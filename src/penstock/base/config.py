@@ -26,6 +26,10 @@ class Config:
         `max_length` takes, if such a length was asked for and the device does not hold it beside the weights.
     disk_kv_memory, kv_directory: bytes of disk for KV that host memory does not hold either, and where; none if no size is given.
     kv_tile: tokens of such a context that pass through the device at a time; None is the usual.
+    attention_policy, prefill_policy: what new tokens, and chunks of a prompt, read of KV beyond the device: full (exact),
+        window:SINKS,RECENT, topk:BLOCKS or vertical_slash:COLUMNS,SLASH (see ops.policies).
+    missed_limit: the largest fraction of a token's attention that a policy may miss in a layer, as far as its bounds can tell; above it
+        everything is read.
     cache: directory where packs are kept, which are made of models that need the disk while they run.
     max_length: longest sequence served; None is the model's.
     beyond_trained: allow a max_length beyond the positions that the model was trained for.
@@ -45,6 +49,9 @@ class Config:
     disk_kv_memory: str | int | None = None
     kv_directory: Path = CACHE
     kv_tile: int | None = None
+    attention_policy: str = "full"
+    prefill_policy: str = "full"
+    missed_limit: float | None = None
     max_length: int | None = None
     beyond_trained: bool = False
     block_size: int = 32

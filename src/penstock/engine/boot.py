@@ -93,7 +93,7 @@ def boot(
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
     layout = kv_layout(spec, dtype, config.block_size)
     resident = sum(map(padded, layouts)) + usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
-    far = long_room(config, limits, layout, device, total, resident)
+    far = long_room(config, spec, limits, layout, device, total, resident)
     if far and device.type == "cpu" and host_room(config, device) == 0:
         total -= far.host_bytes
     blocks_per_row = -(-limits.max_length // config.block_size)
@@ -103,7 +103,8 @@ def boot(
         rows=limits.max_sequences,
         blocks_per_row=blocks_per_row,
         block_size=config.block_size,
-        **({"tile_tokens": far.tile_tokens} if far else {}),
+        tile_tokens=far.tile_tokens if far else PAST_TILE,
+        choosing=(bool(far and far.policies and far.policies.rows), bool(far and far.policies and far.policies.runs)),
     )
     runner = Runner(Decoder(spec), inputs, Sampler(spec.vocab_size, device), device)
     demand = Demand(
@@ -243,7 +244,18 @@ def _activation_peak(
 
 def _carrier(far: LongRoom, device: torch.device, trace: Trace | None) -> Carrier:
     streams = Streams(*streams_both_ways(device))
-    return Carrier(far.layout, far.blocks, far.tile_tokens, far.chunk_tokens, device, streams, Waits(trace) if trace else None, far.disk)
+    return Carrier(
+        far.layout,
+        far.blocks,
+        far.tile_tokens,
+        far.chunk_tokens,
+        device,
+        streams,
+        Waits(trace) if trace else None,
+        far.disk,
+        far.policies,
+        far.most_blocks,
+    )
 
 
 def _prefix_rule(config: Config, model: Model, dtype: str) -> PrefixRule:

@@ -5,13 +5,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.arch.layout import KVLayout
+from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import KV_PART
 from penstock.engine.placing import host_room
-from penstock.kv.carrier import Disk, carrier_bytes, staging_bytes
+from penstock.kv.carrier import Disk, carrier_bytes, chosen_bytes, staging_bytes
+from penstock.kv.chosen import Policies, bounds_bytes
 from penstock.memory.device import total_memory
+from penstock.ops.policies import policy_of
 from penstock.sched.scheduler import Limits
 
 _TILE = 64 << 20
@@ -30,11 +33,15 @@ class LongRoom:
     tile_tokens: int
     chunk_tokens: int
     disk: Disk | None = None
+    policies: Policies | None = None
+    most_blocks: int = 0
+    """Of a sequence."""
 
     @property
     def host_bytes(self) -> int:
         staging = staging_bytes(self.layout, self.tile_tokens, self.chunk_tokens) if self.disk else 0
-        return self.blocks * self.layout.block_bytes + staging
+        bounds = bounds_bytes(self.layout) * self.layout.layers * (self.blocks + self.on_disk) if self.policies else 0
+        return self.blocks * self.layout.block_bytes + staging * (2 if self.policies else 1) + bounds
 
     @property
     def on_disk(self) -> int:
@@ -42,7 +49,8 @@ class LongRoom:
 
     @property
     def device_bytes(self) -> int:
-        return carrier_bytes(self.layout, self.tile_tokens, self.chunk_tokens)
+        chosen = chosen_bytes(self.layout, self.tile_tokens, self.most_blocks) if self.policies else 0
+        return carrier_bytes(self.layout, self.tile_tokens, self.chunk_tokens) + chosen
 
     def __str__(self) -> str:
         tokens, more = self.blocks * self.layout.block_size, self.on_disk * self.layout.block_size
@@ -53,7 +61,9 @@ class LongRoom:
         )
 
 
-def long_room(config: Config, limits: Limits, layout: KVLayout, device: torch.device, total: int, resident: int) -> LongRoom | None:
+def long_room(
+    config: Config, spec: ModelSpec, limits: Limits, layout: KVLayout, device: torch.device, total: int, resident: int
+) -> LongRoom | None:
     """Host memory for KV: as much as was asked for, or what a sequence of the length that was asked for takes if it does not fit the
     device. None if nobody needs any.
 
@@ -89,20 +99,29 @@ def long_room(config: Config, limits: Limits, layout: KVLayout, device: torch.de
                 f"allow more, or smaller blocks"
             )
     tile = max((config.kv_tile or _usual_tile(layout, total)) // size, 1) * size
-    room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size)
-    if config.disk_kv_memory is None:
-        return room
-    wanted = parse_size(config.disk_kv_memory)
-    room = replace(room, disk=Disk(wanted // layout.block_bytes, config.kv_directory.expanduser()))
-    if room.on_disk == 0:
-        raise BudgetError(f"{format_size(wanted)} of disk for KV are less than a block of {size} tokens, {format_size(layout.block_bytes)}")
+    room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size, policies=_policies(config, spec), most_blocks=needed)
+    if config.disk_kv_memory is not None:
+        wanted = parse_size(config.disk_kv_memory)
+        room = replace(room, disk=Disk(wanted // layout.block_bytes, config.kv_directory.expanduser()))
+        if room.on_disk == 0:
+            block = format_size(layout.block_bytes)
+            raise BudgetError(f"{format_size(wanted)} of disk for KV are less than a block of {size} tokens, {block}")
     room = replace(room, blocks=room.blocks - max(-(-(room.host_bytes - there) // layout.block_bytes), 0))
     if room.blocks < 1:
         raise BudgetError(
-            f"KV on disk passes through {format_size(staging_bytes(layout, tile, room.chunk_tokens))} of host memory, but {of} "
-            f"{format_size(there)}; allow more, or smaller tiles and steps"
+            f"what KV needs of host memory beside its blocks, {format_size(room.host_bytes - room.blocks * layout.block_bytes)}, leaves "
+            f"none for them, since {of} {format_size(there)}; allow more, or smaller tiles and steps"
         )
     return room
+
+
+def _policies(config: Config, spec: ModelSpec) -> Policies | None:
+    rows, runs = policy_of(config.attention_policy), policy_of(config.prefill_policy)
+    if rows is None and runs is None:
+        return None
+    if any(window is not None for window in spec.windows):
+        raise ConfigError("attention policies are for models without sliding windows; leave attention_policy and prefill_policy full")
+    return Policies(rows, runs, config.missed_limit)
 
 
 def _usual_tile(layout: KVLayout, total: int) -> int:

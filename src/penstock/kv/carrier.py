@@ -1,6 +1,6 @@
 """A worker's KV in host memory and on disk: blocks, and the ring and outbox by which a step reads and writes them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout
+from penstock.kv.chosen import Chosen, Policies, Reader, bounds_bytes
 from penstock.kv.diskpool import DiskPool, record_bytes
 from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
@@ -61,12 +62,17 @@ class Carrier:
         streams: Streams,
         waits: Waits | None,
         disk: Disk | None = None,
+        policies: Policies | None = None,
+        most_blocks: int = 0,
     ) -> None:
         """blocks: of the host. tile_tokens, chunk_tokens: at most in a tile, and in a step; whole blocks.
 
+        policies: for what is chosen instead of all being read; most_blocks: then, of a sequence.
         Raises DeviceError if host, device or disk have not as much room.
         """
         self._sends: Sequence[Send] = ()
+        self._layer = -1
+        self.chosen: Chosen | None = None
         self._closing = ExitStack()
         try:
             self.pool = HostPool(layout, blocks, device)
@@ -79,6 +85,8 @@ class Carrier:
                 written = Slots(self.disk, BEHIND, _behind_rows(layout, chunk_tokens), device)
                 self._closing.callback(written.close)
                 ahead, behind = ReadAhead(self.disk, read, streams.copies), WriteBehind(self.disk, written, streams.out)
+            if policies is not None:
+                self.chosen = self._choosing(layout, blocks, tile_tokens, device, streams, disk, policies, most_blocks)
             # Last in, first out: tasks on threads end before the streams that they wait for, and copies before their memory goes.
             self._closing.callback(streams.out.close)
             self._closing.callback(streams.copies.close)
@@ -90,6 +98,28 @@ class Carrier:
             self.close()
             raise
 
+    def _choosing(
+        self,
+        layout: KVLayout,
+        blocks: int,
+        tile_tokens: int,
+        device: torch.device,
+        streams: Streams,
+        disk: Disk | None,
+        policies: Policies,
+        most_blocks: int,
+    ) -> Chosen:
+        tile, ahead = tile_tokens // layout.block_size, None
+        if disk is not None:
+            read = Slots(self.disk, AHEAD, tile, device)
+            self._closing.callback(read.close)
+            ahead = ReadAhead(self.disk, read, streams.copies)
+            blocks += disk.blocks
+        ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, None, ahead)
+        chosen = Chosen(layout, blocks, most_blocks, tile, policies, ring, device, streams.copies, streams.out, streams.compute)
+        self._closing.callback(chosen.close)
+        return chosen
+
     def begin(
         self,
         orders: Sequence[Order],
@@ -98,19 +128,28 @@ class Carrier:
         tiles: Sequence[Tile],
         layers: Sequence[int],
         seen: Sequence[Sequence[int]],
+        readers: Sequence[Reader] = (),
     ) -> None:
         """A step begins: its orders first, and then the tiles that each of `layers` sees set out."""
         for order in orders:
-            self.outbox.demote(pages.block(order.source), order.target)
+            block = pages.block(order.source)
+            self.outbox.demote(block, order.target)
+            if self.chosen is not None:
+                self.chosen.note_block(block, order.target)
         self._sends = sends
-        landed: Ticket | None = self.outbox.landed() if tiles else None
+        landed: Ticket | None = self.outbox.landed() if tiles or readers else None
         self.ring.begin(tiles, layers, landed, seen)
+        if self.chosen is not None and landed is not None:
+            self.chosen.begin(readers, landed)
 
     def send(self, layer: int, k: Tensor, v: Tensor) -> None:
         """The step's K and V of a layer, `[tokens, kv_heads, head_dim]`, of which each token is one run: what goes to the host sets out."""
         for send in self._sends:
             part = slice(send.first, send.first + len(send.blocks) * self.pool.layout.block_size)
             self.outbox.send(layer, k[part], v[part], send.blocks)
+            if self.chosen is not None:
+                self.chosen.note(layer, k[part], send.blocks)
+        self._layer = layer
 
     def take(self) -> tuple[Tensor, Tensor]:
         """K and V of the next tile."""
@@ -118,6 +157,11 @@ class Carrier:
 
     def release(self) -> None:
         self.ring.release()
+
+    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a policy chooses for a reader of the layer that was sent last, tile after tile."""
+        assert self.chosen is not None, "a reader, and no policy"
+        return self.chosen.choose(self._layer, reader, q, lse, scale)
 
     def close(self) -> None:
         """Finish what is under way and unpin. A second call does nothing."""
@@ -127,6 +171,11 @@ class Carrier:
 def carrier_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:
     """Device memory of a carrier."""
     return ring_bytes(layout, RING, tile_tokens) + ring_bytes(layout, STAGING, chunk_tokens)
+
+
+def chosen_bytes(layout: KVLayout, tile_tokens: int, most_blocks: int) -> int:
+    """Device memory of what policies need: a ring, bounds as they come, and in float32."""
+    return ring_bytes(layout, RING, tile_tokens) + most_blocks * bounds_bytes(layout) * 3
 
 
 def staging_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:

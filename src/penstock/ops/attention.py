@@ -8,7 +8,7 @@ The KV of a sequence too long for the device's pages rests elsewhere but for its
 order fixed before the step: each is borrowed once per layer and serves every query that it names, whatever pages hold is merged with it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import ModuleType
@@ -106,6 +106,9 @@ class ColdInputs:
     positions: tuple[int, ...]
     paged: Tensor | None = None
     seen: Mapping[int | None, tuple[int, ...]] = field(default_factory=dict)
+    choosing_rows: tuple[int, ...] = ()
+    choosing_runs: tuple[int, ...] = ()
+    """Indices of rows and runs that attend to what a policy chooses for them instead of to tiles; only without windows."""
 
     def of(self, window: int | None) -> tuple[ColdTile, ...]:
         """The tiles that a layer with this window takes."""
@@ -122,6 +125,13 @@ class Tiles(Protocol):
     def take(self) -> tuple[Tensor, Tensor]: ...
 
     def release(self) -> None: ...
+
+    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a policy chooses for these queries, tile after tile; each is lent until the next is asked for.
+
+        reader: the number of who looks, `choosing_rows` first and then `choosing_runs`. q `[queries, heads, dim]`; lse of all that they
+        have seen, float32 `[queries, heads]`, kept up to date by the caller.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +188,7 @@ def attend(
     states: dict[int, Part] = {}
     rows_state: Part | None = None
     if rows := inputs.rows:
-        wide = any(tile.rows for tile in passing)
+        wide = any(tile.rows for tile in passing) or bool(cold and cold.choosing_rows)
         seen = torch.empty(q[: rows.count].shape, dtype=torch.float32, device=q.device) if wide else out[: rows.count]
         if kernels:
             _, lse = kernels.paged_decode(
@@ -193,7 +203,7 @@ def attend(
         part = slice(run.first, run.first + run.count)
         if not run.paged:
             own, lse = _attend_own(q[part], k[part], v[part], scale, window)
-            states[index] = own.float() if passing else own, lse
+            states[index] = own.float() if passing or (cold and index in cold.choosing_runs) else own, lse
         elif window is not None and run.start + run.count > window:
             out[part] = _attend_window(q[part], k_cache, v_cache, run, scale, window)
         else:
@@ -204,12 +214,31 @@ def attend(
             lent_k, lent_v = tiles.take()
             _attend_tile(q, lent_k[: tile.keys], lent_v[: tile.keys], tile, inputs, rows_state, states, scale, window)
             tiles.release()
+    if cold and (cold.choosing_rows or cold.choosing_runs):
+        assert tiles is not None, "a step with a policy needs someone who chooses"
+        _attend_chosen(q, inputs, rows_state, states, tiles, scale)
     if rows_state:
         out[: len(rows_state[0])] = rows_state[0]
     for index, state in states.items():
         run = inputs.runs[index]
         out[run.first : run.first + run.count] = state[0]
     return out
+
+
+def _attend_chosen(q: Tensor, inputs: AttentionInputs, rows: Part | None, runs: Mapping[int, Part], tiles: Tiles, scale: float) -> None:
+    """What policies choose, folded into the states."""
+    assert inputs.cold
+    readers: list[tuple[slice, Part]] = []
+    for row in inputs.cold.choosing_rows:
+        assert rows
+        part = slice(row, row + 1)
+        readers.append((part, (rows[0][part], rows[1][part])))
+    for index in inputs.cold.choosing_runs:
+        run = inputs.runs[index]
+        readers.append((slice(run.first, run.first + run.count), runs[index]))
+    for number, (part, state) in enumerate(readers):
+        for k, v in tiles.choose(number, q[part], state[1], scale):
+            _fold(state, q[part], k, v, scale)
 
 
 def _attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Part:

@@ -6,12 +6,14 @@ so the attention mass of a block that was never read has a bound, and the answer
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from penstock.base.errors import ConfigError
 
 _ROUNDING = 2.0**-23
 """One step of float32: bounds are widened by what its arithmetic may have lost."""
@@ -139,6 +141,26 @@ def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
         return _choice(keep, upper)
 
     return choose
+
+
+def policy_of(text: str) -> Policy | None:
+    """`full` (None: there is nothing to choose), `window:SINKS,RECENT`, `topk:BLOCKS` or `topk:BLOCKS,DENSE_LAYERS`, and
+    `vertical_slash:COLUMNS,SLASH,...`. Raises ConfigError."""
+    name, _, numbers = text.partition(":")
+    if text == "full":
+        return None
+    made: dict[str, tuple[range, Callable[..., Policy]]] = {
+        "window": (range(2, 3), window),
+        "topk": (range(1, 3), lambda count, dense_layers=0: topk(count, dense_layers=dense_layers)),
+        "vertical_slash": (range(1, 65), lambda columns, *slashes: vertical_slash(columns, slashes)),
+    }
+    values = [int(number) if number.isdecimal() else -1 for number in numbers.split(",")]
+    if name not in made or len(values) not in made[name][0] or min(values) < 0:
+        raise ConfigError(
+            f"attention policy {text!r} is not known; write full, window:SINKS,RECENT, topk:BLOCKS[,DENSE_LAYERS] or "
+            f"vertical_slash:COLUMNS[,SLASH...], in whole numbers"
+        )
+    return made[name][1](*values)
 
 
 def block_mask(policy: Policy, layer: int, queries: Sequence[QuerySummary], bounds: KeyBounds) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.kv.carrier import Send
+from penstock.kv.chosen import Reader
 from penstock.kv.tiles import Tile
 from penstock.models.inputs import StepInputs
 from penstock.ops.attention import PAST_TILE, AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, reads_pages
@@ -37,17 +38,21 @@ class StepTensors:
     tiles: tuple[Tile, ...] = ()
     """What passes by from host memory, as `inputs.attention.cold` lists it."""
     sends: tuple[Send, ...] = ()
+    readers: tuple[Reader, ...] = ()
+    """Those rows and runs that attend to what a policy chooses."""
 
 
 class InputBuilder:
     """Owns the block tables; every row's are valid up to what the last Plan told.
 
-    tile_tokens: of host memory's KV that is attended to at a time, whole blocks.
+    tile_tokens: of host memory's KV that is attended to at a time, whole blocks. choosing: whether policies choose what of it rows read,
+    and runs.
     """
 
     def __init__(
-        self, spec: ModelSpec, device: torch.device, *, rows: int, blocks_per_row: int, block_size: int, tile_tokens: int = PAST_TILE
-    ) -> None:
+        self, spec: ModelSpec, device: torch.device, *, rows: int, blocks_per_row: int, block_size: int,
+        tile_tokens: int = PAST_TILE, choosing: tuple[bool, bool] = (False, False),
+    ) -> None:  # fmt: skip
         self._device = device
         self._block_size = block_size
         self._angles = RotaryAngles(spec.rope, device)
@@ -57,6 +62,7 @@ class InputBuilder:
         self._table = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._cold = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._tile_blocks = max(tile_tokens // block_size, 1)
+        self._choosing = choosing
         self._tiling: tuple[object, _Tiling] | None = None
         """Of the last step with tiles, and for what: the same serves until somebody's blocks change."""
 
@@ -84,13 +90,21 @@ class InputBuilder:
         slots = np.where(is_cold, -1, blocks * self._block_size + offsets)
         sends = tuple(self._sends(shares, first))
         tiling = self._tile(shares)
+        choosing = [index for index, share in enumerate(shares) if share.cold_start and self._chooses(share)]
+        readers = tuple(Reader(self._cold_table(shares[at]).copy(), shares[at].start, len(shares[at].tokens) > 1) for at in choosing)
         where = self._send(positions)
         cos, sin = self._angles.tables(where, self._rope_lengths(shares) if self._dynamic else None)
         cold = None
-        if tiling.tiles or sends:
+        if tiling.tiles or sends or readers:
+            singles = sum(len(share.tokens) == 1 for share in shares)
             paged = self._send(np.flatnonzero(~is_cold)) if sends else None
             cold = ColdInputs(
-                tiling.cold, tuple(share.start for share in shares if len(share.tokens) == 1), paged, self._seen(tiling, shares)
+                tiling.cold,
+                tuple(share.start for share in shares if len(share.tokens) == 1),
+                paged,
+                self._seen(tiling, shares),
+                tuple(index for index in choosing if index < singles),
+                tuple(index - singles for index in choosing if index >= singles),
             )
             blocks, offsets = blocks[~is_cold], offsets[~is_cold]
         attention = AttentionInputs(
@@ -104,7 +118,13 @@ class InputBuilder:
         tokens = np.fromiter((token for share in shares for token in share.tokens), dtype=np.int64, count=total)
         inputs = StepInputs(self._send(tokens), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)))
         reported = tuple(len(share.next_prompt_tokens) for share in shares)
-        return StepTensors(inputs, samples, reported, tiling.tiles, sends)
+        return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
+
+    def _chooses(self, share: Share) -> bool:
+        return self._choosing[len(share.tokens) > 1]
+
+    def _cold_table(self, share: Share) -> Table:
+        return self._cold[share.row, : share.cold_start // self._block_size]
 
     def _sends(self, shares: Sequence[Share], first: Ints) -> Iterator[Send]:
         for at, share in zip(first, shares, strict=True):
@@ -115,7 +135,7 @@ class InputBuilder:
     def _tile(self, shares: Sequence[Share]) -> "_Tiling":
         kept = tuple((share.row, share.cold_start, len(share.tokens) > 1) for share in shares)
         if self._tiling is None or self._tiling[0] != kept:
-            tables: list[Table] = [self._cold[share.row, : share.cold_start // self._block_size] for share in shares]
+            tables: list[Table] = [self._cold_table(share)[: 0 if self._chooses(share) else None] for share in shares]
             self._tiling = kept, self._tiling_of(stretches(tables, self._tile_blocks), shares)
         return self._tiling[1]
 

@@ -95,14 +95,14 @@ class Runner:
     def _begin(self, plan: Plan, step: StepTensors, pool: KVPool, layers: tuple[int, ...] | None) -> None:
         """Tell the carrier what the step moves."""
         if self._carrier is None:
-            beyond = plan.orders or step.tiles or step.sends
+            beyond = plan.orders or step.tiles or step.sends or step.readers
             assert not beyond, "a plan with host blocks needs a carrier"
             return
         spec, cold = self._decoder.spec, step.inputs.attention.cold
         through = range(spec.layers) if layers is None else layers
         every = range(len(step.tiles))
         seen = [cold.seen.get(spec.windows[layer], every) if cold else every for layer in through]
-        self._carrier.begin(plan.orders, pool, step.sends, step.tiles, through, seen)
+        self._carrier.begin(plan.orders, pool, step.sends, step.tiles, through, seen, step.readers)
 
 
 def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int, cold: bool = False) -> Plan:
