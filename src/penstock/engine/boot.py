@@ -14,7 +14,7 @@ from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import Budget, Demand, divide, least_activations, usual_activations, weights_room
-from penstock.engine.contexts import LongRoom, long_room
+from penstock.engine.contexts import LongRoom, long_room, measured_chunk
 from penstock.engine.engine import Engine
 from penstock.engine.placing import Model, Override, Say, host_room, place
 from penstock.kv.carrier import Carrier, Streams
@@ -94,6 +94,11 @@ def boot(
     layout = kv_layout(spec, dtype, config.block_size)
     resident = sum(map(padded, layouts)) + usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     far = long_room(config, spec, limits, layout, device, total, resident)
+    if far and device.type == "cuda" and config.max_step_tokens is None:
+        chunk = measured_chunk(config, spec, dtype, limits, device, total)
+        limits = replace(limits, max_step_tokens=max(chunk, limits.max_sequences, config.block_size))
+        far = long_room(config, spec, limits, layout, device, total, resident)
+        give_back(device)
     if far and device.type == "cpu" and host_room(config, device) == 0:
         total -= far.host_bytes
     blocks_per_row = -(-limits.max_length // config.block_size)

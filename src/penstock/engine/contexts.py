@@ -9,17 +9,23 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
-from penstock.engine.budget import KV_PART
+from penstock.engine.budget import KV_PART, usual_activations
 from penstock.engine.placing import host_room
 from penstock.kv.carrier import Disk, carrier_bytes, chosen_bytes, staging_bytes
 from penstock.kv.chosen import Policies, bounds_bytes
 from penstock.memory.device import total_memory
+from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
 from penstock.sched.scheduler import Limits
 
 _TILE = 64 << 20
 """Bytes: a copy of about a millisecond, in which the host has time to queue the next, and keys enough for a kernel's full rate."""
 _TILE_TOKENS = 32768
+_CHUNKS = 1024, 16384
+_MEASURE = 0.2
+"""Seconds."""
+_STEP_PART = 4
+"""Of the device's memory, at most one part in so many is for the activations of a step that was not asked for."""
 _RING_PART = 16
 """Of the device's memory, at most one part in so many is for tiles."""
 
@@ -113,6 +119,25 @@ def long_room(
             f"none for them, since {of} {format_size(there)}; allow more, or smaller tiles and steps"
         )
     return room
+
+
+def measured_chunk(config: Config, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device, total: int) -> int:
+    """Tokens of a chunk whose attention takes twice as long as its tiles take to come from host memory, four times where some come from
+    disk: as link and arithmetic are measured here. A power of two; no more than the largest step's memory and the context allow."""
+    kind: torch.dtype = getattr(torch, dtype)
+    link, arithmetic = copy_rate(device, seconds=_MEASURE), matmul_rate(device, kind)
+    balance = chunk_in_balance(spec, kind.itemsize, link, arithmetic)
+    chunk, wanted = _CHUNKS[0], (2 if config.disk_kv_memory is None else 4) * balance
+    while chunk < min(wanted, _CHUNKS[1], limits.max_length):
+        if usual_activations(spec, dtype, 2 * chunk, limits.max_sequences) > total // _STEP_PART:
+            break
+        chunk *= 2
+    return chunk
+
+
+def chunk_in_balance(spec: ModelSpec, itemsize: int, link: float, arithmetic: float) -> float:
+    """Tokens of a chunk that attend to a key, in all heads, for as long as the key and its value take over the link."""
+    return (2 * spec.kv_heads * itemsize / link) * arithmetic / (4 * spec.heads)
 
 
 def _policies(config: Config, spec: ModelSpec) -> Policies | None:
