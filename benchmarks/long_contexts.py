@@ -3,15 +3,17 @@
     python benchmarks/long_contexts.py --out results.json               8B and 1B shapes, random weights, on CUDA
     python benchmarks/long_contexts.py --tiny                           the same course on small shapes, on any device
 
-Ceilings are measured beside the work. `--parts` takes a few of: tiles, peer, shared, long, million, disk.
+Ceilings are measured beside the work. `--parts` takes a few of: tiles, peer, shared, long, million, disk, weights, policies.
 """
 
 import argparse
 import dataclasses
 import gc
 import json
+import os
 import random
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from weight_streaming import GREEDY, Peak, link_ceiling, row, say, sync
+from weight_streaming import GREEDY, Peak, disk_ceiling, link_ceiling, row, say, sync
 
 from penstock.arch.bounds import prefill_operations
 from penstock.arch.layout import group_layouts
@@ -28,13 +30,15 @@ from penstock.base.units import format_rate, format_size
 from penstock.bench.machine import machine
 from penstock.bench.shapes import SHAPES
 from penstock.engine.boot import Booted, boot
+from penstock.engine.placing import Override
 from penstock.kv.carrier import Carrier
 from penstock.memory.device import total_memory
 from penstock.memory.probe import matmul_rate
 from penstock.ops.attention import dense
+from penstock.weights.residency import PIECE, Limits, padded
 from penstock.weights.shape import Shape
 
-PARTS = ("tiles", "peer", "shared", "long", "million")
+PARTS = ("tiles", "peer", "shared", "long", "million", "disk", "weights", "policies")
 GIB = 1 << 30
 K = 1024
 
@@ -347,6 +351,85 @@ def part_million(scale: Scale, device: torch.device) -> dict[str, object]:
     return found
 
 
+def part_disk(scale: Scale, device: torch.device) -> dict[str, object]:
+    """64K tokens of 8B, all but 2K of them on disk."""
+    tokens, chunk, found = 64 * scale.k, 16 * scale.k, {}
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "ceiling"
+        with file.open("wb") as out:
+            for _ in range(4 if scale.tiny else 512):
+                out.write(random.randbytes(PIECE // 16) * 16)
+            os.fsync(out.fileno())
+        found["disk_before"] = disk_ceiling(file, seconds=0.5 if scale.tiny else 5.0)
+        disk = {"disk_kv_memory": 4 * host(scale, "8B", tokens), "kv_directory": Path(directory)}
+        settings = far(scale, "8B", tokens, chunk, 8 * scale.k, **disk) | {"host_kv_memory": host(scale, "8B", 2 * scale.k)}
+        with running(scale, "8B", device, **settings) as booted:
+            _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
+            carrier = carrier_of(booted)
+            assert carrier is not None
+            found["written"] = carrier.disk.written_bytes
+            before, steps = carrier.disk.read_bytes, 4
+            found["prefill_s"], found["decode"] = sum(chunks), decoded(booted, 1, steps, warm=1)
+            read = (carrier.disk.read_bytes - before) / (steps + 1)
+        found["disk_after"] = disk_ceiling(file, seconds=0.5 if scale.tiny else 5.0)
+    ceiling = (found["disk_before"] + found["disk_after"]) / 2
+    rate = read / found["decode"]["mean_s"]
+    found |= {"read_per_step": read, "rate": rate, "of_ceiling": rate / ceiling}
+    row("prefill of 64K, KV on disk", found["prefill_s"], f"{format_size(found['written'])} written")
+    row("decode at 64K, KV on disk", found["decode"]["mean_s"], f"{format_rate(rate)} of {format_rate(ceiling)} = {rate / ceiling:.1%}")
+    return found
+
+
+def part_weights(scale: Scale, device: torch.device) -> dict[str, object]:
+    """64K tokens of 8B in host memory, with half of the weights there too."""
+    tokens, chunk, found = 64 * scale.k, 8 * scale.k, {}
+    found["link_before"] = link_ceiling(device, scale.tiny)
+    shape = Shape.of(scale.shape("8B"))
+    sizes = [padded(layout) for layout in group_layouts(shape.spec, shape.names, shape.spec.dtype)]
+    override = Override(Limits(sum(sizes) // 2 + 2 * max(sizes), 2 * sum(sizes)))
+    config = Config(Path(), device=str(device), block_size=scale.block, **far(scale, "8B", tokens, chunk, 16 * scale.k))  # type: ignore[arg-type]
+    booted = boot(config, shape, say=say, override=override)
+    try:
+        _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
+        before, steps = booted.weights.stats().copied, 6
+        one = decoded(booted, 1, steps, warm=2)
+        weights = (booted.weights.stats().copied - before) / (steps + 2)
+    finally:
+        booted.engine.close()
+    rate = (weights + one["moved_per_step"]) / one["mean_s"]
+    found |= {
+        "prefill_s": sum(chunks),
+        "decode": one,
+        "weights_per_step": weights,
+        "rate": rate,
+        "link_after": link_ceiling(device, scale.tiny),
+    }
+    text = f"{format_size(weights)} of weights and {format_size(one['moved_per_step'])} of KV a step"
+    row("prefill of 64K, weights and KV on the host", sum(chunks), "")
+    row("decode at 64K, weights and KV on the host", one["mean_s"], f"{text}, {format_rate(rate)} of {format_rate(found['link_before'])}")
+    return found
+
+
+def part_policies(scale: Scale, device: torch.device) -> dict[str, object]:
+    """Decoding at 128K tokens of 8B when a sixteenth of the blocks is read, and with KV in fp8."""
+    tokens, chunk, found = 128 * scale.k, 16 * scale.k, {}
+    ways = {
+        "full": {},
+        "topk": {"attention_policy": f"topk:{tokens // scale.block // 16}"},
+        "window": {"attention_policy": f"window:{scale.k},{tokens // 16}"},
+        "fp8": {"host_kv_dtype": "fp8"},
+    }
+    for what, more in ways.items():
+        with running(scale, "8B", device, **far(scale, "8B", tokens, chunk, 16 * scale.k, **more)) as booted:
+            _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
+            found[what] = {"prefill_s": sum(chunks), "decode": decoded(booted, 1, 4 if scale.tiny else 8)}
+            carrier = carrier_of(booted)
+            if carrier is not None and carrier.chosen is not None:
+                found[what]["missed"] = dataclasses.asdict(carrier.chosen.missed)
+            row(f"decode at 128K, {what}", found[what]["decode"]["mean_s"], f"prefill {sum(chunks):.2f} s {found[what].get('missed', '')}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -362,6 +445,9 @@ def main() -> None:
         "shared": part_shared,
         "long": part_long,
         "million": part_million,
+        "disk": part_disk,
+        "weights": part_weights,
+        "policies": part_policies,
     }
     for part in given.parts.split(","):
         begin = time.perf_counter()
