@@ -116,7 +116,7 @@ def prompt_of(tokens: int, seed: int, vocab: int) -> list[int]:
 
 
 def carrier_of(booted: Booted) -> Carrier | None:
-    return booted.engine._ranks._carrier  # type: ignore[union-attr]
+    return booted.engine._ranks.carrier  # type: ignore[union-attr]
 
 
 def prefilled(booted: Booted, prompt: Sequence[int], device: torch.device) -> tuple[object, list[float]]:

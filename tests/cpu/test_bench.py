@@ -17,7 +17,7 @@ from penstock.arch import bounds
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, CheckpointError, RequestError
-from penstock.bench import measure
+from penstock.bench import contexts, measure
 from penstock.bench.measure import Work
 from penstock.bench.report import Kind
 from penstock.bench.run import Job, run
@@ -245,6 +245,11 @@ def test_threads_are_those_asked_for(bare: Path, capsys: pytest.CaptureFixture[s
         (["prefill", "--dtype", "int3"], "int3"),
         (["prefill", "--out", "no/such/place.json"], "directory does not exist"),
         (["prefill", "no/such/model"], "no/such/model"),
+        (["context", ".", "--shape", "8B"], "exclude each other"),
+        (["context", "--lengths", "4K,x"], "'4K,x' is not a list of token counts, like 4096,32K,1M"),
+        (["context", "--lengths", "0"], "is not a list of token counts"),
+        (["context", "--host-kv-memory", "much"], "much"),
+        (["context", "--out", "no/such/place.json"], "directory does not exist"),
     ],
 )
 def test_the_command_refuses_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,6 +299,119 @@ def test_every_repeat_asks_for_the_same_lengths_of_other_prompts(against: Module
     assert all(one.prompt != other.prompt for one, other in zip(first, second, strict=True))
     assert {16 <= len(one.prompt) <= 256 and 16 <= one.output <= 128 for one in first} == {True}
     assert len({one.output for one in first}) > 16
+
+
+# -- contexts ----------------------------------------------------------------------------------------------------------------
+
+TOKEN = 2 * 2 * 2 * 8 * 4
+"""Bytes of KV."""
+
+
+def course(*lengths: int, output: int = 3, **changes: object) -> contexts.Job:
+    config = dataclasses.replace(job(Kind.DECODE).config, **({"host_kv_memory": "1MiB", "kv_tile": 32} | changes))
+    return contexts.Job("tiny", TINY, config, lengths or None, output, repeat=2)
+
+
+def test_kv_that_moves_is_counted_and_a_prompt_tells_how_far_it_is() -> None:
+    config = dataclasses.replace(course().config, kv_blocks=8, max_length=128, max_sequences=1, check=True)
+    engine = boot(config, Shape.of(TINY)).engine
+    room = engine.kv_stats()
+    assert room is not None
+    assert (room.host, room.copied, room.sent, room.streams) == (0, 0, 0, False)
+    engine.submit(range(90), measure._GREEDY, 30)
+    reached, copied = [], 0
+    for start in range(0, 90, 16):  # each step reads what the earlier ones have written
+        engine.step()
+        copied += start * TOKEN
+        reached.append((engine.progress.reached, engine.progress.computed))
+        now = engine.stats().kv
+        assert now is not None
+        assert (now.host, now.copied, now.sent) == (min(start + 16, 88) * TOKEN, copied, min(start + 16, 88) * TOKEN)
+    assert reached == [(16, 16), (32, 32), (48, 48), (64, 64), (80, 80), (0, 90)]
+    for length in range(91, 120):  # the tail goes to the host when three of its blocks are full
+        engine.step()
+        copied += max(88, (length - 1) // 8 * 8 - 16) * TOKEN
+        now = engine.kv_stats()
+        assert now is not None
+        assert (now.copied, now.sent) == (copied, now.host)
+    assert now.host == 96 * TOKEN
+    assert not engine.busy
+    engine.close()
+    assert engine.kv_stats() is None
+
+
+def test_contexts_on_the_host_stream_once_for_each_token() -> None:
+    told: list[str] = []
+    report = contexts.sweep(course(200, 72, 200, 400), told.append)
+    line = json.loads(report.line())
+    rows = line["contexts"]
+    assert [row["context"] for row in rows] == [72, 200, 400]
+    for row in rows:
+        assert row["host_kv"] == row["kv_per_step"] == row["context"] * TOKEN
+        assert row["weights_per_step"] == 0
+        assert (row["prefill_ms"]["count"], row["decode_ms"]["count"]) == (2, 2 * 3)
+        assert row["prefill_tokens_per_second"] == pytest.approx(1e3 * row["context"] / row["prefill_ms"]["median"])
+        assert (
+            row["bound_ms"]
+            == 1e3
+            * bounds.prefill_operations(Shape.of(TINY).spec, layouts(Shape.of(TINY)), [row["context"]])
+            / line["operations_per_second"]
+        )
+        assert row["of_bound"] == pytest.approx(row["bound_ms"] / row["prefill_ms"]["median"])
+        assert 0 < row["of_link"] < row["kv_per_step"] / (row["decode_ms"]["least"] / 1e3) / line["link_ceiling"] * 1.001
+    assert len({row["device"] for row in rows}) == 1  # the device holds as much of a long context as of a short one
+    assert (line["bench"], line["model"], line["step_tokens"], line["block_size"]) == ("context", "tiny", 16, 8)
+    assert line["machine"]["torch"] == torch.__version__
+    assert "\n" not in report.line()
+    table = str(report).splitlines()
+    assert len({len(row) for row in table[2:]}) == 1
+    assert re.search(r"^ +400 .* KiB +100 KiB +[\d,]+ tokens/s +[\d.]+% +\S+ s a token +100 KiB a step +[\d.]+%$", table[-1])
+    assert [text.partition(" tokens: prompt in ")[0] for text in told[-3:]] == ["72", "200", "400"]
+
+
+def test_contexts_that_the_device_holds_do_not_stream() -> None:
+    near = contexts.sweep(course(40, 200, host_kv_memory=None)).contexts
+    assert [(row.host_kv, row.kv_per_step, row.of_link) for row in near] == [(0, 0, 0)] * 2
+    assert near[1].device - near[0].device == 160 * TOKEN
+    mixed = contexts.sweep(course(40, 200, kv_blocks=8))
+    assert [row.host_kv for row in mixed.contexts] == [0, 200 * TOKEN]
+    assert re.search(r"^ +40 .* (KiB|MiB) +- .* a token +- +-$", str(mixed), re.MULTILINE)
+
+
+def test_the_usual_contexts_are_those_that_model_and_memory_have_room_for() -> None:
+    def lengths(positions: int, **changes: object) -> list[int]:
+        asked = course(**({"max_step_tokens": 512, "host_kv_memory": None} | changes), output=1)
+        source = TINY | {"max_position_embeddings": positions}
+        return [row.context for row in contexts.sweep(dataclasses.replace(asked, source=source, repeat=1)).contexts]
+
+    assert lengths(8192) == [4096, 8192]
+    assert lengths(12_000) == [4096, 8192]
+    assert lengths(16_384, host_kv_memory=12_000 * TOKEN) == [4096, 8192]
+    with pytest.raises(RequestError, match=r"begin at 4,096 tokens, but tiny has 4,000 positions"):
+        lengths(4000)
+    with pytest.raises(RequestError, match=r"memory room for about 3,000; give --lengths"):
+        lengths(16_384, host_kv_memory=4000 * TOKEN)
+
+
+def test_contexts_that_were_asked_for_and_do_not_fit_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"measuring 3 tokens after 500 takes 509 positions, but KV has room for 408; lower --lengths"):
+        contexts.sweep(course(40, 100, 500, host_kv_memory=400 * TOKEN))
+
+
+def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "line.json"
+    given = ["bench", "context", str(bare), "--lengths", "300,0.5K", "--output", "2", "--device", "cpu", "--kv-tile", "64"]
+    assert main([*given, "--host-kv-memory", "50%", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    line = json.loads(printed.out.splitlines()[-1])
+    assert [(row["context"], row["kv_per_step"] > 0) for row in line["contexts"]] == [(300, True), (512, True)]
+    assert "of link" in printed.out
+    assert "512 tokens: prompt in" in printed.err
+    assert json.loads(out.read_text()) == line
+    assert main([*given, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [row["kv_per_step"] for row in json.loads(printed.out)["contexts"]] == [0, 0]
+    assert printed.err == ""
 
 
 # -- streaming ---------------------------------------------------------------------------------------------------------------

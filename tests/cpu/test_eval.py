@@ -33,6 +33,21 @@ def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureF
         assert image.format == "PNG"
 
 
+@pytest.mark.parametrize("asked", [["needle", "--depths", "3"], ["ruler", "--depths", "1", "--tasks", "single,keys,variables"]])
+def test_contexts_on_the_host_score_as_those_on_the_device(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*more: str) -> dict[str, object]:
+        assert main(["eval", *asked, "--lengths", "512,1024", "--samples", "2", *FEW, "--json", *more]) == 0
+        found: dict[str, object] = json.loads(capsys.readouterr().out)
+        return found
+
+    resident = run()
+    streamed = run("--host-kv-memory", "64MiB", "--kv-tile", "128", "--kv-blocks", "24", "--block-size", "16")
+    assert resident["kv"] is None
+    assert streamed["kv"]["copied"] > streamed["kv"]["sent"] > 0  # type: ignore[index]
+    assert resident["prompts"] == streamed["prompts"]
+    assert resident["cells"] == streamed["cells"]
+
+
 def test_all_tasks_run_over_a_given_text_and_say_what_was_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("It was a quiet day. Nobody came, and nobody went. The river was as slow as ever.\n\n" * 40)

@@ -6,6 +6,7 @@ forgetful, as tmux and the Linux console are: restoring a cursor that stood behi
 
 import codecs
 import fcntl
+import json
 import os
 import pty
 import re
@@ -27,9 +28,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.base.meter import WeightStats
-from penstock.cli.live import LiveLine, at_edge, line, pass_seconds, summary
+from penstock.base.meter import KVStats, WeightStats
+from penstock.cli import live as module
+from penstock.cli.live import (
+    Counts,
+    LiveLine,
+    Prompt,
+    at_edge,
+    bar,
+    beside,
+    fitting,
+    kv_forms,
+    kv_summary,
+    pass_seconds,
+    summary,
+    weight_forms,
+)
 from penstock.cli.main import main
+from penstock.engine.engine import Progress
 
 GIB = 1 << 30
 STATS = WeightStats(
@@ -48,6 +64,9 @@ STATS = WeightStats(
     predicted=7.51,
     binding="disk",
 )
+RESIDENT = replace(STATS, device_ring=0)
+"""Of a model of which nothing streams."""
+KV = KVStats(host=3 * GIB, disk=0, room=8 * GIB, copied=120 * GIB, sent=3 * GIB)
 NEVER = 3600.0
 """A period in which the thread of a line draws nothing: the test does."""
 
@@ -259,7 +278,7 @@ def terminal() -> Iterator[Terminal]:
 
 def at_rest(columns: int) -> str:
     """The line while STATS stay as they are."""
-    return line(STATS, STATS.since(STATS).flow(1.0), 0.0, columns - 1).rstrip()
+    return fitting(weight_forms(STATS, STATS.since(STATS).flow(1.0), 0.0), columns - 1).rstrip()
 
 
 PIECES = st.lists(st.text("abcdefgh  \n\té€漢字", min_size=1, max_size=9) | st.sampled_from(["e\u0301", "\n\n", "0" * 45]), max_size=25)
@@ -276,6 +295,36 @@ def test_text_is_whole_whatever_is_drawn_in_between(pieces: list[str], rows: int
             live.redraw()
             assert terminal.settle().region == (0, rows - 2)
             assert terminal.screen.last_row == at_rest(columns)
+    assert terminal.settle().region == (0, rows - 1)
+    os.write(terminal.theirs, b"\nafterwards")
+    assert terminal.settle().shown() == only(f"{text}\nafterwards", (rows, columns))
+    terminal.close()
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PATIENCE", seconds)
+        yield
+
+
+@settings(max_examples=100)
+@given(PIECES, st.integers(4, 7), st.integers(20, 90), st.booleans(), st.sampled_from([STATS, RESIDENT]))
+def test_text_is_whole_whatever_is_computed_in_between(
+    pieces: list[str], rows: int, columns: int, forgetful: bool, stats: WeightStats
+) -> None:
+    """Each piece is taken for the first of an answer: before it there is a bar, unless the cursor is behind a full row, and then none."""
+    text, terminal = "", Terminal(rows, columns, forgetful=forgetful)
+    with patience(0.0), standing_in(terminal), LiveLine(lambda: stats, progress=lambda: Progress(40, 40), period=NEVER) as live:
+        for piece in pieces:
+            live.compute(100)
+            live.redraw()
+            edge = at_edge(text.rpartition("\n")[2], columns)
+            assert ("40 of 100" in terminal.settle().last_row) is not edge
+            live.write(piece)
+            text += piece
+            assert terminal.settle().region == (0, rows - 2 if stats.streams else rows - 1)
+            assert "40 of 100" not in terminal.screen.last_row
     assert terminal.settle().region == (0, rows - 1)
     os.write(terminal.theirs, b"\nafterwards")
     assert terminal.settle().shown() == only(f"{text}\nafterwards", (rows, columns))
@@ -408,13 +457,16 @@ def test_a_terminal_too_small_has_no_line_until_it_grows(size: tuple[int, int]) 
         (STATS, True, "xterm"),
         (STATS, False, "dumb"),
         (STATS, False, None),
-        (None, False, "xterm"),
-        (replace(STATS, device_ring=0), False, "xterm"),
+        (RESIDENT, False, "xterm"),
     ],
-    ids=["quiet", "dumb", "no TERM", "nothing to tell", "nothing streams"],
+    ids=["quiet", "dumb", "no TERM", "nothing streams"],
 )
-def test_only_text_is_written_where_no_line_is_wanted(terminal: Terminal, stats: WeightStats | None, quiet: bool, term: str | None) -> None:
-    with standing_in(terminal, term), LiveLine(lambda: stats, quiet=quiet, period=0.001) as live:
+def test_only_text_is_written_where_no_line_is_wanted(terminal: Terminal, stats: WeightStats, quiet: bool, term: str | None) -> None:
+    # A prompt is under way, but of the model of which nothing streams not for long.
+    line = LiveLine(lambda: stats, progress=lambda: Progress(40, 40), quiet=quiet, period=0.001)
+    with patience(0.0 if stats.streams else NEVER), standing_in(terminal, term), line as live:
+        live.compute(100)
+        live.redraw()
         live.write("text")
         live.redraw()
     assert terminal.settle().shown() == ["text"]
@@ -442,7 +494,9 @@ def test_a_pipe_may_lead_to_the_same_terminal_and_a_file_cannot(terminal: Termin
 
 def test_nothing_is_written_where_stderr_is_no_terminal(terminal: Terminal, tmp_path: Path) -> None:
     err = (tmp_path / "err").open("w")
-    with err, standing_in(terminal), redirect_stderr(err), LiveLine(lambda: STATS, period=0.001) as live:
+    with err, patience(0.0), standing_in(terminal), redirect_stderr(err), LiveLine(lambda: STATS, period=0.001) as live:
+        live.compute(100)
+        live.redraw()
         live.write("text")
         live.redraw()
     assert terminal.settle().shown() == ["text"]
@@ -614,7 +668,7 @@ SHORT = "link 7.20 GB/s 13% | disk 2.40 GB/s 96% | waits disk 71% link 2% | pass
     ],
 )
 def test_a_line_has_the_longest_form_that_fits(width: int, shown: str) -> None:
-    assert line(STATS, FLOW, 7.61, width) == shown
+    assert fitting(weight_forms(STATS, FLOW, 7.61), width) == shown
 
 
 def test_a_line_leaves_out_what_is_not_used_and_what_is_not_yet() -> None:
@@ -622,21 +676,65 @@ def test_a_line_leaves_out_what_is_not_used_and_what_is_not_yet() -> None:
     flow = stats.since(BEFORE).flow(10.0)
     links = "link 800 KB/s of 53.4 GB/s (0%) | waits: link 2%"
     homes = "device 14.1 GiB + ring 1.60 GiB · host 98.0 GiB"
-    assert line(stats, flow, 0.0, 200) == f"{homes} | {links} | first pass (predicted 7.51)"
-    assert line(stats, flow, 0.0, 60) == "link 800 KB/s 0% | waits 2% | first pass"
+    assert fitting(weight_forms(stats, flow, 0.0), 200) == f"{homes} | {links} | first pass (predicted 7.51)"
+    assert fitting(weight_forms(stats, flow, 0.0), 60) == "link 800 KB/s 0% | waits 2% | first pass"
     bare = replace(stats, host=0, link_rate=0.0)
-    assert line(bare, bare.flow(10.0), 0.0, 200).startswith(f"{homes[:31]} | link 800 KB/s | waits")
+    assert fitting(weight_forms(bare, bare.flow(10.0), 0.0), 200).startswith(f"{homes[:31]} | link 800 KB/s | waits")
+    assert fitting([], 200) == ""
+
+
+KV_LONG, KV_SHORT = "KV host 3.00 GiB of 8.00 GiB, 120 GiB streamed, 21.0 GB/s", "KV 3.00 GiB 21.0 GB/s"
+
+
+def test_kv_stands_beside_weights_where_there_is_room_for_both() -> None:
+    weights, kv = weight_forms(STATS, FLOW, 7.61), kv_forms(KV, 21e9)
+    forms = beside(weights, kv)
+    assert fitting(forms, 300) == f"{LONG} | {KV_LONG}"
+    assert fitting(forms, len(SHORT) + len(KV_SHORT) + 3) == f"{SHORT} | {KV_SHORT}"
+    assert beside([], kv) == kv == [KV_LONG, KV_SHORT]
+    assert beside(weights, []) == weights
+    assert kv_forms(replace(KV, disk=GIB), 21e9)[0].startswith("KV host 3.00 GiB of 8.00 GiB · disk 1.00 GiB, ")
+
+
+def test_the_line_of_kv_counts_from_where_it_began() -> None:
+    kv = KV
+    terminal = Terminal(8, 80)
+    with standing_in(terminal), LiveLine(lambda: RESIDENT, lambda: kv, period=NEVER) as live:
+        kv = replace(KV, copied=KV.copied + 2 * GIB)
+        live.redraw()
+        assert terminal.settle().last_row.startswith("KV host 3.00 GiB of 8.00 GiB, 2.00 GiB streamed, ")
+    assert terminal.settle().region == (0, 7)
+    terminal.close()
+
+
+def test_a_bar_tells_how_far_a_prompt_is_and_how_long_it_still_takes() -> None:
+    prompt = Prompt(65_536, begin=10.0, computed=500)
+    assert bar(prompt, 11.0, 79) == f"prompt {'─' * 30} 0 of 65,536 tokens"
+    prompt.see(14.0, reached=24_576, computed=500 + 8192)  # 16,384 were found
+    assert prompt.rate == 2048.0
+    assert bar(prompt, 14.0, 99) == f"prompt {'━' * 11}{'─' * 19} 24,576 of 65,536 tokens, 2,048 tokens/s, 0:20 left"
+    assert bar(prompt, 19.0, 99).endswith("0:15 left")
+    assert bar(prompt, 60.0, 99).endswith("0:00 left")
+    assert bar(prompt, 14.0, 66).startswith("prompt ━━━───── 24,576")
+    assert bar(prompt, 14.0, 40) == "prompt 24,576 of 65,536 tokens, 2,048 to"
+    prompt.see(15.0, reached=0, computed=500 + 8192 + 1)  # the last step of it is done
+    assert prompt.reached == 24_576
+    slow = Prompt(10**6, begin=0.0, computed=0)
+    slow.see(3600.0, 10**5, 10**5)
+    assert bar(slow, 3600.0, 99).endswith(" 28 tokens/s, 9:00:00 left")
 
 
 def test_a_summary_has_the_whole_run_in_a_line() -> None:
     for passes, told, each in ((12, "12 passes", "0.833 s each"), (1, "1 pass", "10 s each"), (0, "0 passes", "none begun")):
         whole = summary(replace(STATS, passes=passes), 10.0)
         assert whole == f"weights: {HOMES} | {told} in 10 s | {LINKS} | {each} (predicted 7.51, bound by disk)"
+    told = "KV: host 3.00 GiB of 8.00 GiB | to the device 120 GiB in 10 s (12.9 GB/s) | from the device 3.00 GiB"
+    assert kv_summary(KV, 10.0) == told
 
 
-def seen(*passes: int) -> list[tuple[float, WeightStats]]:
+def seen(*passes: int) -> list[Counts]:
     """What is seen every second, of so many passes begun."""
-    return [(float(second), replace(STATS, passes=count)) for second, count in enumerate(passes)]
+    return [Counts(float(second), replace(STATS, passes=count), None) for second, count in enumerate(passes)]
 
 
 def test_a_pass_takes_from_one_beginning_to_another() -> None:
@@ -674,3 +772,72 @@ def test_a_run_that_streams_writes_the_text_of_one_that_does_not(capsys: pytest.
     assert shown[begin + len(lines)].startswith("prompt 5 tokens (0 cached)")
     assert "weights: device" in "".join(shown)
     large.close()
+
+
+LONG_PROMPT = ["--temperature", "0", "--max-tokens", "40", "--dtype", "float32", "--max-step-tokens", "16"]
+BAR = r"prompt ━+─* [\d,]+ of \d+ tokens, [\d,]+ tokens/s, \d+:\d\d left$"
+BESIDE = ["--host-kv-memory", "64MiB", "--kv-blocks", "8", "--kv-tile", "64", "--block-size", "16"]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a few hundred tokens, more than fit into eight blocks."""
+    file = tmp_path_factory.mktemp("story") / "story.txt"
+    file.write_text("Once upon a time there was a little fox who lived in a wood and had many friends. " * 30)
+    return file
+
+
+def test_a_long_prompt_has_a_bar_until_the_first_text(story: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "--file", str(story), *LONG_PROMPT]
+    assert main([*arguments, "--quiet"]) == 0
+    text = capsys.readouterr().out
+    assert main([*arguments, *BESIDE, "--verbose"]) == 0
+    piped = capsys.readouterr()
+    assert piped.out == text
+    assert "\x1b" not in piped.err
+    assert "━" not in piped.err
+    assert re.search(r"^KV: host \S+ MiB of 64\.0 MiB \| to the device \S+ MiB in .* \| from the device \S+ MiB$", piped.err, re.MULTILINE)
+    large = Terminal(24, 90)
+    script = f"from penstock.cli import live; live.PATIENCE = 0.0{COMMAND.format([*arguments, *BESIDE])}"
+    with running(large, script) as process:
+        large.until(lambda screen: re.match(BAR, screen.last_row) is not None)
+        large.until(lambda screen: screen.last_row.startswith("KV host "))
+        large.until(lambda screen: screen.region == (0, 23) and "from the device" in "".join(screen.shown()))
+        assert process.wait() == 0
+    shown = large.settle().shown()
+    lines = only(text, (24, 90))
+    begin = shown.index(lines[0])
+    assert shown[begin : begin + len(lines)] == lines
+    assert "━" not in "".join(shown)
+    large.close()
+
+
+def test_chat_has_it_too(story: Path) -> None:
+    large = Terminal(24, 90)
+    arguments = ["chat", "--raw", *LONG_PROMPT, *BESIDE]
+    with running(large, f"from penstock.cli import live; live.PATIENCE = 0.0{COMMAND.format(arguments)}", stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(story.read_bytes() + b"\n")
+        process.stdin.close()
+        large.until(lambda screen: screen.last_row.startswith("prompt ━"))
+        large.until(lambda screen: screen.last_row.startswith("KV host "))
+        large.until(lambda screen: screen.region == (0, 23))
+        assert process.wait() == 0
+    assert "━" not in "".join(large.settle().shown())
+    large.close()
+
+
+def test_json_has_what_moved(story: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step reads all blocks that are full: exactly so much comes to the device, and each goes to the host once."""
+    assert main(["run", "--file", str(story), *LONG_PROMPT, "--json", "--max-tokens", "1", *BESIDE]) == 0
+    found = json.loads(capsys.readouterr().out)
+    prompt, block = found["usage"]["prompt_tokens"], found["budget"]["block_bytes"]
+    assert found["kv"] == {
+        "host": prompt // 16 * block,
+        "disk": 0,
+        "room": 64 << 20,
+        "copied": sum(range(0, prompt, 16)) // 16 * block,
+        "sent": prompt // 16 * block,
+    }
+    assert main(["run", "--file", str(story), *LONG_PROMPT, "--json", "--max-tokens", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv"] is None

@@ -20,7 +20,7 @@ WANTED = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=
 def answer(name: str, **settings: object) -> tuple[list[Completion], Missed | None]:
     with LLM(tiny.checkpoint(name), **SETTINGS, **settings) as llm:
         found = llm.generate(PROMPTS, WANTED)
-        carrier = llm.booted.engine._ranks._carrier
+        carrier = llm.booted.engine._ranks.carrier
         return found, carrier.chosen.missed if carrier and carrier.chosen else None
 
 

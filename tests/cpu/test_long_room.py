@@ -10,7 +10,10 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.bench.shapes import SHAPES
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
+from penstock.kv.hostpool import HostPool
+from penstock.memory.arena import Arena, PinningError
 from penstock.sched.scheduler import Limits
+from penstock.step.plan import HostBlockId
 from penstock.weights.shape import Shape
 
 CPU = torch.device("cpu")
@@ -81,3 +84,18 @@ def test_a_chunk_in_balance_takes_as_long_to_attend_as_to_bring() -> None:
     bring = 2 * SPEC.kv_heads * SPEC.head_dim * 2 / link
     attend = 4 * chunk * SPEC.heads * SPEC.head_dim / arithmetic
     assert attend == pytest.approx(bring)
+
+
+def test_memory_that_cannot_be_pinned_serves_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As with a limit of locked memory: the driver refuses, the pool is there all the same, and somebody says so."""
+
+    def refuse(arena: Arena, device: torch.device) -> None:
+        raise PinningError("cannot pin 6 MiB of host memory for cuda (CUDA error 304); allow less")
+
+    monkeypatch.setattr(Arena, "_register", refuse)
+    pool = HostPool(LAYOUT, 8, torch.device("cuda"))
+    pool.block(HostBlockId(7)).fill_(3)
+    assert int(pool.layer_rows(SPEC.layers - 1, 7, 1).sum()) == 3 * LAYOUT.layer_bytes
+    assert "cannot pin" in caplog.text
+    assert "several times slower" in caplog.text
+    pool.close()

@@ -1,10 +1,10 @@
-"""What two counts of streamed weights say about the time between them."""
+"""What two counts of streamed weights, or of KV, say about the time between them."""
 
 from dataclasses import replace
 
 import pytest
 
-from penstock.base.meter import Flow, WeightStats
+from penstock.base.meter import Flow, KVStats, WeightStats
 
 BEFORE = WeightStats(
     device=100,
@@ -53,3 +53,13 @@ def test_a_link_that_is_not_used_has_no_share() -> None:
 def test_without_a_ring_nothing_streams() -> None:
     assert BEFORE.streams
     assert not replace(BEFORE, device_ring=0).streams
+
+
+def test_of_kv_what_moved_is_counted_and_what_rests_is_as_it_is_now() -> None:
+    before, after = KVStats(host=10, disk=0, room=50, copied=100, sent=20), KVStats(host=50, disk=5, room=50, copied=190, sent=65)
+    assert after.since(before) == KVStats(host=50, disk=5, room=50, copied=90, sent=45)
+    assert not KVStats(0, 0, 50, 0, 0).streams
+    assert all(
+        KVStats(**{"host": 0, "disk": 0, "room": 50, "copied": 0, "sent": 0, name: 1}).streams
+        for name in ("host", "disk", "copied", "sent")
+    )

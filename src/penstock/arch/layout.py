@@ -4,15 +4,17 @@ A group is the unit in which weights rest and move: one contiguous run. Projecti
 the other, so that a layer needs four matrix products and a group one copy.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
 from penstock.arch.families import TensorNames
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
+from penstock.base.errors import ConfigError
 
 ALIGNMENT = 256
 """Bytes at which every field of a group starts: a multiple of any vector load and of what matrix kernels want."""
+_FP8, _SCALE_BYTES = "float8_e4m3fn", 4
 
 
 class GroupKind(StrEnum):
@@ -64,21 +66,48 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """A pool of KV blocks is `[blocks, layers, 2, block_size, kv_heads, head_dim]`: a block is one run, and in it a layer's K, then V."""
+    """A pool of KV blocks is `[blocks, layers, 2, block_size, kv_heads, head_dim]`: a block is one run, and in it a layer's K, then V.
+
+    Rounded to fp8, K is followed by a scale for each head, float32 `[kv_heads]`, and so is V.
+    """
 
     layers: int
     block_size: int
     kv_heads: int
     head_dim: int
     dtype: str
+    rounded_from: str | None = None
+    """The dtype of the arithmetic, if blocks rest in fp8."""
+
+    @property
+    def elements(self) -> int:
+        """Numbers in a block's K, or V, of a layer."""
+        return self.block_size * self.kv_heads * self.head_dim
 
     @property
     def layer_bytes(self) -> int:
-        return 2 * self.block_size * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        if self.rounded_from:
+            return 2 * (self.elements + self.kv_heads * _SCALE_BYTES)
+        return 2 * self.elements * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
         return self.layers * self.layer_bytes
+
+    @property
+    def exact(self) -> "KVLayout":
+        """Of the same blocks as the arithmetic has them."""
+        return replace(self, dtype=self.rounded_from, rounded_from=None) if self.rounded_from else self
+
+    @property
+    def in_fp8(self) -> "KVLayout":
+        """Of the same blocks rounded to fp8. Raises ConfigError if the scales would lie askew in them."""
+        if self.elements % _SCALE_BYTES:
+            raise ConfigError(
+                f"KV in fp8 needs blocks of a multiple of {_SCALE_BYTES} bytes, but {self.block_size} tokens of {self.kv_heads} heads of "
+                f"{self.head_dim} are {self.elements}; choose a larger block_size, or host_kv_dtype auto"
+            )
+        return replace(self, dtype=_FP8, rounded_from=self.dtype)
 
 
 def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:

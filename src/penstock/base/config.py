@@ -7,6 +7,7 @@ from pathlib import Path
 from penstock.base.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+HOST_KV_DTYPES = ("auto", "fp8")
 
 
 CACHE = Path("~/.cache/penstock")
@@ -25,6 +26,8 @@ class Config:
     host_kv_memory: bytes of host memory for KV of contexts longer than the device holds; 0 for none. By default what a sequence of
         `max_length` takes, if such a length was asked for and the device does not hold it beside the weights.
     disk_kv_memory, kv_directory: bytes of disk for KV that host memory does not hold either, and where; none if no size is given.
+    host_kv_dtype: of KV in host memory and on disk: auto, as on the device, or fp8, rounded to a sixteenth with a scale for each block and
+        head, in half the bytes of bfloat16.
     kv_tile: tokens of such a context that pass through the device at a time; None is the usual.
     attention_policy, prefill_policy: what new tokens, and chunks of a prompt, read of KV beyond the device: full (exact),
         window:SINKS,RECENT, topk:BLOCKS or vertical_slash:COLUMNS,SLASH (see ops.policies).
@@ -48,6 +51,7 @@ class Config:
     host_kv_memory: str | int | None = None
     disk_kv_memory: str | int | None = None
     kv_directory: Path = CACHE
+    host_kv_dtype: str = "auto"
     kv_tile: int | None = None
     attention_policy: str = "full"
     prefill_policy: str = "full"
@@ -65,6 +69,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+        if self.host_kv_dtype not in HOST_KV_DTYPES:
+            raise ConfigError(f"host_kv_dtype {self.host_kv_dtype!r} is not known; choose one of {', '.join(HOST_KV_DTYPES)}")
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())) or self.device.endswith(":"):
             raise ConfigError(f"device {self.device!r} is not known; choose auto, cpu, cuda or cuda:N")

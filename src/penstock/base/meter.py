@@ -1,4 +1,4 @@
-"""Counts of what streams, as values: where weights rest and what moving them has taken, and from two of these what happens in between."""
+"""Counts of what streams, as values: where weights and KV rest, what moving them has taken; two of these tell what happens in between."""
 
 from dataclasses import dataclass, replace
 
@@ -75,6 +75,30 @@ class Flow:
     waited_link: float
     waited_disk: float
     """Shares of the time for which arithmetic waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVStats:
+    """KV of contexts longer than the device holds: where it rests, and what has moved since the engine started. Bytes."""
+
+    host: int
+    disk: int
+    """Of the requests of the last step, on each tier: what is kept for later ones is not counted."""
+    room: int
+    """In host memory."""
+    copied: int
+    """To DEVICE."""
+    sent: int
+    """From DEVICE."""
+
+    def since(self, before: "KVStats") -> "KVStats":
+        """The same, but counting only what came after `before`."""
+        return replace(self, copied=self.copied - before.copied, sent=self.sent - before.sent)
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything rests beyond the device, or did."""
+        return self.host + self.disk + self.copied + self.sent > 0
 
 
 def _share(waited: float, seconds: float) -> float:

@@ -75,6 +75,54 @@ def prefill(booted: Booted, work: Work) -> Times:
     return Times.of(seconds[1:])
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Seconds of one prompt and of each decode step after it; what rested where, and bytes that came to the device in those steps."""
+
+    prefill: float
+    steps: list[float]
+    blocks: int
+    """KV blocks of the device that were held, at most."""
+    host: int
+    """Bytes of KV in host memory."""
+    kv_copied: int
+    weights_copied: int
+
+
+def context_room(context: int, output: int) -> int:
+    """Tokens that a sequence of `context` prompt tokens comes to, one more included, so that it does not end with the last step."""
+    return context + WARM_STEPS + output + 2
+
+
+def context(booted: Booted, context: int, output: int, rng: random.Random) -> Context:
+    """One sequence: its prompt to the first token, and `output` decode steps."""
+    engine, weights = booted.engine, booted.weights
+    [request] = _submit(engine, Work(1, context, output, 1), booted.spec.vocab_size, rng, context_room(context, output) - context)
+    got, blocks = {request: 0}, 0
+    begin = time.perf_counter()
+    while not got[request]:
+        _step(engine, got)
+        now = engine.stats()
+        blocks = max(blocks, now.kv_blocks - now.kv_blocks_free)
+    prefill = time.perf_counter() - begin
+    for _ in range(WARM_STEPS):
+        _step(engine, got)
+    kv, copied = engine.kv_stats(), weights.stats().copied
+    seconds = [_step(engine, got) for _ in range(output)]
+    now = engine.stats()
+    moved = now.kv.since(kv) if now.kv and kv else None
+    blocks = max(blocks, now.kv_blocks - now.kv_blocks_free)
+    engine.stop(request)
+    return Context(
+        prefill=prefill,
+        steps=seconds,
+        blocks=blocks,
+        host=moved.host if moved else 0,
+        kv_copied=moved.copied if moved else 0,
+        weights_copied=weights.stats().copied - copied,
+    )
+
+
 def _submit(engine: Engine, work: Work, vocab: int, rng: random.Random, max_tokens: int | None = None) -> list[RequestId]:
     """Prompts that no earlier one begins like, so that nothing of them can be in a cache."""
     prompts = [[rng.randrange(vocab) for _ in range(work.context)] for _ in range(work.batch)]

@@ -57,7 +57,7 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     """Measure. `say` is told what the engine decided. Raises PenstockErrors."""
     if job.baseline:
         transformers()  # What is missing should be known before minutes have passed.
-    model = _open(job)
+    model = open_model(job.source, job.name)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
         dtype = choose_dtype(job.config, model, device)
@@ -65,7 +65,7 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
         work, config = _sized(job, spec, device)
         rate = memory_read(device) if job.kind is Kind.DECODE else matmul_rate(device, getattr(torch, dtype))
         give_back(device)
-        with _disk(job, model, layouts, dtype) as disk:
+        with disk_of(job.scratch, model, layouts, dtype) as disk:
             booted = boot(config, model, say=say, override=Override(_window(job, config, device), disk))
     subject = Subject(
         bench=job.kind,
@@ -103,12 +103,12 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     )
 
 
-def _open(job: Job) -> Checkpoint | Shape:
+def open_model(source: Mapping[str, object] | Path, name: str) -> Checkpoint | Shape:
     """The model: a directory with nothing but a config.json in it is a shape like those of our own."""
-    if not isinstance(job.source, Path):
-        return Shape.of(job.source, job.name)
-    bare = (job.source / "config.json").exists() and not any(job.source.glob("*.safetensors*"))
-    return Shape.open(job.source) if bare else Checkpoint.open(job.source)
+    if not isinstance(source, Path):
+        return Shape.of(source, name)
+    bare = (source / "config.json").exists() and not any(source.glob("*.safetensors*"))
+    return Shape.open(source) if bare else Checkpoint.open(source)
 
 
 def _sized(job: Job, spec: ModelSpec, device: torch.device) -> tuple[Work, Config]:
@@ -149,11 +149,14 @@ def _compare(job: Job, subject: Subject, work: Work, device: torch.device, ours:
 
 
 @contextmanager
-def _disk(job: Job, model: Checkpoint | Shape, layouts: Sequence[GroupLayout], dtype: str) -> Iterator[tuple[Source, Path] | None]:
-    if job.scratch is None or isinstance(model, Checkpoint):
+def disk_of(
+    there: tuple[Path, int] | None, model: Checkpoint | Shape, layouts: Sequence[GroupLayout], dtype: str
+) -> Iterator[tuple[Source, Path] | None]:
+    """What random weights are read from that do not fit into memory, if there is a directory for it; see Job.scratch."""
+    if there is None or isinstance(model, Checkpoint):
         yield None
         return
-    with scratch(*job.scratch, layouts, dtype) as disk:
+    with scratch(*there, layouts, dtype) as disk:
         yield disk
 
 

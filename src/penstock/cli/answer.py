@@ -8,8 +8,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from penstock.base.config import Config
-from penstock.base.meter import WeightStats
-from penstock.cli.live import summary
+from penstock.base.meter import KVStats, WeightStats
+from penstock.cli.live import kv_summary, summary
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
@@ -35,12 +35,13 @@ class Output:
 class Answer:
     """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request.
 
-    weights: where they are, and what was streamed of them for the answer.
+    weights: where they are, and what was streamed of them for the answer. kv: the same of long contexts, if there is room for any.
     """
 
     prompt_tokens: int
     outputs: list[Output]
     weights: WeightStats
+    kv: KVStats | None = None
     cached_tokens: int = 0
     """Prompt tokens whose KV was found."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
@@ -80,8 +81,8 @@ def follow(
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Answer:
     """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends at the next token."""
-    weights = llm.booted.weights
-    before, begin = weights.stats(), perf_counter()
+    weights, engine = llm.booted.weights, llm.booted.engine
+    before, kv_before, begin = weights.stats(), engine.kv_stats(), perf_counter()
     with llm.stream(prompt, params) as stream:
         answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before)
         for delta in stream:
@@ -96,16 +97,19 @@ def follow(
             if interrupted():
                 break
     completion = stream.completion
-    answer.weights = weights.stats().since(before)
+    answer.weights, kv = weights.stats().since(before), engine.kv_stats()
+    answer.kv = kv.since(kv_before) if kv and kv_before else None
     answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
     return answer
 
 
 def remark(answer: Answer) -> None:
-    """Statistics on stderr: of the answer, and of weights if they stream."""
+    """Statistics on stderr: of the answer, and of weights and KV if they stream."""
     say(answer.statistics(), faint=True)
     if answer.weights.streams:
         say(summary(answer.weights, answer.end), faint=True)
+    if answer.kv is not None and answer.kv.streams:
+        say(kv_summary(answer.kv, answer.end), faint=True)
 
 
 def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer) -> dict[str, object]:
@@ -129,6 +133,7 @@ def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answ
         "dtype": booted.dtype,
         "budget": budget,
         "weights": asdict(answer.weights) | {"streams": True} if answer.weights.streams else None,
+        "kv": asdict(answer.kv) if answer.kv is not None else None,
     }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,9 +11,13 @@ from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
-from penstock.cli.command import CONTEXT, Command, debug_option, option
-from penstock.cli.options import size
+from penstock.cli.command import CONTEXT, Command, Decorator, debug_option, option
+from penstock.cli.options import size, size_or_nothing
 from penstock.cli.terminal import say
+
+if TYPE_CHECKING:  # torch takes 1.2 s
+    from penstock.bench.contexts import Report as Contexts
+    from penstock.bench.report import Report
 
 WORK, ENGINE, OUTPUT = "Work", "Engine", "Output"
 _COUNT = click.IntRange(min=1)
@@ -25,20 +30,34 @@ _PREFILL = """
   penstock bench prefill --shape 8B --context 16384
   penstock bench prefill ./my-model --batch 4 --json
 """
+_CONTEXT = """
+  penstock bench context --shape 8B                      prompts of 4K, 8K, 16K and so on tokens
+  penstock bench context --shape 8B --lengths 128K,1M --host-kv-memory 200GiB
+  penstock bench context ./my-model --device-memory 16GiB --json
+"""
 _SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
-_SHARED = (
-    option(WORK, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead of a MODEL."),
+_HOST_KV = "Host memory for KV; given a size, all contexts rest there. [what the device has no room for; 0: none]"
+_MODEL = (option(WORK, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead of a MODEL."),)
+_BATCH = (
     option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences at once. [1]"),
     option(WORK, "--context", type=_COUNT, metavar="N", help="Prompt tokens of each. [2048, or what the model has room for]"),
     option(WORK, "--repeat", type=_COUNT, default=3, metavar="N", help="Do it all N times, with fresh prompts. [3]"),
     option(WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."),
+)
+_ENGINE = (
     option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
     option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
     option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
     option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory. [CUDA 80% of free]"),
     option(ENGINE, "--scratch", type=click.Path(file_okay=False, exists=True, path_type=Path), metavar="DIR", help=_SCRATCH),
     option(ENGINE, "--scratch-size", callback=size, default="16GiB", metavar="SIZE", help="Most to write there; layers share it. [16GiB]"),
-    option(ENGINE, "--window", callback=size, metavar="SIZE", help="Compare: a sliding window, through which all weights pass each time."),
+)
+_WINDOW = (option(ENGINE, "--window", callback=size, metavar="SIZE", help="Compare: a window, through which all weights pass each time."),)
+_LONG = (
+    option(ENGINE, "--host-kv-memory", callback=size_or_nothing, metavar="SIZE", help=_HOST_KV),
+    option(ENGINE, "--kv-tile", type=_COUNT, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
+)
+_REST = (
     option(ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
     option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]"),
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but the line of JSON."),
@@ -47,8 +66,15 @@ _SHARED = (
 )
 
 
-def _shared(function: Callable[..., object]) -> Callable[..., object]:
-    return reduce(lambda inner, one: one(inner), reversed(_SHARED), function)
+def _with(*options: Decorator) -> Decorator:
+    return lambda function: reduce(lambda inner, one: one(inner), reversed(options), function)
+
+
+def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if value is None else tuple(parse_size(part) for part in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(f"{value!r} is not a list of token counts, like 4096,32K,1M", ctx, parameter) from error
 
 
 @click.group(invoke_without_command=True, context_settings=CONTEXT)
@@ -63,7 +89,7 @@ def command(ctx: click.Context) -> None:
 @command.command(cls=Command, examples=_DECODE, short_help="Time single decode steps.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @option(WORK, "--output", type=_COUNT, default=64, metavar="N", help="Decode steps to time. [64]")
-@_shared
+@_with(*_MODEL, *_BATCH, *_ENGINE, *_WINDOW, *_REST)
 def decode(output: int, **given: object) -> None:
     """Time single decode steps: all prompts are in, each sequence gets a token a step. MODEL is a checkpoint directory, or one with only a
     config.json, whose weights are then random."""
@@ -72,11 +98,53 @@ def decode(output: int, **given: object) -> None:
 
 @command.command(cls=Command, examples=_PREFILL, short_help="Time prompts to their first tokens.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@_shared
+@_with(*_MODEL, *_BATCH, *_ENGINE, *_WINDOW, *_REST)
 def prefill(**given: object) -> None:
     """Time prompts from the first step to the first token of each. MODEL is a checkpoint directory, or one with only a config.json, whose
     weights are then random."""
     _measure("prefill", 1, **given)  # type: ignore[arg-type]
+
+
+@command.command(cls=Command, examples=_CONTEXT, short_help="Memory and speed by the length of the context.")
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@option(
+    WORK, "--lengths", callback=_lengths, metavar="N,N,...", help="Prompt tokens: 4096,32K,1M. [4K, 8K, 16K and so on, as there is room]"
+)
+@option(WORK, "--output", type=_COUNT, default=8, metavar="N", help="Decode steps to time after each. [8]")
+@option(WORK, "--repeat", type=_COUNT, default=1, metavar="N", help="Do it all N times, with fresh prompts. [1]")
+@_with(*_MODEL, *_ENGINE, *_LONG, *_REST)
+def context(
+    *,
+    model: Path | None,
+    shape: str | None,
+    lengths: tuple[int, ...] | None,
+    output: int,
+    repeat: int,
+    scratch: Path | None,
+    scratch_size: str,
+    threads: int | None,
+    json: bool,
+    out: Path | None,
+    **settings: object,
+) -> None:
+    """Measure contexts of growing length, one sequence at a time: the memory that one takes, how fast its prompt is computed, how fast it
+    then decodes, and what that streams. KV that the device has no room for rests in host memory. Lengths may be beyond what the model was
+    trained for: this is about speed. MODEL is a checkpoint directory, or one with only a config.json, whose weights are then random."""
+    _one_model(model, shape)
+    config = Config(model or Path(), **settings)  # type: ignore[arg-type]
+    there = (scratch, parse_size(scratch_size)) if scratch else None
+    _writable(out)
+
+    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
+
+    from penstock.api.llm import SHIPPED_MODEL
+    from penstock.bench.contexts import Job, sweep
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    source = SHAPES[shape] if shape else model or SHIPPED_MODEL
+    job = Job(_name(model, shape), source, config, lengths, output, repeat, there)
+    _tell(sweep(job, _saying(json)), json, out)
 
 
 def _measure(
@@ -101,8 +169,7 @@ def _measure(
     window: str | None,
     max_step_tokens: int | None,
 ) -> None:
-    if model is not None and shape is not None:
-        raise click.UsageError("MODEL and --shape exclude each other; give one of them")
+    _one_model(model, shape)
     config = Config(
         model or Path(),
         device=device,
@@ -113,8 +180,7 @@ def _measure(
     )
     there = (scratch, parse_size(scratch_size)) if scratch else None
     through = parse_size(window) if window else None
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {out}: its directory does not exist")
+    _writable(out)
 
     import torch  # 1.2 s on two cores, for which whatever could be checked before has been
 
@@ -125,9 +191,29 @@ def _measure(
     if threads is not None:
         torch.set_num_threads(threads)
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
-    name = shape or (str(model) if model else "shipped")
-    job = Job(Kind(kind), name, source, config, batch, context, output, repeat, baseline is not None, there, through)
-    report = run(job, (lambda _: None) if json else (lambda text: say(text, faint=True)))
+    job = Job(Kind(kind), _name(model, shape), source, config, batch, context, output, repeat, baseline is not None, there, through)
+    _tell(run(job, _saying(json)), json, out)
+
+
+def _one_model(model: Path | None, shape: str | None) -> None:
+    if model is not None and shape is not None:
+        raise click.UsageError("MODEL and --shape exclude each other; give one of them")
+
+
+def _writable(out: Path | None) -> None:
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {out}: its directory does not exist")
+
+
+def _name(model: Path | None, shape: str | None) -> str:
+    return shape or (str(model) if model else "shipped")
+
+
+def _saying(json: bool) -> Callable[[str], None]:
+    return (lambda _: None) if json else (lambda text: say(text, faint=True))
+
+
+def _tell(report: "Report | Contexts", json: bool, out: Path | None) -> None:
     if not json:
         click.echo(f"{report}\n")
     click.echo(report.line())

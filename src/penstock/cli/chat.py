@@ -156,9 +156,9 @@ class Chat:
             hint = "/reset begins a new one" if self.conversation.turns else "shorten the message"
             raise RequestError(f"the conversation would have {length} tokens, but the context holds {longest} with an answer; {hint}")
         params = replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
-        stats = self.llm.booted.weights.stats
-        with Interrupt() as interrupt, LiveLine(stats, quiet=self.quiet or self.json) as live:
+        with Interrupt() as interrupt, LiveLine.of(self.llm.booted, quiet=self.quiet or self.json) as live:
             put = (lambda text: None) if self.json else live.write
+            live.compute(length)
             answer = follow(self.llm, request, params, lambda delta: put(delta.text), lambda: interrupt.asked)
             output = answer.outputs[0]
             if not output.text.endswith("\n"):

@@ -10,8 +10,9 @@ import click
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.cli.command import CONTEXT, Command, debug_option, option
+from penstock.cli.live import kv_summary
 from penstock.cli.load import loading_bar
-from penstock.cli.options import ENGINE, OUTPUT, size
+from penstock.cli.options import ENGINE, OUTPUT, size, size_or_nothing
 from penstock.cli.prompt import SHIPPED_MODEL
 from penstock.cli.terminal import say
 
@@ -47,6 +48,7 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
     return names
 
 
+_HOST_KV = "Host memory for KV that the device has no room for; 0: none. [what the lengths need]"
 _TEXT = "Hide things in this text file, or a folder's .txt files. [generated text]"
 _SHARED = (
     option(WORK, "--lengths", callback=_lengths, metavar="N,N,...", help="Tokens of prompt and answer. [512 to 32768, as there is room]"),
@@ -62,6 +64,10 @@ _SHARED = (
     option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
     option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
     option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory. [CUDA 80% of free]"),
+    option(ENGINE, "--host-kv-memory", callback=size_or_nothing, metavar="SIZE", help=_HOST_KV),
+    option(ENGINE, "--kv-tile", type=_COUNT, metavar="N", help="Tokens that are on the device at a time of what rests there. [64 MiB's]"),
+    option(ENGINE, "--kv-blocks", type=_COUNT, metavar="N", help="KV blocks on the device: few, and long texts stream. [what fits]"),
+    option(ENGINE, "--block-size", type=_COUNT, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),
     option(ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
     option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]"),
     debug_option,
@@ -117,6 +123,10 @@ def _evaluate(
     dtype: str,
     device_memory: str | None,
     host_memory: str | None,
+    host_kv_memory: str | None,
+    kv_tile: int | None,
+    kv_blocks: int | None,
+    block_size: int,
     max_step_tokens: int | None,
 ) -> None:
     config = Config(
@@ -125,6 +135,10 @@ def _evaluate(
         dtype=dtype,
         device_memory=device_memory,
         host_memory=host_memory,
+        host_kv_memory=host_kv_memory,
+        kv_tile=kv_tile,
+        kv_blocks=kv_blocks,
+        block_size=block_size,
         max_length=max(lengths) if lengths else None,
         max_step_tokens=max_step_tokens,
     )
@@ -148,9 +162,12 @@ def _evaluate(
     with loading_bar(json) as loading:
         llm = LLM(**settings, progress=False if json else None, loading=loading)
     with llm:
-        tell = (lambda _: None) if json else (lambda line: say(line, faint=True))
+        tell: Callable[[str], None] = (lambda _: None) if json else (lambda line: say(line, faint=True))
         report = evaluate(llm, work, str(model) if model else "shipped", tell)
-    line = report.line(machine=asdict(machine()))
+        kv = llm.booted.engine.kv_stats()
+    if kv is not None and kv.streams:
+        tell(kv_summary(kv, report.seconds))
+    line = report.line(kv=asdict(kv) if kv else None, machine=asdict(machine()))
     click.echo(line if json else report)
     if out is not None:
         try:

@@ -1,4 +1,5 @@
-"""How weights stream, seen while text is generated: a line at the bottom of the terminal, and one line at the end of a run.
+"""What happens while text is generated: a line at the bottom of the terminal tells how far a long prompt is computed and how weights and
+KV stream, and a line for each of these what it came to at the end of a run.
 
 Why the text above stays whole. The bottom row is taken out of the region that scrolls, so text never reaches it. A thread redraws it:
 it saves the cursor, draws and restores the cursor in one write, so that no text comes in between. stdout and stderr are one device, to
@@ -19,24 +20,34 @@ import signal
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from threading import Event, RLock, Thread, current_thread, main_thread
 from time import perf_counter
 from types import FrameType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from unicodedata import category, east_asian_width
 
 from penstock.base.config import terminal_kind
-from penstock.base.meter import Flow, WeightStats
+from penstock.base.meter import Flow, KVStats, WeightStats
 from penstock.base.units import format_rate, format_size
 from penstock.cli import terminal
+
+if TYPE_CHECKING:  # torch takes 1.2 s
+    from penstock.engine.boot import Booted
+    from penstock.engine.engine import Progress
 
 PERIOD = 0.25
 """Seconds between two redraws."""
 WINDOW = 2.0
 """Seconds over which rates are taken; a pass, where that is longer."""
+PATIENCE = 0.5
+"""Seconds after which a prompt has a bar: what is computed sooner needs none."""
+_STEPS = 16
+"""Over which a prompt's rate is taken: later ones take longer, since they look back further."""
+_LEAST_BAR, _MOST_BAR = 5, 30
 
 _FEWEST_ROWS, _FEWEST_COLUMNS = 4, 20
 _SAVE, _RESTORE, _WHOLE = "\x1b7", "\x1b8", "\x1b[r"
@@ -50,16 +61,58 @@ _UNKNOWN = "\u200d"
 """Stands for the text of a line of which nobody can tell how much is there."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What was counted at a moment, in seconds of perf_counter. `kv`: of long contexts, if there is room for any."""
+
+    when: float
+    weights: WeightStats
+    kv: KVStats | None
+
+
+class Prompt:
+    """A prompt of `length` tokens under way: when it came how far."""
+
+    def __init__(self, length: int, begin: float, computed: int) -> None:
+        """computed: tokens by the engine until now, when the prompt begins."""
+        self.length, self.begin, self.reached = length, begin, 0
+        self._steps = deque([(begin, computed)], _STEPS)
+
+    def see(self, now: float, reached: int, computed: int) -> None:
+        """reached: of the prompt, 0 if no step of it is done, or its last one is."""
+        self.reached = max(self.reached, min(reached, self.length))
+        if computed > self._steps[-1][1]:
+            self._steps.append((now, computed))
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second; 0 if not known."""
+        (first, least), (last, most) = self._steps[0], self._steps[-1]
+        return (most - least) / (last - first) if last > first else 0.0
+
+    def left(self, now: float) -> float:
+        """Seconds; `rate` is known."""
+        return max((self.length - self.reached) / self.rate - (now - self._steps[-1][0]), 0.0)
+
+
 class LiveLine:
     """The line at the bottom for the time of a `with` block, to be begun where the cursor is at the beginning of a row.
 
-    stats: called from a thread of this object, and while a step runs, so it must not wait for the step; None has nothing to show.
+    weights, kv, progress: called from a thread of this object, and while a step runs, so they must not wait for the step.
     There is no line, and `write` only writes, where `quiet`, where stderr is no terminal or a dumb one, where stdout goes into a pipe
-    (whose reader may use the terminal too), and where nothing streams.
+    (whose reader may use the terminal too), and while nothing streams and no prompt takes long.
     """
 
-    def __init__(self, stats: Callable[[], WeightStats | None], *, quiet: bool = False, period: float = PERIOD) -> None:
-        self._stats, self._quiet, self._period = stats, quiet, period
+    def __init__(
+        self,
+        weights: Callable[[], WeightStats],
+        kv: Callable[[], KVStats | None] = lambda: None,
+        progress: "Callable[[], Progress] | None" = None,
+        *,
+        quiet: bool = False,
+        period: float = PERIOD,
+    ) -> None:
+        self._weights, self._kv, self._progress, self._quiet, self._period = weights, kv, progress, quiet, period
         self._lock = RLock()
         self._fd = -1
         """Of the terminal while there may be a line."""
@@ -68,17 +121,25 @@ class LiveLine:
         self._text = ""
         """Of the line that the cursor is in."""
         self._writing = False
-        self._seen = deque[tuple[float, WeightStats]]()
+        self._prompt: Prompt | None = None
+        self._begun: KVStats | None = None
+        self._seen = deque[Counts]()
         self._before: dict[signal.Signals, object] = {}
         self._end = Event()
         self._thread: Thread | None = None
 
+    @classmethod
+    def of(cls, booted: "Booted", *, quiet: bool) -> Self:
+        engine = booted.engine
+        return cls(booted.weights.stats, engine.kv_stats, lambda: engine.progress, quiet=quiet)
+
     def __enter__(self) -> Self:
-        stats = None if self._quiet or not _usable() else self._stats()
-        if stats is None or not stats.streams:
+        if self._quiet or not _usable():
             return self
+        first = self._count()
+        self._begun = first.kv
+        self._seen.append(first)
         self._fd = sys.stderr.fileno()
-        self._seen.append((perf_counter(), stats))
         atexit.register(self._close)
         try:
             if current_thread() is main_thread():
@@ -96,9 +157,19 @@ class LiveLine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._close()
 
+    def compute(self, length: int) -> None:
+        """From now on, until the next text is written, a prompt of `length` tokens is computed."""
+        if self._progress is not None:
+            with self._lock:
+                self._prompt = Prompt(length, perf_counter(), self._progress().computed)
+
     def write(self, text: str, *, bold: bool = False) -> None:
         """terminal.write, for all text to stdout within the block."""
         with self._lock:
+            if self._prompt is not None:
+                self._prompt = None
+                if self._reserved is not None:
+                    self.redraw()
             self._writing = True
             if self._fd >= 0 and terminal.is_terminal(sys.stdout):
                 self._text = (self._text + text).rpartition("\n")[2]
@@ -107,29 +178,48 @@ class LiveLine:
 
     def redraw(self) -> None:
         """Bring the line up to date, unless the cursor is behind a full row or the terminal is another's just now."""
-        stats = self._stats()
+        counts = self._count()
         with self._lock:
-            if stats is None or self._fd < 0 or not _in_foreground(self._fd):
+            if self._fd < 0 or not _in_foreground(self._fd):
                 return
             size = _size(self._fd)
             if size.lines < _FEWEST_ROWS or size.columns < _FEWEST_COLUMNS:
                 self._leave()
             elif not at_edge(self._text, size.columns):
-                shown = self._shown(stats, size.columns - 1)
+                shown = self._shown(counts, size.columns - 1)
+                if not shown:
+                    self._leave()
+                    return
                 begin = _SAVE
                 if size != self._reserved:
                     begin = f"{_SAVE}{_WHOLE}{_RESTORE}{_MAKE_ROOM}{_CLEAR_BELOW}{_SAVE}\x1b[1;{size.lines - 1}r"
                 self._reserved = size
                 self._put(f"{begin}\x1b[{size.lines};1H\x1b[0;2m{shown}\x1b[0m\x1b[K{_RESTORE}")
 
-    def _shown(self, stats: WeightStats, width: int) -> str:
-        """The line for `stats` now. What was seen is kept for as long as it takes to tell what happens in a WINDOW and in a pass."""
-        now, seen = perf_counter(), self._seen
-        seen.append((now, stats))
-        while len(seen) > 2 and now - seen[1][0] >= WINDOW and pass_seconds(islice(seen, 1, None)):
+    def _count(self) -> Counts:
+        weights, kv = self._weights(), self._kv()
+        return Counts(perf_counter(), weights, kv)
+
+    def _shown(self, now: Counts, width: int) -> str:
+        """The line now, empty if there is nothing to show. What was seen is kept for as long as it takes to tell what happens in a WINDOW,
+        and in a pass of weights that stream."""
+        seen = self._seen
+        seen.append(now)
+        while len(seen) > 2 and now.when - seen[1].when >= WINDOW and (pass_seconds(islice(seen, 1, None)) or not now.weights.streams):
             seen.popleft()
-        begin, before = seen[0]
-        return line(stats, stats.since(before).flow(now - begin), pass_seconds(seen), width)
+        forms = []
+        if now.weights.streams:
+            flow = now.weights.since(seen[0].weights).flow(now.when - seen[0].when)
+            forms = weight_forms(now.weights, flow, pass_seconds(seen))
+        if now.kv is not None and self._begun is not None and (moved := now.kv.since(self._begun)).streams:
+            forms = beside(forms, kv_forms(moved, _kv_rate(seen)))
+        if (prompt := self._prompt) is not None and self._progress is not None:
+            progress = self._progress()
+            prompt.see(now.when, progress.reached, progress.computed)
+            if now.when - prompt.begin >= PATIENCE:
+                shown = bar(prompt, now.when, width)
+                forms = [*(f"{shown} | {form}" for form in forms), shown]
+        return fitting(forms, width)
 
     def _keep(self) -> None:
         with suppress(Exception):  # What is wrong with the weights is for the step that meets it to say.
@@ -177,17 +267,36 @@ class LiveLine:
                 data = data[os.write(self._fd, data) :]
 
 
-def pass_seconds(seen: Iterable[tuple[float, WeightStats]]) -> float:
-    """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not two. `seen`: when, and what."""
-    begun = [later for earlier, later in pairwise(seen) if later[1].passes > earlier[1].passes]
+def pass_seconds(seen: Iterable[Counts]) -> float:
+    """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not two."""
+    begun = [later for earlier, later in pairwise(seen) if later.weights.passes > earlier.weights.passes]
     if len(begun) < 2:
         return 0.0
-    (first, then), (last, now) = begun[0], begun[-1]
-    return (last - first) / (now.passes - then.passes)
+    first, last = begun[0], begun[-1]
+    return (last.when - first.when) / (last.weights.passes - first.weights.passes)
 
 
-def line(stats: WeightStats, flow: Flow, seconds: float, width: int) -> str:
-    """Where weights are and how they flow, in the longest form that fits into `width`, else cut. `seconds`: of a pass, 0 if not known."""
+def _kv_rate(seen: Sequence[Counts]) -> float:
+    """Bytes a second to DEVICE."""
+    first, last = seen[0], seen[-1]
+    moved = last.kv.copied - first.kv.copied if last.kv and first.kv else 0
+    return moved / (last.when - first.when) if last.when > first.when else 0.0
+
+
+def fitting(forms: Sequence[str], width: int) -> str:
+    """The first that fits into `width`, else the last, cut; empty if there are none."""
+    return next((form for form in forms if len(form) <= width), forms[-1][:width] if forms else "")
+
+
+def beside(forms: Sequence[str], more: Sequence[str]) -> list[str]:
+    """What is shown of two things, in forms of which the first is the longest."""
+    if not forms or not more:
+        return [*forms, *more]
+    return [f"{one} | {more[0]}" for one in forms] + [f"{forms[-1]} | {more[-1]}"]
+
+
+def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
+    """Where weights are and how they flow, in ever shorter forms. `seconds`: of a pass, 0 if not known."""
     took = f"pass {seconds:.3g} s" if seconds else "first pass"
     flows = " | ".join([*_flows(stats, flow), f"{took} (predicted {stats.predicted:.3g})"])
     brief = [f"link {format_rate(flow.copied)} {flow.copied_share:.0%}", took]
@@ -196,8 +305,27 @@ def line(stats: WeightStats, flow: Flow, seconds: float, width: int) -> str:
         brief.insert(2, f"waits disk {flow.waited_disk:.0%} link {flow.waited_link:.0%}")
     else:
         brief.insert(1, f"waits {flow.waited_link:.0%}")
-    forms = [f"{_homes(stats)} | {flows}", flows, " | ".join(brief)]
-    return next((form for form in forms if len(form) <= width), forms[-1][:width])
+    return [f"{_homes(stats)} | {flows}", flows, " | ".join(brief)]
+
+
+def kv_forms(kv: KVStats, rate: float) -> list[str]:
+    """Where KV is and how it flows, in ever shorter forms. `rate`: bytes/s to the device."""
+    return [f"KV {_kv_homes(kv)}, {format_size(kv.copied)} streamed, {format_rate(rate)}", f"KV {format_size(kv.host)} {format_rate(rate)}"]
+
+
+def bar(prompt: Prompt, now: float, width: int) -> str:
+    """How far a prompt is, with a bar as wide as there is room for; cut where there is too little even without."""
+    text = f"{prompt.reached:,} of {prompt.length:,} tokens"
+    if rate := prompt.rate:
+        minutes, seconds = divmod(round(prompt.left(now)), 60)
+        hours, minutes = divmod(minutes, 60)
+        left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        text += f", {rate:,.0f} tokens/s, {left} left"
+    room = min(width - len(f"prompt  {text}"), _MOST_BAR)
+    if room < _LEAST_BAR:
+        return f"prompt {text}"[:width]
+    done = room * prompt.reached // prompt.length
+    return f"prompt {'━' * done}{'─' * (room - done)} {text}"
 
 
 def summary(stats: WeightStats, seconds: float) -> str:
@@ -206,6 +334,12 @@ def summary(stats: WeightStats, seconds: float) -> str:
     took = f"{seconds / stats.passes:.3g} s each" if stats.passes else "none begun"
     predicted = f"{took} (predicted {stats.predicted:.3g}, bound by {stats.binding})"
     return " | ".join([f"weights: {_homes(stats)}", passes, *_flows(stats, stats.flow(seconds)), predicted])
+
+
+def kv_summary(kv: KVStats, seconds: float) -> str:
+    """The same of KV."""
+    rate = f" ({format_rate(kv.copied / seconds)})" if seconds > 0 else ""
+    return f"KV: {_kv_homes(kv)} | to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device {format_size(kv.sent)}"
 
 
 def at_edge(text: str, columns: int) -> bool:
@@ -231,6 +365,11 @@ def _homes(stats: WeightStats) -> str:
     if stats.disk:
         homes.append(f"disk {format_size(stats.disk)}")
     return " · ".join(homes)
+
+
+def _kv_homes(kv: KVStats) -> str:
+    disk = f" · disk {format_size(kv.disk)}" if kv.disk else ""
+    return f"host {format_size(kv.host)} of {format_size(kv.room)}{disk}"
 
 
 def _flows(stats: WeightStats, flow: Flow) -> list[str]:

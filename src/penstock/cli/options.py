@@ -85,6 +85,7 @@ _ENGINE = (
     ),
     option(ENGINE, "--disk-kv-memory", callback=size, metavar="SIZE", help="Disk for KV that host memory does not hold either. [none]"),
     option(ENGINE, "--kv-directory", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where that is. [{CACHE}]"),
+    option(ENGINE, "--host-kv-dtype", default="auto", metavar="TYPE", help="Of KV on host and disk: auto, as on the device; fp8. [auto]"),
     option(ENGINE, "--kv-tile", type=int, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
     option(
         ENGINE,
@@ -93,7 +94,9 @@ _ENGINE = (
         metavar="P",
         help="What new tokens read of KV beyond the device: full, window:SINKS,RECENT or topk:BLOCKS. [full]",
     ),
-    option(ENGINE, "--prefill-policy", default="full", metavar="P", help="What prompts read of it; vertical_slash:COLUMNS,SLASH too. [full]"),
+    option(
+        ENGINE, "--prefill-policy", default="full", metavar="P", help="What prompts read of it: also vertical_slash:COLUMNS,SLASH. [full]"
+    ),
     option(ENGINE, "--missed-limit", type=float, metavar="F", help="Read everything where a policy might miss more than this fraction."),
     option(ENGINE, "--max-length", type=int, metavar="N", help="Most tokens of prompt and output together. [the model's]"),
     option(ENGINE, "--beyond-trained", is_flag=True, help="Allow a --max-length beyond the positions that the model was trained for."),

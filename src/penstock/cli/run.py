@@ -112,8 +112,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         else:
             usual = prompt.typed and not chat and is_terminal(sys.stdout)
             echo = prompt.text if asked["echo"] or (asked["echo"] is None and usual) else ""
-            with LiveLine(llm.booted.weights.stats, quiet=asked["quiet"]) as live:
+            with LiveLine.of(llm.booted, quiet=asked["quiet"]) as live:
                 screen = Screen(params.n, echo, live.write)
+                live.compute(length)
                 answer = follow(llm, request, params, screen.show)
                 screen.end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):

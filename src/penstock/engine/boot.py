@@ -265,5 +265,5 @@ def _carrier(far: LongRoom, device: torch.device, trace: Trace | None) -> Carrie
 
 def _prefix_rule(config: Config, model: Model, dtype: str) -> PrefixRule:
     rope = model.spec.rope
-    root = root_key(model.fingerprint() if config.prefix_cache else b"", dtype, config.block_size)
+    root = root_key(model.fingerprint() if config.prefix_cache else b"", dtype, config.block_size, config.host_kv_dtype)
     return PrefixRule(root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None)

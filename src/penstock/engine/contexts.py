@@ -13,6 +13,7 @@ from penstock.engine.budget import KV_PART, usual_activations
 from penstock.engine.placing import host_room
 from penstock.kv.carrier import Disk, carrier_bytes, chosen_bytes, staging_bytes
 from penstock.kv.chosen import Policies, bounds_bytes
+from penstock.kv.diskpool import record_bytes
 from penstock.memory.device import total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
@@ -46,7 +47,7 @@ class LongRoom:
     @property
     def host_bytes(self) -> int:
         staging = staging_bytes(self.layout, self.tile_tokens, self.chunk_tokens) if self.disk else 0
-        bounds = bounds_bytes(self.layout) * self.layout.layers * (self.blocks + self.on_disk) if self.policies else 0
+        bounds = bounds_bytes(self.layout.exact) * self.layout.layers * (self.blocks + self.on_disk) if self.policies else 0
         return self.blocks * self.layout.block_bytes + staging * (2 if self.policies else 1) + bounds
 
     @property
@@ -60,9 +61,10 @@ class LongRoom:
 
     def __str__(self) -> str:
         tokens, more = self.blocks * self.layout.block_size, self.on_disk * self.layout.block_size
-        disk = f"{format_size(self.on_disk * self.layout.block_bytes)} on disk for {more:,} more; " if more else ""
+        kind = " in fp8" if self.layout.rounded_from else ""
+        disk = f"{format_size(self.on_disk * self.layout.layers * record_bytes(self.layout))} on disk for {more:,} more; " if more else ""
         return (
-            f"{format_size(self.host_bytes)} of host memory hold KV for {tokens:,} tokens; {disk}"
+            f"{format_size(self.host_bytes)} of host memory hold KV{kind} for {tokens:,} tokens; {disk}"
             f"{format_size(self.device_bytes)} of the device for tiles of {self.tile_tokens:,} tokens and chunks of {self.chunk_tokens:,}"
         )
 
@@ -87,6 +89,8 @@ def long_room(
             return None
         if device.type == "cpu" and host_room(config, device) == 0:
             return None
+    if config.host_kv_dtype == "fp8":
+        layout = layout.in_fp8
     if limits.max_step_tokens < max(2, size):
         raise ConfigError(f"max_step_tokens {limits.max_step_tokens} must be at least a block, {size} tokens, for contexts in host memory")
     there, of = _host_memory(config, device, total)
@@ -96,22 +100,14 @@ def long_room(
             return None
     else:
         wanted = parse_size(asked, whole=total_memory(torch.device("cpu")))
-        blocks = wanted // layout.block_bytes
+        blocks = _whole_blocks(wanted, layout.block_bytes, "host memory", size)
         if wanted > there:
             raise BudgetError(f"{format_size(wanted)} of host memory were asked for KV, but {of} {format_size(there)}; ask for less")
-        if blocks == 0:
-            raise BudgetError(
-                f"{format_size(wanted)} of host memory for KV are less than a block of {size} tokens, {format_size(layout.block_bytes)}; "
-                f"allow more, or smaller blocks"
-            )
     tile = max((config.kv_tile or _usual_tile(layout, total)) // size, 1) * size
     room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size, policies=_policies(config, spec), most_blocks=needed)
     if config.disk_kv_memory is not None:
-        wanted = parse_size(config.disk_kv_memory)
-        room = replace(room, disk=Disk(wanted // layout.block_bytes, config.kv_directory.expanduser()))
-        if room.on_disk == 0:
-            block = format_size(layout.block_bytes)
-            raise BudgetError(f"{format_size(wanted)} of disk for KV are less than a block of {size} tokens, {block}")
+        on_disk = _whole_blocks(parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout), "disk", size)
+        room = replace(room, disk=Disk(on_disk, config.kv_directory.expanduser()))
     room = replace(room, blocks=room.blocks - max(-(-(room.host_bytes - there) // layout.block_bytes), 0))
     if room.blocks < 1:
         raise BudgetError(
@@ -119,6 +115,15 @@ def long_room(
             f"none for them, since {of} {format_size(there)}; allow more, or smaller tiles and steps"
         )
     return room
+
+
+def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
+    if wanted < block:
+        raise BudgetError(
+            f"{format_size(wanted)} of {of} for KV are less than a block of {tokens} tokens, {format_size(block)}; "
+            f"allow more, or smaller blocks"
+        )
+    return wanted // block
 
 
 def measured_chunk(config: Config, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device, total: int) -> int:

@@ -24,6 +24,9 @@ _MOST_LOST = 8
 class Ranks(Protocol):
     """Whoever carries out plans."""
 
+    @property
+    def carrier(self) -> "Carrier | None": ...
+
     def run(self, plan: Plan) -> Outcome: ...
 
     def close(self) -> None: ...
@@ -68,7 +71,7 @@ class Engine:
         self._steps = self._computed = self._output = 0
         self._cold = self._sent = 0
         """Blocks beyond the device: held in the last step, and sent there by all."""
-        self._progress = Progress(0, 0)
+        self.progress = Progress(0, 0)
 
     @property
     def busy(self) -> bool:
@@ -115,7 +118,7 @@ class Engine:
         self._computed += plan.tokens
         written = sum(share.cold_stop - share.cold_start for share in plan.shares)
         self._sent += len(plan.orders) + written // self.scheduler.limits.block_size
-        self._progress = Progress(max((share.stop for share in plan.shares if not share.sample), default=0), self._computed)
+        self.progress = Progress(max((share.stop for share in plan.shares if not share.sample), default=0), self._computed)
         self._output += sum(event.token is not None for event in events)
         return events
 
@@ -141,16 +144,12 @@ class Engine:
 
     def kv_stats(self) -> KVStats | None:
         """KV of long contexts, in the last step; None if there is no room for any. From any thread, also while a step runs."""
-        carrier: Carrier | None = getattr(self._ranks, "_carrier", None)
+        carrier = self._ranks.carrier if self._ranks is not None else None
         if carrier is None:
             return None
         block, room = carrier.pool.layout.block_bytes, carrier.pool.blocks
         host = min(self._cold, room)
-        return KVStats(host * block, (self._cold - host) * block, room * block, carrier.ring.copied_bytes, self._sent * block)
-
-    def progress(self) -> Progress:
-        """From any thread, also while a step runs."""
-        return self._progress
+        return KVStats(host * block, (self._cold - host) * block, room * block, carrier.copied_bytes, self._sent * block)
 
     def close(self) -> None:
         """Free the device. Requests that are still there are lost; a second call does nothing."""

@@ -14,7 +14,7 @@ from penstock.kv.diskpool import DiskPool, record_bytes
 from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
 from penstock.kv.staging import ReadAhead, Slots, WriteBehind
-from penstock.kv.tiles import Outbox, Tile, TileRing, Waits, ring_bytes
+from penstock.kv.tiles import Outbox, Tile, TileRing, Waits, ring_bytes, scratch_bytes
 from penstock.memory.streams import Stream, Ticket
 from penstock.step.plan import HostBlockId, Order
 
@@ -116,7 +116,7 @@ class Carrier:
             ahead = ReadAhead(self.disk, read, streams.copies)
             blocks += disk.blocks
         ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, None, ahead)
-        chosen = Chosen(layout, blocks, most_blocks, tile, policies, ring, device, streams.copies, streams.out, streams.compute)
+        chosen = Chosen(layout.exact, blocks, most_blocks, tile, policies, ring, device, streams.copies, streams.out, streams.compute)
         self._closing.callback(chosen.close)
         return chosen
 
@@ -163,6 +163,11 @@ class Carrier:
         assert self.chosen is not None, "a reader, and no policy"
         return self.chosen.choose(self._layer, reader, q, lse, scale)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Of tiles, to the device."""
+        return self.ring.copied_bytes + (self.chosen.copied_bytes if self.chosen is not None else 0)
+
     def close(self) -> None:
         """Finish what is under way and unpin. A second call does nothing."""
         self._closing.close()
@@ -170,12 +175,12 @@ class Carrier:
 
 def carrier_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:
     """Device memory of a carrier."""
-    return ring_bytes(layout, RING, tile_tokens) + ring_bytes(layout, STAGING, chunk_tokens)
+    return ring_bytes(layout, RING, tile_tokens) + scratch_bytes(layout, tile_tokens) + ring_bytes(layout, STAGING, chunk_tokens)
 
 
 def chosen_bytes(layout: KVLayout, tile_tokens: int, most_blocks: int) -> int:
     """Device memory of what policies need: a ring, bounds as they come, and in float32."""
-    return ring_bytes(layout, RING, tile_tokens) + most_blocks * bounds_bytes(layout) * 3
+    return ring_bytes(layout, RING, tile_tokens) + scratch_bytes(layout, tile_tokens) + most_blocks * bounds_bytes(layout.exact) * 3
 
 
 def staging_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:

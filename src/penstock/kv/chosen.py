@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.arch.layout import KVLayout
 from penstock.kv.tiles import Tile, TileRing
-from penstock.memory.arena import Arena
+from penstock.memory.arena import Arena, pinned_if_possible
 from penstock.memory.streams import Stream, Ticket
 from penstock.ops.policies import KeyBounds, Policy, QuerySummary
 from penstock.step.plan import HostBlockId
@@ -84,7 +84,7 @@ class Chosen:
         self._layout, self._policies, self._ring, self._tile = layout, policies, ring, tile_blocks
         self._copies, self._out, self._compute = copies, out, compute
         self._size = bounds_bytes(layout)
-        self._arena = Arena(layout.layers * blocks * self._size, torch.device("cpu"), pinned_for=device)
+        self._arena = pinned_if_possible(layout.layers * blocks * self._size, device)
         self._store = self._arena.bytes.view(layout.layers, blocks, self._size)
         self._buffer = Arena(most_blocks * self._size, device).bytes.view(most_blocks, self._size)
         self._read: Ticket | None = None
@@ -145,6 +145,10 @@ class Chosen:
             return
         missed.total += share
         missed.most = max(missed.most, share)
+
+    @property
+    def copied_bytes(self) -> int:
+        return self._ring.copied_bytes
 
     def close(self) -> None:
         """Unpin. No copy may be in flight. A second call does nothing."""

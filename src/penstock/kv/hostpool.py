@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout
-from penstock.memory.arena import Arena
+from penstock.memory.arena import pinned_if_possible
 from penstock.step.plan import HostBlockId
 
 
@@ -12,10 +12,10 @@ class HostPool:
     """`blocks` blocks of KVLayout's shape, pinned for `device`. Contents mean only what the ledger says; nothing is cleared or checked."""
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
-        """Raises DeviceError if the host has not as much memory, or it cannot be pinned."""
+        """Raises DeviceError if the host has not as much memory."""
         self.layout = layout
         self.blocks = blocks
-        self._arena = Arena(blocks * layout.block_bytes, torch.device("cpu"), pinned_for=device)
+        self._arena = pinned_if_possible(blocks * layout.block_bytes, device)
         self._bytes = self._arena.bytes.view(blocks, layout.block_bytes)
 
     def layer_rows(self, layer: int, first: int, count: int) -> Tensor:

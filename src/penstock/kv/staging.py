@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.kv.diskpool import DiskPool, Rows, tasks_of
-from penstock.memory.arena import Arena
+from penstock.memory.arena import pinned_if_possible
 from penstock.memory.streams import Stream, Ticket
 
 Run = tuple[int, int, int]
@@ -29,8 +29,8 @@ class Slots:
     """Pinned memory for records: `slots` of `rows` each."""
 
     def __init__(self, disk: DiskPool, slots: int, rows: int, device: torch.device) -> None:
-        """Raises DeviceError if the host has not as much memory, or it cannot be pinned."""
-        self._arena = Arena(slots * rows * disk.record, torch.device("cpu"), pinned_for=device)
+        """Raises DeviceError if the host has not as much memory."""
+        self._arena = pinned_if_possible(slots * rows * disk.record, device)
         self.bytes: list[Tensor] = list(self._arena.bytes.view(slots, rows, disk.record))
         """Each uint8 `[rows, record]`."""
         self.rows: list[Rows] = [slot.numpy() for slot in self.bytes]

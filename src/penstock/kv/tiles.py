@@ -20,6 +20,12 @@ Blocks whose ids lie beyond the host's pool rest on disk. They come and go by wa
 blocks is copied when they have been read, for which `take` waits, and with it the host, if they are late. What is read is what was sent
 last (`kv.diskpool`), without a ticket.
 
+Blocks may rest in fp8, e4m3 with a scale for each head of a block's K and V: a power of two, so that scaling is exact and only rounding
+loses anything, a sixteenth of a number at most, or 2^-17 of its head's largest. Blocks are rounded on compute, into staging (3, 4), and
+tiles expanded on compute, behind the wait for their copy (1), from the slot into a scratch, one for all, which is what `take` lends. Only
+compute touches the scratch, so what reads a tile is done before the next is expanded over it; and the mark of `release` is behind both
+that expansion and the arithmetic (2). Compute must then be the stream that the calling thread gives work to.
+
 An interrupt can strike between any two instructions. Progress is committed by single assignments, after all that they promise (`queued`,
 `taken`, `released`, `_step`, `_slot`). That a slot is in use is noted before it is (no ticket in `_read`, `_empty`); whoever finds it so
 makes a mark, which is behind all that was queued. A step that is broken off is simply left: its successor starts at the slot behind the
@@ -28,6 +34,7 @@ last that was filled, and what was copied in part is copied over, on the same st
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import frexp, ldexp
 from typing import Protocol
 
 import torch
@@ -102,8 +109,9 @@ class TileRing:
         self._pool, self._copies, self._compute, self._waits, self._disk = pool, copies, compute, waits, disk
         self._slots = _slots(pool, slots, tile_tokens, device)
         layout = pool.layout
-        shape = 2, tile_tokens, layout.kv_heads, layout.head_dim
-        self._views = [slot.view(-1).view(getattr(torch, layout.dtype)).view(shape).unbind() for slot in self._slots]
+        scratch = Arena(scratch_bytes(layout, tile_tokens), device).bytes if layout.rounded_from else None
+        shape, kind = (2, tile_tokens, layout.kv_heads, layout.head_dim), getattr(torch, layout.exact.dtype)
+        self._views = [(slot if scratch is None else scratch).view(-1).view(kind).view(shape) for slot in self._slots]
         self._ready: list[Ticket | None] = [None] * slots
         """By slot: behind the last copy to it."""
         self._read: list[Ticket | None] = [None] * slots
@@ -149,10 +157,13 @@ class TileRing:
         self._compute.wait(ready)
         if self._waits and taken:
             self._waits.begin(self._name(visit), taken, self._compute.mark())
+        tile, view, layout = step.tiles[step.visits[visit][1]], self._views[slot], self._pool.layout
+        if layout.rounded_from:
+            count = len(tile.blocks)
+            from_fp8(self._slots[slot][:, :count], view.view(2, -1, layout.block_size, *view.shape[2:])[:, :count])
         step.taken = visit + 1
-        k, v = self._views[slot]
-        keys = step.tiles[step.visits[visit][1]].keys
-        return k[:keys], v[:keys]
+        k, v = view[:, : tile.keys]
+        return k, v
 
     def release(self) -> None:
         """The arithmetic that was queued until now was the last to need the tile."""
@@ -234,7 +245,10 @@ class Outbox:
             return
         self._claim()
         for staged, rows in zip(slot[:, : len(blocks)], (k, v), strict=True):
-            self._compute.copy_rows(staged.reshape(tokens, -1), rows.view(tokens, -1).view(torch.uint8))
+            if self._pool.layout.rounded_from:
+                to_fp8(rows.view(len(blocks), -1, *rows.shape[1:]), staged)
+            else:
+                self._compute.copy_rows(staged.reshape(tokens, -1), rows.view(tokens, -1).view(torch.uint8))
         self._out.wait(self._compute.mark())
         runs = _runs(blocks, self._pool.blocks)
         far = [run for run in runs if run[1] >= self._pool.blocks]
@@ -247,35 +261,31 @@ class Outbox:
         self._pass_on()
 
     def demote(self, block: Tensor, target: HostBlockId) -> None:
-        """All layers of a block of the device, uint8 `[block_bytes]`: to one of the host. What compute does next may write it over."""
-        if target >= self._pool.blocks:
-            self._demote_far(block, target - self._pool.blocks)
-            return
-        host = self._pool.block(target)
-        assert len(block) == len(host), f"{len(block)} bytes for a block of {len(host)}"
-        size = self._slots[0].numel()
-        for start in range(0, len(host), size):
-            part = slice(start, min(start + size, len(host)))
-            staged = self._slots[self._slot].view(-1)[: part.stop - start]
-            self._claim()
-            self._compute.copy(staged, block[part])
-            self._out.wait(self._compute.mark())
-            self._out.copy(host[part], staged)
-            self._pass_on()
-
-    def _demote_far(self, block: Tensor, target: int) -> None:
-        assert self._disk is not None, "a block beyond the host's pool, and no disk"
-        size, layers = self._pool.layout.layer_bytes, self._pool.layout.layers
-        staging, rows = self._disk.claim(), block.view(layers, size)
-        for start in range(0, layers, self._slots[0].numel() // size):
-            part = rows[start : start + self._slots[0].numel() // size]
+        """All layers of a block of the device, uint8 `[bytes of a block there]`: to one of the host. What compute does next may write it
+        over."""
+        layout, far = self._pool.layout, target - self._pool.blocks
+        size, layers, exact = layout.layer_bytes, layout.layers, layout.exact
+        assert len(block) == exact.block_bytes, f"{len(block)} bytes for a block of {exact.block_bytes}"
+        if far < 0:
+            rests = self._pool.block(target).view(layers, size)
+        else:
+            assert self._disk is not None, "a block beyond the host's pool, and no disk"
+            rests = self._disk.claim()[:layers, :size]
+        some = self._slots[0].numel() // size
+        for start in range(0, layers, some):
+            rows, part = block.view(layers, -1)[start : start + some], rests[start : start + some]
             staged = self._slots[self._slot].view(-1)[: part.numel()]
             self._claim()
-            self._compute.copy(staged, part.view(-1))
+            if layout.rounded_from:
+                shape = len(rows), 2, layout.block_size, layout.kv_heads, layout.head_dim
+                to_fp8(rows.view(getattr(torch, exact.dtype)).view(shape), staged.view(len(rows), 2, -1))
+            else:
+                self._compute.copy(staged, rows.view(-1))
             self._out.wait(self._compute.mark())
-            self._out.copy_rows(staging[start : start + len(part), :size], staged.view(part.shape))
+            self._out.copy_rows(part, staged.view(part.shape))
             self._pass_on()
-        self._disk.write([(layer, (layer, target, 1)) for layer in range(layers)])
+        if far >= 0 and self._disk:
+            self._disk.write([(layer, (layer, far, 1)) for layer in range(layers)])
 
     def landed(self) -> Ticket:
         """Done when all that has been sent and demoted is on the host."""
@@ -291,8 +301,42 @@ class Outbox:
 
 
 def ring_bytes(layout: KVLayout, slots: int, tokens: int) -> int:
-    """Device memory of a ring, or of an outbox, of so many slots."""
+    """Device memory of the slots of a ring, or of an outbox."""
     return slots * (tokens // layout.block_size) * layout.layer_bytes
+
+
+def scratch_bytes(layout: KVLayout, tile_tokens: int) -> int:
+    """Device memory that a ring has beside its slots."""
+    return ring_bytes(layout.exact, 1, tile_tokens) if layout.rounded_from else 0
+
+
+def to_fp8(blocks: Tensor, rows: Tensor) -> None:
+    """Round K or V of blocks, `[..., block_size, kv_heads, head_dim]` of any strides, into rows, uint8 `[..., bytes of a block's K or V]`.
+
+    A head's scale is the least power of two by which its numbers come to e4m3's largest, 448, or below: found in the bits of a float32,
+    as logarithms are not exact. What would be rounded up to infinity is rounded down.
+    """
+    values, scales = _fp8_parts(rows, blocks.shape[-3:])
+    most = ldexp(15 / 16, frexp(torch.finfo(blocks.dtype).max)[1])  # of four significant bits
+    largest = torch.linalg.vector_norm(blocks, torch.inf, (-3, -1), keepdim=True, dtype=torch.float32).clamp_(max=most)
+    # Of 448, or 1.75 * 2^8, a fraction above 1.75 carries into the exponent. No float32 is scaled by less than the least normal one.
+    exponent = ((largest.view(torch.int32) + 0x1FFFFF) >> 23).sub_(8).clamp_(min=1)
+    scale = torch.where(largest > 0, (exponent << 23).view(torch.float32), 1.0)
+    values.copy_((blocks / scale).clamp_(-most / scale, most / scale))
+    scales.copy_(scale)
+
+
+def from_fp8(rows: Tensor, blocks: Tensor) -> None:
+    """What `to_fp8` has made, into blocks of any floating dtype."""
+    values, scales = _fp8_parts(rows, blocks.shape[-3:])
+    blocks.copy_(values)
+    blocks.mul_(scales)
+
+
+def _fp8_parts(rows: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Of each row the numbers, e4m3 of this shape `[block_size, kv_heads, head_dim]`, and their scales, float32 `[1, kv_heads, 1]`."""
+    values, scales = rows.tensor_split([shape.numel()], -1)
+    return values.view(torch.float8_e4m3fn).view(*rows.shape[:-1], *shape), scales.view(torch.float32)[..., None, :, None]
 
 
 def _slots(pool: HostPool, slots: int, tokens: int, device: torch.device) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """One allocation on a tier, made at start and cut up by its owner."""
 
+import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,14 @@ from penstock.base.units import format_size
 
 PAGE = 4096
 """Bytes to which whatever a disk reads into is aligned."""
+_LOG = logging.getLogger("penstock")
 _HUGE = 2 << 20
 _TOUCH = 64 << 20
 """Bytes that a thread touches at a time."""
+
+
+class PinningError(DeviceError):
+    """Host memory that is there but cannot be pinned."""
 
 
 class Arena:
@@ -23,7 +29,7 @@ class Arena:
     of the time of a pinned allocation and exactly as much memory as was asked for."""
 
     def __init__(self, size: int, device: torch.device, *, pinned_for: torch.device | None = None) -> None:
-        """Raises DeviceError if there is not as much, or it cannot be pinned for the CUDA device `pinned_for`."""
+        """Raises DeviceError if there is not as much, PinningError if it cannot be pinned for the CUDA device `pinned_for`."""
         self.size = size
         self._registered = 0
         try:
@@ -43,11 +49,20 @@ class Arena:
         with torch.cuda.device(device):
             fault = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0))  # type: ignore[no-untyped-call]
         if fault:
-            raise DeviceError(
+            raise PinningError(
                 f"cannot pin {format_size(self.size)} of host memory for {device} (CUDA error {fault}); "
                 f"allow less host memory, or raise the limit of locked memory (ulimit -l)"
             )
         self._registered = self.bytes.data_ptr()
+
+
+def pinned_if_possible(size: int, device: torch.device) -> Arena:
+    """Host memory for copies to and from `device`: pinned or, if that is refused, plain, with a warning. Raises DeviceError."""
+    try:
+        return Arena(size, torch.device("cpu"), pinned_for=device)
+    except PinningError as error:
+        _LOG.warning("%s; copies of it will be several times slower", error)
+        return Arena(size, torch.device("cpu"))
 
 
 def _mapped(size: int) -> Tensor:

@@ -40,6 +40,11 @@ class Runner:
         """From now on these weights are borrowed, and KV is written to and read from this pool, and what the carrier carries."""
         self._weights, self._pool, self._carrier = weights, pool, carrier
 
+    @property
+    def carrier(self) -> Carrier | None:
+        """Of KV beyond the device, if there is any."""
+        return self._carrier
+
     def detach(self) -> None:
         """Let go of weights and KV."""
         self._weights = self._pool = self._carrier = None
