@@ -21,7 +21,8 @@ from penstock.sched.scheduler import Limits
 
 _TILE = 64 << 20
 """Bytes: a copy of about a millisecond, in which the host has time to queue the next, and keys enough for a kernel's full rate."""
-_TILE_TOKENS = 32768
+_TILE_TOKENS = {"cuda": 32768, "cpu": 2048}
+"""At most. A CPU copies at the rate at which it reads, so there what is copied had better be still in its caches when it is read."""
 _CHUNKS = 1024, 16384
 _MEASURE = 0.2
 """Seconds."""
@@ -103,7 +104,7 @@ def long_room(
         blocks = _whole_blocks(wanted, layout.block_bytes, "host memory", size)
         if wanted > there:
             raise BudgetError(f"{format_size(wanted)} of host memory were asked for KV, but {of} {format_size(there)}; ask for less")
-    tile = max((config.kv_tile or _usual_tile(layout, total)) // size, 1) * size
+    tile = max((config.kv_tile or _usual_tile(layout, total, needed, device)) // size, 1) * size
     room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size, policies=_policies(config, spec), most_blocks=needed)
     if config.disk_kv_memory is not None:
         on_disk = _whole_blocks(parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout), "disk", size)
@@ -154,8 +155,8 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     return Policies(rows, runs, config.missed_limit)
 
 
-def _usual_tile(layout: KVLayout, total: int) -> int:
-    tile = _TILE_TOKENS
+def _usual_tile(layout: KVLayout, total: int, most_blocks: int, device: torch.device) -> int:
+    tile = min(_TILE_TOKENS[device.type], most_blocks * layout.block_size)
     while tile > layout.block_size and (
         tile // layout.block_size * layout.layer_bytes > _TILE or carrier_bytes(layout, tile, layout.block_size) > total // _RING_PART
     ):
