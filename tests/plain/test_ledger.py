@@ -395,3 +395,92 @@ class HostTwin(RuleBasedStateMachine):
 
 TestHostTwin = HostTwin.TestCase
 TestHostTwin.settings = settings(max_examples=60, stateful_step_count=30, derandomize=True, deadline=None)
+
+
+# -- host blocks, and behind them those on disk --------------------------------------------------------------------------------
+
+
+def test_blocks_on_disk_are_used_when_the_host_has_none() -> None:
+    ledger = HostLedger(12, on_disk=8)
+    first = ledger.allocate(3)
+    second = ledger.allocate(4)
+    assert (first, second) == ([1, 2, 3], [0, 8, 9, 10])
+    ledger.release([HostBlockId(2)])
+    assert ledger.allocate(1, second[-1]) == [2], "on the host, though it could go on where it ended"
+    assert ledger.allocate(1, second[-1]) == [11]
+    assert ledger.available == 4
+    ledger.check([first, second, [HostBlockId(11)]])
+
+
+def test_cached_host_blocks_are_given_up_before_the_disk_is_used() -> None:
+    ledger = HostLedger(12, on_disk=8)
+    blocks = ledger.allocate(4)
+    for block, key in zip(blocks, (A, B, C, D), strict=True):
+        ledger.seal(block, key)
+    ledger.release(blocks[3:])
+    ledger.release(blocks[:3])
+    assert ledger.allocate(2) == [2, 3]
+    assert [ledger.find(key) for key in (A, B, C, D)] == [0, 1, None, None]
+    taken = ledger.allocate(3)
+    assert taken == [0, 1, 8]
+    assert ledger.cached == 0
+    ledger.check([[HostBlockId(2), HostBlockId(3)], taken])
+
+
+def test_cached_blocks_on_disk_are_given_up_when_nothing_else_is_left() -> None:
+    ledger = HostLedger(4, on_disk=2)
+    held, kept = ledger.allocate(2), ledger.allocate(2)
+    for block, key in zip(kept, (A, B), strict=True):
+        ledger.seal(block, key)
+    ledger.release(kept)
+    assert (ledger.available, ledger.cached, ledger.find(A)) == (2, 2, kept[0])
+    assert sorted(ledger.allocate(2)) == kept
+    assert ledger.cached == 0
+    ledger.check([held, kept])
+
+
+def test_runs_end_where_the_disk_begins() -> None:
+    ledger = HostLedger(64, on_disk=40)
+    blocks = ledger.allocate(64)
+    assert blocks == list(range(64))
+    random.Random(1).shuffle(blocks)
+    for block in blocks:
+        ledger.release([block])
+    assert ledger._free.take(64, None, 64) == (0, 24)
+    assert ledger._free.take(64, None, 64) == (24, 40)
+
+
+class TieredTwin(HostTwin):
+    """Blocks of both tiers."""
+
+    @initialize(blocks=st.integers(1, 20), on_disk=st.integers(1, 20))
+    def start(self, blocks: int, on_disk: int) -> None:
+        self.near = blocks
+        self.ledger = HostLedger(blocks + on_disk, on_disk)
+        self.chains = []
+        self.keys = 0
+
+    @rule(count=st.integers(0, 12), follows=st.integers(0, 20), expected=st.integers(0, 40))
+    def allocate(self, count: int, follows: int, expected: int) -> None:
+        count = min(count, self.ledger.available)
+        after = self.chains[follows % len(self.chains)][-1] if self.chains and follows % 2 else None
+        free, cached = ({block for block in blocks if block < self.near} for blocks in (self.ledger._free, self.ledger._cached))
+        taken = self.ledger.allocate(count, after, expected)
+        near = [block for block in taken if block < self.near]
+        assert len(taken) == len(set(taken)) == count
+        assert len(near) == min(count, len(free) + len(cached)), "the disk is used while the host has room"
+        assert taken[: len(near)] == near, "the disk comes before the host"
+        assert free.issuperset(near) or len(free) < count, "a cached block is given up while there are free ones"
+        if after is not None and after + 1 in free and count:
+            assert taken[0] == after + 1, "it could go on where it ended"
+        if taken:
+            self.chains.append(taken)
+
+    @invariant()
+    def no_run_is_on_both(self) -> None:
+        for runs, blocks in ((self.ledger._free.near, range(self.near)), (self.ledger._free._far, range(self.near, self.ledger.blocks))):
+            assert all(start in blocks and start + length - 1 in blocks for start, length in runs._lengths.items())
+
+
+TestTieredTwin = TieredTwin.TestCase
+TestTieredTwin.settings = settings(max_examples=60, stateful_step_count=30, derandomize=True, deadline=None)
