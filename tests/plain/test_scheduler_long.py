@@ -543,12 +543,12 @@ def test_the_longest_request_is_served_and_no_longer_one(settings: dict[str, Any
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "KV has room for 84 in all; shorten it, or allow host memory for 96 tokens of KV (80 now)"),
-        ({"max_length": 60}, "the context holds 60 in all; shorten it, or allow more length or memory"),
-        ({"host_blocks": 0}, "the KV blocks hold 33 in all; shorten it, or allow more length or memory"),
+        ({}, "KV has room for 84 in all; shorten it, or allow host memory or disk for 96 tokens of KV (80 now)"),
+        ({"max_length": 60}, "the context holds 60 in all; shorten it, or allow more length"),
+        ({"host_blocks": 0}, "the KV blocks hold 33 in all; shorten it, or allow more memory, or KV in host memory"),
         (
             {"recent": 7, "max_length": 90},
-            "KV has room for 33 in all; shorten it, or allow host memory for 96 tokens of KV (80 now) "
+            "KV has room for 33 in all; shorten it, or allow host memory or disk for 96 tokens of KV (80 now) "
             "and 9 KV blocks on the device (8 now) and a max_length of 99 (90 now)",
         ),
         ({"recent": 7, "host_blocks": 30}, "KV has room for 33 in all; shorten it, or allow 9 KV blocks on the device (8 now)"),

@@ -74,6 +74,8 @@ class Config:
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())) or self.device.endswith(":"):
             raise ConfigError(f"device {self.device!r} is not known; choose auto, cpu, cuda or cuda:N")
+        if self.missed_limit is not None and not 0 <= self.missed_limit <= 1:
+            raise ConfigError(f"missed_limit {self.missed_limit!r} must be a fraction, from 0 to 1")
         for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks", "kv_tile"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

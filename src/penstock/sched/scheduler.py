@@ -156,12 +156,13 @@ class Scheduler:
     def _refusal(self, prompt: int, max_tokens: int | None) -> str:
         asked = f"{prompt} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
         if self.longest == self.limits.max_length or not self.host.blocks:
-            what = "the context holds" if self.longest == self.limits.max_length else "the KV blocks hold"
-            return f"the request has {asked}, but {what} {self.longest} in all; shorten it, or allow more length or memory"
+            context = self.longest == self.limits.max_length
+            what, more = ("the context holds", "more length") if context else ("the KV blocks hold", "more memory, or KV in host memory")
+            return f"the request has {asked}, but {what} {self.longest} in all; shorten it, or allow {more}"
         size, total = self.limits.block_size, prompt + (max_tokens or 1)
         needed = []
         if total > (self.host.blocks + 1) * size:
-            needed.append(f"host memory for {(total - 1) // size * size} tokens of KV ({self.host.blocks * size} now)")
+            needed.append(f"host memory or disk for {(total - 1) // size * size} tokens of KV ({self.host.blocks * size} now)")
         if self.ledger.blocks < self._pages:
             needed.append(f"{self._pages} KV blocks on the device ({self.ledger.blocks} now)")
         if total > self.limits.max_length:
