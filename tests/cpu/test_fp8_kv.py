@@ -21,9 +21,10 @@ from penstock.base.errors import ConfigError
 from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.engine.contexts import LongRoom, long_room
-from penstock.kv.carrier import Carrier, Disk, Send, Streams, carrier_bytes
+from penstock.kv.carrier import Carrier, Disk, Send, Streams
 from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
+from penstock.kv.sizes import carrier_bytes
 from penstock.kv.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
 from penstock.memory.streams import CallerStream, ThreadStream, Ticket
 from penstock.sched.scheduler import Limits

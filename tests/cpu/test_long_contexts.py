@@ -518,7 +518,7 @@ def test_without_host_memory_a_prompt_must_fit_the_pages(none: object) -> None:
 def test_a_request_that_host_memory_does_not_hold_is_told_what_would_hold_it() -> None:
     block = layout_of("llama", 8).block_bytes
     ask = Ask(tuple(words(random.Random(0), 130)), 6)
-    said = r"130 tokens of prompt and 6 of output, but KV has room for 88 in all; .* host memory for 128 tokens of KV \(80 now\)$"
+    said = r"130 tokens of prompt and 6 of output, but KV has room for 88 in all; .* host memory .*for 128 tokens of KV \(80 now\)$"
     with boots(host_kv_memory=10 * block, kv_blocks=4) as llm, pytest.raises(RequestError, match=said):
         llm.generate([list(ask.prompt)], ask.params)
     with boots(host_kv_memory=16 * block, kv_blocks=4) as llm:
@@ -634,3 +634,34 @@ def test_host_memory_is_given_back() -> None:
             llm.generate([words(random.Random(1), 90)], SamplingParams(temperature=0, max_tokens=4))
             assert process.memory_info().rss - before > 0.9 * size
         assert process.memory_info().rss - before < 0.2 * size
+
+
+# -- what was found once -----------------------------------------------------------------------------------------------------
+
+
+def test_the_prefix_cache_is_cleared_beyond_the_device_too() -> None:
+    few = SamplingParams(temperature=0, max_tokens=4)
+    with opened("llama", Room()) as llm:
+        llm.generate([list(range(90))], few)
+        assert llm.clear_prefix_cache() > 0
+        assert llm.generate([list(range(90))], few)[0].cached_tokens == 0
+        assert llm.generate([list(range(90))], few)[0].cached_tokens > 0
+
+
+def test_no_thread_is_left_by_a_directory_that_cannot_be_used() -> None:
+    with no_thread_left(), pytest.raises(DeviceError, match="name another kv_directory"):
+        boots(host_kv_memory="8MiB", disk_kv_memory="1MiB", kv_directory="/proc")
+
+
+def test_the_scaling_that_is_named_is_enough() -> None:
+    with pytest.raises(ConfigError, match=r"scaling by 1\.01,"):
+        boots(max_length=513, beyond_trained=False)
+
+
+def test_a_tile_is_no_longer_than_the_context() -> None:
+    boots(kv_tile=10**9, host_kv_memory="2MiB", device_memory="64MiB").close()
+
+
+def test_a_step_needs_two_tokens() -> None:
+    with pytest.raises(ConfigError, match="must be at least 2 tokens"):
+        boots(block_size=1, max_step_tokens=1, host_kv_memory="2MiB")

@@ -88,7 +88,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^  compute .*  assumed$", table, re.MULTILINE)
     assert "`penstock doctor` measures" in table
     resident = text_of(capsys, "8B", "--machine", "h200")
-    assert "everything stays on the device, nothing streams" in resident
+    assert "all weights stay on the device, nothing streams" in resident
     assert "assumed" not in resident
 
 

@@ -118,6 +118,41 @@ def test_what_is_on_the_host_takes_as_long_as_its_copy() -> None:
         assert found.decode.share(Link.LINK) == pytest.approx(found.decode.copied / 50e9 / found.decode.seconds)
 
 
+LONG = DENSE | {"max_position_embeddings": 1 << 20}
+
+
+def test_kv_that_the_device_does_not_hold_comes_over_the_link() -> None:
+    """Every token of the output brings all of it, every chunk of a prompt what is before it."""
+    context, chunk = 1 << 18, 4096
+    roomy = Machine(CONTEXT + (64 * GIB) // TABLES + int(1.5 * whole(DENSE)) + GIB // 2, 64 * GIB, FAST, 1e14)
+    found = of(LONG, roomy, replace(WORK, context=context, step_tokens=chunk))
+    token = kv_layout(read_spec(LONG), "bfloat16", 1).block_bytes
+    assert found.far == context * token
+    assert found.everything_resident
+    assert found.decode.copied == found.far
+    assert found.decode.seconds == pytest.approx(found.far / 50e9)
+    assert found.decode.binding is Link.LINK
+    passes = context // chunk
+    assert found.prefill.copied == pytest.approx(token * chunk * passes * (passes - 1) / 2 / passes)
+    two = of(LONG, roomy, replace(WORK, context=context, step_tokens=chunk, batch=2))
+    assert two.decode.copied == 2 * found.decode.copied
+    for share in (0.5, 0.8):  # Weights that stream take their part of the link as well.
+        small = replace(roomy, device=CONTEXT + (64 * GIB) // TABLES + int(share * whole(DENSE)) + GIB // 8)
+        both = of(LONG, small, replace(WORK, context=context))
+        assert both.far == found.far
+        assert both.decode.copied == found.far + both.placement.streamed > found.far
+        assert both.decode.seconds == pytest.approx(both.decode.copied / 50e9)
+
+
+def test_kv_that_fits_stays_on_the_device() -> None:
+    assert of(LONG, Machine(64 * GIB, 64 * GIB, FAST, 1e14), replace(WORK, context=1 << 18)).far == 0
+
+
+def test_kv_that_nobody_holds_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"KV of 1 x 1,048,576 tokens takes 16.0 GiB, which neither the device holds nor the"):
+        of(LONG, Machine(4 * GIB, PROCESS + 2 * GIB, FAST, 1e14), replace(WORK, context=1 << 20))
+
+
 def test_what_is_on_disk_takes_as_long_as_its_reading() -> None:
     small = machine(DENSE, 0.3, host=PROCESS + 0.5 * whole(DENSE), rates=replace(FAST, disk_to_host=1e8))
     found = of(DENSE, small)

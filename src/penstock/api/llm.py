@@ -211,7 +211,7 @@ class LLM:
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Returns how many blocks were given up."""
         with self._lock:
-            return self._engine.scheduler.ledger.forget()
+            return self._engine.scheduler.forget()
 
     def _next_delta(self, job: Job) -> Delta | None:
         """The job's next piece, None after its last."""

@@ -156,6 +156,7 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
         process = machine.device - machine.usable
     elif tier is Tier.HOST:
         capacity, process = (found.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
+        kv = found.far
     free = None if capacity is None else capacity - weights - ring - kv - activations - process
     groups = Counter(id.kind.value for id, home in found.placement.homes.items() if home is tier)
     groups[GroupKind.EXPERT.value] += found.experts_on(tier)
@@ -185,7 +186,8 @@ def _tiers(it: Report) -> list[str]:
 
 def _homes(it: Report) -> list[str]:
     rows = [(one.tier.value, homes(it, one)) for one in it.tiers if one.groups]
-    title = "Homes" + (": everything stays on the device, nothing streams" if it.everything_resident else "")
+    far = any(one.kv for one in it.tiers if one.tier is not Tier.DEVICE)
+    title = "Homes" + (f": all weights stay on the device, {'only KV' if far else 'nothing'} streams" if it.everything_resident else "")
     return [title, *_aligned(rows, "<<")]
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 
 import torch
 
@@ -184,7 +185,7 @@ def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> Limi
         assert config.max_length is not None
         raise ConfigError(
             f"max_length {config.max_length} is more than the {spec.max_length} positions the model was trained for; lower it, give "
-            f"the checkpoint a rope scaling by {config.max_length / spec.max_length:.3g}, or allow it with beyond_trained"
+            f"the checkpoint a rope scaling by {ceil(100 * config.max_length / spec.max_length) / 100:g}, or allow it with beyond_trained"
         )
     tokens = config.max_step_tokens or usual.tokens
     sequences = config.max_sequences or min(usual.sequences, tokens)

@@ -69,6 +69,12 @@ class Demand:
         return min(self.useful_blocks, -(-(self.length or LEAST_TOKENS) // self.block_size))
 
 
+def goes_to_host(kv: int, total: int, resident: int) -> bool:
+    """Whether so many bytes of KV of one sequence are to rest in host memory: they fit neither beside what is resident, all weights and
+    the largest step, nor into the part of the device that KV has where weights stream."""
+    return kv > max(total - resident, total // KV_PART)
+
+
 def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, host_is_device: bool) -> int:
     """Bytes that weights may take on the device: all of theirs, if the least KV fits beside them.
 

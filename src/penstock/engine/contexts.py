@@ -9,27 +9,22 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
-from penstock.engine.budget import KV_PART, usual_activations
+from penstock.engine.budget import goes_to_host, usual_activations
 from penstock.engine.placing import host_room
-from penstock.kv.carrier import Disk, carrier_bytes, chosen_bytes, staging_bytes
+from penstock.kv.carrier import Disk, chosen_bytes, staging_bytes
 from penstock.kv.chosen import Policies, bounds_bytes
 from penstock.kv.diskpool import record_bytes
-from penstock.memory.device import total_memory
+from penstock.kv.sizes import carrier_bytes, usual_tile
+from penstock.memory.device import free_memory, total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
 from penstock.sched.scheduler import Limits
 
-_TILE = 64 << 20
-"""Bytes: a copy of about a millisecond, in which the host has time to queue the next, and keys enough for a kernel's full rate."""
-_TILE_TOKENS = {"cuda": 32768, "cpu": 2048}
-"""At most. A CPU copies at the rate at which it reads, so there what is copied had better be still in its caches when it is read."""
 _CHUNKS = 1024, 16384
 _MEASURE = 0.2
 """Seconds."""
 _STEP_PART = 4
 """Of the device's memory, at most one part in so many is for the activations of a step that was not asked for."""
-_RING_PART = 16
-"""Of the device's memory, at most one part in so many is for tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,7 @@ def long_room(
         return None
     needed = -(-limits.max_length // size)
     if asked is None and config.disk_kv_memory is None:
-        fits = needed * layout.block_bytes <= max(total - resident, total // KV_PART)
+        fits = not goes_to_host(needed * layout.block_bytes, total, resident)
         if fits or config.max_length is None or config.kv_blocks is not None or limits.max_step_tokens < max(2, size):
             return None
         if device.type == "cpu" and host_room(config, device) == 0:
@@ -93,7 +88,8 @@ def long_room(
     if config.host_kv_dtype == "fp8":
         layout = layout.in_fp8
     if limits.max_step_tokens < max(2, size):
-        raise ConfigError(f"max_step_tokens {limits.max_step_tokens} must be at least a block, {size} tokens, for contexts in host memory")
+        least = f"a block, {size} tokens" if size > 1 else "2 tokens"
+        raise ConfigError(f"max_step_tokens {limits.max_step_tokens} must be at least {least}, for contexts in host memory")
     there, of = _host_memory(config, device, total)
     if asked is None:
         blocks = min(needed, there // layout.block_bytes)
@@ -104,7 +100,8 @@ def long_room(
         blocks = _whole_blocks(wanted, layout.block_bytes, "host memory", size)
         if wanted > there:
             raise BudgetError(f"{format_size(wanted)} of host memory were asked for KV, but {of} {format_size(there)}; ask for less")
-    tile = max((config.kv_tile or _usual_tile(layout, total, needed, device)) // size, 1) * size
+    asked_tile = min(max(config.kv_tile // size, 1), needed) * size if config.kv_tile else 0
+    tile = asked_tile or usual_tile(layout, total, needed * size, device.type)
     room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size, policies=_policies(config, spec), most_blocks=needed)
     if config.disk_kv_memory is not None:
         on_disk = _whole_blocks(parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout), "disk", size)
@@ -155,18 +152,9 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     return Policies(rows, runs, config.missed_limit)
 
 
-def _usual_tile(layout: KVLayout, total: int, most_blocks: int, device: torch.device) -> int:
-    tile = min(_TILE_TOKENS[device.type], most_blocks * layout.block_size)
-    while tile > layout.block_size and (
-        tile // layout.block_size * layout.layer_bytes > _TILE or carrier_bytes(layout, tile, layout.block_size) > total // _RING_PART
-    ):
-        tile //= 2
-    return tile
-
-
 def _host_memory(config: Config, device: torch.device, total: int) -> tuple[int, str]:
     """Bytes that KV may take, and how to say whose."""
     room = host_room(config, device)
     if device.type == "cpu" and room == 0:
         return total // 2, "half of the budget is"
-    return room, "there are"
+    return min(room, free_memory(torch.device("cpu"))), "there are"

@@ -14,9 +14,11 @@ from penstock.arch import bounds
 from penstock.arch.families import TensorNames
 from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout
 from penstock.arch.spec import ModelSpec, RopeKind
-from penstock.base.errors import ConfigError
+from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
-from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, usual_activations, weights_room
+from penstock.base.units import format_size
+from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, goes_to_host, usual_activations, weights_room
+from penstock.kv.sizes import carrier_bytes, usual_tile
 from penstock.weights.passage import Link, Rates
 from penstock.weights.residency import ExpertRoom, Limits, Placement, padded, pass_order, predict, solve_model
 
@@ -65,7 +67,7 @@ class Work:
 class Pace:
     """Passes of one kind in the steady state.
 
-    tokens: in a pass, of all sequences together. copied, read: bytes of weights that come to DEVICE and from DISK in a pass.
+    tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to DEVICE and from DISK in a pass.
     busy: of its seconds, for how many each link is; of prompts longer than one pass everything is the mean of their passes.
     """
 
@@ -102,6 +104,8 @@ class Forecast:
     beside: int
     decode: Pace
     prefill: Pace
+    far: int = 0
+    """Bytes of KV that rest in host memory, because the device has no room for a context's."""
 
     @property
     def everything_resident(self) -> bool:
@@ -154,16 +158,25 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     layouts = group_layouts(spec, names, work.dtype)
     every = pass_order(layouts, spec.tied_embeddings)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
-    demand = _demand(spec, work)
-    room = weights_room(machine.usable, layouts, demand, host_is_device=machine.host is None)
+    demand, far, usable = _demand(spec, work), 0, machine.usable
+    resident = sum(map(padded, layouts)) + demand.activations
+    if machine.host is not None and goes_to_host(demand.useful_blocks // work.batch * demand.block_bytes, usable, resident):
+        far = _far_kv(machine, work, demand)
+        demand = _beside_far(spec, machine, work, demand)
+        machine = replace(machine, host=machine.host - far)
+    room = weights_room(usable, layouts, demand, host_is_device=machine.host is None)
     placement, experts, beside = _place(spec, layouts, room, machine)
     taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
-    budget = divide(machine.usable, taken + beside, demand)
+    budget = divide(usable, taken + beside, demand)
 
     def pace(step: _Step) -> Pace:
-        return _pace(spec, machine, placement, experts, step, _arithmetic(spec, machine, every, expert, step))
+        arithmetic = _arithmetic(spec, machine, every, expert, step)
+        return _pace(spec, machine, placement, experts, step, arithmetic, bool(far))
 
-    return Forecast(machine, work, budget, placement, experts, beside, pace(_decode(spec, work)), pace(_prefill(spec, work)))
+    decode, prefill = pace(_decode(spec, work)), pace(_prefill(spec, work))
+    if machine.host is not None:
+        machine = replace(machine, host=machine.host + far)
+    return Forecast(machine, work, budget, placement, experts, beside, decode, prefill, far)
 
 
 def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...]:
@@ -194,6 +207,26 @@ def _demand(spec: ModelSpec, work: Work) -> Demand:
     return Demand(activations, kv_layout(spec, work.dtype, BLOCK_SIZE).block_bytes, BLOCK_SIZE, blocks, blocks, work.context)
 
 
+def _far_kv(machine: Machine, work: Work, demand: Demand) -> int:
+    """Bytes of all sequences' KV. Raises BudgetError if host memory does not hold it."""
+    assert machine.host is not None
+    far, there = demand.useful_blocks * demand.block_bytes, max(machine.host - PROCESS, 0)
+    if far > there:
+        raise BudgetError(
+            f"KV of {work.batch:,} x {work.context:,} tokens takes {format_size(far)}, which neither the device holds nor the "
+            f"{format_size(there)} that host memory has for it; allow more, or a shorter context"
+        )
+    return far
+
+
+def _beside_far(spec: ModelSpec, machine: Machine, work: Work, demand: Demand) -> Demand:
+    """What the device must hold when KV rests in host memory: the ways there and back, and some pages."""
+    layout = kv_layout(spec, work.dtype, BLOCK_SIZE)
+    tile = usual_tile(layout, machine.usable, work.context, "cuda")
+    ways = carrier_bytes(layout, tile, max(work.step_tokens // BLOCK_SIZE, 1) * BLOCK_SIZE)
+    return replace(demand, activations=demand.activations + ways, fixed_blocks=None, length=None)
+
+
 def _place(spec: ModelSpec, layouts: Sequence[GroupLayout], room: int, machine: Machine) -> tuple[Placement, ExpertRoom | None, int]:
     """As a boot places; and how much of a CPU's `room` is HOST's."""
     beside = cpu_ring(room, layouts) if machine.host is None and sum(map(padded, layouts)) > room else 0
@@ -208,12 +241,14 @@ def _place(spec: ModelSpec, layouts: Sequence[GroupLayout], room: int, machine: 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """tokens computed; rows whose logits are wanted; pairs of a query and a key, and bytes of KV read, by layer."""
+    """tokens computed; rows whose logits are wanted; pairs of a query and a key, and bytes of KV read, by layer. far: bytes of KV that come
+    over the link, by layer, where it rests in host memory."""
 
     tokens: float
     rows: float
     pairs: Callable[[int], float]
     kv: Callable[[int], float]
+    far: Callable[[int], float]
 
 
 def _decode(spec: ModelSpec, work: Work) -> _Step:
@@ -223,7 +258,7 @@ def _decode(spec: ModelSpec, work: Work) -> _Step:
     def kv(layer: int) -> float:
         return work.batch * bounds.kv_layer_bytes_read(spec, work.dtype, work.context, layer)
 
-    return _Step(work.batch, work.batch, pairs, kv)
+    return _Step(work.batch, work.batch, pairs, kv, kv)
 
 
 def _prefill(spec: ModelSpec, work: Work) -> _Step:
@@ -234,7 +269,12 @@ def _prefill(spec: ModelSpec, work: Work) -> _Step:
     def pairs(layer: int) -> float:
         return work.batch * bounds.prompt_pairs(spec, [work.context], layer) / passes
 
-    return _Step(tokens / passes, work.batch / passes, pairs, lambda layer: 0)
+    def far(layer: int) -> float:
+        """Every chunk of a sequence brings what is before it, as far as its window goes."""
+        starts = range(work.step_tokens, work.context, work.step_tokens)
+        return work.batch * sum(bounds.kv_layer_bytes_read(spec, work.dtype, start, layer) for start in starts) / passes
+
+    return _Step(tokens / passes, work.batch / passes, pairs, lambda layer: 0, far)
 
 
 def _arithmetic(spec: ModelSpec, machine: Machine, every: Sequence[GroupLayout], expert: GroupLayout | None, step: _Step) -> list[float]:
@@ -259,9 +299,16 @@ def _arithmetic(spec: ModelSpec, machine: Machine, every: Sequence[GroupLayout],
 
 
 def _pace(
-    spec: ModelSpec, machine: Machine, placement: Placement, experts: ExpertRoom | None, step: _Step, arithmetic: Sequence[float]
+    spec: ModelSpec,
+    machine: Machine,
+    placement: Placement,
+    experts: ExpertRoom | None,
+    step: _Step,
+    arithmetic: Sequence[float],
+    far: bool,
 ) -> Pace:
-    """How long passes take. Experts are known only once their router has run, so nothing hides their coming."""
+    """How long passes take. Experts are known only once their router has run, so nothing hides their coming; KV that is far comes while
+    everything else goes on, over the same link as weights."""
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = dense.seconds, float(placement.streamed), float(placement.read), dict(dense.busy)
     if experts is not None and spec.moe is not None:
@@ -272,6 +319,11 @@ def _pace(
         copied, read = copied + experts_copied, read + experts_read
         busy[Link.LINK] += experts_copied / machine.rates.host_to_device
         busy[Link.DISK] += experts_read / machine.rates.disk_to_host if experts_read else 0.0
+    if far:
+        tiles = sum(step.far(layer) for layer in range(spec.layers))
+        copied += tiles
+        busy[Link.LINK] += tiles / machine.rates.host_to_device
+        seconds = max(seconds, busy[Link.LINK])
     return Pace(step.tokens, seconds, copied, read, busy)
 
 

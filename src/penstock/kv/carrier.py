@@ -13,13 +13,12 @@ from penstock.kv.chosen import Chosen, Policies, Reader, bounds_bytes
 from penstock.kv.diskpool import DiskPool, record_bytes
 from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
+from penstock.kv.sizes import RING, STAGING, ring_bytes, scratch_bytes
 from penstock.kv.staging import ReadAhead, Slots, WriteBehind
-from penstock.kv.tiles import Outbox, Tile, TileRing, Waits, ring_bytes, scratch_bytes
+from penstock.kv.tiles import Outbox, Tile, TileRing, Waits
 from penstock.memory.streams import Stream, Ticket
 from penstock.step.plan import HostBlockId, Order
 
-RING, STAGING = 3, 2
-"""Slots: one is read while two are filled; one is filled while one is emptied."""
 AHEAD, BEHIND = 4, 3
 """Pinned slots for tiles that are read from disk ahead of use, and for what is written there."""
 
@@ -96,6 +95,8 @@ class Carrier:
             self.outbox = Outbox(self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind)
         except BaseException:
             self.close()
+            streams.out.close()
+            streams.copies.close()
             raise
 
     def _choosing(
@@ -171,11 +172,6 @@ class Carrier:
     def close(self) -> None:
         """Finish what is under way and unpin. A second call does nothing."""
         self._closing.close()
-
-
-def carrier_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:
-    """Device memory of a carrier."""
-    return ring_bytes(layout, RING, tile_tokens) + scratch_bytes(layout, tile_tokens) + ring_bytes(layout, STAGING, chunk_tokens)
 
 
 def chosen_bytes(layout: KVLayout, tile_tokens: int, most_blocks: int) -> int:

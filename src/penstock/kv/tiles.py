@@ -40,9 +40,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import KVLayout
 from penstock.base.trace import Trace
 from penstock.kv.hostpool import HostPool
+from penstock.kv.sizes import ring_bytes, scratch_bytes
 from penstock.kv.staging import ReadAhead, WriteBehind
 from penstock.memory.arena import Arena
 from penstock.memory.streams import Stream, Ticket
@@ -298,16 +298,6 @@ class Outbox:
     def _pass_on(self) -> None:
         self._empty[self._slot] = self._out.mark()
         self._slot = (self._slot + 1) % len(self._slots)
-
-
-def ring_bytes(layout: KVLayout, slots: int, tokens: int) -> int:
-    """Device memory of the slots of a ring, or of an outbox."""
-    return slots * (tokens // layout.block_size) * layout.layer_bytes
-
-
-def scratch_bytes(layout: KVLayout, tile_tokens: int) -> int:
-    """Device memory that a ring has beside its slots."""
-    return ring_bytes(layout.exact, 1, tile_tokens) if layout.rounded_from else 0
 
 
 def to_fp8(blocks: Tensor, rows: Tensor) -> None:

@@ -415,6 +415,10 @@ class Scheduler:
         request.blocks, request.host_blocks = [], []
         request.computed = request.sealed = request.tabled = request.host_tabled = 0
 
+    def forget(self) -> int:
+        """Drop all cached KV, on the device and beyond. Returns how many blocks were given up."""
+        return self.ledger.forget() + self.host.forget()
+
     def recover(self) -> None:
         """After a step cut short, perhaps while it was planned: no KV is trusted, and all requests start anew in order of arrival."""
         self.ledger.reset()
