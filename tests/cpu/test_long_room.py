@@ -68,7 +68,7 @@ def test_disk_is_beside_the_host_and_passes_through_it() -> None:
 
 
 def test_tiles_are_whole_blocks_and_a_small_part_of_the_device() -> None:
-    for asked, tokens in ((None, None), (1, 32), (100, 96), (5000, 4992)):
+    for asked, tokens in ((None, None), (1, 32), (100, 96), (3000, 2976), (10**9, 4096)):
         found = room(**BOTH, host_kv_memory="8MiB", kv_tile=asked)
         assert found is not None
         assert found.tile_tokens % 32 == 0
