@@ -68,6 +68,8 @@ class Engine:
         self._ranks: Ranks | None = ranks
         self._failure = ""
         self._lost = 0
+        self._torn = False
+        """Whether a step has begun and neither ended nor been recovered from: an interrupt may also strike while that is done."""
         self._steps = self._computed = self._output = 0
         self._cold = self._sent = 0
         """Blocks beyond the device: held in the last step, and sent there by all."""
@@ -89,14 +91,19 @@ class Engine:
         """One step for all requests. Interrupted while planning or computing, or when KV does not come back as it was, all of them start
         anew with the next step and lose nothing; after any other failure, also of taking in results, the engine serves no more."""
         ranks = self._open()
+        if self._torn:
+            self.scheduler.recover()
+        self._torn = True
         try:
             plan = self.scheduler.plan()
             if not plan.shares:
+                self._torn = False
                 return []
             self._cold = self.scheduler.host.blocks - self.scheduler.host.available
             outcome = ranks.run(plan)
         except KeyboardInterrupt:
             self.scheduler.recover()
+            self._torn = False
             raise
         except LostKV as lost:
             self._lost += 1
@@ -105,10 +112,12 @@ class Engine:
                 raise
             _LOG.warning("%s; all requests are computed anew", lost)
             self.scheduler.recover()
+            self._torn = False
             return []
         except BaseException as fault:
             self._fail(fault)
             raise
+        self._torn = False
         try:
             events = self.scheduler.commit(plan, outcome)
         except BaseException as fault:

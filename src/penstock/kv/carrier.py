@@ -79,6 +79,7 @@ class Carrier:
             ahead = behind = None
             if disk is not None:
                 self.disk = DiskPool(layout, disk.blocks, disk.directory)
+                self._closing.callback(self.disk.close)
                 read = Slots(self.disk, AHEAD, tile_tokens // layout.block_size, device)
                 self._closing.callback(read.close)
                 written = Slots(self.disk, BEHIND, _behind_rows(layout, chunk_tokens), device)

@@ -6,7 +6,8 @@ name from the start: whatever ends the process, nothing is left.
 Why this is safe. Writes and reads run on threads, first come, first begun. A write or a read of a layer is begun when every write of that
 layer that was asked for before it is done; those stand before it in the queue, so nobody waits for somebody who waits for him. The sum of
 a record is taken of the bytes in memory that were written, and noted after they were; what fails to be written has no sum. A read gives the
-bytes that were written last, or it raises.
+bytes that were written last, or it raises. A write is known before it is submitted: one that an interrupt cuts short is waited for as
+far as it has begun, and the rest of it never begins.
 """
 
 import errno
@@ -49,6 +50,8 @@ class DiskPool:
         self._sums = np.full((layout.layers, blocks), _NONE, dtype=np.int64)
         self._writes: list[list[Future[None]]] = [[] for _ in range(layout.layers)]
         """By layer: those that may not be done."""
+        self._begun: list[Future[None]] = []
+        """Of a write that is being submitted, or that an interrupt has cut short: what of it has not begun is called off."""
         self._readers = ThreadPoolExecutor(READERS, "penstock KV reader")
         self._writers = ThreadPoolExecutor(WRITERS, "penstock KV writer")
         self.read_bytes = self.written_bytes = 0
@@ -56,10 +59,14 @@ class DiskPool:
     def write(self, layer: int, first: int, rows: Rows, ready: Callable[[], object]) -> list["Future[None]"]:
         """Write records of consecutive blocks, after `ready` has returned. `rows` may not change until all of these are done, and none
         raises: what could not be written is lost, as a read will say."""
-        before = self._pending(layer)
-        self.written_bytes += rows.nbytes
-        tasks = [self._writers.submit(self._write, layer, at, part, ready, before) for at, part in _parts(first, rows)]
+        before, parts = self._pending(layer), _parts(first, rows)
+        tasks: list[Future[None]] = [Future() for _ in parts]
+        self._begun = tasks
         self._writes[layer] += tasks
+        for (at, part), one in zip(parts, tasks, strict=True):
+            self._writers.submit(self._write, layer, at, part, ready, before, one)
+        self._begun = []
+        self.written_bytes += rows.nbytes
         return tasks
 
     def read(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], done: Sequence["Future[None]"]) -> None:
@@ -80,20 +87,30 @@ class DiskPool:
             os.close(out)
 
     def _pending(self, layer: int) -> list["Future[None]"]:
+        for task in self._begun:
+            task.cancel()
+        self._begun = []
         self._writes[layer] = [write for write in self._writes[layer] if not write.done()]
         return list(self._writes[layer])
 
     def _place(self, layer: int, first: int) -> int:
         return (layer * self.blocks + first) * self.record
 
-    def _write(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], before: Sequence["Future[None]"]) -> None:
-        sums = self._sums[layer, first : first + len(rows)]
-        wait(before)
-        sums[:] = _NONE
-        ready()
-        found = [crc32(row[: self._content]) for row in rows]
-        if _write_all(self._out, rows.reshape(-1).data, self._place(layer, first)):
-            sums[:] = found
+    def _write(
+        self, layer: int, first: int, rows: Rows, ready: Callable[[], object], before: Sequence["Future[None]"], done: "Future[None]"
+    ) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            sums = self._sums[layer, first : first + len(rows)]
+            wait(before)
+            sums[:] = _NONE
+            ready()
+            found = [crc32(row[: self._content]) for row in rows]
+            if _write_all(self._out, rows.reshape(-1).data, self._place(layer, first)):
+                sums[:] = found
+        finally:
+            done.set_result(None)
 
     def _read(
         self, layer: int, first: int, rows: Rows, ready: Callable[[], object], before: Sequence["Future[None]"], done: "Future[None]"

@@ -70,8 +70,10 @@ class Ledger(Generic[Id]):
         """One request holds it and no other can find it: it may be written."""
         return self._holders[block] == 1 and self._keys[block] is None
 
-    def _give_up(self) -> Id:
-        block, _ = self._cached.popitem(last=False)
+    def _give_up(self, block: Id | None = None) -> Id:
+        if block is None:
+            block = next(iter(self._cached))
+        del self._cached[block]
         key = self._keys[block]
         assert key is not None
         del self._by_key[key]
@@ -173,8 +175,10 @@ class HostLedger(Ledger[HostBlockId]):
         The caller has seen that `available` is enough. O(count log blocks).
         """
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
-        while len(self._free) < count or (self._cached and len(self._free.near) < count):
+        while len(self._free) < count:
             self._free.append(self._give_up())
+        while len(self._free.near) < count and (near := next((block for block in self._cached if block < self._near), None)) is not None:
+            self._free.append(self._give_up(near))
         taken: list[HostBlockId] = []
         while len(taken) < count:
             start, length = self._free.take(count - len(taken), after, expected - len(taken))
