@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
@@ -25,13 +25,13 @@ from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.kv import diskpool, staging
-from penstock.kv.carrier import Carrier
+from penstock.kv.carrier import Carrier, Disk, Streams
 from penstock.kv.diskpool import READERS, DiskPool, LostKV, Rows, record_bytes, tasks_of
 from penstock.kv.hostpool import HostPool
 from penstock.kv.staging import ReadAhead, Run, Slots, WriteBehind
 from penstock.kv.tiles import Outbox, Tile, TileRing
 from penstock.memory.disk import DirectFile
-from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket
+from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket, streams_both_ways
 from penstock.step.plan import HostBlockId, Outcome, Plan
 from streams import BRIEF, CPU, LONG, Gates, cut_short, no_thread_left, random_delays, within
 
@@ -1055,3 +1055,84 @@ def test_an_engine_that_is_interrupted_at_any_place_goes_on(tmp_path: Path, firs
             found, interrupts = answers(llm)
         check("qwen3_moe", found)
         assert interrupts > 2
+
+
+# -- what was found once -----------------------------------------------------------------------------------------------------
+
+
+def test_a_write_that_was_interrupted_never_lands_after_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt strikes when the write has been handed to a thread and nobody has been told."""
+    layout = KVLayout(1, 4, 2, 2, "float16")
+    disk, going, slow = DiskPool(layout, 4, tmp_path), threading.Event(), threading.Event()
+    write, submit = diskpool._write_all, disk._writers.submit
+
+    landed = threading.Event()
+
+    def late(out: int, data: memoryview, offset: int) -> bool:
+        if going.is_set():
+            return write(out, data, offset)
+        going.set()
+        slow.wait(10)
+        there = write(out, data, offset)
+        landed.set()
+        return there
+
+    def struck(*args: object) -> None:
+        submit(*args)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    old, new, found = (Slots(disk, 1, 1, CPU).rows[0] for _ in range(3))
+    old[:], new[:] = 1, 2
+    monkeypatch.setattr(diskpool, "_write_all", late)
+    with patch.object(disk._writers, "submit", struck), pytest.raises(KeyboardInterrupt):
+        disk.write(0, 3, old, lambda: None)
+    assert going.wait(10)
+    tasks = disk.write(0, 3, new, lambda: None)
+    wait(tasks, 0.3)  # It would be done by now, if it did not wait for the other.
+    slow.set()
+    assert landed.wait(10)
+    wait(tasks)
+    done: list[Future[None]] = [Future()]
+    disk.read(0, 3, found, lambda: None, done)
+    done[0].result(10)
+    assert found[0, 0] == 2
+    disk.close()
+
+
+def test_an_interrupt_while_a_loss_is_told_is_recovered_from(tmp_path: Path) -> None:
+    class Strike(logging.Handler):
+        struck = False
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "anew" in record.getMessage() and not self.struck:
+                self.struck = True
+                raise KeyboardInterrupt
+
+    handler = Strike()
+    settings = {"kv_blocks": 8, "kv_tile": 32, "block_size": 8, "max_step_tokens": 24, "max_length": 400, "max_sequences": 4}
+    places = {"host_kv_memory": "13KiB", "disk_kv_memory": "4MiB", "kv_directory": tmp_path, "device": "cpu", "dtype": "float32"}
+    logging.getLogger("penstock").addHandler(handler)
+    try:
+        with LLM(tiny.checkpoint("llama"), **settings, **places, beyond_trained=True, check=True) as llm:  # type: ignore[arg-type]
+            llm.stream(tiny.prompts()[-1] * 5, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+            engine = llm.booted.engine
+            for number in range(200):
+                if number == 12:
+                    carrier(llm).disk._sums[:] ^= 1
+                with suppress(KeyboardInterrupt):
+                    engine.step()
+            assert handler.struck
+            assert not engine.busy
+    finally:
+        logging.getLogger("penstock").removeHandler(handler)
+
+
+def test_a_carrier_that_cannot_be_made_gives_the_disk_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise DeviceError("no memory")
+
+    monkeypatch.setattr("penstock.kv.carrier.Slots", full)
+    with pytest.raises(DeviceError, match="no memory"):
+        Carrier(KVLayout(1, 4, 2, 2, "float16"), 2, 8, 8, CPU, Streams(*streams_both_ways(CPU)), None, Disk(4, tmp_path))
+    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink() and os.path.lexists(file)]
+    assert not [link for link in links if str(tmp_path) in link]

@@ -484,3 +484,14 @@ class TieredTwin(HostTwin):
 
 TestTieredTwin = TieredTwin.TestCase
 TestTieredTwin.settings = settings(max_examples=60, stateful_step_count=30, derandomize=True, deadline=None)
+
+
+def test_room_near_is_made_by_near_blocks_alone() -> None:
+    ledger = HostLedger(12, on_disk=8)
+    ledger.allocate(4)
+    kept = ledger.allocate(6)
+    for block in kept:
+        ledger.seal(block, bytes([block]) * 16)
+    ledger.release(kept)
+    ledger.allocate(1)
+    assert ledger.cached == 6, "two on disk were free"

@@ -153,7 +153,8 @@ class Engine:
 
     def kv_stats(self) -> KVStats | None:
         """KV of long contexts, in the last step; None if there is no room for any. From any thread, also while a step runs."""
-        carrier = self._ranks.carrier if self._ranks is not None else None
+        ranks = self._ranks  # Another thread may close the engine meanwhile.
+        carrier = ranks.carrier if ranks is not None else None
         if carrier is None:
             return None
         block, room = carrier.pool.layout.block_bytes, carrier.pool.blocks

@@ -1,7 +1,7 @@
-"""KV blocks on disk: a nameless file of records, one per layer and block, each with a checksum that every read is held against.
+"""KV blocks on disk: a file of records, one per layer and block, each with a checksum that every read is held against.
 
-The records of a layer follow one another in the order of blocks, so that a tile of consecutive blocks is one run of bytes. The file has no
-name from the start: whatever ends the process, nothing is left.
+The records of a layer follow one another in the order of blocks, so that a tile of consecutive blocks is one run of bytes. The file has a
+name only while room is made for it: whatever ends the process later, nothing is left.
 
 Why this is safe. Writes and reads run on threads, first come, first begun. A write or a read of a layer is begun when every write of that
 layer that was asked for before it is done; those stand before it in the queue, so nobody waits for somebody who waits for him. The sum of
