@@ -229,7 +229,7 @@ def part_peer(scale: Scale, device: torch.device) -> dict[str, object]:
     """transformers with its offloaded cache at 64K, in chunks of 16K and at once."""
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-    tokens, chunk, found, steps = 64 * scale.k, 16 * scale.k, {}, 5
+    tokens, chunk, found, steps = 64 * scale.k, 16 * scale.k, {}, 24
     config = AutoConfig.for_model(**scale.shape("8B"))
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()

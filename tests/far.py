@@ -22,7 +22,7 @@ from penstock.arch.layout import KVLayout, kv_layout
 from penstock.engine import boot
 from penstock.kv import carrier
 from penstock.kv.diskpool import record_bytes
-from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket
+from penstock.memory.streams import CallerStream, HostTicket, Pieces, Stream, ThreadStream, Ticket
 
 LIMIT = 5e-5
 """How far log-probabilities in float32 may lie apart."""
@@ -171,6 +171,10 @@ class Line(ThreadStream):
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
         self._begin()
         super().copy_rows(target, source)
+
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        self._begin()
+        super().copy_pieces(target, source, pieces)
 
     def mark(self) -> Ticket:
         ticket = _Named(self.name)

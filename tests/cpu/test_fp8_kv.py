@@ -26,7 +26,7 @@ from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
 from penstock.kv.sizes import carrier_bytes
 from penstock.kv.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
-from penstock.memory.streams import CallerStream, ThreadStream, Ticket
+from penstock.memory.streams import CallerStream, Pieces, ThreadStream, Ticket
 from penstock.sched.scheduler import Limits
 from penstock.step.plan import BlockId, HostBlockId, Order
 from penstock.weights.shape import Shape
@@ -152,6 +152,12 @@ class Late(ThreadStream):
         place, self.copies = (self.name, self.copies), self.copies + 1
         self.run(functools.partial(self.gates.enter, place))
         super().copy_rows(target, source)
+        self.run(functools.partial(self.gates.leave, place))
+
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        place, self.copies = (self.name, self.copies), self.copies + 1
+        self.run(functools.partial(self.gates.enter, place))
+        super().copy_pieces(target, source, pieces)
         self.run(functools.partial(self.gates.leave, place))
 
 

@@ -31,7 +31,7 @@ from streams import no_thread_left
 
 MIB = 1 << 20
 CARRIER = {Carrier: ["begin", "send", "take", "release"]}
-STREAMS = {Line: ["copy_rows", "wait", "mark"], Caller: ["copy", "copy_rows", "wait", "mark"]}
+STREAMS = {Line: ["copy_rows", "copy_pieces", "wait", "mark"], Caller: ["copy", "copy_rows", "wait", "mark"]}
 """What may be interrupted: the carrier's calls, and in their midst whatever speaks to a stream."""
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError
 from penstock.base.trace import Trace
+from penstock.kv import tiles as tiles_of_kv
 from penstock.kv.hostpool import HostPool
 from penstock.kv.tiles import Outbox, Tile, TileRing
-from penstock.memory.streams import CallerStream, Stream, ThreadStream, Ticket, _memcpy_2d
+from penstock.memory.streams import CallerStream, Stream, ThreadStream, Ticket, _memcpy_2d, joined
 from penstock.ops.attention import dense, dense_reference, merge
 from penstock.step.plan import HostBlockId
 from penstock.weights.waits import Waits
@@ -196,6 +197,44 @@ def test_what_is_no_rows_of_bytes_is_refused_where_it_is_queued(stream: Callable
     line.close()
 
 
+@pytest.mark.parametrize("stream", [CallerStream, partial(ThreadStream, "pieces")], ids=["caller", "thread"])
+def test_pieces_are_copied_alone(stream: Callable[[], Stream]) -> None:
+    line, target, source = stream(), random(1, 64)[0], random(1, 96)[0]
+    before, pieces = target.clone(), np.array([[0, 90, 6], [40, 0, 1], [10, 5, 20]])
+    line.copy_pieces(target, source, pieces)
+    line.copy_pieces(target, source, pieces[:0])
+    line.mark().wait()
+    line.close()
+    for at, start, size in pieces.tolist():
+        before[at : at + size] = source[start : start + size]
+    assert torch.equal(target, before)
+
+
+@pytest.mark.parametrize("stream", [CallerStream, partial(ThreadStream, "pieces")], ids=["caller", "thread"])
+@pytest.mark.parametrize("piece", [[-1, 0, 4], [0, -1, 4], [0, 0, 0], [60, 0, 5], [0, 92, 5]])
+def test_a_piece_beyond_a_tensor_is_refused_where_it_is_queued(stream: Callable[[], Stream], piece: list[int]) -> None:
+    line = stream()
+    with pytest.raises(AssertionError, match=r"a piece beyond the (64|96) bytes"):
+        line.copy_pieces(random(1, 64)[0], random(1, 96)[0], np.array([[0, 0, 64], piece]))
+    line.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_that_follow_one_another_are_joined(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 4, 30)
+    places, rests = (np.cumsum(sizes + (rng.random(30) < 0.3)) - sizes for _ in range(2))
+    pieces = np.stack((places, rests, sizes), 1)
+    found = joined(pieces)
+
+    def bytes_of(some: np.ndarray) -> list[tuple[int, int]]:
+        return [(at + n, start + n) for at, start, size in some.tolist() for n in range(size)]
+
+    assert bytes_of(found) == bytes_of(pieces)
+    assert not ((found[1:, :2] == found[:-1, :2] + found[:-1, 2:]).all(1)).any()
+    assert len(joined(found)) == len(found) < 30
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
 def test_a_torch_without_a_runtime_is_told_from_one_with_it() -> None:
     with pytest.raises(DeviceError, match="cudaMemcpy2DAsync"):
@@ -225,7 +264,10 @@ def test_the_pool_is_one_allocation_of_whole_blocks() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 7])
 @pytest.mark.parametrize("delay", ["copies", "kernel", 1, 2, 3, 4])
-def test_every_kernel_sees_its_tile(slots: int, delay: str | int) -> None:
+@pytest.mark.parametrize("few", [1, 4])
+def test_every_kernel_sees_its_tile(slots: int, delay: str | int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """few: runs that are copied one by one; what has more goes in pieces, all in one call."""
+    monkeypatch.setattr(tiles_of_kv, "_FEW", few)
     rng = np.random.default_rng((slots, delay if isinstance(delay, int) else len(delay)))
     with no_thread_left(), World(slots, Gates(delay=late(delay))) as world:
         size = 0

@@ -12,7 +12,7 @@ import tiny
 from penstock import LLM, Completion, SamplingParams
 from penstock.base.errors import BudgetError
 from penstock.engine import boot
-from penstock.memory.streams import CudaStream, Stream
+from penstock.memory.streams import CudaStream, Pieces, Stream
 
 CUDA = torch.device("cuda")
 LATE = 400_000
@@ -36,6 +36,10 @@ class Slow(CudaStream):
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
         self._late()
         super().copy_rows(target, source)
+
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        self._late()
+        super().copy_pieces(target, source, pieces)
 
 
 def slow_streams(late: str) -> tuple[Stream, Stream, Stream]:

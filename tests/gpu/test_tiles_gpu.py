@@ -1,13 +1,15 @@
 """KV that streams between host and device on CUDA: strided copies are exact, and what is sent comes back, whatever is late."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout
+from penstock.kv import tiles as tiles_of_kv
 from penstock.kv.hostpool import HostPool
 from penstock.kv.tiles import Outbox, Tile, TileRing
-from penstock.memory.streams import CudaStream
+from penstock.memory.streams import CudaStream, Pieces
 from penstock.step.plan import HostBlockId
 
 CUDA = torch.device("cuda")
@@ -22,10 +24,17 @@ class Slow(CudaStream):
     cycles = 0
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        self._late()
+        super().copy_rows(target, source)
+
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        self._late()
+        super().copy_pieces(target, source, pieces)
+
+    def _late(self) -> None:
         if self.cycles:
             with torch.cuda.stream(self._queue()):
                 torch.cuda._sleep(self.cycles)
-        super().copy_rows(target, source)
 
 
 def on(device: torch.device, bytes: Tensor) -> Tensor:
@@ -45,10 +54,29 @@ def test_rows_that_stand_apart_are_copied_alone(rows: int, width: int) -> None:
         assert not target[:, width:].any()
 
 
+def test_pieces_are_copied_alone() -> None:
+    stream, rng = CudaStream(CUDA), np.random.default_rng(0)
+    sizes = rng.integers(1, 9000, 300)
+    pieces = np.stack((rng.permutation(300) * 9000, np.cumsum(sizes) - sizes, sizes), 1)
+    for there, here in ((torch.device("cpu"), CUDA), (CUDA, torch.device("cpu")), (CUDA, CUDA)):
+        source = on(there, torch.randint(0, 256, (int(sizes.sum()),), dtype=torch.uint8))
+        target = on(here, torch.zeros(300 * 9000, dtype=torch.uint8))
+        torch.cuda.synchronize()
+        for some in (pieces[:200], pieces[200:], pieces[:0]):
+            stream.copy_pieces(target, source, some)
+        stream.mark().wait()
+        expected, bytes = np.zeros(len(target), np.uint8), source.cpu().numpy()
+        for at, start, size in pieces.tolist():
+            expected[at : at + size] = bytes[start : start + size]
+        assert np.array_equal(target.cpu().numpy(), expected)
+
+
 @pytest.mark.parametrize("late", ["nothing", "copies", "out", "compute"])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_what_is_sent_comes_back(slots: int, late: str) -> None:
+@pytest.mark.parametrize("few", [0, 4])
+def test_what_is_sent_comes_back(slots: int, late: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks sent layer by layer and a block demoted per step, while what went before is read; k, v and page are used anew at once."""
+    monkeypatch.setattr(tiles_of_kv, "_FEW", few)
     copies = Slow(CUDA)
     streams = {"copies": copies, "out": Slow(CUDA, clock=copies.clock), "compute": Slow(CUDA, current=True, clock=copies.clock)}
     if late != "nothing":

@@ -16,7 +16,9 @@ class HostPool:
         self.layout = layout
         self.blocks = blocks
         self._arena = pinned_if_possible(blocks * layout.block_bytes, device)
-        self._bytes = self._arena.bytes.view(blocks, layout.block_bytes)
+        self.bytes = self._arena.bytes
+        """All of it, uint8 `[blocks * block_bytes]`."""
+        self._bytes = self.bytes.view(blocks, layout.block_bytes)
 
     def layer_rows(self, layer: int, first: int, count: int) -> Tensor:
         """One layer of blocks [first, first + count): uint8 `[count, layer_bytes]`, rows a block apart. A row is K, then V."""

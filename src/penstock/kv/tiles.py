@@ -1,7 +1,7 @@
 """KV of long contexts on the move: tiles come from HOST through a ring of slots, and what was computed goes there through staging slots.
 
 A slot holds K of its blocks and then V, `[2, tokens, kv_heads, head_dim]`, though in a block on HOST they alternate: so each is one dense
-tensor, which any attention kernel reads as it is. A run of consecutive blocks costs two strided copies.
+tensor, which any attention kernel reads as it is. A run of consecutive blocks costs two strided copies; many runs, one call for them all.
 
 Why this is safe. Everything is called by the thread that computes, which is the only one to touch the state here, and which waits for
 nothing: streams wait for each other. `copies` fills the ring, `compute` reads it and fills staging, `out` empties staging.
@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from math import frexp, ldexp
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,9 +46,11 @@ from penstock.kv.hostpool import HostPool
 from penstock.kv.sizes import ring_bytes, scratch_bytes
 from penstock.kv.staging import ReadAhead, WriteBehind
 from penstock.memory.arena import Arena
-from penstock.memory.streams import Stream, Ticket
+from penstock.memory.streams import Pieces, Stream, Ticket, joined
 from penstock.step.plan import HostBlockId
 
+_FEW = 4
+"""Runs of a tile that are copied one by one: a strided copy of a run is faster than its blocks as pieces."""
 _Run = tuple[int, int, int]
 """Consecutive blocks of one tier: the first's place in a slot, the first's id, how many."""
 
@@ -201,9 +204,13 @@ class TileRing:
             slot = self._slot_of(step.queued)
             self._copies.wait(self._read[slot] or self._compute.mark())
             began = self._copies.mark() if waits and waits.trace else None
-            for run in step.runs[tile]:
-                for host, device in _halves(_source(pool, layer, run, staged), run, self._slots[slot]):
-                    self._copies.copy_rows(device, host)
+            if staged is None and len(step.runs[tile]) > _FEW:
+                pieces = _pieces(pool, layer, step.tiles[tile].blocks, self._slots[slot].shape[1])
+                self._copies.copy_pieces(self._slots[slot].view(-1), pool.bytes, pieces)
+            else:
+                for run in step.runs[tile]:
+                    for host, device in _halves(_source(pool, layer, run, staged), run, self._slots[slot]):
+                        self._copies.copy_rows(device, host)
             ready = self._copies.mark()
             if number is not None and self._disk is not None:
                 self._disk.copied(number, ready)
@@ -336,6 +343,17 @@ def _slots(pool: HostPool, slots: int, tokens: int, device: torch.device) -> lis
     assert slots * blocks > 0, f"{slots} slots of {tokens} tokens"
     assert tokens == blocks * layout.block_size, f"{tokens} tokens are not whole blocks of {layout.block_size}"
     return list(Arena(ring_bytes(layout, slots, tokens), device).bytes.view(slots, 2, blocks, layout.layer_bytes // 2))
+
+
+def _pieces(pool: HostPool, layer: int, blocks: Sequence[HostBlockId], capacity: int) -> Pieces:
+    """One layer of blocks on the host, to a slot for `capacity` of them."""
+    layout, count = pool.layout, len(blocks)
+    half = layout.layer_bytes // 2
+    places = np.arange(count) * half
+    rests = np.fromiter(blocks, np.int64, count) * layout.block_bytes + layer * layout.layer_bytes
+    sizes = np.full(count, half)
+    keys, values = (np.stack((places + at * capacity * half, rests + at * half, sizes), 1) for at in range(2))
+    return joined(np.concatenate((keys, values)))
 
 
 def _runs(blocks: Sequence[int], near: int) -> list[_Run]:

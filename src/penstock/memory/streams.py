@@ -13,9 +13,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.base.errors import DeviceError
+
+Pieces = NDArray[np.int64]
+"""`[pieces, 3]`: of each its place in the target, its place in the source, and how many bytes it is. None overlap in the target."""
 
 
 class Ticket(Protocol):
@@ -39,6 +43,12 @@ class Stream(Protocol):
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy between uint8 tensors `[rows, bytes]` of one shape, in which rows may stand apart. Host memory should be pinned.
+
+        As for `copy`, neither may be touched until a later mark is done. Raises DeviceError if the device refuses.
+        """
+
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: "Pieces") -> None:
+        """Queue copies of pieces between flat uint8 tensors, all of them in one call. Host memory should be pinned.
 
         As for `copy`, neither may be touched until a later mark is done. Raises DeviceError if the device refuses.
         """
@@ -102,6 +112,10 @@ class ThreadStream:
         _check_rows(target, source)
         self.run(lambda: np.copyto(target.numpy(), source.numpy()))
 
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        _check_pieces(target, source, pieces)
+        self.run(lambda: _copy_pieces(target, source, pieces))
+
     def wait(self, ticket: Ticket) -> None:
         self.run(ticket.wait)
 
@@ -129,6 +143,10 @@ class CallerStream:
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
         _check_rows(target, source)
         np.copyto(target.numpy(), source.numpy())
+
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        _check_pieces(target, source, pieces)
+        _copy_pieces(target, source, pieces)
 
     def wait(self, ticket: Ticket) -> None:
         ticket.wait()
@@ -201,6 +219,17 @@ class CudaStream:
                 f"start anew, and look at the device with nvidia-smi if it fails again"
             )
 
+    def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        _check_pieces(target, source, pieces)
+        if len(pieces):
+            with torch.cuda.device(self._device):
+                fault = _memcpy_batch()(target.data_ptr(), source.data_ptr(), pieces, self._queue().cuda_stream)
+            if fault:
+                raise DeviceError(
+                    f"cannot copy {len(pieces)} pieces to {target.device} from {source.device} (CUDA error {fault}); "
+                    f"start anew, and look at the device with nvidia-smi if it fails again"
+                )
+
     def wait(self, ticket: Ticket) -> None:
         assert isinstance(ticket, CudaTicket)
         self._queue().wait_event(ticket.event)
@@ -226,23 +255,93 @@ def _check_rows(target: Tensor, source: Tensor) -> None:
         assert count <= 1 or rows.stride(0) >= width, "rows lie over each other"
 
 
+def joined(pieces: Pieces) -> Pieces:
+    """The same bytes in as few pieces: those that follow one another on both sides become one."""
+    if len(pieces) < 2:
+        return pieces
+    follows = (pieces[1:, :2] == pieces[:-1, :2] + pieces[:-1, 2:]).all(1)
+    starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    found = pieces[starts].copy()
+    found[:, 2] = np.add.reduceat(pieces[:, 2], starts)
+    return found
+
+
+def _check_pieces(target: Tensor, source: Tensor, pieces: Pieces) -> None:
+    assert (pieces.dtype, pieces.shape[1:]) == (np.int64, (3,)), f"pieces of {pieces.dtype} {pieces.shape}"
+    for at, flat in enumerate((target, source)):
+        assert (flat.dtype, flat.dim()) == (torch.uint8, 1), f"pieces of {flat.dtype} {tuple(flat.shape)}"
+        assert flat.is_contiguous(), "the bytes of a tensor with pieces stand apart"
+        starts, sizes = pieces[:, at], pieces[:, 2]
+        within = not len(pieces) or (starts.min() >= 0 and sizes.min() > 0 and (starts + sizes).max() <= len(flat))
+        assert within, f"a piece beyond the {len(flat)} bytes of a tensor"
+
+
+def _copy_pieces(target: Tensor, source: Tensor, pieces: Pieces) -> None:
+    to, of = target.numpy(), source.numpy()
+    for at, start, size in pieces.tolist():
+        to[at : at + size] = of[start : start + size]
+
+
+class _CopyAttributes(ctypes.Structure):
+    """cudaMemcpyAttributes: in which order the source is read, hints for managed memory, flags."""
+
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+
+
+_IN_STREAM_ORDER = 1
+
+
+@lru_cache(maxsize=1)
+def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
+    """Copies pieces between two addresses on a stream, by cudaMemcpyBatchAsync, or one by one where the runtime is older than 12.8."""
+    version = ctypes.c_int()
+    _runtime("cudaRuntimeGetVersion", ctypes.c_void_p)(ctypes.byref(version))
+    if version.value < 12080:
+        single = _runtime("cudaMemcpyAsync", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+        def one_by_one(target: int, source: int, pieces: Pieces, stream: int) -> int:
+            # 4: which way is for the runtime to find out.
+            faults = (single(target + at, source + start, size, 4, stream) for at, start, size in pieces.tolist())
+            return next((fault for fault in faults if fault), 0)
+
+        return one_by_one
+    failed = [ctypes.c_void_p] if version.value < 13000 else []  # Until 13, where to say which of them failed.
+    pointers = [ctypes.c_void_p] * 3
+    batch = _runtime("cudaMemcpyBatchAsync", *pointers, ctypes.c_size_t, *pointers[:2], ctypes.c_size_t, *failed, ctypes.c_void_p)
+    attributes = _CopyAttributes(_IN_STREAM_ORDER)
+    first = ctypes.c_size_t(0)
+
+    def at_once(target: int, source: int, pieces: Pieces, stream: int) -> int:
+        lists = np.ascontiguousarray(pieces.T)
+        lists[0] += target
+        lists[1] += source
+        which = [ctypes.byref(ctypes.c_size_t())] if failed else []
+        return batch(*(row.ctypes.data for row in lists), len(pieces), ctypes.byref(attributes), ctypes.byref(first), 1, *which, stream)
+
+    return at_once
+
+
 @lru_cache(maxsize=1)
 def _memcpy_2d() -> Callable[..., int]:
-    """cudaMemcpy2DAsync of the CUDA runtime that torch has loaded: target, its pitch, source, its pitch, width, rows, kind, stream.
+    """cudaMemcpy2DAsync: target, its pitch, source, its pitch, width, rows, kind, stream."""
+    size = ctypes.c_size_t
+    return _runtime("cudaMemcpy2DAsync", ctypes.c_void_p, size, ctypes.c_void_p, size, size, size, ctypes.c_int, ctypes.c_void_p)
+
+
+def _runtime(name: str, *arguments: type) -> Callable[..., int]:
+    """A function of the CUDA runtime that torch has loaded.
 
     The loader looks a name up in a library and in all that it was linked with, whatever that is called and wherever it lies.
     """
     for library in ("libtorch_cuda.so", f"{torch.__path__[0]}/lib/libtorch_cuda.so", None):
         try:
-            function = ctypes.CDLL(library).cudaMemcpy2DAsync
+            function: Callable[..., int] = ctypes.CDLL(library)[name]
         except (OSError, AttributeError):
             continue
-        size = ctypes.c_size_t
-        function.argtypes = [ctypes.c_void_p, size, ctypes.c_void_p, size, size, size, ctypes.c_int, ctypes.c_void_p]
-        function.restype = ctypes.c_int
+        function.argtypes, function.restype = list(arguments), ctypes.c_int  # type: ignore[attr-defined]
         return function
     raise DeviceError(
-        f"strided copies need cudaMemcpy2DAsync of the CUDA runtime, which torch {torch.__version__} does not lend; "
+        f"copies need {name} of the CUDA runtime, which torch {torch.__version__} does not lend; "
         f"install a torch from pypi.org or pytorch.org"
     )
 
