@@ -362,7 +362,7 @@ def part_disk(scale: Scale, device: torch.device) -> dict[str, object]:
             os.fsync(out.fileno())
         found["disk_before"] = disk_ceiling(file, seconds=0.5 if scale.tiny else 5.0)
         disk = {"disk_kv_memory": 4 * host(scale, "8B", tokens), "kv_directory": Path(directory)}
-        settings = far(scale, "8B", tokens, chunk, 8 * scale.k, **disk) | {"host_kv_memory": host(scale, "8B", 2 * scale.k)}
+        settings = far(scale, "8B", tokens, chunk, 16 * scale.k, **disk) | {"host_kv_memory": host(scale, "8B", 2 * scale.k)}
         with running(scale, "8B", device, **settings) as booted:
             _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
             carrier = carrier_of(booted)

@@ -20,8 +20,6 @@ from penstock.cli.prompt import SHIPPED_MODEL
 from penstock.evals.report import Report
 from penstock.evals.run import LENGTHS, Work, evaluate
 
-BLOCK = 32
-
 
 def asked(llm: LLM, work: Work) -> tuple[Report, float]:
     begin = time.perf_counter()
@@ -42,11 +40,12 @@ def main() -> None:
     for length in map(int, given.lengths.split(",")):
         work = Work("needle", ("single",), (length,), given.depths, given.samples, 1, False)
         few = Work("needle", ("single",), (length,), given.depths, max(given.samples // 10, 1), 1, False)
-        common = {"device": given.device, "dtype": given.dtype, "block_size": BLOCK, "max_length": length, "progress": False}
+        block = min(max(length // 128, 8), 32)
+        common = {"device": given.device, "dtype": given.dtype, "block_size": block, "max_length": length, "progress": False}
         with LLM(SHIPPED_MODEL, **common) as llm:
             resident, near = asked(llm, work)
-        pages = max(length // BLOCK * 2 // 5, 6)
-        chunk, tile = max(length // 4, 128), max(length // 2, 256)
+        pages = length // block * 2 // 5
+        chunk = tile = length // 2
         far = {"kv_blocks": pages, "kv_tile": tile, "max_step_tokens": chunk, "host_kv_memory": "4GiB"}
         with LLM(SHIPPED_MODEL, **common, **far) as llm:
             streamed, late = asked(llm, work)

@@ -344,6 +344,10 @@ _CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if
 _JUMPS = {dis.opmap[name] for name in ("JUMP_BACKWARD", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE") if name in dis.opmap}
 
 
+OURS_AND_LOCKS = ("penstock", "concurrent", "threading")
+"""Modules in whose midst an interrupt could leave a lock held."""
+
+
 def cut_short(call: Callable[[], object], places: int, modules: Sequence[str] = ("penstock",)) -> bool:
     """Calls, and interrupts at the `places`th place where CPython may: when a function begins, behind a call, behind a jump backward.
     False if the call ended by itself."""
@@ -378,3 +382,12 @@ def cut_short(call: Callable[[], object], places: int, modules: Sequence[str] = 
     finally:
         sys.settrace(before)
     return False
+
+
+def everywhere(strike: Callable[[int], bool]) -> int:
+    """Strike at each place there is; how many there are. Some are missed: where a generator is closed unused, nothing can be raised."""
+    where = missed = 0
+    while missed < 4:
+        missed = 0 if strike(where) else missed + 1
+        where += 1
+    return where

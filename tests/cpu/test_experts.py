@@ -1,6 +1,7 @@
 """Experts that come and go: whatever the routing, the rings and what is late, the right bytes; and each wait is needed for it."""
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,23 @@ from penstock.weights import experts as module
 from penstock.weights.experts import Experts
 from penstock.weights.residency import ExpertRoom
 from penstock.weights.waits import Waits
-from streams import BRIEF, LONG, UNIT, Compute, Copies, Gates, Store, content, cut_short, layout, no_thread_left, random_delays, within
+from streams import (
+    BRIEF,
+    LONG,
+    OURS_AND_LOCKS,
+    UNIT,
+    Compute,
+    Copies,
+    Gates,
+    Store,
+    content,
+    cut_short,
+    everywhere,
+    layout,
+    no_thread_left,
+    random_delays,
+    within,
+)
 
 SIZE = 3 * UNIT
 ROOMS = {
@@ -391,6 +408,7 @@ def prepared(room: tuple[int, int, int, int], *, threads: bool, seed: int) -> Wo
         ("host", False),
         ("all tiers", True),
         ("all tiers, the larger host ring", False),
+        ("disk", True),
     ],
 )
 @pytest.mark.parametrize("name", ["expect", "expect anew", "take", "take unexpectedly", "release"])
@@ -417,8 +435,8 @@ def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool)
                 experts.release(id)
             world.take(away)
             call = partial(experts.release, away)
-        interrupted = cut_short(call, place)
-        cut_short(partial(experts.expect, [expert(0, 1)]), place % 23)
+        interrupted = cut_short(call, place, OURS_AND_LOCKS)
+        cut_short(partial(experts.expect, [expert(0, 1)]), place % 23, OURS_AND_LOCKS)
         try:
             assert within(LONG, world.every)
             assert within(LONG, world.check)
@@ -439,7 +457,7 @@ def test_a_read_that_an_interrupt_has_left_behind_harms_nobody() -> None:
             world.experts.expect([])
             first, second = world.ids[:2]
             gates.shut(("read", str(first), 0, 0))
-            interrupted = cut_short(partial(world.experts.expect, [first]), place)
+            interrupted = cut_short(partial(world.experts.expect, [first]), place, OURS_AND_LOCKS)
             host = threading.Thread(target=world.layer, args=([second],))
             host.start()
             gates.passes(("read", str(second), 0, 0), BRIEF)
@@ -465,6 +483,20 @@ def test_close_at_any_moment() -> None:
             assert within(LONG, world.close)
 
 
+def test_an_interrupt_anywhere_in_closing_does_no_harm() -> None:
+    """Closing again ends what is left."""
+
+    def strike(where: int) -> bool:
+        with no_thread_left(), World(ROOMS["disk"], Gates(delay=random_delays(where, longest=5e-4))) as world:
+            world.experts.expect(world.ids[:4])
+            struck: bool = cut_short(world.experts.close, where, OURS_AND_LOCKS)
+            assert within(LONG, world.experts.close)
+            assert all(read.done for coming in world.experts._coming.values() for read in coming.reads)
+        return struck
+
+    assert everywhere(strike) > 20
+
+
 def test_what_a_reader_meets_is_raised_where_the_expert_is_taken() -> None:
     with no_thread_left(), World(ROOMS["disk"]) as world:
         world.every()
@@ -482,6 +514,9 @@ def test_an_expert_is_checked_until_it_has_been_read_whole_once() -> None:
         first, second = world.ids[:2]
         world.store.faults = {(first, 0): CheckpointError("damaged")}
         world.experts.expect([first])
+        until = time.monotonic() + LONG
+        while not world.store.reads[first, 0]:
+            assert time.monotonic() < until
         world.layer([second])
         with pytest.raises(CheckpointError, match="damaged"):
             world.layer([first])

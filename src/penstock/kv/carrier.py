@@ -19,7 +19,7 @@ from penstock.kv.tiles import Outbox, Tile, TileRing, Waits
 from penstock.memory.streams import Stream, Ticket
 from penstock.step.plan import HostBlockId, Order
 
-AHEAD, BEHIND = 4, 3
+AHEAD, BEHIND = 6, 3
 """Pinned slots for tiles that are read from disk ahead of use, and for what is written there."""
 
 
@@ -76,6 +76,8 @@ class Carrier:
         try:
             self.pool = HostPool(layout, blocks, device)
             self._closing.callback(self.pool.close)
+            if waits is not None:
+                self._closing.callback(waits.stalled)  # notes what was still on its way
             ahead = behind = None
             if disk is not None:
                 self.disk = DiskPool(layout, disk.blocks, disk.directory)

@@ -171,7 +171,7 @@ class Chosen:
         layout, start = self._layout, 0
         self._copies.wait(self._read or self._compute.mark())
         self._read = None
-        for first, count in _runs(blocks.tolist()):
+        for first, count in _runs(blocks):
             self._copies.copy_rows(self._buffer[start : start + count], self._store[layer, first : first + count])
             start += count
         self._compute.wait(self._copies.mark())
@@ -192,10 +192,8 @@ def bounds_bytes(layout: KVLayout) -> int:
     return layout.layer_bytes // layout.block_size
 
 
-def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(blocks: Sequence[int] | NDArray[np.int32]) -> Iterator[tuple[int, int]]:
     """Consecutive blocks: the first, and how many."""
-    start = 0
-    for at in range(1, len(blocks) + 1):
-        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
-            yield blocks[start], at - start
-            start = at
+    ids = np.asarray(blocks)
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1)
+    yield from zip(ids[starts].tolist(), np.diff(starts, append=len(ids)).tolist(), strict=True)

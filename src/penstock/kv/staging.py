@@ -7,19 +7,21 @@ Why this is safe. All is called by the thread that computes; tasks on the pool's
 3. A slot is written to disk when it is full: the tasks wait for the mark behind the copies into it.
 4. A slot is filled anew when it has been written: `claim` waits, and with it the host, which is how a slow disk holds a prompt back.
 
-Tasks are known before they are submitted, and a slot is marked as used before it is: an interrupt leaves nothing that nobody waits for.
+Tasks are noted before they are put, and a slot is marked as used before it is: an interrupt leaves nothing under way that nobody waits for.
+What it has kept from being put is called off before anybody waits for it: a step's reads by the next `begin`, a write by the next `claim`.
+Thus what a task waits for has been put before it, as `memory.tasks` demands.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from penstock.kv.diskpool import DiskPool, Rows, tasks_of
+from penstock.kv.diskpool import DiskPool, Rows
 from penstock.memory.arena import pinned_if_possible
 from penstock.memory.streams import Stream, Ticket
+from penstock.memory.tasks import Task, wait
 
 Run = tuple[int, int, int]
 """Consecutive blocks: the first's place in a slot, the first's index on disk, how many."""
@@ -45,7 +47,7 @@ class _Reading:
 
     first: int
     wanted: Sequence[tuple[int, Sequence[Run]]]
-    tasks: list[list["Future[None]"]] = field(default_factory=list)
+    tasks: list[list[Task]] = field(default_factory=list)
     asked: int = 0
     copied: int = 0
 
@@ -55,7 +57,7 @@ class ReadAhead:
 
     def __init__(self, disk: DiskPool, slots: Slots, copies: Stream) -> None:
         self._disk, self._slots, self._copies = disk, slots, copies
-        self._tasks: list[list[Future[None]]] = [[] for _ in slots.rows]
+        self._tasks: list[list[Task]] = [[] for _ in slots.rows]
         """By slot: those that may still read into it."""
         self._emptied: list[Ticket | None] = [None] * len(slots.rows)
         """By slot: behind the last copy out of it; none while one is being queued."""
@@ -64,15 +66,14 @@ class ReadAhead:
     def begin(self, wanted: Sequence[tuple[int, Sequence[Run]]]) -> None:
         """A step: of each visit with blocks on disk its layer and their runs. What an earlier step has not used is dropped."""
         for tasks in self._tasks:
-            for task in tasks:
-                task.cancel()
+            self._disk.readers.call_off(tasks)
         self._step = _Reading((self._step.first + self._step.asked) % len(self._tasks), wanted)
         self._ask()
 
     def there(self, number: int) -> bool:
         """Whether the visit has been read, or has failed to be."""
         step = self._step
-        return number < step.asked and all(task.done() for task in step.tasks[number])
+        return number < step.asked and all(task.done for task in step.tasks[number])
 
     def wait(self, number: int) -> Tensor:
         """The slot of the next visit, uint8 `[rows, record]`, when it has been read. Raises LostKV."""
@@ -98,19 +99,17 @@ class ReadAhead:
         while step.asked < min(step.copied + len(self._tasks), len(step.wanted)):
             slot = self._slot_of(step.asked)
             layer, runs = step.wanted[step.asked]
-            emptied, earlier = self._emptied[slot] or self._copies.mark(), [task for task in self._tasks[slot] if not task.done()]
-            parts = [(first, self._slots.rows[slot][at : at + count]) for at, first, count in runs]
-            tasks: list[list[Future[None]]] = [[Future() for _ in range(tasks_of(rows))] for _, rows in parts]
-            every = [task for some in tasks for task in some]
-            self._tasks[slot] = [*earlier, *every]
+            emptied, earlier = self._emptied[slot] or self._copies.mark(), [task for task in self._tasks[slot] if not task.done]
+            tasks = list(earlier)
+            self._tasks[slot] = tasks
 
-            def ready(emptied: Ticket = emptied, earlier: Sequence["Future[None]"] = earlier) -> None:
+            def ready(emptied: Ticket = emptied, earlier: Sequence[Task] = earlier) -> None:
                 wait(earlier)
                 emptied.wait()
 
-            for (first, rows), some in zip(parts, tasks, strict=True):
-                self._disk.read(layer, first, rows, ready, some)
-            step.tasks[step.asked :] = [every]
+            for at, first, count in runs:
+                self._disk.read(layer, first, self._slots.rows[slot][at : at + count], ready, tasks)
+            step.tasks[step.asked :] = [tasks[len(earlier) :]]
             step.asked += 1
 
 
@@ -119,11 +118,12 @@ class WriteBehind:
 
     def __init__(self, disk: DiskPool, slots: Slots, out: Stream) -> None:
         self._disk, self._slots, self._out = disk, slots, out
-        self._tasks: list[list[Future[None]]] = [[] for _ in slots.rows]
+        self._tasks: list[list[Task]] = [[] for _ in slots.rows]
         self._next = 0
 
     def claim(self) -> Tensor:
         """The next slot, uint8 `[rows, record]`, for copies on `out`."""
+        self._disk.settle()
         wait(self._tasks[self._next])
         return self._slots.bytes[self._next]
 
@@ -132,5 +132,5 @@ class WriteBehind:
         full, slot = self._out.mark(), self._next
         self._tasks[slot] = []
         for layer, (at, first, count) in parts:
-            self._tasks[slot] += self._disk.write(layer, first, self._slots.rows[slot][at : at + count], full.wait)
+            self._disk.write(layer, first, self._slots.rows[slot][at : at + count], full.wait, self._tasks[slot])
         self._next = (slot + 1) % len(self._tasks)

@@ -10,13 +10,14 @@ that the last release of the slot left on the compute stream; arithmetic waits f
 after the mark behind the last copy out of it, and copied from when the read is over. Slots are given out in the order in which experts
 will be used, so the one that is needed first never waits for one that is needed later. An exchange copies DEVICE to HOST on the same copy
 stream: behind the copy by which the newcomer came from there, and before any copy into the slot that it empties. An interrupt in the midst
-of an exchange leaves it to be done again, from bytes that are all still there; one anywhere else, slots to be found again.
+of an exchange leaves it to be done again, from bytes that are all still there; one anywhere else, slots to be found again, when the reads
+that were noted before they were put (`memory.tasks`) are over or called off.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from penstock.arch.layout import GroupId, GroupLayout
 from penstock.base.tiers import Tier
 from penstock.memory.streams import Stream, Ticket
+from penstock.memory.tasks import Task, Workers, wait
 from penstock.weights.residency import PIECE, ExpertRoom, spread
 from penstock.weights.source import Source
 from penstock.weights.waits import Waits
@@ -51,8 +53,8 @@ class _Coming:
     home: Home
     ready: Ticket | None = None
     host_slot: int = -1
-    reads: list["Future[None]"] = field(default_factory=list)
-    """Made before anything is submitted: whatever an interrupt leaves behind is known, and can be waited for."""
+    reads: Sequence[Task] = ()
+    """Noted before they are put: whatever an interrupt leaves behind is known, and can be called off and waited for."""
 
 
 class Experts:
@@ -90,7 +92,7 @@ class Experts:
         self._exchange: tuple[GroupId, int, GroupId] | None = None
         self._passes, self._layer = 0, -1
         self._checked: set[GroupId] = set()
-        self._readers = ThreadPoolExecutor(READERS, "penstock expert reader") if room.on_disk else None
+        self._readers = Workers(READERS, "expert reader") if room.on_disk else None
         self.copied_bytes = self.returned_bytes = self.read_bytes = 0
         self.disk_late = 0.0
 
@@ -146,9 +148,9 @@ class Experts:
         self._sound = True
 
     def close(self) -> None:
-        """Wait for reads in flight."""
+        """Wait for reads in flight. To be called again if it was interrupted; else that does nothing."""
         if self._readers is not None:
-            self._readers.shutdown(cancel_futures=True)
+            self._readers.close()
 
     # ---- coming
 
@@ -162,39 +164,32 @@ class Experts:
             coming = _Coming(self._ring.popleft(), home)
             if home.tier is Tier.DISK:
                 coming.host_slot = self._host_ring.popleft()
-                coming.reads = [Future() for _ in range(0, self._host.shape[1], PIECE)]
+                coming.reads = self._reads(id, coming.host_slot)
             self._coming[id] = coming
             if home.tier is Tier.DISK:
-                self._read(id, coming)
+                assert self._readers is not None
+                self.read_bytes += self._host.shape[1]
+                for read in coming.reads:
+                    self._readers.put(read)
             else:
                 coming.ready = self._copy(id, coming, self._host[home.slot])
                 self._empty[home.slot] = coming.ready
             self._queue.popleft()
 
-    def _read(self, id: GroupId, coming: _Coming) -> None:
-        assert self._readers is not None
-        into, empty = self._host[coming.host_slot], self._empty[coming.host_slot]
+    def _reads(self, id: GroupId, host_slot: int) -> list[Task]:
+        into, empty = self._host[host_slot], self._empty[host_slot]
         layout, check = self._layouts[id], id not in self._checked
 
-        def piece(start: int, read: "Future[None]") -> None:
-            if not read.set_running_or_notify_cancel():
-                return
-            try:
-                if empty is not None:
-                    empty.wait()
-                began = perf_counter()
-                part = into[start : start + PIECE]
-                self._source.read(layout, start, part, check)
-                if self._waits.trace is not None:
-                    self._waits.trace.span("disk read", str(id), began, perf_counter(), bytes=len(part))
-            except BaseException as fault:
-                read.set_exception(fault)
-            else:
-                read.set_result(None)
+        def piece(start: int) -> None:
+            if empty is not None:
+                empty.wait()
+            began = perf_counter()
+            part = into[start : start + PIECE]
+            self._source.read(layout, start, part, check)
+            if self._waits.trace is not None:
+                self._waits.trace.span("disk read", str(id), began, perf_counter(), bytes=len(part))
 
-        self.read_bytes += len(into)
-        for start, read in zip(range(0, len(into), PIECE), coming.reads, strict=True):
-            self._readers.submit(piece, start, read)
+        return [Task(partial(piece, start)) for start in range(0, len(into), PIECE)]
 
     def _bring(self, id: GroupId, coming: _Coming) -> Ticket:
         """Queue the copy of an expert from DISK, when it has been read."""
@@ -282,9 +277,9 @@ class Experts:
         mark = self._compute.mark()
         for coming in self._coming.values():
             self._done[coming.slot] = mark
-            for read in coming.reads:
-                if not read.cancel():
-                    read.exception()
+            if self._readers is not None:
+                self._readers.call_off(coming.reads)
+            wait(coming.reads)
         self._queue.clear()
         self._coming.clear()
         taken = {(home.tier, home.slot) for home in self.homes.values()}

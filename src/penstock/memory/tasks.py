@@ -1,0 +1,112 @@
+"""Tasks for threads, handed out by a thread that an interrupt may strike anywhere.
+
+Why this is safe. A KeyboardInterrupt strikes the main thread only, between two instructions; a worker always ends what it has begun. What
+the two have in common is a queue in C, whose calls are done or not done, and in each task a bare lock, which only a worker releases. So an
+interrupt leaves no lock held. All that it can do is to keep a task from being put. Whoever notes a task before it puts it knows of all
+that may be under way; `call_off` puts what is not done once more, so that it is reached whether or not it had been put, and `call_off` may
+itself be cut short and begun anew. A task that is met twice is done once: whoever pops its work from the list does it.
+
+Tasks are begun in the order in which they were put. One may wait for others if these were put before it, for the first time: they have
+been begun before, so nobody waits in a circle, however few threads there are.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+
+from penstock.memory.streams import HostTicket
+
+
+class CalledOff(Exception):
+    """Raised by the result of a task that was called off before it began."""
+
+
+class Task(HostTicket):
+    """Reached when its work is over, or has been called off before it began."""
+
+    __slots__ = ("_work", "called_off", "fault")
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self._work = [work]
+        """Empty as soon as somebody does it."""
+        self.fault: BaseException | None = None
+        """What the work has raised, once it is done."""
+        self.called_off = False
+
+    def do(self) -> None:
+        """On a worker: do the work, if nobody has begun it."""
+        try:
+            work = self._work.pop()
+        except IndexError:
+            return
+        try:
+            if self.called_off:
+                raise CalledOff
+            work()
+        except BaseException as fault:
+            self.fault = fault
+        del work  # What it holds is free when the task is reached.
+        self.reach()
+        del self  # A fault holds this frame; it should not hold itself.
+
+    def result(self) -> None:
+        """Wait, and raise what the work has raised."""
+        self.wait()
+        try:
+            if self.fault is not None:
+                raise self.fault
+        finally:
+            del self
+
+
+def wait(tasks: Iterable[Task]) -> None:
+    for task in tasks:
+        task.wait()
+
+
+class Workers:
+    """`count` threads that do tasks, first come, first begun. All is called by one thread."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        """None: there is nothing more to do, for any of them."""
+        self._closing = False
+        self._ended = [HostTicket() for _ in range(count)]
+        self._threads = [threading.Thread(target=self._serve, args=(ended,), name=f"penstock {name}", daemon=True) for ended in self._ended]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._tasks.put(None)
+            raise
+
+    def put(self, task: Task) -> None:
+        """To be noted by the caller before, or nobody can call it off if an interrupt strikes."""
+        assert not self._closing, "a task for workers that end"
+        self._tasks.put(task)
+
+    def call_off(self, tasks: Sequence[Task]) -> None:
+        """What has not begun never will; all of them come to be done, those that an interrupt has kept from being put too."""
+        for task in tasks:
+            if not task.done:
+                task.called_off = True
+                self._tasks.put(task)
+
+    def close(self) -> None:
+        """Finish what has begun, call off what has not, and end. To be called again if it was interrupted; else that does nothing."""
+        self._closing = True
+        self._tasks.put(None)
+        for ended in self._ended:  # An interrupted join takes a thread for ended that is not.
+            ended.wait()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, ended: HostTicket) -> None:
+        while (task := self._tasks.get()) is not None:
+            if self._closing:
+                task.called_off = True
+            task.do()
+            del task
+        self._tasks.put(None)
+        ended.reach()
