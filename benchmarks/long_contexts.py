@@ -261,6 +261,23 @@ def part_peer(scale: Scale, device: torch.device) -> dict[str, object]:
             )
     del model
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    found["ours"] = ours = {}
+    rooms = {"with the least memory": 0, **{f"with its memory, {what}": found[what]["peak"] for what in ("in chunks", "at once")}}
+    beside, blocks = 0, 64
+    for what, room in rooms.items():
+        if room and device.type == "cuda":
+            blocks = max(64, int(room - beside) // host(scale, "8B", scale.block - 4 * scale.block))
+        with running(scale, "8B", device, **far(scale, "8B", tokens, chunk, chunk, kv_blocks=blocks)) as booted:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
+            decode = decoded(booted, 1, steps // 2)
+            peak = allocated(device, peak=True) - booted.weights.bytes
+            beside = beside or peak - blocks * host(scale, "8B", scale.block - 4 * scale.block)
+            ours[what] = {"blocks": blocks, "prefill_s": sum(chunks), "decode": decode, "peak": peak}
+            row(f"penstock, 64K, {what}", sum(chunks), f"decode {decode['mean_s']:.3f} s; {format_size(peak)} beside the weights")
     return found
 
 

@@ -408,6 +408,20 @@ def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.Cap
     assert "of link" in printed.out
     assert "512 tokens: prompt in" in printed.err
     assert json.loads(out.read_text()) == line
+    disk = ["--host-kv-memory", "50KB", "--disk-kv-memory", "64MiB", "--kv-directory", str(tmp_path)]
+    assert main([*given, *disk]) == 0
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out.splitlines()[-1])["contexts"]
+    for row, exact in zip(rows, line["contexts"], strict=True):
+        assert row["host_kv"] + row["disk_kv"] == row["kv_per_step"] == exact["host_kv"] == exact["kv_per_step"]
+        assert row["disk_kv"] > 0
+    assert re.search(r"^ +512 .* KiB \+ .* KiB on disk ", printed.out, re.MULTILINE)
+    assert main([*given, "--host-kv-memory", "50%", "--host-kv-dtype", "fp8", "--attention-policy", "topk:2", "--json"]) == 0
+    some = json.loads(capsys.readouterr().out)
+    for row, exact in zip(some["contexts"], line["contexts"], strict=True):
+        assert 0 < row["host_kv"] < exact["host_kv"] / 1.5
+        assert 0 < row["kv_per_step"] < row["host_kv"]
+    assert some["settings"] == line["settings"] | {"host_kv_dtype": "fp8", "attention_policy": "topk:2"}
     assert main([*given, "--json"]) == 0
     printed = capsys.readouterr()
     assert [row["kv_per_step"] for row in json.loads(printed.out)["contexts"]] == [0, 0]

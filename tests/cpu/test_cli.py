@@ -383,6 +383,19 @@ def test_a_trace_of_what_does_not_stream_is_a_file_with_nothing_in_it(penstock: 
     assert tracks(trace) == []
 
 
+def test_a_trace_of_kv_that_streams_has_every_copy(penstock: Penstock, model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    far = ["--dtype", "float32", "--block-size", "16", "--kv-blocks", "4", "--kv-tile", "16", "--host-kv-memory", "1MiB"]
+    prompt = "0123456789" * 10
+    result = penstock("run", model, prompt, "--raw", "--max-tokens", "4", "--json", *far, "--trace", trace)
+    record = json.loads(result.out)
+    assert record["weights"] is None
+    assert result.err.splitlines()[-1] == f"{trace}: a trace, to be opened in ui.perfetto.dev"
+    assert tracks(trace)[:1] == ["compute"]
+    copies = [event["args"]["bytes"] for event in json.loads(trace.read_text())["traceEvents"] if "bytes" in event.get("args", {})]
+    assert sum(copies) == record["kv"]["copied"] > 0
+
+
 @pytest.mark.parametrize("command", ["run", "chat"])
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_loaded(penstock: Penstock, tmp_path: Path, command: str) -> None:
     trace = tmp_path / "missing" / "trace.json"  # and the model's directory is empty
@@ -691,6 +704,38 @@ def test_ctrl_c_stops_an_answer_and_then_the_chat(start: Callable[..., "subproce
     terminal.until("Ctrl-C again or Ctrl-D leaves")
     terminal.until("> ")
     terminal.interrupt()
+    assert terminal.process.wait() == 130
+    terminal.close()
+
+
+def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
+    start: Callable[..., "subprocess.Popen[bytes]"], model: Path, tmp_path: Path
+) -> None:
+    """What is asked next takes all blocks there are."""
+    room = ["--dtype", "float32", "--max-step-tokens", "2", "--block-size", "32", "--kv-blocks", "124", "--max-length", "3900"]
+    terminal = Terminal(start, "chat", model, "--raw", "-v", *room, term="xterm")
+    for _ in range(2):
+        terminal.until("> ")
+        terminal.type("z" * 3800 + "\n")
+        terminal.until(" of 3,800 tokens, ")
+        terminal.process.send_signal(signal.SIGINT)
+        shown = terminal.until("; no token in ")
+        assert "stopped; the message is forgotten" in shown
+    terminal.until("> ")
+    terminal.type("w\n")
+    terminal.until("xyz")
+    terminal.until("> ")
+    terminal.type("/exit\n")
+    assert terminal.process.wait() == 0
+    terminal.close()
+
+
+def test_ctrl_c_ends_a_run_in_the_midst_of_its_prompt(start: Callable[..., "subprocess.Popen[bytes]"], model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("9" * 3800)
+    terminal = Terminal(start, "run", model, "--file", file, "--dtype", "float32", "--max-step-tokens", "2", term="xterm")
+    terminal.until(" of 3,800 tokens, ")
+    terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait() == 130
     terminal.close()
 

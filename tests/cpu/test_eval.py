@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from penstock.cli.main import main
+from penstock.cli.prompt import SHIPPED_MODEL
 
 FEW = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 
@@ -34,18 +35,59 @@ def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("asked", [["needle", "--depths", "3"], ["ruler", "--depths", "1", "--tasks", "single,keys,variables"]])
-def test_contexts_on_the_host_score_as_those_on_the_device(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_contexts_beyond_the_device_score_as_those_on_it(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*more: str) -> dict[str, object]:
         assert main(["eval", *asked, "--lengths", "512,1024", "--samples", "2", *FEW, "--json", *more]) == 0
         found: dict[str, object] = json.loads(capsys.readouterr().out)
         return found
 
     resident = run()
-    streamed = run("--host-kv-memory", "64MiB", "--kv-tile", "128", "--kv-blocks", "24", "--block-size", "16")
+    few = ["--kv-tile", "128", "--kv-blocks", "24", "--block-size", "16"]
+    streamed = run("--host-kv-memory", "64MiB", *few)
     assert resident["kv"] is None
     assert streamed["kv"]["copied"] > streamed["kv"]["sent"] > 0  # type: ignore[index]
     assert resident["prompts"] == streamed["prompts"]
     assert resident["cells"] == streamed["cells"]
+    disk = ["--disk-kv-memory", "256MiB", "--kv-directory", str(tmp_path)]
+    stored = run("--host-kv-memory", "1MiB", *disk, *few)
+    assert stored["kv"]["room"] < stored["kv"]["sent"]  # type: ignore[index]
+    assert resident["cells"] == stored["cells"]
+
+
+def test_what_is_not_exact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--lengths", "512,1024", "--depths", "3", "--samples", "1", "--json", "--kv-tile", "128", "--kv-blocks", "24"]
+    policy = ["--host-kv-dtype", "fp8", "--attention-policy", "topk:2", "--prefill-policy", "vertical_slash:2,4", "--missed-limit", "0.5"]
+    found = []
+    for more in ([], policy):
+        assert main(["eval", "needle", *FEW, *few, "--block-size", "16", "--host-kv-memory", "64MiB", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    exact, other = found
+    assert exact["settings"] == {
+        "device": "cpu",
+        "dtype": "float32",
+        "host_kv_memory": "64MiB",
+        "kv_tile": 128,
+        "max_length": 1024,
+        "block_size": 16,
+        "kv_blocks": 24,
+    }
+    inexact = {"host_kv_dtype": "fp8", "attention_policy": "topk:2", "prefill_policy": "vertical_slash:2,4", "missed_limit": 0.5}
+    assert other["settings"] == exact["settings"] | inexact
+    assert 0 < other["kv"]["sent"] < 0.6 * exact["kv"]["sent"]
+    assert 0 < other["kv"]["copied"] < 0.5 * exact["kv"]["copied"]
+
+
+def test_lengths_beyond_what_the_model_was_trained_for_must_be_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in SHIPPED_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 500}))
+    asked = ["eval", "needle", str(tmp_path), "--lengths", "512", "--depths", "1", "--samples", "1", "--json", *FEW]
+    assert main(asked) == 2
+    assert "max_length 512 is more than the 500 positions the model was trained for" in capsys.readouterr().err
+    assert main([*asked, "--beyond-trained"]) == 0
+    assert [cell["length"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [512]
 
 
 def test_all_tasks_run_over_a_given_text_and_say_what_was_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 from unicodedata import combining, east_asian_width
@@ -314,8 +315,9 @@ def test_text_is_whole_whatever_is_computed_in_between(
     pieces: list[str], rows: int, columns: int, forgetful: bool, stats: WeightStats
 ) -> None:
     """Each piece is taken for the first of an answer: before it there is a bar, unless the cursor is behind a full row, and then none."""
-    text, terminal = "", Terminal(rows, columns, forgetful=forgetful)
-    with patience(0.0), standing_in(terminal), LiveLine(lambda: stats, progress=lambda: Progress(40, 40), period=NEVER) as live:
+    text, terminal, computed = "", Terminal(rows, columns, forgetful=forgetful), count(40)
+    line = LiveLine(lambda: stats, progress=lambda: Progress(40, next(computed)), period=NEVER)
+    with patience(0.0), standing_in(terminal), line as live:
         for piece in pieces:
             live.compute(100)
             live.redraw()
@@ -709,6 +711,7 @@ def test_the_line_of_kv_counts_from_where_it_began() -> None:
 
 def test_a_bar_tells_how_far_a_prompt_is_and_how_long_it_still_takes() -> None:
     prompt = Prompt(65_536, begin=10.0, computed=500)
+    prompt.see(11.0, reached=30_000, computed=500)  # of a prompt that was given up
     assert bar(prompt, 11.0, 79) == f"prompt {'─' * 30} 0 of 65,536 tokens"
     prompt.see(14.0, reached=24_576, computed=500 + 8192)  # 16,384 were found
     assert prompt.rate == 2048.0

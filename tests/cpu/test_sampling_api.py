@@ -410,6 +410,24 @@ def test_an_abandoned_stream_frees_its_blocks() -> None:
         assert llm.stats().preemptions == 0
 
 
+def test_a_stream_ends_with_the_step_in_which_it_was_told_to() -> None:
+    prompt = tiny.prompts()[-1]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with engine(block_size=4, kv_blocks=60, max_step_tokens=8) as llm:
+        running, seen = llm.booted.engine, list[int]()
+        with llm.stream(prompt, params, until=lambda: running.progress.reached >= 20) as stream:
+            assert list(stream) == []
+        assert stream.completion.finish_reason == "abort"
+        now = llm.stats()
+        assert (now.steps, now.computed_tokens, now.running, now.waiting) == (3, 24, 0, 0)
+        assert now.kv_blocks_free == now.kv_blocks
+        for delta in llm.stream(prompt, params, until=lambda: len(seen) >= 2):
+            seen.extend(delta.tokens)
+        assert seen == tiny.references("llama")[-1].tokens[:2]
+        assert llm.stats().running == 0
+        assert list(llm.generate(prompt, params)[0].tokens) == list(tiny.references("llama")[-1].tokens[:60])
+
+
 def test_a_stream_closed_before_its_first_piece(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SEEDED)
     assert llm.stats().waiting == 1

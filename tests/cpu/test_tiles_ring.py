@@ -295,7 +295,7 @@ def test_steps_may_be_broken_off_at_any_tile(slots: int, seed: int) -> None:
                 layer, one = visits[left]
                 world.read(world.resting(layer, one), world.ring.take())
             if rng.random() < 0.5:
-                world.ring.end()
+                world.ring.begin((), ())
         assert world.right()
 
 
@@ -314,7 +314,7 @@ def test_slots_are_filled_before_they_are_asked_for() -> None:
         assert world.ring.copied_bytes == size_of(tiles[:3])
         world.use(0, tiles[0])
         assert world.ring.copied_bytes == size_of(tiles[:4])
-        world.ring.end()
+        world.ring.begin((), ())
         with pytest.raises(AssertionError, match="take of tile 0 in a step of 0"):
             world.ring.take()
         assert world.ring.copied_bytes == size_of(tiles[:4])
@@ -627,7 +627,7 @@ RING_CALLS: dict[str, tuple[Callable[[World], None], Callable[[World], Callable[
     "begin, unreleased": (used, lambda world: partial(world.ring.begin, TILES[::-1], [2, 0])),
     "take": (ready, lambda world: world.ring.take),
     "release": (used, lambda world: world.ring.release),
-    "end": (used, lambda world: world.ring.end),
+    "begin, of nothing": (used, lambda world: partial(world.ring.begin, (), ())),
 }
 """By name: what is done before, and what is interrupted."""
 

@@ -50,6 +50,8 @@ class Worker:
         self.pages: list[Facts] = [[None] * size for _ in range(blocks)]
         self.host: list[Facts] = [[None] * size for _ in range(host_blocks)]
         self.rows: dict[Row, Table] = {}
+        self.near = 0
+        """Blocks on the host that need not have come from there, for rows of one token."""
 
     def start_fact(self, prompt_length: int) -> int:
         return prompt_length if self.rope_from is not None and prompt_length > self.rope_from else 0
@@ -98,23 +100,22 @@ class Worker:
         assert 0 <= share.cold_start <= min(share.start, share.cold_stop)
         assert share.cold_start % size == share.cold_stop % size == 0
         for index, page in enumerate(share.new_blocks, share.first_new_block):
-            assert index * size >= share.cold_stop, "a page for what rests on the host"
-            assert index not in table.pages, "the block table is overwritten"
+            assert index * size >= share.near, "a page for what is on the host alone"
             table.pages[index] = page
         assert max(table.pages, default=0) <= (share.stop - 1) // size, "a page beyond the share's end"
         if share.cold_stop > share.start:
             assert len(share.tokens) > 1, "a row of one token writes to the host"
-            assert share.cold_start == share.start, "a chunk that starts in a tail"
+            assert share.start % size == 0, "a chunk that starts in a tail"
             assert share.cold_stop > share.stop - size, "a full block of a chunk is left on the device"
-        else:
-            assert share.cold_start == share.cold_stop, "what was written to the host is computed again, or skipped"
+        assert share.cold_start == min(share.start, share.near), "what is near is read from the host, or what is not is not"
+        assert share.near <= share.cold_stop, "a gap between what is on the host and what is near"
 
     def _write_pages(self, plan: Plan) -> set[BlockId]:
         written: set[tuple[BlockId, int]] = set()
         for share in plan.shares:
             table = self.rows[share.row]
             facts = facts_of(table.tokens[: share.stop], table.start_fact)
-            for position in range(max(share.start, share.cold_stop), share.stop):
+            for position in range(max(share.start, share.near), share.stop):
                 page, offset = table.pages[position // self.size], position % self.size
                 assert (page, offset) not in written, "two rows write to the same place"
                 written.add((page, offset))
@@ -122,13 +123,16 @@ class Worker:
         return {page for page, _ in written}
 
     def verify(self, share: Share) -> None:
-        """What a share reads: the host's blocks, then pages, then for what goes to the host itself what is in hand."""
+        """What a share reads: the host's blocks, then pages, then for what goes to the host alone what is in hand."""
         table, size = self.rows[share.row], self.size
         read: Facts = [fact for block in table.cold[: share.cold_start // size] for fact in self.host[block]]
         facts = facts_of(table.tokens[: share.stop], table.start_fact)
-        read += facts[share.cold_start : share.cold_stop]
-        read += [self.pages[table.pages[at // size]][at % size] for at in range(share.cold_stop, share.stop)]
+        first = share.start if share.near > share.start else share.stop
+        read += [self.pages[table.pages[at // size]][at % size] for at in range(share.cold_start, first)]
+        read += facts[first : share.near]
+        read += [self.pages[table.pages[at // size]][at % size] for at in range(max(first, share.near), share.stop)]
         assert read == facts, f"row {share.row} reads KV that is not its own prefix"
+        self.near += max(0, share.cold_stop - share.near) // size if len(share.tokens) == 1 else 0
 
     def _write_host(self, plan: Plan, taken: set[HostBlockId]) -> None:
         for share in plan.shares:
@@ -175,11 +179,12 @@ class Hall:
         max_length: int = 1000,
         long_from: int | None = 20,
         recent: int = 1,
+        near: int | None = 0,
         share: bool = True,
         rope_from: int | None = None,
     ) -> None:
         self.ledger, self.host = BlockLedger(blocks), HostLedger(host_blocks)
-        self.limits = Limits(block_size, max_step_tokens, max_sequences, max_length, long_from, recent)
+        self.limits = Limits(block_size, max_step_tokens, max_sequences, max_length, long_from, recent, near)
         self.scheduler = Scheduler(self.ledger, self.limits, PrefixRule(ROOT, share, rope_from), host=self.host, check=True)
         self.worker = Worker(blocks, host_blocks, block_size, rope_from)
         self.live: dict[RequestId, Known] = {}
@@ -275,9 +280,11 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
     id = hall.submit(prompt, 9)
     out = hall.live[id].expected
     taken = tuple(range(10, 15))  # in the middle of the host's blocks
-    first = Share(0, 0, tuple(prompt[:16]), 4, (), False, 22, cold_start=0, cold_stop=16, first_new_cold=0, new_cold=taken[:4])
+    first = Share(0, 0, tuple(prompt[:16]), 4, (), False, 22, cold_start=0, cold_stop=16, near=16, first_new_cold=0, new_cold=taken[:4])
     assert hall.step() == Plan((Admission(0, sampling(), tuple(prompt), ()),), (first,))
-    rest = Share(0, 16, tuple(prompt[16:]), 5, (BlockId(0),), True, 22, cold_start=16, cold_stop=20, first_new_cold=4, new_cold=taken[4:])
+    rest = Share(
+        0, 16, tuple(prompt[16:]), 5, (BlockId(0),), True, 22, cold_start=16, cold_stop=20, near=20, first_new_cold=4, new_cold=taken[4:]
+    )
     assert hall.step() == Plan((), (rest,))
     assert hall.ledger.available == 7
     for at in (22, 23):
@@ -285,13 +292,15 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
     assert cold(hall.step()) == [(24, 25, 20, 20, (1,), ())], "one full block is recent"
     for at in (25, 26, 27):
         assert cold(hall.step()) == [(at, at + 1, 20, 20, (), ())]
-    last = Share(0, 28, (out[6],), 7, (BlockId(2),), True, 22, cold_start=24, cold_stop=24, first_new_cold=5, new_cold=(HostBlockId(15),))
+    last = Share(
+        0, 28, (out[6],), 7, (BlockId(2),), True, 22, cold_start=24, cold_stop=24, near=24, first_new_cold=5, new_cold=(HostBlockId(15),)
+    )
     assert hall.scheduler.plan() == Plan((), (last,), (Order(BlockId(0), HostBlockId(15)),))
     assert hall.ledger.available == 5, "the page that leaves is not free in the step that carries the order"
 
 
 def test_a_page_that_left_is_free_in_the_next_step() -> None:
-    hall = Hall(recent=0, max_sequences=1)
+    hall = Hall(recent=0, max_sequences=1, share=False)
     hall.submit([0] * 20, 12)
     pages = [hall.step() for _ in range(13)]
     orders = [(order.source, at) for at, plan in enumerate(pages) for order in plan.orders]
@@ -593,10 +602,11 @@ def altered(plan: Plan, **changes: Any) -> Plan:
         (decoding, lambda plan: replace(plan, orders=(replace(plan.orders[0], target=3),)), "before it is written"),
         (decoding, lambda plan: replace(plan, orders=(*plan.orders, Order(BlockId(7), HostBlockId(3)))), "nobody's block"),
         (decoding, lambda plan: replace(plan, orders=(replace(plan.orders[0], source=1),)), "writes a page that is copied"),
-        (decoding, lambda plan: altered(plan, start=23, tokens=(0, 0)), "not full"),
+        (decoding, lambda plan: altered(plan, start=23, tokens=(0, 0), cold_start=23), "part of a block"),
         (decoding, lambda plan: altered(plan, cold_stop=20), "wrong table of host blocks"),
-        (chunk, lambda plan: altered(plan, cold_start=28), "out of turn|before it is written"),
+        (chunk, lambda plan: altered(plan, cold_start=28), "neither on the host nor in pages"),
         (chunk, lambda plan: altered(plan, cold_start=18, start=18), "part of a block"),
+        (chunk, lambda plan: altered(plan, near=16), "gap before its pages"),
         (chunk, lambda plan: altered(plan, tokens=(0,)), "wrong block table"),
     ],
 )
@@ -682,6 +692,7 @@ class Nights(RuleBasedStateMachine):
         max_length=st.sampled_from([12, 40, 1000]),
         long_from=st.sampled_from([None, None, 0, 6, 12, 30]),
         recent=st.integers(0, 3),
+        near=st.sampled_from([0, None, None, 3]),
         share=st.sampled_from([True, True, True, False]),
         rope_from=st.sampled_from([None, None, 0, 6]),
     )
@@ -755,6 +766,7 @@ def crowded(seed: int) -> Hall:
         long_from=chance.choice([None, 4 * size]),
         recent=chance.randint(0, 2),
         rope_from=chance.choice([None, None, 3 * size]),
+        near=(0, None)[seed % 2],
     )
     beginnings = [[chance.randrange(ALPHABET) for _ in range(4 * size)] for _ in range(2)]
     for _ in range(100):
@@ -774,11 +786,13 @@ def crowded(seed: int) -> Hall:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_crowd_of_long_and_short_ones_is_served_and_gives_everything_back(seed: int) -> None:
-    preemptions = hits = demoted = 0
+    preemptions = hits = demoted = near = 0
     for hall in map(crowded, range(12 * seed, 12 * seed + 12)):
         preemptions += hall.scheduler.preemptions
         hits += sum(bool(known.cached) for known in hall.ended)
         demoted += hall.demoted
+        near += hall.worker.near
     assert preemptions > 20, "these halls are too large to prove anything"
     assert hits > 20, "these halls share too little to prove anything"
     assert demoted > 100, "in these halls too little goes to the host to prove anything"
+    assert near > 20, "in these halls too little is near to prove anything"

@@ -118,10 +118,10 @@ class LLM:
         self._lock = threading.RLock()
         self._live: dict[RequestId, Sequel] = {}
         self._dropped: deque[Job] = deque()
+        """Jobs abandoned during a step, to be ended after it."""
         self._stepping = False
         self._events: deque[Event] = deque()
         """Of the last step, not yet handed out: empty but for an interrupt in the midst of it."""
-        """Jobs abandoned during a step, to be ended after it."""
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
             weights: Checkpoint | Pack = Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model)
             opened.callback(weights.close)
@@ -197,12 +197,13 @@ class LLM:
             self._abandon(jobs)
         return [job.completion() for job in jobs]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
-        """Complete one prompt and give out each piece as it becomes certain.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, until: Callable[[], bool] = lambda: False) -> "Stream":
+        """Complete one prompt and give out each piece as it becomes certain. `until` is asked before every step, also while the prompt is
+        computed: once it is true, the stream is closed.
 
         Raises RequestError at once, not at the first piece.
         """
-        return Stream(self, self._submit(prompt, params))
+        return Stream(self, self._submit(prompt, params), until)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The model's answer to a conversation: messages with a "role" and a "content"."""
@@ -213,13 +214,15 @@ class LLM:
         with self._lock:
             return self._engine.scheduler.forget()
 
-    def _next_delta(self, job: Job) -> Delta | None:
-        """The job's next piece, None after its last."""
+    def _next_delta(self, job: Job, until: Callable[[], bool]) -> Delta | None:
+        """The job's next piece, None after its last, and when it was ended."""
         with self._lock:
             while True:
                 for sequence in job.sequences:
                     if sequence.deltas:
                         return sequence.deltas.popleft()
+                if not job.done and until():
+                    self._abandon([job])
                 if job.done:
                     return None
                 self._pump()
@@ -395,9 +398,8 @@ class Stream:
     """The pieces of one prompt's outputs, as an iterator. `close`, or leaving a `with` block, ends what is still running and frees what
     it held; a stream that is simply dropped is closed at the engine's next step."""
 
-    def __init__(self, llm: LLM, job: Job) -> None:
-        self._llm = llm
-        self._job = job
+    def __init__(self, llm: LLM, job: Job, until: Callable[[], bool]) -> None:
+        self._llm, self._job, self._until = llm, job, until
         weakref.finalize(self, llm._dropped.append, job).atexit = False
 
     def __iter__(self) -> Self:
@@ -405,7 +407,7 @@ class Stream:
 
     def __next__(self) -> Delta:
         try:
-            delta = self._llm._next_delta(self._job)
+            delta = self._llm._next_delta(self._job, self._until)
         except BaseException:
             self.close()
             raise

@@ -1,7 +1,7 @@
 """Every setting of an engine, read once, checked, frozen. Derived numbers live in the budget, not here."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from penstock.base.errors import ConfigError
@@ -80,6 +80,11 @@ class Config:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} {value!r} must be a whole number above zero")
+
+    def changed(self) -> dict[str, object]:
+        """The settings that are not the defaults, but the model, for a report in JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)[1:] if getattr(self, field.name) != field.default}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def debug_requested() -> bool:

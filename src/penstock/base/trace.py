@@ -71,6 +71,10 @@ class Trace:
         else:
             self._drop()
 
+    @property
+    def empty(self) -> bool:
+        return not self._events
+
     def write(self, path: Path) -> None:
         """Everything up to now, as Chrome trace JSON: microseconds since the trace was begun. Raises ConfigError."""
         events, dropped = self._events.copy(), self._dropped

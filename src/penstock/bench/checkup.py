@@ -15,7 +15,7 @@ from penstock.base.errors import DeviceError
 from penstock.base.units import format_rate, format_size
 from penstock.bench.limits import Limits, Rates, Room, limits, prefill_rate
 from penstock.bench.machine import Machine, machine
-from penstock.engine.boot import choose_dtype, device_budget
+from penstock.engine.settling import choose_dtype, device_budget
 from penstock.memory.device import choose_device, device_name, free_memory, native_half
 from penstock.memory.probe import DiskRate, LinkRates, disk_read, link_rates, matmul_rate, memory_copy, memory_read
 from penstock.weights.shape import Shape

@@ -20,9 +20,11 @@ from penstock.bench import measure
 from penstock.bench.machine import Machine, machine
 from penstock.bench.run import disk_of, open_model
 from penstock.bench.times import Times
-from penstock.engine.boot import Booted, boot, choose_dtype, choose_limits, device_budget
+from penstock.engine.boot import Booted, boot
 from penstock.engine.budget import KV_PART, usual_activations
 from penstock.engine.placing import Override, Say, host_room
+from penstock.engine.settling import choose_dtype, choose_limits, device_budget
+from penstock.kv.diskpool import record_bytes
 from penstock.memory.device import choose_device, device_name, give_back, total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.weights.checkpoint import Checkpoint
@@ -40,7 +42,7 @@ _BLOCKS = 8
 class Job:
     """What to measure. `source`: a parsed config of random weights, or a model directory; `lengths` None: the usual ones that fit.
 
-    With `host_kv_memory` in the config, as much of it as the longest context needs is taken, and KV of all contexts rests there.
+    With `host_kv_memory` in the config, as much of it as the longest context needs is taken, and KV of all contexts rests there or on disk.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Row:
     """Beside weights, at the peak, without KV blocks in which there was nothing. On a CPU the largest step as measured when the engine was
     built, and KV blocks."""
     host_kv: int
+    disk_kv: int
     prefill_ms: Times
     prefill_tokens_per_second: float
     bound_ms: float
@@ -78,7 +81,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`link_ceiling`: bytes/s of copies to the device. `operations_per_second`: of a matrix product, by which `bound_ms` is reckoned."""
+    """`settings`: those that were asked for. `link_ceiling`: bytes/s of copies to the device. `operations_per_second`: of a matrix product,
+    by which `bound_ms` is reckoned: that of all attention, also where a policy leaves some out."""
 
     bench: str
     model: str
@@ -86,6 +90,7 @@ class Report:
     parameters: int
     dtype: str
     device: str
+    settings: Mapping[str, object]
     output: int
     repeat: int
     step_tokens: int
@@ -146,6 +151,7 @@ def sweep(job: Job, say: Say = lambda _: None) -> Report:
             parameters=bounds.parameters(layouts),
             dtype=dtype,
             device=device_name(device),
+            settings=job.config.changed(),
             output=job.output,
             repeat=job.repeat,
             step_tokens=booted.limits.max_step_tokens,
@@ -166,10 +172,12 @@ def _usual(job: Job, spec: ModelSpec, layouts: Sequence[GroupLayout], dtype: str
     config = job.config
     limits, total = choose_limits(config, spec, device), device_budget(config, device)
     beside = sum(map(padded, layouts)) + usual_activations(spec, dtype, limits.max_step_tokens, 1)
-    asked = _asked(config)
-    host = host_room(config, device) if asked is None else asked
-    most = max(host, 0 if asked else max(total - beside, total // KV_PART))
-    room, lengths = int(most * _SURE) // bounds.kv_token_bytes(spec, dtype), [_SHORTEST]
+    asked, size = _asked(config), config.block_size
+    near = 0 if asked else max(total - beside, total // KV_PART) // kv_layout(spec, dtype, size).block_bytes
+    block, record = _far_bytes(config, spec, dtype)
+    disk = parse_size(config.disk_kv_memory) // record if config.disk_kv_memory is not None else 0
+    far = (host_room(config, device) if asked is None else asked) // block + disk
+    room, lengths = int(max(near, far) * _SURE) * size, [_SHORTEST]
     while 2 * lengths[-1] <= spec.max_length and measure.context_room(2 * lengths[-1], job.output) <= room:
         lengths.append(2 * lengths[-1])
     if measure.context_room(_SHORTEST, job.output) > room or spec.max_length < _SHORTEST:
@@ -186,10 +194,19 @@ def _sized(job: Job, spec: ModelSpec, dtype: str, longest: int) -> Config:
     # One block more than the sequence ever fills, which the scheduler keeps in reserve.
     length = measure.context_room(longest, job.output) + size
     config = replace(job.config, max_sequences=1, prefix_cache=False, beyond_trained=True, max_length=length)
+    blocks, (block, record) = -(-length // size), _far_bytes(config, spec, dtype)
+    if config.disk_kv_memory is not None:
+        config = replace(config, disk_kv_memory=min(parse_size(config.disk_kv_memory), blocks * record))
     if not (asked := _asked(config)):
         return config
-    needed = -(-length // size) * kv_layout(spec, dtype, size).block_bytes
-    return replace(config, host_kv_memory=min(asked, needed), kv_blocks=config.kv_blocks or _BLOCKS)
+    return replace(config, host_kv_memory=min(asked, blocks * block), kv_blocks=config.kv_blocks or _BLOCKS)
+
+
+def _far_bytes(config: Config, spec: ModelSpec, dtype: str) -> tuple[int, int]:
+    """Of a KV block in host memory, and on disk."""
+    layout = kv_layout(spec, dtype, config.block_size)
+    layout = layout.in_fp8 if config.host_kv_dtype == "fp8" else layout
+    return layout.block_bytes, layout.layers * record_bytes(layout)
 
 
 def _asked(config: Config) -> int | None:
@@ -217,6 +234,7 @@ def _row(booted: Booted, job: Job, layouts: Sequence[GroupLayout], length: int, 
         context=length,
         device=memory,
         host_kv=max(one.host for one in found),
+        disk_kv=max(one.disk for one in found),
         prefill_ms=prefill,
         prefill_tokens_per_second=1e3 * length / prefill.median,
         bound_ms=bound,
@@ -230,10 +248,11 @@ def _row(booted: Booted, job: Job, layouts: Sequence[GroupLayout], length: int, 
 
 def _cells(row: Row) -> tuple[str, ...]:
     streamed = row.kv_per_step + row.weights_per_step
+    far = [format_size(row.host_kv)] * (row.host_kv > 0) + [f"{format_size(row.disk_kv)} on disk"] * (row.disk_kv > 0)
     return (
         f"{row.context:,}",
         format_size(row.device),
-        format_size(row.host_kv) if row.host_kv else "-",
+        " + ".join(far) or "-",
         f"{row.prefill_tokens_per_second:,.0f} tokens/s",
         f"{row.of_bound:.1%}",
         f"{row.decode_ms.median / 1e3:.3g} s a token",

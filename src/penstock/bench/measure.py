@@ -84,7 +84,8 @@ class Context:
     blocks: int
     """KV blocks of the device that were held, at most."""
     host: int
-    """Bytes of KV in host memory."""
+    disk: int
+    """Bytes of KV in host memory, and on disk."""
     kv_copied: int
     weights_copied: int
 
@@ -118,6 +119,7 @@ def context(booted: Booted, context: int, output: int, rng: random.Random) -> Co
         steps=seconds,
         blocks=blocks,
         host=moved.host if moved else 0,
+        disk=moved.disk if moved else 0,
         kv_copied=moved.copied if moved else 0,
         weights_copied=weights.stats().copied - copied,
     )

@@ -21,8 +21,9 @@ from penstock.bench.measure import Work
 from penstock.bench.report import Comparison, Kind, Report, Subject
 from penstock.bench.streaming import Streaming, scratch
 from penstock.bench.times import Times
-from penstock.engine.boot import Booted, boot, choose_dtype, choose_limits
+from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override, Say, host_room
+from penstock.engine.settling import choose_dtype, choose_limits
 from penstock.memory.device import choose_device, device_name, give_back
 from penstock.memory.probe import matmul_rate, memory_read
 from penstock.weights.checkpoint import Checkpoint

@@ -67,8 +67,9 @@ class Answer:
     def statistics(self) -> str:
         """One line for a person."""
         prefill, decode = (f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate))
+        first = f"first token after {self.first:.3f} s" if self.tokens else f"no token in {self.end:.3f} s"
         return (
-            f"prompt {self.prompt_tokens:,} tokens ({self.cached_tokens:,} cached){prefill}; first token after {self.first:.3f} s; "
+            f"prompt {self.prompt_tokens:,} tokens ({self.cached_tokens:,} cached){prefill}; {first}; "
             f"output {self.tokens:,} tokens{decode}; ended by {'/'.join(dict.fromkeys(output.finish for output in self.outputs))}"
         )
 
@@ -80,10 +81,10 @@ def follow(
     show: Callable[["Delta"], None],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Answer:
-    """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends at the next token."""
+    """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends with the step under way."""
     weights, engine = llm.booted.weights, llm.booted.engine
     before, kv_before, begin = weights.stats(), engine.kv_stats(), perf_counter()
-    with llm.stream(prompt, params) as stream:
+    with llm.stream(prompt, params, until=interrupted) as stream:
         answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before)
         for delta in stream:
             answer.end = perf_counter() - begin
@@ -94,8 +95,7 @@ def follow(
             output.logprobs.extend(delta.logprobs)
             output.finish = delta.finish_reason or output.finish
             show(delta)
-            if interrupted():
-                break
+        answer.end = answer.end or perf_counter() - begin
     completion = stream.completion
     answer.weights, kv = weights.stats().since(before), engine.kv_stats()
     answer.kv = kv.since(kv_before) if kv and kv_before else None
@@ -124,7 +124,7 @@ def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answ
         "usage": {"prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens, "output_tokens": answer.tokens},
         "timings": {
             "boot_s": booted.seconds,
-            "first_token_s": answer.first,
+            "first_token_s": answer.first or None,
             "total_s": answer.end,
             "prefill_tokens_per_s": answer.prefill_rate,
             "decode_tokens_per_s": answer.decode_rate,

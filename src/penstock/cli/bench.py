@@ -1,7 +1,6 @@
 """`penstock bench`: times the engine without anything around it, beside what the machine allows, and ends with one line of JSON."""
 
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +10,16 @@ from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
-from penstock.cli.command import CONTEXT, Command, Decorator, debug_option, option
-from penstock.cli.options import size, size_or_nothing
+from penstock.cli.command import CONTEXT, Command, debug_option, option
+from penstock.cli.options import DEVICE, ENGINE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, size, with_options
 from penstock.cli.terminal import say
 
 if TYPE_CHECKING:  # torch takes 1.2 s
     from penstock.bench.contexts import Report as Contexts
     from penstock.bench.report import Report
+    from penstock.bench.trace import Report as Replay
 
-WORK, ENGINE, OUTPUT = "Work", "Engine", "Output"
+WORK = "Work"
 _COUNT = click.IntRange(min=1)
 _DECODE = """
   penstock bench decode                          the small model that comes with penstock
@@ -35,8 +35,12 @@ _CONTEXT = """
   penstock bench context --shape 8B --lengths 128K,1M --host-kv-memory 200GiB
   penstock bench context ./my-model --device-memory 16GiB --json
 """
+_TRACE = """
+  penstock bench trace conversation_trace.jsonl
+  penstock bench trace conversation_trace.jsonl --rooms 128GiB,1TiB --policies lru,prospect --part second-half
+"""
+_POLICIES = "fifo,lru,second-use,prospect,clairvoyant"
 _SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
-_HOST_KV = "Host memory for KV; given a size, all contexts rest there. [what the device has no room for; 0: none]"
 _MODEL = (option(WORK, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead of a MODEL."),)
 _BATCH = (
     option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences at once. [1]"),
@@ -45,29 +49,19 @@ _BATCH = (
     option(WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."),
 )
 _ENGINE = (
-    option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
-    option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
-    option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
-    option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory. [CUDA 80% of free]"),
+    *DEVICE,
     option(ENGINE, "--scratch", type=click.Path(file_okay=False, exists=True, path_type=Path), metavar="DIR", help=_SCRATCH),
     option(ENGINE, "--scratch-size", callback=size, default="16GiB", metavar="SIZE", help="Most to write there; layers share it. [16GiB]"),
 )
 _WINDOW = (option(ENGINE, "--window", callback=size, metavar="SIZE", help="Compare: a window, through which all weights pass each time."),)
-_LONG = (
-    option(ENGINE, "--host-kv-memory", callback=size_or_nothing, metavar="SIZE", help=_HOST_KV),
-    option(ENGINE, "--kv-tile", type=_COUNT, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
-)
+_LONG = far_kv("what the device has no room for; 0: none", "Host memory for KV; given a size, all contexts rest there.")
 _REST = (
-    option(ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
-    option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]"),
+    MAX_STEP_TOKENS,
+    THREADS,
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but the line of JSON."),
     option(OUTPUT, "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write that line to FILE too."),
     debug_option,
 )
-
-
-def _with(*options: Decorator) -> Decorator:
-    return lambda function: reduce(lambda inner, one: one(inner), reversed(options), function)
 
 
 def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -89,7 +83,7 @@ def command(ctx: click.Context) -> None:
 @command.command(cls=Command, examples=_DECODE, short_help="Time single decode steps.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @option(WORK, "--output", type=_COUNT, default=64, metavar="N", help="Decode steps to time. [64]")
-@_with(*_MODEL, *_BATCH, *_ENGINE, *_WINDOW, *_REST)
+@with_options(*_MODEL, *_BATCH, *_ENGINE, *_WINDOW, *_REST)
 def decode(output: int, **given: object) -> None:
     """Time single decode steps: all prompts are in, each sequence gets a token a step. MODEL is a checkpoint directory, or one with only a
     config.json, whose weights are then random."""
@@ -98,7 +92,7 @@ def decode(output: int, **given: object) -> None:
 
 @command.command(cls=Command, examples=_PREFILL, short_help="Time prompts to their first tokens.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@_with(*_MODEL, *_BATCH, *_ENGINE, *_WINDOW, *_REST)
+@with_options(*_MODEL, *_BATCH, *_ENGINE, *_WINDOW, *_REST)
 def prefill(**given: object) -> None:
     """Time prompts from the first step to the first token of each. MODEL is a checkpoint directory, or one with only a config.json, whose
     weights are then random."""
@@ -112,7 +106,7 @@ def prefill(**given: object) -> None:
 )
 @option(WORK, "--output", type=_COUNT, default=8, metavar="N", help="Decode steps to time after each. [8]")
 @option(WORK, "--repeat", type=_COUNT, default=1, metavar="N", help="Do it all N times, with fresh prompts. [1]")
-@_with(*_MODEL, *_ENGINE, *_LONG, *_REST)
+@with_options(*_MODEL, *_ENGINE, *_LONG, *_REST)
 def context(
     *,
     model: Path | None,
@@ -145,6 +139,52 @@ def context(
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
     job = Job(_name(model, shape), source, config, lengths, output, repeat, there)
     _tell(sweep(job, _saying(json)), json, out)
+
+
+def _rooms(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(parse_size(part) for part in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(f"{value!r} is not a list of sizes, like 128GiB,1TiB", ctx, parameter) from error
+
+
+def _policies(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    if unknown := [name for name in value.split(",") if name not in _POLICIES.split(",")]:
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {_POLICIES}", ctx, parameter)
+    return tuple(value.split(","))
+
+
+@command.command(cls=Command, examples=_TRACE, short_help="Replay block hashes through prefix caches.")
+@click.argument("file", type=click.Path(path_type=Path))
+@option(
+    WORK, "--rooms", callback=_rooms, default="128GiB,256GiB,512GiB,1TiB,2TiB,4TiB", metavar="SIZE,...", help="Caches. [128GiB to 4TiB]"
+)
+@option(WORK, "--block-bytes", callback=size, default="64MiB", metavar="SIZE", help="Of a block. [64MiB: 512 tokens of an 8B model]")
+@option(WORK, "--policies", callback=_policies, default=_POLICIES, metavar="NAME,...", help=f"What to compare. [{_POLICIES}]")
+@option(WORK, "--part", type=click.Choice(["whole", "second-half"]), default="whole", help="Requests that count. [whole]")
+@option(WORK, "--cost", type=click.IntRange(min=0), default=1_000_000, metavar="N", help="Blocks to cost `prospect` with. [1000000]")
+@option(OUTPUT, "--json", is_flag=True, help="Print nothing but the line of JSON.")
+@option(OUTPUT, "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write that line to FILE too.")
+@debug_option
+def trace(
+    file: Path,
+    rooms: tuple[int, ...],
+    block_bytes: str,
+    policies: tuple[str, ...],
+    part: str,
+    cost: int,
+    json: bool,
+    out: Path | None,
+) -> None:
+    """Replay a recorded workload through prefix caches of growing size: what share of its blocks each way to give up blocks would have had
+    there. No model is needed. FILE has a line of JSON for each request, of which the hash_ids are read: the chained hashes of its blocks.
+    `second-use` admits what is seen twice and remembers all it ever saw; `clairvoyant` knows the future: no policy can do better."""
+    _writable(out)
+
+    from penstock.bench.trace import Job, Part, measure
+
+    job = Job(file, rooms, parse_size(block_bytes), policies, Part(part), cost)
+    _tell(measure(job, _saying(json)), json, out)
 
 
 def _measure(
@@ -213,7 +253,7 @@ def _saying(json: bool) -> Callable[[str], None]:
     return (lambda _: None) if json else (lambda text: say(text, faint=True))
 
 
-def _tell(report: "Report | Contexts", json: bool, out: Path | None) -> None:
+def _tell(report: "Report | Contexts | Replay", json: bool, out: Path | None) -> None:
     if not json:
         click.echo(f"{report}\n")
     click.echo(report.line())

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
-from functools import reduce
 from pathlib import Path
 
 import click
@@ -12,7 +11,7 @@ from penstock.base.errors import ConfigError
 from penstock.cli.command import CONTEXT, Command, debug_option, option
 from penstock.cli.live import kv_summary
 from penstock.cli.load import loading_bar
-from penstock.cli.options import ENGINE, OUTPUT, size, size_or_nothing
+from penstock.cli.options import BEYOND_TRAINED, BLOCKS, DEVICE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, with_options
 from penstock.cli.prompt import SHIPPED_MODEL
 from penstock.cli.terminal import say
 
@@ -48,9 +47,8 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
     return names
 
 
-_HOST_KV = "Host memory for KV that the device has no room for; 0: none. [what the lengths need]"
 _TEXT = "Hide things in this text file, or a folder's .txt files. [generated text]"
-_SHARED = (
+_shared = with_options(
     option(WORK, "--lengths", callback=_lengths, metavar="N,N,...", help="Tokens of prompt and answer. [512 to 32768, as there is room]"),
     option(WORK, "--depths", type=_COUNT, default=11, metavar="N", help="Depths in the text, evenly from its beginning to its end. [11]"),
     option(WORK, "--samples", type=_COUNT, default=8, metavar="N", help="Prompts for each length and depth. [8]"),
@@ -60,22 +58,14 @@ _SHARED = (
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but one line of JSON."),
     option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write that line to FILE."),
     option(OUTPUT, "--picture", type=_FILE, metavar="FILE", help="Draw a heat map by depth and length, as a PNG."),
-    option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
-    option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
-    option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
-    option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory. [CUDA 80% of free]"),
-    option(ENGINE, "--host-kv-memory", callback=size_or_nothing, metavar="SIZE", help=_HOST_KV),
-    option(ENGINE, "--kv-tile", type=_COUNT, metavar="N", help="Tokens that are on the device at a time of what rests there. [64 MiB's]"),
-    option(ENGINE, "--kv-blocks", type=_COUNT, metavar="N", help="KV blocks on the device: few, and long texts stream. [what fits]"),
-    option(ENGINE, "--block-size", type=_COUNT, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),
-    option(ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
-    option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]"),
+    *DEVICE,
+    *far_kv("what the lengths need"),
+    BEYOND_TRAINED,
+    *BLOCKS,
+    MAX_STEP_TOKENS,
+    THREADS,
     debug_option,
 )
-
-
-def _shared(function: Callable[..., object]) -> Callable[..., object]:
-    return reduce(lambda inner, one: one(inner), reversed(_SHARED), function)
 
 
 @click.group(context_settings=CONTEXT)
@@ -119,29 +109,9 @@ def _evaluate(
     out: Path | None,
     picture: Path | None,
     threads: int | None,
-    device: str,
-    dtype: str,
-    device_memory: str | None,
-    host_memory: str | None,
-    host_kv_memory: str | None,
-    kv_tile: int | None,
-    kv_blocks: int | None,
-    block_size: int,
-    max_step_tokens: int | None,
+    **engine: object,
 ) -> None:
-    config = Config(
-        model or SHIPPED_MODEL,
-        device=device,
-        dtype=dtype,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        host_kv_memory=host_kv_memory,
-        kv_tile=kv_tile,
-        kv_blocks=kv_blocks,
-        block_size=block_size,
-        max_length=max(lengths) if lengths else None,
-        max_step_tokens=max_step_tokens,
-    )
+    config = Config(model or SHIPPED_MODEL, max_length=max(lengths) if lengths else None, **engine)  # type: ignore[arg-type]
     for file in (out, picture):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {file}: its directory does not exist")
@@ -167,7 +137,7 @@ def _evaluate(
         kv = llm.booted.engine.kv_stats()
     if kv is not None and kv.streams:
         tell(kv_summary(kv, report.seconds))
-    line = report.line(kv=asdict(kv) if kv else None, machine=asdict(machine()))
+    line = report.line(settings=config.changed(), kv=asdict(kv) if kv else None, machine=asdict(machine()))
     click.echo(line if json else report)
     if out is not None:
         try:

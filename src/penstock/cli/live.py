@@ -80,8 +80,8 @@ class Prompt:
 
     def see(self, now: float, reached: int, computed: int) -> None:
         """reached: of the prompt, 0 if no step of it is done, or its last one is."""
-        self.reached = max(self.reached, min(reached, self.length))
-        if computed > self._steps[-1][1]:
+        if computed > self._steps[-1][1]:  # until then it is of an earlier prompt
+            self.reached = max(self.reached, min(reached, self.length))
             self._steps.append((now, computed))
 
     @property

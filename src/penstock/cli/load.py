@@ -59,10 +59,10 @@ def loaded(config: Config, *, quiet: bool, trace: Path | None = None) -> Iterato
                 yield llm
         finally:
             if trace is not None and spans is not None:
-                streams = llm.booted.weights.stats().streams  # notes what was still on its way, and ended with the model
+                llm.booted.weights.stats()  # notes what was still on its way, and ended with the model
                 spans.write(trace)
                 if not quiet:
-                    say(f"{trace}: {_WRITTEN if streams else _EMPTY}", faint=True)
+                    say(f"{trace}: {_EMPTY if spans.empty else _WRITTEN}", faint=True)
     finally:
         log.removeHandler(remarks)
         log.setLevel(before)

@@ -1,4 +1,4 @@
-"""The flags of `run` and `chat`, in tables, and the settings that come of them. All values are checked before torch is imported."""
+"""Flags that several commands share, in tables, and the settings that come of them. All values are checked before torch is imported."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -71,52 +71,67 @@ _REPORT = (
     option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and statistics."),
     option(OUTPUT, "--verbose", "-v", is_flag=True, help="Print statistics also where stderr is not a terminal."),
 )
-_ENGINE = (
+_COUNT = click.IntRange(min=1)
+DEVICE = (
     option(ENGINE, "--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]"),
     option(ENGINE, "--dtype", default="auto", metavar="TYPE", help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]"),
     option(ENGINE, "--device-memory", callback=size, metavar="SIZE", help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]"),
-    option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory."),
-    option(
-        ENGINE,
-        "--host-kv-memory",
-        callback=size_or_nothing,
-        metavar="SIZE",
-        help="Host memory for KV of contexts longer than the device holds; 0: none. [what --max-length needs]",
-    ),
-    option(ENGINE, "--disk-kv-memory", callback=size, metavar="SIZE", help="Disk for KV that host memory does not hold either. [none]"),
-    option(ENGINE, "--kv-directory", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where that is. [{CACHE}]"),
-    option(ENGINE, "--host-kv-dtype", default="auto", metavar="TYPE", help="Of KV on host and disk: auto, as on the device; fp8. [auto]"),
-    option(ENGINE, "--kv-tile", type=int, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
-    option(
-        ENGINE,
-        "--attention-policy",
-        default="full",
-        metavar="P",
-        help="What new tokens read of KV beyond the device: full, window:SINKS,RECENT or topk:BLOCKS. [full]",
-    ),
-    option(
-        ENGINE, "--prefill-policy", default="full", metavar="P", help="What prompts read of it: also vertical_slash:COLUMNS,SLASH. [full]"
-    ),
-    option(ENGINE, "--missed-limit", type=float, metavar="F", help="Read everything where a policy might miss more than this fraction."),
+    option(ENGINE, "--host-memory", callback=size, metavar="SIZE", help="Most to take in host memory. [CUDA 80% of free]"),
+)
+BEYOND_TRAINED = option(
+    ENGINE, "--beyond-trained", is_flag=True, help="Allow contexts beyond the positions that the model was trained for."
+)
+MAX_STEP_TOKENS = option(
+    ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"
+)
+BLOCKS = (
+    option(ENGINE, "--block-size", type=_COUNT, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),
+    option(ENGINE, "--kv-blocks", type=_COUNT, metavar="N", help="KV blocks on the device. [as many as are useful and fit]"),
+)
+THREADS = option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]")
+_POLICY = "What new tokens read of KV beyond the device: full, window:SINKS,RECENT or topk:BLOCKS. [full]"
+_PREFILL = "What prompts read of it: also vertical_slash:COLUMNS,SLASH. [full]"
+_MISSED = "Read everything where a policy might miss more than this fraction."
+
+
+def far_kv(usual: str, host: str = "Host memory for KV of contexts longer than the device holds; 0: none.") -> tuple[Decorator, ...]:
+    """The flags for KV beyond the device. `usual`: how much of host memory it gets where none of `host` is asked for."""
+    return (
+        option(ENGINE, "--host-kv-memory", callback=size_or_nothing, metavar="SIZE", help=f"{host} [{usual}]"),
+        option(ENGINE, "--disk-kv-memory", callback=size, metavar="SIZE", help="Disk for KV that host memory does not hold either. [none]"),
+        option(ENGINE, "--kv-directory", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where that is. [{CACHE}]"),
+        option(
+            ENGINE, "--host-kv-dtype", default="auto", metavar="TYPE", help="Of KV that rests there: auto, as on the device; fp8. [auto]"
+        ),
+        option(ENGINE, "--kv-tile", type=_COUNT, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
+        option(ENGINE, "--attention-policy", default="full", metavar="P", help=_POLICY),
+        option(ENGINE, "--prefill-policy", default="full", metavar="P", help=_PREFILL),
+        option(ENGINE, "--missed-limit", type=float, metavar="F", help=_MISSED),
+    )
+
+
+_ENGINE = (
+    *DEVICE,
+    *far_kv("what --max-length needs"),
     option(ENGINE, "--max-length", type=int, metavar="N", help="Most tokens of prompt and output together. [the model's]"),
-    option(ENGINE, "--beyond-trained", is_flag=True, help="Allow a --max-length beyond the positions that the model was trained for."),
-    option(ENGINE, "--max-step-tokens", type=int, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"),
+    BEYOND_TRAINED,
+    MAX_STEP_TOKENS,
     option(ENGINE, "--max-sequences", type=int, metavar="N", help="Most sequences in one step. [as many as outputs]"),
-    option(ENGINE, "--block-size", type=int, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),
-    option(ENGINE, "--kv-blocks", type=int, metavar="N", help="KV blocks to allocate. [as many as are useful and fit]"),
+    *BLOCKS,
     option(ENGINE, "--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of equal beginnings. [on]"),
     option(ENGINE, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where packs are kept. [{CACHE}]"),
     option(ENGINE, "--check", is_flag=True, help="Prove the KV ledger's invariants at every step (slow)."),
 )
 
 
-def _all(options: tuple[Decorator, ...], function: Callable[..., object]) -> Callable[..., object]:
-    return reduce(lambda inner, one: one(inner), reversed(options), function)  # click lists the last applied first
+def with_options(*options: Decorator) -> Decorator:
+    """All of them, in this order in the help."""
+    return lambda function: reduce(lambda inner, one: one(inner), reversed(options), function)  # click lists the last applied first
 
 
 def common_options(function: Callable[..., object]) -> Callable[..., object]:
     """Everything that `run` and `chat` take alike; to stand below their own options."""
-    return _all((*_SAMPLING, *_REPORT, *_ENGINE, debug_option), function)
+    return with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)(function)
 
 
 def sampling_params(ctx: click.Context) -> SamplingParams:

@@ -125,7 +125,7 @@ class Engine:
             raise
         self._steps += 1
         self._computed += plan.tokens
-        written = sum(share.cold_stop - share.cold_start for share in plan.shares)
+        written = sum(max(share.cold_stop - share.start, 0) for share in plan.shares)
         self._sent += len(plan.orders) + written // self.scheduler.limits.block_size
         self.progress = Progress(max((share.stop for share in plan.shares if not share.sample), default=0), self._computed)
         self._output += sum(event.token is not None for event in events)

@@ -66,6 +66,8 @@ class Waits(Protocol):
 
     def copied(self, name: str, size: int, first: Ticket, last: Ticket) -> None: ...
 
+    def stalled(self) -> float: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -126,7 +128,7 @@ class TileRing:
         self, tiles: Sequence[Tile], layers: Sequence[int], after: Ticket | None = None, seen: Sequence[Sequence[int]] | None = None
     ) -> None:
         """Announce a step: for each layer, each tile is taken, in this order, or those whose indices `seen` lists for it. Copies start at
-        once, behind `after`. Whatever is left of the step before is dropped."""
+        once, behind `after`. Whatever is left of the step before is dropped; copies of it that are queued are still made."""
         block_size = self._pool.layout.block_size
         for tile in tiles:
             count = len(tile.blocks)
@@ -178,10 +180,6 @@ class TileRing:
             self._waits.end(mark)
         step.released = step.taken
         self._fill()
-
-    def end(self) -> None:
-        """Drop whatever is left of the step; copies that are queued are still made."""
-        self.begin((), ())
 
     def _slot_of(self, visit: int) -> int:
         return (self._step.first + visit) % len(self._slots)

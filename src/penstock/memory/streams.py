@@ -267,9 +267,11 @@ def joined(pieces: Pieces) -> Pieces:
 
 
 def _check_pieces(target: Tensor, source: Tensor, pieces: Pieces) -> None:
-    assert (pieces.dtype, pieces.shape[1:]) == (np.int64, (3,)), f"pieces of {pieces.dtype} {pieces.shape}"
+    assert pieces.dtype == np.int64, f"pieces of {pieces.dtype}"
+    assert pieces.shape[1:] == (3,), f"pieces {pieces.shape}"
     for at, flat in enumerate((target, source)):
-        assert (flat.dtype, flat.dim()) == (torch.uint8, 1), f"pieces of {flat.dtype} {tuple(flat.shape)}"
+        assert flat.dtype == torch.uint8, f"pieces of {flat.dtype}"
+        assert flat.dim() == 1, f"pieces of a tensor {tuple(flat.shape)}"
         assert flat.is_contiguous(), "the bytes of a tensor with pieces stand apart"
         starts, sizes = pieces[:, at], pieces[:, 2]
         within = not len(pieces) or (starts.min() >= 0 and sizes.min() > 0 and (starts + sizes).max() <= len(flat))

@@ -67,7 +67,8 @@ class Rows:
 class Run:
     """Queries [first, first + count) of a step, at positions [start, start + count) of one sequence with these blocks (int64).
 
-    Not `paged`: neither the run's own KV nor any of its past is read from pages. It sees itself and the tiles that name it.
+    Not `paged`: of its past only the positions from `near` on are in pages, these blocks. It sees them, itself, whose KV is not read from
+    pages, and the tiles that name it.
     """
 
     first: int
@@ -75,6 +76,7 @@ class Run:
     start: int
     blocks: Tensor
     paged: bool = True
+    near: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,10 @@ def attend(
         part = slice(run.first, run.first + run.count)
         if not run.paged:
             own, lse = _attend_own(q[part], k[part], v[part], scale, window)
-            states[index] = own.float() if passing or (cold and index in cold.choosing_runs) else own, lse
+            more = passing or len(run.blocks) or (cold and index in cold.choosing_runs)
+            states[index] = own.float() if more else own, lse
+            for position, past_k, past_v in _past_in_pages(k_cache, v_cache, run):
+                _add_past(states[index], q[part], past_k, past_v, scale, window, run.start - position)
         elif window is not None and run.start + run.count > window:
             out[part] = _attend_window(q[part], k_cache, v_cache, run, scale, window)
         else:
@@ -383,14 +388,20 @@ def _attend_run(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tenso
     if run.start == 0:
         return out
     out = out.float()
-    block_size = k_cache.shape[1]
-    tile = max(PAST_TILE // block_size, 1)
-    for first in range(0, -(-run.start // block_size), tile):
-        blocks = run.blocks[first : first + tile]
-        keys = min(run.start - first * block_size, tile * block_size)
-        past_k, past_v = (cache[blocks].flatten(0, 1)[:keys] for cache in (k_cache, v_cache))
+    for _, past_k, past_v in _past_in_pages(k_cache, v_cache, run):
         merge(out, lse, *dense(q, past_k, past_v, scale, causal=False))
     return out
+
+
+def _past_in_pages(k_cache: Tensor, v_cache: Tensor, run: Run) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """A run's past that is in pages, gathered a tile at a time: the first's position, and K and V `[keys, kv_heads, dim]`."""
+    block_size = k_cache.shape[1]
+    tile = max(PAST_TILE // block_size, 1)
+    for first in range(0, -(-(run.start - run.near) // block_size) if len(run.blocks) else 0, tile):
+        blocks, position = run.blocks[first : first + tile], run.near + first * block_size
+        keys = min(run.start - position, tile * block_size)
+        past_k, past_v = (cache[blocks].flatten(0, 1)[:keys] for cache in (k_cache, v_cache))
+        yield position, past_k, past_v
 
 
 def _attend_window(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float, window: int) -> Tensor:

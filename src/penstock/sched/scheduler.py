@@ -4,7 +4,8 @@ There is no prefill phase. A request has tokens, some of them computed; every st
 caught up its last position yields one more token.
 
 The KV of a long request rests in host blocks, where there are any. Its chunks are whole blocks, which go there at once; only what the
-last one leaves over, and what is decoded, goes to pages of the device: the tail. Of the tail's full blocks the newest few stay.
+last one leaves over, and what is decoded, goes to pages of the device alone: the tail. Of the tail's full blocks the newest few stay.
+The last of the blocks that are on the host are near: in pages as well, as long as nobody else needs these, and so need not stream.
 """
 
 from bisect import insort
@@ -17,7 +18,7 @@ from penstock.base.errors import RequestError
 from penstock.kv.keys import block_key, root_key
 from penstock.kv.ledger import BlockLedger, HostLedger
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, HostBlockId, Order, Outcome, Plan, RequestId, Row, Share, TokenLogprob
+from penstock.step.plan import Admission, BlockId, HostBlockId, Order, Outcome, Plan, RequestId, Row, Share, TokenLogprob
 from penstock.step.request import FinishReason, Phase, Request
 
 _EARLY = 2
@@ -37,7 +38,9 @@ class Limits:
     """Tokens, prompt and output together, from which a request is long; None, or more than KV on the device holds, is what that does not
     hold. Without host blocks no request is long."""
     recent: int = 2
-    """Newest full blocks of a long request's tail that stay on the device."""
+    """Newest full blocks of a long request that are on the device alone."""
+    near: int | None = None
+    """Most blocks of a long request that are both on the host and on the device; None is as many as there are pages to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,12 @@ class Scheduler:
         self._rows = [Row(row) for row in reversed(range(limits.max_sequences))]
         self._next_id = 0
         self._orders: list[Order] = []
-        """Of the step under way. Their pages are held until it is committed."""
+        """Of the step under way."""
+        self._leaving: list[BlockId] = []
+        """Pages that are nobody's but are read by orders: held until the step is committed."""
         self.preemptions = 0
         self._pages = limits.recent + 2
-        """Device blocks that a long request comes to use: the recent ones, one on its way to the host, one that is being filled."""
+        """Device blocks that a long request needs: the recent ones, one on its way to the host, one that is being filled."""
         self._longest_short = ledger.blocks * limits.block_size + 1
         # What the host holds and a block of tail: after a preemption all full blocks are computed into host blocks.
         most = (self.host.blocks + 1) * limits.block_size if self.host.blocks else 0
@@ -187,6 +192,7 @@ class Scheduler:
         """The next step. Empty only if there is nothing to do."""
         self._orders = []
         shares: list[Share] = []
+        self._free_near()
         budget, preempted = self._plan_running(shares)
         admissions = [] if preempted else list(self._admit(shares, budget))
         shares.sort(key=lambda share: len(share.tokens) > 1)
@@ -214,6 +220,8 @@ class Scheduler:
                 # Whoever is still under way afterwards leaves no tokens to those behind, nor to newcomers.
                 budget = budget - count if request.computed + count == request.length else 0
             if count:
+                if self._is_chunk(request) and not request.blocks:
+                    request.near -= min(request.near, max(0, self._lacking(request, count) - self.ledger.available))
                 if not self._make_room(position, count):
                     self._preempt(request)
                     continue
@@ -236,11 +244,14 @@ class Scheduler:
         """Preempts until the running request has the blocks for `count` more positions. False if it has to go itself.
 
         Only requests behind it are preempted, and they have no share yet: the youngest that has such blocks, of those that need
-        pages of the device short ones first, since they are sooner computed again.
+        pages of the device short ones first, since they are sooner computed again. Before anyone goes, near pages do.
         """
         request = self._running[position]
         while True:
-            lacks_pages = self._lacking(request, count) > self.ledger.available
+            lacking = self._lacking(request, count) - self.ledger.available
+            if lacking > 0 and self._give_near(self._running[position:], lacking):
+                continue
+            lacks_pages = lacking > 0
             if not lacks_pages and (not request.long or self._cold_after(request, count) - len(request.host_blocks) <= self.host.available):
                 return True
             behind = [other for other in self._running[position + 1 :] if (other.blocks if lacks_pages else other.long)]
@@ -262,6 +273,8 @@ class Scheduler:
                 return
             if request.cached is None:
                 request.cached = found
+            if request.long:
+                self._find_near(request, self.ledger.available - self._promised(request))
             self._waiting.popleft()
             request.phase, request.row = Phase.RUNNING, self._rows.pop()
             self._by_row[request.row] = request
@@ -276,21 +289,77 @@ class Scheduler:
 
         Every running request keeps a block in reserve, or the newcomer would be preempted as soon as they grow; a long one its tail.
         """
-        pages = sum(self._tail(other) if other.long else 1 for other in self._running)
-        pages += self._tail(request) if request.long else self._lacking(request, request.length - request.computed)
         cold = self._cold_after(request, request.length - request.computed) - len(request.host_blocks)
         cold += sum(other.long for other in self._running) if request.long else 0
-        return pages <= self.ledger.available and cold <= self.host.available
+        return self._promised(request) <= self.ledger.available and cold <= self.host.available
+
+    def _promised(self, newcomer: Request) -> int:
+        """Device blocks that those who run may come to need, and a newcomer for its whole length."""
+        pages = sum(self._tail(other) if other.long else 1 for other in self._running)
+        return pages + (self._tail(newcomer) if newcomer.long else self._lacking(newcomer, newcomer.length - newcomer.computed))
 
     def _tail(self, request: Request) -> int:
         """Device blocks that a long request may come to need beside those it has."""
         most = -(-(request.prompt_length + request.max_tokens - 1) // self.limits.block_size)
-        return max(1, min(self._pages, most) - len(request.blocks))
+        return max(1, min(self._pages, most) - len(request.blocks) + self._near(request))
 
     def _lacking(self, request: Request, count: int) -> int:
         """Device blocks that must be allocated before `count` more positions can be computed."""
-        cold = 0 if not request.long else self._cold_after(request, count) if self._is_chunk(request) else len(request.host_blocks)
-        return -(-(request.computed + count) // self.limits.block_size) - cold - len(request.blocks)
+        return -(-(request.computed + count) // self.limits.block_size) - self._first_page(request, count) - len(request.blocks)
+
+    def _first_page(self, request: Request, count: int) -> int:
+        """Index of the first block that is in a page when `count` more positions are computed: those it has stay."""
+        if request.blocks or not request.long:
+            return request.paged
+        have = len(request.host_blocks)
+        if not self._is_chunk(request):
+            return have
+        return min(self._cold_after(request, count), max(have, request.length // self.limits.block_size - request.near))
+
+    # -- near pages: what is in them is on the host as well
+
+    def _near(self, request: Request) -> int:
+        """How many of a request's pages are near."""
+        return len(request.host_blocks) - request.paged if request.blocks and request.long else 0
+
+    def _find_near(self, request: Request, spare: int) -> None:
+        """A long newcomer may have so many near pages, and holds those that someone has left."""
+        request.near = max(0, spare if self.limits.near is None else min(spare, self.limits.near))
+        first = have = len(request.host_blocks)
+        while first > max(0, have - request.near) and (page := self.ledger.find(self._key(request, first - 1))) is not None:
+            self.ledger.hold(page)
+            request.blocks.insert(0, page)
+            first -= 1
+        request.paged, request.shown = first, have
+
+    def _free_near(self) -> None:
+        """Near pages are free before anyone has a share: for the next token of all who run, and for the first in the queue."""
+        wanted = sum(self._lacking(request, 1) for request in self._running if request.length - request.computed == 1)
+        if self._waiting and self._rows:
+            promised = self._promised(self._waiting[0])
+            if promised - self.ledger.available <= sum(map(self._near, self._running)):
+                wanted = max(wanted, promised)
+        self._give_near(self._running, wanted - self.ledger.available)
+
+    def _give_near(self, requests: Sequence[Request], count: int) -> bool:
+        """Give up so many near pages of these, or as many as there are, of the youngest first. Whether there was one. Those who have a
+        share are not among them: they will read these pages."""
+        given = 0
+        for request in reversed(requests):
+            some = min(self._near(request), count - given)
+            if some > 0:
+                given += some
+                request.near = self._near(request) - some
+                self._drop_pages(request, some)
+        return given > 0
+
+    def _drop_pages(self, request: Request, count: int) -> None:
+        """A long request's first pages, near ones, are no longer its own. Who reads them for an order keeps them until then."""
+        dropped, request.blocks = request.blocks[:count], request.blocks[count:]
+        request.paged += count
+        ordered = {order.source for order in self._orders}
+        self._leaving += [page for page in dropped if page in ordered]
+        self.ledger.release([page for page in dropped if page not in ordered])
 
     def _is_chunk(self, request: Request) -> bool:
         """Whether what a request computes next goes to the host, as far as it fills blocks; else to its tail."""
@@ -311,7 +380,7 @@ class Scheduler:
         for pages; a host block is found after the step that wrote it. The last token is always computed, since its logits are wanted.
         """
         size, skipped = self.limits.block_size, 0
-        blocks = len(request.host_blocks) + len(request.blocks)
+        blocks = len(request.host_blocks if request.long else request.blocks)
         while request.share_prefix and request.computed == blocks * size and request.computed + size < request.length:
             key = self._key(request, blocks)
             if not (self._hold_cold(request, key) if request.long else self._hold(request, key)):
@@ -320,6 +389,9 @@ class Scheduler:
             request.computed += size
             request.sealed = blocks
             skipped += size
+        if skipped and request.long and request.blocks:
+            # Its pages would have a gap before what is computed next.
+            self._drop_pages(request, len(request.blocks))
         return skipped
 
     def _hold(self, request: Request, key: bytes) -> bool:
@@ -351,19 +423,18 @@ class Scheduler:
         """Allocate blocks for the next `count` positions, seal pages that become full, and describe the work."""
         assert request.row is not None
         start, stop, size = request.computed, request.computed + count, self.limits.block_size
-        pages, chunk = self._lacking(request, count), self._is_chunk(request)
+        pages, first = self._lacking(request, count), self._first_page(request, count)
         if request.long:
+            have, chunk = len(request.host_blocks), self._is_chunk(request)
             cold = self._extend_cold(request, count)
+            request.paged = first
             if not chunk:
-                self._orders += map(Order, request.blocks, cold)
-                del request.blocks[: len(cold)]
+                self._orders += map(Order, request.blocks[have - first :], cold)
+                self._drop_pages(request, max(0, self._near(request) - request.near))
         request.blocks.extend(self.ledger.allocate(pages))
-        request.computed = stop
-        if self.prefixes.share and not request.long:
-            for index in range(request.sealed, stop // size):
-                self.ledger.seal(request.blocks[index], self._key(request, index))
-                request.sealed = index + 1
-        first = len(request.host_blocks)
+        request.computed, first = stop, request.paged
+        if self.prefixes.share:
+            self._show(request)
         new = max(request.tabled, first)
         following: tuple[int, ...] = ()
         if request.sampling.prompt_logprobs is not None and request.scored < min(stop, request.prompt_length - 1):
@@ -377,13 +448,25 @@ class Scheduler:
             sample=stop == request.length,
             prompt_length=request.prompt_length,
             next_prompt_tokens=following,
-            cold_start=start if chunk else first * size,
-            cold_stop=first * size,
+            cold_start=min(start, first * size),
+            cold_stop=len(request.host_blocks) * size,
+            near=first * size,
             first_new_cold=request.host_tabled,
             new_cold=tuple(request.host_blocks[request.host_tabled :]),
         )
-        request.tabled, request.host_tabled = first + len(request.blocks), first
+        request.tabled, request.host_tabled = first + len(request.blocks), len(request.host_blocks)
         return share
+
+    def _show(self, request: Request) -> None:
+        """Seal pages that are full when the step has computed them."""
+        full = request.computed // self.limits.block_size
+        known = request.shown if request.long else request.sealed
+        for index in range(max(known, request.paged), full):
+            self.ledger.seal(request.blocks[index - request.paged], self._key(request, index))
+        if request.long:
+            request.shown = full
+        else:
+            request.sealed = full
 
     def _extend_cold(self, request: Request, count: int) -> list[HostBlockId]:
         """The host blocks that a share of `count` positions fills, by itself or by orders, now the request's last."""
@@ -413,7 +496,8 @@ class Scheduler:
         self.ledger.release(request.blocks)
         self.host.release(request.host_blocks)
         request.blocks, request.host_blocks = [], []
-        request.computed = request.sealed = request.tabled = request.host_tabled = 0
+        request.computed = request.sealed = request.shown = request.tabled = request.host_tabled = 0
+        request.paged = request.near = 0
 
     def forget(self) -> int:
         """Drop all cached KV, on the device and beyond. Returns how many blocks were given up."""
@@ -423,21 +507,22 @@ class Scheduler:
         """After a step cut short, perhaps while it was planned: no KV is trusted, and all requests start anew in order of arrival."""
         self.ledger.reset()
         self.host.reset()
-        self._orders = []
+        self._orders, self._leaving = [], []
         self._running, self._by_row = [], {}
         self._rows = [Row(row) for row in reversed(range(self.limits.max_sequences))]
         self._waiting = deque(self._requests.values())
         for request in self._waiting:
             request.phase, request.row, request.blocks, request.host_blocks = Phase.WAITING, None, [], []
-            request.computed = request.sealed = request.tabled = request.host_tabled = 0
+            request.computed = request.sealed = request.shown = request.tabled = request.host_tabled = 0
+            request.paged = request.near = 0
 
     # -- commit --------------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, outcome: Outcome) -> list[Event]:
         """Take in what the step yielded: new tokens, and requests that end with them."""
         events = []
-        self.ledger.release([order.source for order in plan.orders])
-        self._orders = []
+        self.ledger.release(self._leaving)
+        self._orders, self._leaving = [], []
         for share, result in zip(plan.shares, outcome.results, strict=True):
             request = self._by_row[share.row]
             if request.long:
@@ -456,7 +541,8 @@ class Scheduler:
                 self._running.remove(request)
                 self._end(request, finish)
             elif not request.long and self._becomes_long(request, request.length + _EARLY):
-                request.long, request.sealed = True, 0
+                request.long, request.shown, request.sealed = True, request.sealed, 0
+                request.near = len(request.blocks) if self.limits.near is None else min(len(request.blocks), self.limits.near)
         if self._check:
             self.check()
         return events
@@ -483,7 +569,7 @@ class Scheduler:
     def check(self) -> None:
         """Prove that blocks, rows and phases agree. Raises AssertionError with what is wrong."""
         size = self.limits.block_size
-        self.ledger.check([*(request.blocks for request in self._requests.values()), [order.source for order in self._orders]])
+        self.ledger.check([*(request.blocks for request in self._requests.values()), self._leaving])
         self.host.check(request.host_blocks for request in self._requests.values())
         assert len(self._running) + len(self._waiting) == len(self._requests), "a request is neither running nor waiting"
         assert sorted([*self._rows, *self._by_row]) == list(range(self.limits.max_sequences)), "a row is lost or given twice"
@@ -493,8 +579,11 @@ class Scheduler:
             owner = None if request.row is None else self._by_row[request.row]
             assert owner is request, f"request {request.id} does not own its row"
             assert request.computed <= request.length, f"request {request.id} is computed beyond its end"
-            blocks = len(request.host_blocks) + len(request.blocks)
+            blocks = max(len(request.host_blocks), request.paged + len(request.blocks))
             assert blocks * size >= request.computed, f"request {request.id} lacks blocks for its KV"
+            assert request.paged <= len(request.host_blocks), f"request {request.id} has a gap between host blocks and pages"
+            reached = request.paged + len(request.blocks) >= len(request.host_blocks) or not request.blocks
+            assert reached, f"request {request.id} has pages that end before its host blocks"
             assert len(request.host_blocks) * size <= request.computed, f"request {request.id} has host blocks beyond its KV"
             assert request.long or not request.host_blocks, f"request {request.id} is short and has host blocks"
         for request in self._waiting:
@@ -511,17 +600,18 @@ class Scheduler:
             request = self._by_row[share.row]
             name, blocks = f"request {request.id}", request.host_blocks
             assert share.cold_stop == len(blocks) * size == request.host_tabled * size, f"{name} has a wrong table of host blocks"
-            assert request.tabled == len(blocks) + len(request.blocks) == -(-share.stop // size), f"{name} has a wrong block table"
-            assert share.cold_start == share.cold_stop or share.cold_start == share.start, f"{name} writes to the host out of turn"
+            assert request.tabled == request.paged + len(request.blocks) == -(-share.stop // size), f"{name} has a wrong block table"
+            assert share.near == request.paged * size <= share.cold_stop, f"{name} has a gap before its pages"
+            assert share.cold_start == min(share.near, share.start), f"{name} reads what is neither on the host nor in pages"
             assert share.cold_start % size == 0, f"{name} has part of a block on the host"
+            assert share.cold_stop <= share.start or share.start % size == 0, f"{name} writes part of a block to the host"
             assert len(share.tokens) > 1 or share.cold_stop <= share.start, f"{name} decodes into a host block"
             for index in range(request.sealed, len(blocks)):
                 assert self.host.is_private(blocks[index]), f"{name} writes a host block that others read"
                 assert blocks[index] not in written, f"{name} writes a host block that another writes"
                 ordered = sources.pop(blocks[index], None) is not None
-                assert ordered == (index * size < share.cold_start), f"{name} reads a host block before it is written, or writes it twice"
-                assert not ordered or (index + 1) * size <= share.start, f"{name} has an order of a block that is not full"
+                assert ordered == (index * size < share.start), f"{name} reads a host block before it is written, or writes it twice"
                 written.add(blocks[index])
-            pages = request.blocks[max(0, share.start // size - len(blocks)) :]
+            pages = request.blocks[max(0, share.start // size - request.paged) :]
             assert not {order.source for order in plan.orders}.intersection(pages), f"{name} writes a page that is copied to the host"
         assert not sources, "an order of nobody's block"

@@ -37,12 +37,13 @@ class Share:
     """One request's part of a step: compute `tokens` at positions [start, start + len(tokens)).
 
     The row's block table is extended at index `first_new_block` by `new_blocks`; after that it covers every position from
-    `cold_stop` up to the share's end. With `sample`, the last position yields a token.
+    `near` up to the share's end. With `sample`, the last position yields a token.
 
     Of a long request the first positions rest in host blocks, by a table of their own. What is computed in the step reads
     [0, cold_start) from there, and the rest from the device's pages and, of a chunk, from what is in hand. The positions
-    [start, cold_stop) are written to host blocks and not to pages; there are none if `cold_stop` <= `start`, so in every share of
-    one token. No host block is read before the step after the one whose share wrote it; the target of an order may be read at once.
+    [start, cold_stop) are written to host blocks; there are none if `cold_stop` <= `start`, so in every share of one token. Those from
+    `near` on are written to pages, whether they are written to host blocks or not. No host block is read before the step after the one
+    whose share wrote it; the target of an order may be read at once.
     """
 
     row: Row
@@ -55,9 +56,11 @@ class Share:
     next_prompt_tokens: tuple[int, ...] = ()
     """Prompt tokens that follow each of this share's positions, where prompt log-probabilities were asked for."""
     cold_start: int = 0
-    """Tokens of the row that rest in host blocks when the step computes, its orders carried out; whole blocks."""
+    """Tokens of the row that are read from host blocks, the orders of the step carried out; whole blocks, no more than `start`."""
     cold_stop: int = 0
-    """The same after the step."""
+    """Tokens of the row that rest in host blocks after the step; whole blocks."""
+    near: int = 0
+    """Position of the first token whose KV is in the row's pages; `cold_start`, unless that is `start` and what follows is not."""
     first_new_cold: int = 0
     new_cold: tuple[HostBlockId, ...] = ()
     """The row's table of host blocks is extended at index `first_new_cold` by these; after that it covers [0, cold_stop)."""

@@ -25,8 +25,8 @@ class FinishReason(StrEnum):
 class Request:
     """Written only by the Scheduler. `tokens` is the prompt followed by the output so far.
 
-    Positions [0, computed) have their KV in `host_blocks`, which only a long request has, and from there on in `blocks`; a request
-    only ever catches up with its own length.
+    Positions [0, computed) have their KV in `host_blocks`, which only a long request has, and the last of them in `blocks`, which may
+    begin before the host's end; a request only ever catches up with its own length.
     """
 
     id: RequestId
@@ -40,6 +40,10 @@ class Request:
     row: Row | None = None
     long: bool = False
     """Its KV rests in host blocks, but for a tail; once long, always long."""
+    paged: int = 0
+    """Index of the first of its blocks that is in a page of the device: `blocks` begin with it. Those before it are on the host alone."""
+    near: int = 0
+    """How many blocks that are on the host may be in pages as well, so that they need not stream."""
     host_blocks: list[HostBlockId] = field(default_factory=list)
     """Full ones, for the first positions."""
     blocks: list[BlockId] = field(default_factory=list)
@@ -48,6 +52,8 @@ class Request:
     computed: int = 0
     sealed: int = 0
     """How many leading blocks are known to the ledger by their key. Of a long request: host blocks that committed steps have written."""
+    shown: int = 0
+    """Of a long request: up to which block its pages are known to the ledger by their keys."""
     tabled: int = 0
     """Up to which of its blocks the workers have been told of those on the device."""
     host_tabled: int = 0

@@ -84,9 +84,8 @@ class InputBuilder:
         samples = len(wanted)
         for at, share in zip(first, shares, strict=True):
             wanted.extend(range(int(at), int(at) + len(share.next_prompt_tokens)))
-        # What goes to host blocks has no place in pages.
-        colds = np.repeat([share.cold_stop for share in shares], counts)
-        is_cold = positions < colds
+        # What goes to host blocks alone has no place in pages.
+        is_cold = positions < np.repeat([share.near for share in shares], counts)
         slots = np.where(is_cold, -1, blocks * self._block_size + offsets)
         sends = tuple(self._sends(shares, first))
         tiling = self._tile(shares)
@@ -220,10 +219,10 @@ class InputBuilder:
         runs = []
         for at, share in zip(first, shares, strict=True):
             if len(share.tokens) > 1:
-                paged = not share.cold_start and not share.cold_stop
-                stop = -(-share.stop // self._block_size) if paged else 0
-                blocks = self._send(self._table[share.row, :stop].astype(np.int64))
-                runs.append(Run(int(at), len(share.tokens), share.start, blocks, paged))
+                paged = not share.near
+                begin, end = (0, share.stop) if paged else (share.cold_start, share.start)
+                table = self._table[share.row, begin // self._block_size : -(-end // self._block_size)]
+                runs.append(Run(int(at), len(share.tokens), share.start, self._send(table.astype(np.int64)), paged, begin))
         return tuple(runs)
 
 

@@ -127,7 +127,8 @@ def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, b
     if cold:
         begin = start - start % block_size
         blocks = (begin + count) // block_size
-        run = replace(run, start=begin, cold_start=begin, cold_stop=blocks * block_size, new_cold=(HostBlockId(0),) * blocks)
+        stop = blocks * block_size
+        run = replace(run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks)
     shares.append(run)
     admissions = tuple(Admission(share.row, sampling, share.tokens, ()) for share in shares)
     return Plan(admissions, tuple(shares))

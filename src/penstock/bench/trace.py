@@ -1,0 +1,333 @@
+"""How many blocks of a recorded workload a prefix cache would have had, by its size and by what it gives up; without any model.
+
+A trace is a file of JSON lines, one for each request in order of arrival, of which `hash_ids` is read: the chained hashes of the
+request's blocks, as in the traces of Mooncake (https://github.com/kvcache-ai/Mooncake; Qin et al., FAST 2025; 512 tokens a block).
+"""
+
+import dataclasses
+import json
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+from typing import Generic, Protocol
+
+from penstock.base.errors import ConfigError
+from penstock.base.units import format_size
+from penstock.kv.evict import Eviction, Key, Lru, Prospect
+
+BLOCK_BYTES = 64 << 20
+"""512 tokens of Llama 3.1 8B in 16 bits."""
+CAPACITIES = tuple(size << 30 for size in (128, 256, 512, 1024, 2048, 4096))
+_CHAIN = 32
+"""Blocks of a request by which the cost of the policy is measured."""
+
+
+class Part(StrEnum):
+    """The requests of a trace that count; all are replayed."""
+
+    WHOLE = "whole"
+    SECOND_HALF = "second-half"
+
+
+class Offered(Eviction[Key], Protocol[Key]):
+    """An order of giving up that may also refuse a block."""
+
+    def admits(self, key: Key) -> bool:
+        """Asked once for each block that a request computed and that is not there. One that is refused is not added."""
+        ...
+
+
+class _Open(Generic[Key]):
+    def admits(self, key: Key) -> bool:
+        return True
+
+
+class LeastRecent(_Open[Key], Lru[Key]):
+    """Gives up what was used longest ago."""
+
+
+class Learned(_Open[Key], Prospect[Key]):
+    """What the engine does."""
+
+
+class Fifo(LeastRecent[Key]):
+    """Gives up what came first, however often it was used since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrivals = 0
+        self._came: dict[Key, int] = {}
+        self._queue: list[tuple[int, Key]] = []
+
+    def added(self, key: Key, parent: Key | None) -> None:
+        self._arrivals += 1
+        self._came[key] = self._arrivals
+
+    def idle(self, key: Key) -> None:
+        super().idle(key)
+        heappush(self._queue, (self._came[key], key))
+
+    def victim(self) -> Key:
+        while True:
+            came, key = heappop(self._queue)
+            if key in self._idle and self._came[key] == came:
+                del self._idle[key], self._came[key]
+                return key
+
+
+class SecondUse(LeastRecent[Key]):
+    """Admits a block when it is seen for the second time, and remembers all that it ever saw; else least recently used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[Key] = set()
+
+    def admits(self, key: Key) -> bool:
+        if key in self._seen:
+            return True
+        self._seen.add(key)
+        return False
+
+
+class Clairvoyant(_Open[Key]):
+    """Gives up what is asked for again last, of a request its end first.
+
+    This is optimal (Belady, 1966): no block is asked for without those before it, so it never gives up one of them earlier, and its
+    hits, which are the most there can be, all lie at the beginning of their requests.
+    """
+
+    def __init__(self, requests: Sequence[Sequence[Key]]) -> None:
+        self._uses: dict[Key, deque[int]] = {}
+        for at, keys in enumerate(requests):
+            for key in keys:
+                self._uses.setdefault(key, deque()).append(at)
+        self._never = len(requests)
+        self._order: dict[Key, tuple[int, int]] = {}
+        """Of what is idle: the next use, and the more the deeper in its request, both negative as a heap has the least first."""
+        self._heap: list[tuple[int, int, Key]] = []
+        self._told = 0
+        self._idle = 0
+
+    def __len__(self) -> int:
+        return self._idle
+
+    def added(self, key: Key, parent: Key | None) -> None:
+        self.found(key)
+
+    def found(self, key: Key) -> None:
+        self._uses[key].popleft()
+
+    def busy(self, key: Key) -> None:
+        del self._order[key]
+        self._idle -= 1
+
+    def idle(self, key: Key) -> None:
+        self._told += 1
+        self._idle += 1
+        uses = self._uses[key]
+        self._order[key] = -(uses[0] if uses else self._never), self._told
+        heappush(self._heap, (*self._order[key], key))
+        if len(self._heap) > 2 * self._idle + 64:
+            self._heap = [(*order, key) for key, order in self._order.items()]
+            heapify(self._heap)
+
+    def victim(self) -> Key:
+        while True:
+            *order, key = heappop(self._heap)
+            if self._order.get(key) == tuple(order):
+                self.busy(key)
+                return key
+
+    def dropped(self, key: Key) -> None:
+        if key in self._order:
+            self.busy(key)
+
+
+Trace = Sequence[Sequence[int]]
+"""Of each request, the hashes of its blocks."""
+_Make = Callable[[Trace, int], Offered[int]]
+POLICIES: dict[str, _Make] = {
+    "fifo": lambda trace, blocks: Fifo(),
+    "lru": lambda trace, blocks: LeastRecent(),
+    "second-use": lambda trace, blocks: SecondUse(),
+    "prospect": lambda trace, blocks: Learned(blocks),
+    "clairvoyant": lambda trace, blocks: Clairvoyant(trace),
+}
+"""By name. `second-use` remembers all blocks ever seen; `clairvoyant` knows the trace, so it is a bound and no policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to replay. `cost`: blocks with which to measure what the engine's policy costs; 0: not at all."""
+
+    path: Path
+    capacities: tuple[int, ...] = CAPACITIES
+    block_bytes: int = BLOCK_BYTES
+    policies: tuple[str, ...] = tuple(POLICIES)
+    part: Part = Part.WHOLE
+    cost: int = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A cache of `blocks`; `capacity` None: one that never has to give up anything. Hit rates by policy: blocks had of blocks asked for."""
+
+    capacity: int | None
+    blocks: int
+    hits: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of the engine's policy with `blocks` that are there and as many that are gone: what it keeps, keys not counted, for each that is
+    there, and the time in which a replay asks for a block, beside that with LRU. A third of those asked for are there."""
+
+    blocks: int
+    bytes_per_block: float
+    microseconds: float
+    lru_microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    bench: str
+    trace: str
+    requests: int
+    asked: int
+    """Blocks, by all requests."""
+    distinct: int
+    part: Part
+    block_bytes: int
+    rows: tuple[Row, ...]
+    cost: Cost | None
+
+    def line(self) -> str:
+        """Everything, as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        head = f"{self.trace}: {self.requests:,} requests for {self.asked:,} blocks, {self.distinct:,} distinct"
+        counts = "all requests count" if self.part is Part.WHOLE else "the second half of the requests counts"
+        about = f"blocks found of those asked for, by room in blocks of {format_size(self.block_bytes)}; {counts}"
+        table = [("room", "blocks", *self.rows[0].hits)]
+        for row in self.rows:
+            room = "unlimited" if row.capacity is None else format_size(row.capacity)
+            table.append((room, f"{row.blocks:,}", *(f"{rate:.1%}" for rate in row.hits.values())))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        if cost := self.cost:
+            lines.append(
+                f"of {cost.blocks:,} blocks, prospect keeps {cost.bytes_per_block:.0f} B each; a replay takes {cost.microseconds:.3g} us "
+                f"for a block, {cost.lru_microseconds:.3g} us with lru"
+            )
+        return "\n".join([head, about, *(f"  {line}" for line in lines)])
+
+
+def measure(job: Job, say: Callable[[str], None] = lambda _: None) -> Report:
+    """Replay. `say` is told each capacity. Raises ConfigError."""
+    trace = read(job.path)
+    distinct = len({key for keys in trace for key in keys})
+    first = len(trace) // 2 if job.part is Part.SECOND_HALF else 0
+    rows = []
+    for capacity in (*sorted(set(job.capacities)), None):
+        blocks = distinct if capacity is None else capacity // job.block_bytes
+        if not blocks:
+            raise ConfigError(f"a room of {format_size(capacity or 0)} holds no block of {format_size(job.block_bytes)}; ask for more")
+        hits = {name: replay(trace, POLICIES[name](trace, blocks), blocks, first) for name in job.policies}
+        rows.append(Row(capacity, blocks, hits))
+        say(f"{blocks:,} blocks: " + ", ".join(f"{name} {rate:.1%}" for name, rate in hits.items()))
+    asked = sum(map(len, trace))
+    cost = _cost(job.cost) if job.cost else None
+    return Report("trace", str(job.path), len(trace), asked, distinct, job.part, job.block_bytes, tuple(rows), cost)
+
+
+def read(path: Path) -> list[list[int]]:
+    """The hashes of each request's blocks. Raises ConfigError for a file that cannot be read or is no trace."""
+    trace = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    trace.append(_keys(line, f"line {number} of {path}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+    if not any(trace):
+        raise ConfigError(f"the trace {path} asks for no block; each of its lines must be JSON with hash_ids")
+    return trace
+
+
+def _keys(line: str, where: str) -> list[int]:
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON; a trace has a request on each") from error
+    keys = request.get("hash_ids") if isinstance(request, dict) else None
+    if not isinstance(keys, list) or not all(type(key) is int for key in keys):
+        raise ConfigError(f"{where} has no hash_ids that are a list of whole numbers; a trace has them on each")
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"{where} names a block twice, but the hash of a block covers those before it; give a trace of chained hashes")
+    return keys
+
+
+def replay(trace: Iterable[Sequence[Key]], policy: Offered[Key], blocks: int, first: int = 0) -> float:
+    """The share of blocks that are found, of those that requests from `first` on ask for, in a cache of so many blocks.
+
+    A request takes no time: it finds the blocks at its beginning that are all there, computes the others, holds all, offers what it
+    computed, and lets go; then blocks are given up until the cache has no more than it has room for.
+    """
+    there: set[Key] = set()
+    hits = asked = 0
+    for at, keys in enumerate(trace):
+        found = next((depth for depth, key in enumerate(keys) if key not in there), len(keys))
+        if at >= first:
+            hits += found
+            asked += len(keys)
+        held = []
+        parent = None
+        for key in keys:
+            if key in there:
+                policy.found(key)
+                policy.busy(key)
+                held.append(key)
+            elif policy.admits(key):
+                policy.added(key, parent)
+                there.add(key)
+                held.append(key)
+            parent = key
+        for key in reversed(held):
+            policy.idle(key)
+        while len(there) > blocks:
+            there.remove(policy.victim())
+    return hits / asked if asked else 0.0
+
+
+def _cost(blocks: int) -> Cost:
+    keys = [number.to_bytes(16, "little") for number in range(2 * blocks)]
+    chains = [keys[start : start + _CHAIN] for start in range(0, len(keys), _CHAIN)]
+    tracemalloc.start()
+    policy: Prospect[bytes] = Prospect(blocks)
+    for chain in chains:
+        for parent, key in zip((None, *chain), chain, strict=False):
+            policy.added(key, parent)
+        for key in reversed(chain):
+            policy.idle(key)
+        while len(policy) > blocks:
+            policy.victim()
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    half = len(chains) // 2
+    work = [chain for pair in zip(chains[:half], chains[half:], strict=False) for chain in pair]
+    work = chains[:half] + work
+    return Cost(blocks, size / blocks, _each(work, Learned(blocks), blocks), _each(work, LeastRecent(), blocks))
+
+
+def _each(work: Sequence[Sequence[bytes]], policy: Offered[bytes], blocks: int) -> float:
+    """Microseconds of a replay for each block asked for."""
+    began = time.perf_counter()
+    replay(work, policy, blocks)
+    return 1e6 * (time.perf_counter() - began) / sum(map(len, work))

@@ -1,0 +1,363 @@
+"""Which cached KV block is given up for another: the least recently used, or the one that gains least by staying. Over keys alone.
+
+Time is counted in uses of blocks, never in seconds: the same calls give the same victims.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Eviction(Protocol[Key]):
+    """The order in which one tier gives up blocks. The tier's owner tells what becomes of each block that has a key.
+
+    A block is there from `added` until `victim` or `dropped`; meanwhile it is held, as it is at first, or idle. `added` and `found` are
+    its uses, one for each request.
+    """
+
+    def __len__(self) -> int:
+        """Idle blocks."""
+        ...
+
+    def added(self, key: Key, parent: Key | None) -> None:
+        """A block is there now, and held. It continues `parent`, if that is still there."""
+        ...
+
+    def found(self, key: Key) -> None:
+        """A request asked for a block that is there, held or idle."""
+        ...
+
+    def busy(self, key: Key) -> None:
+        """An idle block is held from now on."""
+        ...
+
+    def idle(self, key: Key) -> None:
+        """Nobody holds a block any longer. Those of a request are told from its last to its first."""
+        ...
+
+    def victim(self) -> Key:
+        """Gives up one of the idle blocks, of which there must be one; it is there no longer."""
+        ...
+
+    def dropped(self, key: Key) -> None:
+        """A block, held or idle, is gone for another reason."""
+        ...
+
+
+class Lru(Generic[Key]):
+    """Gives up what has been idle for longest."""
+
+    def __init__(self) -> None:
+        self._idle: OrderedDict[Key, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def added(self, key: Key, parent: Key | None) -> None:
+        pass
+
+    def found(self, key: Key) -> None:
+        if key in self._idle:
+            self._idle.move_to_end(key)
+
+    def busy(self, key: Key) -> None:
+        del self._idle[key]
+
+    def idle(self, key: Key) -> None:
+        self._idle[key] = None
+
+    def victim(self) -> Key:
+        return self._idle.popitem(last=False)[0]
+
+    def dropped(self, key: Key) -> None:
+        self._idle.pop(key, None)
+
+
+_MANY = 8
+"""Uses from which on it does not matter how many there were."""
+_KINDS = 2 * _MANY
+_EPOCHS = 32
+"""In an epoch, one in so many of the tier's blocks is used."""
+_SHORTEST = 32
+"""Uses of an epoch, at least."""
+_AGES = (0, 1, 2, 3, *(width << power for power in range(1, 11) for width in (2, 3)), 4096)
+"""In epochs: where the spans of age begin, each half as long again as it is old. The last has no end."""
+_SPANS = len(_AGES)
+_WIDTHS = (0.5, *(stop - start for start, stop in pairwise(_AGES[1:])), _AGES[-1])
+_SPAN = tuple(span for span in range(_SPANS - 1) for _ in range(_AGES[span + 1] - _AGES[span]))
+"""Of an age before the last span."""
+_LEARN = 32
+"""Epochs from one estimate to the next."""
+_FADE = 8192
+"""Epochs after which all that was counted counts half."""
+_DOUBT = 64.0
+"""Blocks that must have come to an age before they outweigh what is assumed of it."""
+_ASSUMED = 0.1
+"""Chance of a return within one span where nothing has been seen: the longer unused, the lower the rate, as LRU has it."""
+
+
+class Returns:
+    """How blocks of each kind return by their age, that is epochs since their last use: counted as it happens.
+
+    Of each kind and span of age are counted the blocks that came to it unused and those of them that were used in it; their ratio is the
+    chance of a return within the span (the product-limit estimate of survival: Kaplan and Meier, 1958). Blocks that were given up are
+    counted like others for as long as they are remembered, so what is learned does not depend on what was given up. The fewer blocks
+    came to an age, the more is assumed that the kind behaves there as all kinds together do, in proportion to the span before.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._unused: dict[int, list[int]] = {0: [0] * _KINDS}
+        """By epoch and kind: blocks last used then."""
+        self._came = [[0.0] * _SPANS for _ in range(_KINDS)]
+        self._used = [[0.0] * _SPANS for _ in range(_KINDS)]
+        self._estimate()
+
+    def use(self, kind: int) -> None:
+        """A block is of this kind by a use just now."""
+        self._unused[self.epoch][kind] += 1
+        self._came[kind][0] += 1
+
+    def again(self, kind: int, since: int) -> None:
+        """A block that was of this kind by its use in epoch `since` is used again."""
+        self._used[kind][self._span(since)] += 1
+        self.forget(kind, since)
+
+    def forget(self, kind: int, since: int) -> None:
+        if since in self._unused:
+            self._unused[since][kind] -= 1
+
+    def tick(self) -> None:
+        """The next epoch begins. O(1)."""
+        self.epoch += 1
+        self._unused[self.epoch] = [0] * _KINDS
+        for span, age in enumerate(_AGES[1:], 1):
+            for kind, blocks in enumerate(self._unused.get(self.epoch - age, ())):
+                self._came[kind][span] += blocks
+        self._unused.pop(self.epoch - _AGES[-1], None)
+        if self.epoch % _FADE == 0:
+            for counts in (*self._came, *self._used):
+                counts[:] = [count / 2 for count in counts]
+        if self.epoch % _LEARN == 0:
+            self._estimate()
+
+    def gain(self, kind: int, since: int) -> float:
+        """Returns for each epoch of staying, if such a block stays for as long as that is worth most (its Gittins index)."""
+        return self._gains[kind][self._span(since)]
+
+    def chance(self, kind: int, since: int) -> float:
+        """That such a block returns at an age of which enough was seen; 1 where too little was."""
+        return self._chances[kind][self._span(since)]
+
+    def _span(self, since: int) -> int:
+        age = self.epoch - since
+        return _SPAN[age] if age < _AGES[-1] else _SPANS - 1
+
+    def _estimate(self) -> None:
+        usual, chance = [], _ASSUMED
+        for span in range(_SPANS):
+            used, came = sum(counts[span] for counts in self._used), sum(counts[span] for counts in self._came)
+            chance = (used + _DOUBT * chance) / (came + _DOUBT)
+            usual.append(chance)
+        self._gains: list[list[float]] = []
+        self._chances: list[list[float]] = []
+        for used_in, came_to in zip(self._used, self._came, strict=True):
+            chances, factor = [], 1.0
+            for used, came, common in zip(used_in, came_to, usual, strict=True):
+                chances.append(min(1.0, (used + _DOUBT * min(1.0, factor * common)) / (came + _DOUBT)))
+                factor = chances[-1] / common
+            self._gains.append([_most(chances, span) for span in range(_SPANS)])
+            left, later = 1.0, []
+            for chance, came in zip(reversed(chances), reversed(came_to), strict=True):
+                if came >= _DOUBT:
+                    left *= 1 - chance
+                later.append(1 - left if came >= _DOUBT else 1.0)
+            self._chances.append(later[::-1])
+
+
+def _most(chances: list[float], span: int) -> float:
+    """The most returns for an epoch of staying from this span on, over all times to stop at."""
+    there, returns, stayed, most = 1.0, 0.0, 0.0, 0.0
+    for chance, width in zip(chances[span:], _WIDTHS[span:], strict=True):
+        returns += there * chance
+        stayed += there * (1 - chance / 2) * width
+        there *= 1 - chance
+        most = max(most, returns / stayed)
+    return most
+
+
+class _Block(Generic[Key]):
+    """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in its prompt."""
+
+    __slots__ = ("depth", "idle", "idle_children", "key", "kind", "parent", "since")
+
+    def __init__(self, key: Key, parent: "_Block[Key] | None") -> None:
+        self.key = key
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.kind = 0
+        self.since = 0
+        self.idle = False
+        self.idle_children = 0
+
+
+class Prospect(Generic[Key]):
+    """Gives up the block that gains least by staying: of its kind and age, the fewest returns for the time that they take to come.
+
+    A block's kind is how many requests used it (1, 2, ... 8 or more) and whether it stands `deep` in its prompt; `Returns` learns from
+    the traffic how blocks of each kind return. So blocks seen once make way for those of a conversation in progress where room is
+    scarce, no block is given up at the age at which people answer, and where nothing is known, or age alone matters, this is LRU.
+    A block that others continue is given up after them, for without it they are worth nothing.
+
+    Blocks that are gone are remembered, as many as the tier has and some, so that a return is known as one.
+
+    Idle blocks without idle children lie in queues by kind and epoch of last use, and the queues in a heap by gain: O(log queues) for a
+    victim, O(1) for all else, counting what each epoch costs on the uses in it.
+    """
+
+    def __init__(self, blocks: int, *, deep: int = 32, remembered: int | None = None, worthwhile: float = 0.125) -> None:
+        """blocks: what the tier holds. deep: blocks before one that stands deep, of some 16,384 tokens. remembered: of those that are
+        gone. worthwhile: the chance of a return from which on a block is worth a write."""
+        assert blocks > 0, f"a tier of {blocks} blocks"
+        self._deep, self._worthwhile = deep, worthwhile
+        self._remembered = blocks + 16384 if remembered is None else remembered
+        self._uses_left = self._uses = max(_SHORTEST, blocks // _EPOCHS)
+        """Of this epoch; of each."""
+        self._returns = Returns()
+        self._there: dict[Key, _Block[Key]] = {}
+        self._gone: OrderedDict[Key, int] = OrderedDict()
+        """Kind and epoch of last use as one number, the first gone first."""
+        self._idle = 0
+        self._queues: dict[tuple[int, int], dict[_Block[Key], None]] = {}
+        self._heap: list[tuple[float, int, int]] | None = None
+        """Gain, epoch, kind: of every queue, and of queues that there were. None: it is to be made anew."""
+
+    def __len__(self) -> int:
+        return self._idle
+
+    @property
+    def remembered(self) -> int:
+        """Blocks that are gone but not forgotten."""
+        return len(self._gone)
+
+    def added(self, key: Key, parent: Key | None) -> None:
+        assert key not in self._there, f"{key!r} is added but there"
+        block = self._there[key] = _Block(key, None if parent is None else self._there.get(parent))
+        gone = self._gone.pop(key, None)
+        if gone is None:
+            self._count()
+            block.kind = int(block.depth >= self._deep)
+            self._returns.use(block.kind)
+            block.since = self._returns.epoch
+        else:
+            block.since, block.kind = divmod(gone, _KINDS)
+            self._use(block)
+
+    def found(self, key: Key) -> None:
+        block = self._there[key]
+        queued = block.idle and not block.idle_children
+        if queued:
+            self._unqueue(block)
+        self._use(block)
+        if queued:
+            self._queue(block)
+
+    def busy(self, key: Key) -> None:
+        block = self._there[key]
+        assert block.idle, f"{key!r} is held but was not idle"
+        if not block.idle_children:
+            self._unqueue(block)
+        self._rouse(block)
+
+    def idle(self, key: Key) -> None:
+        block = self._there[key]
+        assert not block.idle, f"{key!r} is idle twice"
+        block.idle = True
+        self._idle += 1
+        if not block.idle_children:
+            self._queue(block)
+        parent = block.parent
+        if parent is not None:
+            if parent.idle and not parent.idle_children:
+                self._unqueue(parent)
+            parent.idle_children += 1
+
+    def victim(self) -> Key:
+        assert self._idle, "a victim is wanted where no block is idle"
+        if self._heap is None:
+            self._heap = [(self._returns.gain(kind, since), since, kind) for since, kind in self._queues]
+            heapify(self._heap)
+        while (queue := self._queues.get(self._heap[0][1:])) is None:
+            heappop(self._heap)
+        block, _ = queue.popitem()
+        if not queue:
+            del self._queues[block.since, block.kind]
+        self._rouse(block)
+        self._leave(block)
+        return block.key
+
+    def dropped(self, key: Key) -> None:
+        block = self._there[key]
+        if block.idle:
+            self.busy(key)
+        self._leave(block)
+
+    def worth(self, key: Key) -> bool:
+        """Whether a block that is there will likely enough be asked for again to be written where writes are dear."""
+        block = self._there[key]
+        return self._returns.chance(block.kind, block.since) >= self._worthwhile
+
+    def _count(self) -> None:
+        self._uses_left -= 1
+        if not self._uses_left:
+            self._uses_left = self._uses
+            self._returns.tick()
+            self._heap = None
+
+    def _use(self, block: _Block[Key]) -> None:
+        self._count()
+        self._returns.again(block.kind, block.since)
+        block.kind = min(block.kind + 2, _KINDS - 2 + block.kind % 2)
+        block.since = self._returns.epoch
+        self._returns.use(block.kind)
+
+    def _rouse(self, block: _Block[Key]) -> None:
+        """Of an idle block that is in no queue."""
+        block.idle = False
+        self._idle -= 1
+        parent = block.parent
+        if parent is not None:
+            parent.idle_children -= 1
+            if parent.idle and not parent.idle_children:
+                self._queue(parent)
+
+    def _leave(self, block: _Block[Key]) -> None:
+        del self._there[block.key]
+        block.parent = None
+        self._gone[block.key] = block.since * _KINDS + block.kind
+        if len(self._gone) > self._remembered:
+            since, kind = divmod(self._gone.popitem(last=False)[1], _KINDS)
+            self._returns.forget(kind, since)
+
+    def _queue(self, block: _Block[Key]) -> None:
+        at = block.since, block.kind
+        queue = self._queues.get(at)
+        if queue is not None:
+            queue[block] = None
+            return
+        self._queues[at] = {block: None}
+        if self._heap is not None and len(self._heap) <= 2 * len(self._queues) + 64:
+            heappush(self._heap, (self._returns.gain(block.kind, block.since), *at))
+        else:
+            self._heap = None
+
+    def _unqueue(self, block: _Block[Key]) -> None:
+        at = block.since, block.kind
+        queue = self._queues[at]
+        del queue[block]
+        if not queue:
+            del self._queues[at]

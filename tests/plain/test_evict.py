@@ -1,0 +1,212 @@
+"""What is given up: only what is idle, each block once, the least likely to return; and never far worse than the least recently used."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.bench.trace import Clairvoyant, Learned, LeastRecent, replay
+from penstock.kv.evict import Eviction, Lru, Prospect
+
+MAKES: list[Callable[[], Eviction[int]]] = [Lru, lambda: Prospect(8), lambda: Prospect(8, deep=2, remembered=3)]
+
+
+# -- what any order of giving up must keep ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKES)
+@given(st.lists(st.tuples(st.sampled_from(["added", "found", "busy", "idle", "victim", "dropped"]), st.integers(0, 11)), max_size=300))
+@settings(max_examples=150, deadline=None)
+def test_only_what_is_idle_is_given_up(make: Callable[[], Eviction[int]], calls: list[tuple[str, int]]) -> None:
+    """Blocks are a tree: 0 and 1 are roots, each other continues the one of half its number. Calls that are not allowed are left out."""
+    policy, there = make(), dict[int, bool]()
+    for call, key in calls:
+        idle = there.get(key)
+        if call == "added" and idle is None:
+            policy.added(key, key // 2 if key > 1 else None)
+            there[key] = False
+        elif call == "found" and idle is not None:
+            policy.found(key)
+        elif call == "busy" and idle:
+            policy.busy(key)
+            there[key] = False
+        elif call == "idle" and idle is False:
+            policy.idle(key)
+            there[key] = True
+        elif call == "dropped" and idle is not None:
+            policy.dropped(key)
+            del there[key]
+        elif call == "victim" and any(there.values()):
+            assert there.pop(policy.victim())
+        assert len(policy) == sum(there.values())
+    given_up = [policy.victim() for _ in range(len(policy))]
+    assert sorted(given_up) == sorted(key for key, idle in there.items() if idle)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_no_block_is_given_up_before_those_that_continue_it(requests: list[tuple[int, int]]) -> None:
+    policy, there = Prospect[tuple[int, int]](16), set[tuple[int, int]]()
+    for one, length in requests:
+        keys = [(one, depth) for depth in range(length)]
+        come(policy, there, keys)
+        while len(there) > 16:
+            one, depth = policy.victim()
+            there.remove((one, depth))
+            assert (one, depth + 1) not in there
+
+
+def come(policy: Eviction[tuple[int, int]], there: set[tuple[int, int]], keys: Sequence[tuple[int, int]]) -> None:
+    for parent, key in zip((None, *keys), keys, strict=False):
+        if key in there:
+            policy.found(key)
+            policy.busy(key)
+        else:
+            policy.added(key, parent)
+            there.add(key)
+    for key in reversed(keys):
+        policy.idle(key)
+
+
+def test_lru_gives_up_the_longest_unused() -> None:
+    policy = Lru[str]()
+    for key in "abcd":
+        policy.added(key, None)
+        policy.idle(key)
+    policy.found("a")
+    policy.busy("b")
+    policy.dropped("c")
+    policy.idle("b")
+    assert [policy.victim() for _ in range(len(policy))] == ["d", "a", "b"]
+
+
+# -- what is learned ----------------------------------------------------------------------------------------------------------
+
+Trace = list[list[int]]
+
+
+def flat(keys: Iterator[int]) -> Trace:
+    return [[key] for key in keys]
+
+
+def loop() -> Trace:
+    return flat(number % 300 for number in range(30_000))
+
+
+def zipf() -> Trace:
+    rng = random.Random(1)
+    return flat(iter(rng.choices(range(4000), [1 / (rank + 1) for rank in range(4000)], k=30_000)))
+
+
+def shifting() -> Trace:
+    """What is popular changes every 3,000 requests."""
+    rng = random.Random(2)
+    weights = [1 / (rank + 1) for rank in range(1000)]
+    return flat(chain.from_iterable((10_000 * phase + key for key in rng.choices(range(1000), weights, k=3000)) for phase in range(10)))
+
+
+def scans() -> Trace:
+    """A popular set, and every so often a run of blocks that never return."""
+    rng, fresh = random.Random(3), iter(range(10_000, 100_000))
+    trace: Trace = []
+    while len(trace) < 30_000:
+        trace += flat(iter(rng.choices(range(200), k=400)))
+        trace += flat(islice(fresh, 300))
+    return trace
+
+
+def recent() -> Trace:
+    """The longer unused, the less likely to return: nothing is better than LRU."""
+    rng = random.Random(4)
+    stack = list(range(3000))
+    trace: Trace = []
+    for _ in range(30_000):
+        at = min(int(rng.expovariate(1 / 150)), len(stack) - 1)
+        stack.append(stack.pop(-1 - at))
+        trace.append([stack[-1]])
+    return trace
+
+
+def conversations() -> Trace:
+    """Many ask once; some come back after a while and go on, each time with two more blocks."""
+    rng, fresh = random.Random(5), iter(range(1, 1_000_000))
+    due: dict[int, list[list[int]]] = {}
+    trace: Trace = []
+    for now in range(4000):
+        for keys in (*due.pop(now, []), [0, *islice(fresh, 8)]):
+            trace.append(keys)
+            if rng.random() < (0.15 if len(keys) == 9 else 0.8):
+                due.setdefault(now + rng.randint(20, 80), []).append([*keys, *islice(fresh, 2)])
+    return trace
+
+
+@pytest.mark.parametrize("workload", [loop, zipf, shifting, scans, recent, conversations])
+@pytest.mark.parametrize("blocks", [64, 200])
+def test_it_is_never_far_worse_than_lru(workload: Callable[[], Trace], blocks: int) -> None:
+    trace = workload()
+    lru, learned = replay(trace, LeastRecent(), blocks), replay(trace, Learned(blocks), blocks)
+    assert learned >= lru - 0.02
+
+
+@pytest.mark.parametrize(("workload", "share"), [(loop, 0.5), (scans, 0.5), (conversations, 0.3)])
+def test_where_recency_misleads_it_goes_far_toward_the_best(workload: Callable[[], Trace], share: float) -> None:
+    trace, blocks = workload(), 150
+    lru, learned = replay(trace, LeastRecent(), blocks), replay(trace, Learned(blocks), blocks)
+    assert learned - lru >= share * (replay(trace, Clairvoyant(trace), blocks) - lru) > 0
+
+
+def test_the_same_calls_give_the_same_victims() -> None:
+    assert victims(conversations()) == victims(conversations())
+
+
+def victims(trace: Trace) -> list[int]:
+    policy, there, given_up = Prospect[int](150), set[int](), []
+    for keys in trace:
+        for parent, key in zip((None, *keys), keys, strict=False):
+            if key in there:
+                policy.found(key)
+                policy.busy(key)
+            else:
+                policy.added(key, parent)
+                there.add(key)
+        for key in reversed(keys):
+            policy.idle(key)
+        while len(there) > 150:
+            given_up.append(policy.victim())
+            there.remove(given_up[-1])
+    return given_up
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    policy = Prospect[int](100, remembered=250)
+    for key in range(5000):
+        policy.added(key, None)
+        policy.idle(key)
+        if key >= 100:
+            policy.victim()
+        assert len(policy) <= 100
+        assert policy.remembered == min(max(0, key - 99), 250)
+    state = vars(policy)
+    assert len(state["_there"]) == 100
+    assert sum(map(len, state["_queues"].values())) == 100
+    assert len(state["_heap"]) <= 100
+
+
+def test_a_block_is_worth_a_write_if_its_kind_returns() -> None:
+    policy, there = Prospect[tuple[int, int]](64), set[tuple[int, int]]()
+    come(policy, there, [(0, 0)])
+    assert policy.worth((0, 0)), "nothing is known yet"
+    for number in range(1, 4000):
+        come(policy, there, [(number, 0)])
+        if number % 10 == 0:
+            for _ in range(2):
+                come(policy, there, [(number, 0)])
+        while len(there) > 64:
+            there.remove(policy.victim())
+    come(policy, there, [(5000, 0)])
+    assert not policy.worth((5000, 0)), "one in ten returns"
+    come(policy, there, [(5000, 0)])
+    assert policy.worth((5000, 0)), "what returned once does so again"
