@@ -303,11 +303,11 @@ def test_freed_host_blocks_grow_together_whatever_the_order() -> None:
     assert ledger.allocate(64) == list(range(64))
 
 
-def test_cached_host_blocks_are_given_up_longest_unused_first() -> None:
+def test_cached_host_blocks_are_given_up_from_the_end_of_what_they_continue() -> None:
     ledger = HostLedger(4)
     blocks = ledger.allocate(4)
-    for block, key in zip(blocks, (A, B, C, D), strict=True):
-        ledger.seal(block, key)
+    for block, key, parent in zip(blocks, (A, B, C, D), (None, A, B, C), strict=True):
+        ledger.seal(block, key, parent)
     ledger.release(blocks[2:])
     ledger.release(blocks[:2])
     assert ledger.allocate(3) == [1, 2, 3]
@@ -388,6 +388,21 @@ class HostTwin(RuleBasedStateMachine):
     def forget(self) -> None:
         self.ledger.forget()
 
+    @rule()
+    def vacate(self) -> None:
+        kept = {key: block for key, block in self.ledger._by_key.items() if self.ledger.is_near(block)}
+        self.ledger.vacate()
+        self.chains.clear()
+        assert self.ledger._by_key == kept
+        assert self.ledger.available == self.ledger.blocks
+
+    @rule(count=st.integers(0, 12))
+    def allocate_near(self, count: int) -> None:
+        taken = self.ledger.allocate_near(min(count, self.ledger.available_near))
+        assert all(map(self.ledger.is_near, taken))
+        if taken:
+            self.chains.append(taken)
+
     @invariant()
     def it_is_sound(self) -> None:
         self.ledger.check(self.chains)
@@ -415,8 +430,8 @@ def test_blocks_on_disk_are_used_when_the_host_has_none() -> None:
 def test_cached_host_blocks_are_given_up_before_the_disk_is_used() -> None:
     ledger = HostLedger(12, on_disk=8)
     blocks = ledger.allocate(4)
-    for block, key in zip(blocks, (A, B, C, D), strict=True):
-        ledger.seal(block, key)
+    for block, key, parent in zip(blocks, (A, B, C, D), (None, A, B, C), strict=True):
+        ledger.seal(block, key, parent)
     ledger.release(blocks[3:])
     ledger.release(blocks[:3])
     assert ledger.allocate(2) == [2, 3]
@@ -464,11 +479,11 @@ class TieredTwin(HostTwin):
     def allocate(self, count: int, follows: int, expected: int) -> None:
         count = min(count, self.ledger.available)
         after = self.chains[follows % len(self.chains)][-1] if self.chains and follows % 2 else None
-        free, cached = ({block for block in blocks if block < self.near} for blocks in (self.ledger._free, self.ledger._cached))
+        free, available = {block for block in self.ledger._free if block < self.near}, self.ledger.available_near
         taken = self.ledger.allocate(count, after, expected)
         near = [block for block in taken if block < self.near]
         assert len(taken) == len(set(taken)) == count
-        assert len(near) == min(count, len(free) + len(cached)), "the disk is used while the host has room"
+        assert len(near) == min(count, available), "the disk is used while the host has room"
         assert taken[: len(near)] == near, "the disk comes before the host"
         assert free.issuperset(near) or len(free) < count, "a cached block is given up while there are free ones"
         if after is not None and after + 1 in free and count:

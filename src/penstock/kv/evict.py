@@ -4,7 +4,7 @@ Time is counted in uses of blocks, never in seconds: the same calls give the sam
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
@@ -56,6 +56,10 @@ class Lru(Generic[Key]):
 
     def __len__(self) -> int:
         return len(self._idle)
+
+    def __iter__(self) -> Iterator[Key]:
+        """Idle blocks, the next victim first."""
+        return iter(self._idle)
 
     def added(self, key: Key, parent: Key | None) -> None:
         pass

@@ -4,17 +4,18 @@ A block is in one of three states, told by two facts, how many requests hold it 
 
     free    no holder, no key: its contents mean nothing
     held    one holder or more; with a key its contents are final and others may come to hold it too
-    cached  no holder, a key: kept for later requests until room is needed, longest unused first
+    cached  no holder, a key: kept for later requests until room is needed, in the order of an Eviction
 
 Only the scheduler writes here, on one thread.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar, cast
 
+from penstock.kv.evict import Eviction, Lru, Prospect
 from penstock.step.plan import BlockId, HostBlockId
 
 Id = TypeVar("Id", bound=int)
@@ -31,7 +32,7 @@ class Free(Protocol[Id]):
 
 
 class Ledger(Generic[Id]):
-    """The blocks [0, blocks) of one pool. Which of the free ones are used first, a ledger of a tier decides."""
+    """The blocks [0, blocks) of one pool. Which of the free ones are used first, a ledger of a tier decides, and which cached ones go."""
 
     _free: Free[Id]
 
@@ -44,49 +45,56 @@ class Ledger(Generic[Id]):
         self._holders = [0] * self.blocks
         self._keys: list[bytes | None] = [None] * self.blocks
         self._by_key: dict[bytes, Id] = {}
-        self._cached: OrderedDict[Id, None] = OrderedDict()
+
+    def _order(self, block: Id) -> Eviction[bytes]:
+        """By which a block that is cached is given up."""
+        raise NotImplementedError
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` could hand out now: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     @property
     def cached(self) -> int:
-        return len(self._cached)
+        raise NotImplementedError
 
     def find(self, key: bytes) -> Id | None:
         """The block with this content, if there is one. To use it, `hold` it before anything else happens."""
         return self._by_key.get(key)
 
+    def use(self, key: bytes) -> None:
+        """A request has asked for this content, and found it here or on a tier before this one."""
+        block = self._by_key.get(key)
+        if block is not None:
+            self._order(block).found(key)
+
     def hold(self, block: Id) -> None:
         """One more holder for a block that `find` gave."""
-        assert self._keys[block] is not None, f"block {block} has no key and cannot be shared"
+        key = self._keys[block]
+        assert key is not None, f"block {block} has no key and cannot be shared"
         if self._holders[block] == 0:
-            del self._cached[block]
+            self._order(block).busy(key)
         self._holders[block] += 1
 
     def is_private(self, block: Id) -> bool:
         """One request holds it and no other can find it: it may be written."""
         return self._holders[block] == 1 and self._keys[block] is None
 
-    def _give_up(self, block: Id | None = None) -> Id:
-        if block is None:
-            block = next(iter(self._cached))
-        del self._cached[block]
-        key = self._keys[block]
-        assert key is not None
-        del self._by_key[key]
+    def _give_up(self, order: Eviction[bytes]) -> Id:
+        block = self._by_key.pop(order.victim())
         self._keys[block] = None
         return block
 
-    def seal(self, block: Id, key: bytes) -> None:
-        """The content of a held block is final and has this key. A second block with the same content stays unknown to others."""
+    def seal(self, block: Id, key: bytes, parent: bytes | None = None) -> None:
+        """The content of a held block is final and has this key, and continues that of `parent`. A second block with the same content stays
+        unknown to others."""
         assert self._holders[block] > 0, f"block {block} is sealed but held by nobody"
         assert self._keys[block] is None, f"block {block} is sealed twice"
         if key not in self._by_key:
             self._by_key[key] = block
             self._keys[block] = key
+            self._order(block).added(key, parent)
 
     def release(self, blocks: Sequence[Id]) -> None:
         """One holder less for each, given in the order of the sequence: its end is given up before its beginning."""
@@ -95,19 +103,21 @@ class Ledger(Generic[Id]):
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
-            if self._keys[block] is None:
+            key = self._keys[block]
+            if key is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._order(block).idle(key)
 
     def forget(self) -> int:
         """Drop all cached contents; held blocks stay, but are no longer found. Returns how many blocks were given up."""
-        dropped = len(self._cached)
-        while self._cached:
-            self._free.append(self._give_up())
+        dropped = self.cached
         for key, block in self._by_key.items():
             assert self._keys[block] == key
             self._keys[block] = None
+            self._order(block).dropped(key)
+            if not self._holders[block]:
+                self._free.append(block)
         self._by_key.clear()
         return dropped
 
@@ -119,66 +129,139 @@ class Ledger(Generic[Id]):
             assert counts[block] == self._holders[block], (
                 f"block {block} has {self._holders[block]} holders on record, {counts[block]} in fact"
             )
-        free, cached = set(self._free), set(self._cached)
+        free, idle = set(self._free), 0
         assert len(free) == len(self._free), "a block is free twice"
         for block in pool:
             key = self._keys[block]
             unused = self._holders[block] == 0
+            idle += unused and key is not None
             assert (block in free) == (unused and key is None), f"block {block} is wrongly on or off the free list"
-            assert (block in cached) == (unused and key is not None), f"block {block} is wrongly in or out of the cache"
             assert key is None or self._by_key.get(key) == block, f"block {block} has a key that finds another block"
+        assert idle == self.cached, f"{idle} blocks are cached, {self.cached} are known to be"
         assert len(self._by_key) == sum(key is not None for key in self._keys), "a key finds a block that does not have it"
 
 
 class BlockLedger(Ledger[BlockId]):
-    """The blocks of the device. The last freed is the first used again: its memory is warm, and memory never used stays untouched."""
+    """The blocks of the device. The last freed is the first used again: its memory is warm, and memory never used stays untouched. Of the
+    cached ones the longest unused goes first."""
 
     _free: list[BlockId]
 
     def reset(self) -> None:
         super().reset()
         self._free = [BlockId(block) for block in reversed(range(self.blocks))]
+        self._cached = Lru[bytes]()
+
+    def _order(self, block: BlockId) -> Eviction[bytes]:
+        return self._cached
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def next_given_up(self, count: int) -> list[tuple[BlockId, bytes]]:
+        """The cached blocks that will be given up first, and their keys."""
+        return [(self._by_key[key], key) for key in islice(self._cached, count)]
 
     def allocate(self, count: int) -> list[BlockId]:
-        """`count` blocks with one holder each and no content; cached blocks are given up for it, longest unused first.
+        """`count` blocks with one holder each and no content; cached blocks are given up for it.
 
         The caller has seen that `available` is enough.
         """
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
         taken = []
         for _ in range(count):
-            block = self._free.pop() if self._free else self._give_up()
+            block = self._free.pop() if self._free else self._give_up(self._cached)
             self._holders[block] = 1
             taken.append(block)
         return taken
 
 
+_DEEP = 16384
+"""Tokens before a block that stands deep in its prompt (see Prospect)."""
+
+
 class HostLedger(Ledger[HostBlockId]):
-    """The blocks of the host, and behind them those on disk. A request's follow one another wherever they can: what is consecutive
-    streams in one copy. Those on disk are used when the host has no block that is free or cached."""
+    """The blocks of the host, the near ones, and behind them those in a file that long requests use as more of the same. A request's follow
+    one another wherever they can: what is consecutive streams in one copy. Those in the file are used when the host has no block that is
+    free or cached. What is cached on the host is given up by its prospects."""
 
     _free: "_Near"
 
-    def __init__(self, blocks: int, on_disk: int = 0) -> None:
-        """blocks: in all. on_disk: how many of them, the last, are on disk."""
-        self._near = blocks - on_disk
+    def __init__(self, blocks: int, on_disk: int = 0, block_size: int = 32) -> None:
+        """blocks: in all. on_disk: how many of them, the last, are on disk. block_size: tokens of each."""
+        self.near = blocks - on_disk
+        self._deep = max(_DEEP // block_size, 1)
         super().__init__(blocks)
 
     def reset(self) -> None:
         super().reset()
-        self._free = _Near(self._near, self.blocks)
+        self._free = _Near(self.near, self.blocks)
+        self._cached: Lru[bytes] | Prospect[bytes] = Prospect(self.near, deep=self._deep) if self.near else Lru()
+        self._cached_far = Lru[bytes]()
+
+    def _order(self, block: HostBlockId) -> Eviction[bytes]:
+        return self._cached if block < self.near else self._cached_far
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached) + len(self._cached_far)
+
+    @property
+    def available_near(self) -> int:
+        """Blocks that `allocate_near` could hand out now."""
+        return len(self._free.near) + len(self._cached)
+
+    def is_near(self, block: HostBlockId) -> bool:
+        return block < self.near
+
+    def worth(self, key: bytes) -> bool:
+        """Whether what is cached here will likely enough be asked for again to be written to a disk."""
+        return isinstance(self._cached, Prospect) and self._cached.worth(key)
+
+    def vacate(self) -> None:
+        """Nobody holds anything any more. What has a key stays, but what is in the file."""
+        for index in range(self.blocks):
+            block, key = HostBlockId(index), self._keys[index]
+            held, self._holders[index] = self._holders[index], 0
+            if key is not None and self.is_near(block):
+                if held:
+                    self._order(block).idle(key)
+                continue
+            if key is not None:
+                self._order(block).dropped(key)
+                del self._by_key[key]
+                self._keys[index] = None
+            if held or key is not None:
+                self._free.append(block)
 
     def allocate(self, count: int, after: HostBlockId | None = None, expected: int = 0) -> list[HostBlockId]:
-        """`count` blocks with one holder each and no content, in few runs; cached blocks are given up for it, longest unused first.
+        """`count` blocks with one holder each and no content, in few runs; cached blocks are given up for it.
 
         after: the block that they continue. expected: how many will be asked for before long, these included.
         The caller has seen that `available` is enough. O(count log blocks).
         """
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
+        self._free_near(count)
         while len(self._free) < count:
-            self._free.append(self._give_up())
-        while len(self._free.near) < count and (near := next((block for block in self._cached if block < self._near), None)) is not None:
-            self._free.append(self._give_up(near))
+            self._free.append(self._give_up(self._cached_far))
+        return self._take(count, after, expected)
+
+    def allocate_near(self, count: int) -> list[HostBlockId]:
+        """As `allocate`, of the near ones. The caller has seen that `available_near` is enough."""
+        assert 0 <= count <= self.available_near, f"{count} blocks asked for, {self.available_near} available"
+        self._free_near(count)
+        return self._take(count, None, 0)
+
+    def _free_near(self, count: int) -> None:
+        while len(self._free.near) < count and len(self._cached):
+            self._free.append(self._give_up(self._cached))
+
+    def _take(self, count: int, after: HostBlockId | None, expected: int) -> list[HostBlockId]:
         taken: list[HostBlockId] = []
         while len(taken) < count:
             start, length = self._free.take(count - len(taken), after, expected - len(taken))
@@ -187,6 +270,58 @@ class HostLedger(Ledger[HostBlockId]):
         for block in taken:
             self._holders[block] = 1
         return taken
+
+
+class DiskLedger:
+    """Which keys are on disk, and which of them go when there are too many. Where they are there, the disk's own index knows."""
+
+    def __init__(self, capacity: int, keys: Iterable[bytes] = (), block_size: int = 32) -> None:
+        """capacity: of records. keys: that are there, the longest unused first."""
+        self.capacity = capacity
+        self._there: set[bytes] = set()
+        self._cached = Prospect[bytes](max(capacity, 1), deep=max(_DEEP // block_size, 1))
+        for key in keys:
+            self.add(key, None)
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    def find(self, key: bytes) -> bool:
+        return key in self._there
+
+    def use(self, key: bytes) -> None:
+        """A request has asked for this content, and found it here or on a tier before this one."""
+        if key in self._there:
+            self._cached.found(key)
+
+    def make_room(self, count: int) -> list[bytes]:
+        """Gives up as many as must go for `count` more. Their keys."""
+        gone = []
+        while self._there and len(self._there) + count > self.capacity:
+            key = self._cached.victim()
+            self._there.remove(key)
+            gone.append(key)
+        return gone
+
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        """It is there from now on."""
+        if key not in self._there:
+            self._there.add(key)
+            self._cached.added(key, parent)
+            self._cached.idle(key)
+
+    def drop(self, key: bytes) -> None:
+        """It is not there, as has been found out."""
+        if key in self._there:
+            self._there.remove(key)
+            self._cached.dropped(key)
+
+    def clear(self) -> list[bytes]:
+        """Gives up all. Their keys."""
+        gone = list(self._there)
+        for key in gone:
+            self.drop(key)
+        return gone
 
 
 class FreeRuns:

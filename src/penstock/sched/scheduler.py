@@ -398,6 +398,8 @@ class Scheduler:
         block = self.ledger.find(key)
         if block is None:
             return False
+        self.ledger.use(key)
+        self.host.use(key)
         self.ledger.hold(block)
         request.blocks.append(block)
         return True
@@ -406,6 +408,7 @@ class Scheduler:
         block = self.host.find(key)
         if block is None:
             return False
+        self.host.use(key)
         self.host.hold(block)
         request.host_blocks.append(block)
         return True
@@ -551,7 +554,7 @@ class Scheduler:
         """Its host blocks have been written: from now on others find them."""
         if self.prefixes.share:
             for index in range(request.sealed, len(request.host_blocks)):
-                self.host.seal(request.host_blocks[index], self._key(request, index))
+                self.host.seal(request.host_blocks[index], self._key(request, index), self._key(request, index - 1) if index else None)
         request.sealed = len(request.host_blocks)
 
     def _finish_of(self, request: Request, token: int) -> FinishReason | None:
