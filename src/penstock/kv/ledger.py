@@ -224,20 +224,16 @@ class HostLedger(Ledger[HostBlockId]):
         return isinstance(self._cached, Prospect) and self._cached.worth(key)
 
     def vacate(self) -> None:
-        """Nobody holds anything any more. What has a key stays, but what is in the file."""
-        for index in range(self.blocks):
-            block, key = HostBlockId(index), self._keys[index]
-            held, self._holders[index] = self._holders[index], 0
-            if key is not None and self.is_near(block):
-                if held:
-                    self._order(block).idle(key)
-                continue
-            if key is not None:
-                self._order(block).dropped(key)
-                del self._by_key[key]
-                self._keys[index] = None
-            if held or key is not None:
-                self._free.append(block)
+        """Nobody holds anything any more. What has a key stays, but what is in the file. To be called also when an interrupt has left things
+        half done; what was learned of how blocks return is lost."""
+        kept = {key: block for key, block in self._by_key.items() if self.is_near(block) and self._keys[block] == key}
+        self.reset()
+        self._free.remove(kept.values())
+        for key, block in kept.items():
+            self._keys[block] = key
+            self._order(block).added(key, None)
+            self._order(block).idle(key)
+        self._by_key = kept
 
     def allocate(self, count: int, after: HostBlockId | None = None, expected: int = 0) -> list[HostBlockId]:
         """`count` blocks with one holder each and no content, in few runs; cached blocks are given up for it.
@@ -354,6 +350,16 @@ class FreeRuns:
             stop += self._cut(stop)
         self._put(start, stop - start)
 
+    def remove(self, blocks: Iterable[HostBlockId]) -> None:
+        """These are free no longer."""
+        left = set(self).difference(blocks)
+        self._blocks = 0
+        self._lengths.clear()
+        self._starts.clear()
+        self._longest.clear()
+        for block in sorted(left):
+            self.append(block)
+
     def take(self, most: int, after: HostBlockId | None, expected: int) -> tuple[int, int]:
         """Takes a run of 1 to `most` blocks: the one that follows `after` if that is free, else out of the longest. Its start and length.
 
@@ -407,6 +413,10 @@ class _Near:
 
     def append(self, block: HostBlockId, /) -> None:
         (self.near if block < self._border else self._far).append(block)
+
+    def remove(self, blocks: Iterable[HostBlockId]) -> None:
+        """These, of the first tier, are free no longer."""
+        self.near.remove(blocks)
 
     def take(self, most: int, after: HostBlockId | None, expected: int) -> tuple[int, int]:
         return (self.near if len(self.near) else self._far).take(most, after, expected)

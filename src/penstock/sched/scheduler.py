@@ -10,17 +10,35 @@ The last of the blocks that are on the host are near: in pages as well, as long 
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
+from time import monotonic
 
 from penstock.base.errors import RequestError
 from penstock.kv.keys import block_key, root_key
-from penstock.kv.ledger import BlockLedger, HostLedger
+from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
+from penstock.sched.tiers import Name, Store, Tiers
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, BlockId, HostBlockId, Order, Outcome, Plan, RequestId, Row, Share, TokenLogprob
+from penstock.step.plan import (
+    Admission,
+    BlockId,
+    HostBlockId,
+    Order,
+    Outcome,
+    Plan,
+    RequestId,
+    Route,
+    Row,
+    Share,
+    TokenLogprob,
+    Transfer,
+    TransferId,
+)
 from penstock.step.request import FinishReason, Phase, Request
 
+_PATIENCE, _LEAST_PATIENCE = 30.0, 0.1
+"""Seconds for which a request waits for blocks from another tier: where it is not known how long to compute them takes, and at least."""
 _EARLY = 2
 """Tokens before a request would be too long for the device it becomes long: its newest one still has a place there, and the next not."""
 
@@ -71,6 +89,9 @@ class Event:
     finish: FinishReason | None = None
     cached: int = 0
     """Prompt tokens of the request whose KV was found instead of computed."""
+    cached_host: int = 0
+    cached_disk: int = 0
+    """Those of them that had to come from the host, and from the disk."""
 
 
 class Scheduler:
@@ -80,14 +101,28 @@ class Scheduler:
     """
 
     def __init__(
-        self, ledger: BlockLedger, limits: Limits, prefixes: PrefixRule, *, host: HostLedger | None = None, check: bool = False
+        self,
+        ledger: BlockLedger,
+        limits: Limits,
+        prefixes: PrefixRule,
+        *,
+        host: HostLedger | None = None,
+        store: Store = "off",
+        disk: DiskLedger | None = None,
+        clock: Callable[[], float] = monotonic,
+        check: bool = False,
     ) -> None:
+        """store: when full blocks of short requests go to the host. disk: what is there; it needs host blocks to come by way of."""
         least = max(2, limits.block_size)
         assert host is None or limits.max_step_tokens >= least, f"a step of {limits.max_step_tokens} tokens, {least} needed for host blocks"
         self.ledger = ledger
         self.host = HostLedger(0) if host is None else host
+        step_blocks = -(-limits.max_step_tokens // limits.block_size)
+        self.tiers = Tiers(ledger, self.host, store=store if prefixes.share else "off", disk=disk, step_blocks=step_blocks)
         self.limits = limits
         self.prefixes = prefixes
+        self._clock = clock
+        self._arriving: dict[TransferId, Request] = {}
         self._check = check
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -196,7 +231,7 @@ class Scheduler:
         budget, preempted = self._plan_running(shares)
         admissions = [] if preempted else list(self._admit(shares, budget))
         shares.sort(key=lambda share: len(share.tokens) > 1)
-        plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders))
+        plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan())
         if self._check:
             self.check()
             self._check_plan(plan)
@@ -212,10 +247,16 @@ class Scheduler:
         position = 0
         while position < len(self._running):
             request = self._running[position]
+            if request.arriving is not None and not self._is_late(request):
+                position += 1
+                continue
             if request.length - request.computed == 1:
                 count = 1
             else:
                 self._reuse(request)
+                if self._fetch(request):
+                    position += 1
+                    continue
                 count = self._chunk(request, budget)
                 # Whoever is still under way afterwards leaves no tokens to those behind, nor to newcomers.
                 budget = budget - count if request.computed + count == request.length else 0
@@ -262,17 +303,17 @@ class Scheduler:
     def _admit(self, shares: list[Share], budget: int) -> Iterator[Admission]:
         """Requests from the queue, first come first served, while tokens, rows and blocks for their whole length are there.
 
-        Tokens are left only when all that run have caught up, so of the blocks there are none is promised to a prompt still under way.
+        Whose prompt comes from another tier is admitted without tokens.
         """
-        while self._waiting and self._rows and budget > 0:
+        while self._waiting and self._rows:
             request = self._waiting[0]
-            found = self._reuse(request)
-            count = self._chunk(request, budget)
-            if not count or not self._has_room(request):
+            self._reuse(request)
+            room = self._has_room(request)
+            comes = room and not self._is_full(request) and self._fetch(request)
+            count = 0 if comes else self._chunk(request, max(budget, 0))
+            if not room or not (comes or (count and not self._is_full())):
                 self._let_go(request)
                 return
-            if request.cached is None:
-                request.cached = found
             if request.long:
                 self._find_near(request, self.ledger.available - self._promised(request))
             self._waiting.popleft()
@@ -281,8 +322,15 @@ class Scheduler:
             insort(self._running, request, key=lambda other: other.id)
             prompt, output = request.tokens[: request.prompt_length], request.tokens[request.prompt_length :]
             yield Admission(request.row, request.sampling, tuple(prompt), tuple(output))
+            if comes:
+                continue
             budget = budget - count if request.computed + count == request.length else 0
             shares.append(self._share(request, count))
+
+    def _is_full(self, *newcomers: Request) -> bool:
+        """Whether one more, with a token in each step, would leave less than a block of tokens to a long prompt that has yet to come."""
+        yet = any(request.long and (request.arriving is not None or request in newcomers) for request in (*self._running, *newcomers))
+        return yet and len(self._running) + self.limits.block_size > self.limits.max_step_tokens
 
     def _has_room(self, request: Request) -> bool:
         """Whether there are blocks for a newcomer's whole length, on the device and on the host.
@@ -295,11 +343,14 @@ class Scheduler:
 
     def _promised(self, newcomer: Request) -> int:
         """Device blocks that those who run may come to need, and a newcomer for its whole length."""
-        pages = sum(self._tail(other) if other.long else 1 for other in self._running)
+        pages = sum(map(self._tail, self._running))
         return pages + (self._tail(newcomer) if newcomer.long else self._lacking(newcomer, newcomer.length - newcomer.computed))
 
     def _tail(self, request: Request) -> int:
-        """Device blocks that a long request may come to need beside those it has."""
+        """Device blocks that who runs may come to need beside those it has: one, or what its prompt still lacks; a long one its tail."""
+        if not request.long:
+            coming = len(self.tiers.pages_of(request.arriving)) if request.arriving is not None else 0
+            return max(1, self._lacking(request, request.length - request.computed) - coming)
         most = -(-(request.prompt_length + request.max_tokens - 1) // self.limits.block_size)
         return max(1, min(self._pages, most) - len(request.blocks) + self._near(request))
 
@@ -326,7 +377,9 @@ class Scheduler:
         """A long newcomer may have so many near pages, and holds those that someone has left."""
         request.near = max(0, spare if self.limits.near is None else min(spare, self.limits.near))
         first = have = len(request.host_blocks)
-        while first > max(0, have - request.near) and (page := self.ledger.find(self._key(request, first - 1))) is not None:
+        # What follows the first of them needs pages too.
+        least = max(0, request.length // self.limits.block_size - request.near)
+        while first > least and (page := self.ledger.find(self._key(request, first - 1))) is not None:
             self.ledger.hold(page)
             request.blocks.insert(0, page)
             first -= 1
@@ -394,12 +447,76 @@ class Scheduler:
             self._drop_pages(request, len(request.blocks))
         return skipped
 
+    def _fetch(self, request: Request) -> bool:
+        """Bring the request's next blocks from the host, or from the disk to the host, if they are there and that is faster than to compute
+        them. Whether they come."""
+        if not self.tiers.pays or not request.share_prefix or request.computed % self.limits.block_size:
+            return False
+        rates, size, first = self.tiers.rates, self.limits.block_size, request.computed // self.limits.block_size
+        if request.long or first != len(request.blocks):
+            found, blocks = list[Name](), list[HostBlockId]()
+        else:
+            found, blocks = self.tiers.on_host(self._names(request, first))
+        count = len(blocks)
+        if count and count <= self.ledger.available:
+            if rates.loading_pays(rates.seconds(Route.UP, count), count * size):
+                request.arriving, _ = self.tiers.bring_up(found, blocks)
+                self._wait(request)
+                return True
+            self.tiers.counts.recomputed += count
+            return False
+        if count or not request.patient or (request.long and first != len(request.host_blocks)):
+            return False
+        names = self.tiers.on_disk(self._names(request, first))
+        if not names:
+            return False
+        each = rates.seconds(Route.IN, len(names))
+        if not rates.loading_pays(each, len(names) * size):
+            self.tiers.counts.recomputed += len(names)
+            request.patient = False
+            return False
+        begun = self.tiers.bring_in(names)
+        if begun is None:
+            return False
+        request.arriving = begun[0]
+        self._wait(request)
+        return True
+
+    def _names(self, request: Request, first: int) -> Iterator[Name]:
+        """Of the request's full blocks from `first` on, but for one that holds its last token."""
+        size = self.limits.block_size
+        for index in range(first, (request.length - 1) // size):
+            yield Name(self._key(request, index), self._key(request, index - 1) if index else None)
+
+    def _wait(self, request: Request) -> None:
+        assert request.arriving is not None
+        self._arriving[request.arriving] = request
+        request.since = self._clock()
+
+    def _is_late(self, request: Request) -> bool:
+        """Whether what a request waits for takes longer than to compute it would have; then it waits no more."""
+        assert request.arriving is not None
+        count = self.tiers.count_of(request.arriving)
+        token = self.tiers.rates.token
+        limit = _PATIENCE if token is None else max(_LEAST_PATIENCE, 2 * token * count * self.limits.block_size)
+        if self._clock() - request.since < limit:
+            return False
+        self.tiers.counts.late += count
+        request.patient = False
+        self._depart(request)
+        return True
+
+    def _depart(self, request: Request) -> None:
+        """The request waits for nothing any more; what is on its way will be cached."""
+        if request.arriving is not None:
+            del self._arriving[request.arriving]
+            request.arriving = None
+
     def _hold(self, request: Request, key: bytes) -> bool:
         block = self.ledger.find(key)
         if block is None:
             return False
-        self.ledger.use(key)
-        self.host.use(key)
+        self.tiers.use(key)
         self.ledger.hold(block)
         request.blocks.append(block)
         return True
@@ -408,7 +525,7 @@ class Scheduler:
         block = self.host.find(key)
         if block is None:
             return False
-        self.host.use(key)
+        self.tiers.use(key)
         self.host.hold(block)
         request.host_blocks.append(block)
         return True
@@ -426,6 +543,8 @@ class Scheduler:
         """Allocate blocks for the next `count` positions, seal pages that become full, and describe the work."""
         assert request.row is not None
         start, stop, size = request.computed, request.computed + count, self.limits.block_size
+        if request.cached is None:
+            request.cached = start
         pages, first = self._lacking(request, count), self._first_page(request, count)
         if request.long:
             have, chunk = len(request.host_blocks), self._is_chunk(request)
@@ -496,6 +615,7 @@ class Scheduler:
         request.row = None
 
     def _let_go(self, request: Request) -> None:
+        self._depart(request)
         self.ledger.release(request.blocks)
         self.host.release(request.host_blocks)
         request.blocks, request.host_blocks = [], []
@@ -504,12 +624,15 @@ class Scheduler:
 
     def forget(self) -> int:
         """Drop all cached KV, on the device and beyond. Returns how many blocks were given up."""
-        return self.ledger.forget() + self.host.forget()
+        return self.tiers.forget() + self.ledger.forget() + self.host.forget()
 
     def recover(self) -> None:
-        """After a step cut short, perhaps while it was planned: no KV is trusted, and all requests start anew in order of arrival."""
+        """After a step cut short, perhaps while it was planned, and when nothing is under way any more: only KV that committed steps have
+        written to the host is trusted, and all requests start anew in order of arrival."""
+        self.tiers.reset()
         self.ledger.reset()
-        self.host.reset()
+        self.host.vacate()
+        self._arriving.clear()
         self._orders, self._leaving = [], []
         self._running, self._by_row = [], {}
         self._rows = [Row(row) for row in reversed(range(self.limits.max_sequences))]
@@ -518,18 +641,26 @@ class Scheduler:
             request.phase, request.row, request.blocks, request.host_blocks = Phase.WAITING, None, [], []
             request.computed = request.sealed = request.shown = request.tabled = request.host_tabled = 0
             request.paged = request.near = 0
+            request.arriving = None
 
     # -- commit --------------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, outcome: Outcome) -> list[Event]:
-        """Take in what the step yielded: new tokens, and requests that end with them."""
+        """Take in what the step yielded: new tokens, and requests that end with them; and what has come from other tiers."""
         events = []
+        for transfer, names, right in self.tiers.landed(outcome.landed):
+            self._arrived(transfer, names, right)
+        self.tiers.rates.stepped(plan.tokens, outcome.seconds, any(share.sample for share in plan.shares))
         self.ledger.release(self._leaving)
         self._orders, self._leaving = [], []
         for share, result in zip(plan.shares, outcome.results, strict=True):
             request = self._by_row[share.row]
             if request.long:
                 self._seal_cold(request)
+            elif self.prefixes.share:
+                for index in range(share.start // self.limits.block_size, share.stop // self.limits.block_size):
+                    parent = self._key(request, index - 1) if index else None
+                    self.tiers.computed(request.blocks[index], self._key(request, index), parent)
             # After a preemption the prompt is computed again, but nobody wants its log-probabilities twice.
             if fresh := result.prompt_logprobs[max(0, request.scored - share.start) :]:
                 request.scored = share.start + len(result.prompt_logprobs)
@@ -539,7 +670,17 @@ class Scheduler:
             assert result.token is not None, f"request {request.id} was to sample and did not"
             request.tokens.append(result.token)
             finish = self._finish_of(request, result.token)
-            events.append(Event(request.id, result.token, result.logprob, finish=finish, cached=request.cached or 0))
+            events.append(
+                Event(
+                    request.id,
+                    result.token,
+                    result.logprob,
+                    finish=finish,
+                    cached=request.cached or 0,
+                    cached_host=request.from_host,
+                    cached_disk=request.from_disk,
+                )
+            )
             if finish is not None:
                 self._running.remove(request)
                 self._end(request, finish)
@@ -550,11 +691,36 @@ class Scheduler:
             self.check()
         return events
 
+    def _arrived(self, transfer: Transfer, names: Sequence[Name], right: int) -> None:
+        """The first `right` blocks of a transfer have come: to the host, where who waits will find them, or to pages, which are its own."""
+        request = self._arriving.pop(transfer.id, None)
+        size, pages = self.limits.block_size, transfer.pages[:right]
+        for page, name in zip(pages, names, strict=False):
+            self.ledger.seal(page, *name)
+        if request is None:
+            self.ledger.release(pages)
+            return
+        request.arriving = None
+        if transfer.route is Route.IN:
+            request.patient = right == len(names)
+            if request.cached is None:
+                request.from_disk += right * size
+            return
+        for _, name in zip(pages, names, strict=False):
+            self.tiers.use(name.key)
+        request.blocks.extend(pages)
+        request.computed += right * size
+        request.sealed = len(request.blocks)
+        if request.cached is None:
+            request.from_host += right * size
+
     def _seal_cold(self, request: Request) -> None:
         """Its host blocks have been written: from now on others find them."""
         if self.prefixes.share:
             for index in range(request.sealed, len(request.host_blocks)):
-                self.host.seal(request.host_blocks[index], self._key(request, index), self._key(request, index - 1) if index else None)
+                name = self._key(request, index), self._key(request, index - 1) if index else None
+                self.host.seal(request.host_blocks[index], *name)
+                self.tiers.sealed_on_host(request.host_blocks[index], *name)
         request.sealed = len(request.host_blocks)
 
     def _finish_of(self, request: Request, token: int) -> FinishReason | None:
@@ -572,8 +738,9 @@ class Scheduler:
     def check(self) -> None:
         """Prove that blocks, rows and phases agree. Raises AssertionError with what is wrong."""
         size = self.limits.block_size
-        self.ledger.check([*(request.blocks for request in self._requests.values()), self._leaving])
-        self.host.check(request.host_blocks for request in self._requests.values())
+        moving_pages, moving_blocks = self.tiers.held()
+        self.ledger.check([*(request.blocks for request in self._requests.values()), self._leaving, *moving_pages])
+        self.host.check([*(request.host_blocks for request in self._requests.values()), *moving_blocks])
         assert len(self._running) + len(self._waiting) == len(self._requests), "a request is neither running nor waiting"
         assert sorted([*self._rows, *self._by_row]) == list(range(self.limits.max_sequences)), "a row is lost or given twice"
         for queue in (self._running, self._waiting):
@@ -597,7 +764,7 @@ class Scheduler:
         """Prove of what a step writes to the host, and of what it reads there, that it is its own or final. Raises AssertionError."""
         size = self.limits.block_size
         sources = {order.target: order.source for order in plan.orders}
-        assert len(sources) == len(set(sources.values())) == len(plan.orders), "a block is in two orders"
+        assert len(sources) == len(plan.orders), "two orders go to one block"
         written: set[HostBlockId] = set()
         for share in plan.shares:
             request = self._by_row[share.row]

@@ -1,6 +1,7 @@
 """What one step must do and what came of it: the only two things the scheduler and the workers say to each other."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NewType
 
 from penstock.step.params import Sampling
@@ -12,6 +13,7 @@ HostBlockId = NewType("HostBlockId", int)
 """Index of a KV block in the pool of the host tier, where the KV of long requests rests."""
 Row = NewType("Row", int)
 """Index of a running request in the runner's tables; given by the scheduler, free again when the request leaves."""
+TransferId = NewType("TransferId", int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,41 @@ class Order:
 
     source: BlockId
     target: HostBlockId
+
+
+class Route(Enum):
+    """Between which tiers blocks go."""
+
+    UP = "host to device"
+    DOWN = "device to host"
+    IN = "disk to host"
+    OUT = "host to disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks that are copied to another tier while steps go on: begun in the step of its plan, and reported when it has landed.
+
+    What it reads was written by earlier steps, and nobody writes it, nor touches what it writes, until it has landed.
+    """
+
+    id: TransferId
+    route: Route
+    pages: tuple[BlockId, ...]
+    """Of the device; none for IN and OUT."""
+    blocks: tuple[HostBlockId, ...]
+    """Of the host, as many as there are pages or keys."""
+    keys: tuple[bytes, ...] = ()
+    """Their names on disk, for IN and OUT."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A transfer has ended. `lost`: which of its blocks, by their index in it, did not get there."""
+
+    id: TransferId
+    seconds: float
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +109,17 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step. Admissions come first; shares that compute one token of a running request stand before longer ones."""
+    """A step. Admissions come first; shares that compute one token of a running request stand before longer ones.
+
+    What `forget` names is given up before the transfers begin. A plan without shares while transfers are under way waits for one of them.
+    """
 
     admissions: tuple[Admission, ...]
     shares: tuple[Share, ...]
     orders: tuple[Order, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    forget: tuple[bytes, ...] = ()
+    """Keys of blocks on disk."""
 
     @property
     def tokens(self) -> int:
@@ -105,6 +148,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results in the order of the plan's shares."""
+    """Results in the order of the plan's shares, and which transfers have landed by now."""
 
     results: tuple[Result, ...]
+    landed: tuple[Landed, ...] = ()
+    seconds: float = 0.0
+    """That the step took."""

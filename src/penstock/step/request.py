@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
 from penstock.step.params import Sampling
-from penstock.step.plan import BlockId, HostBlockId, RequestId, Row
+from penstock.step.plan import BlockId, HostBlockId, RequestId, Row, TransferId
 
 
 class Phase(Enum):
@@ -60,6 +60,15 @@ class Request:
     """How many leading host blocks the workers have been told of."""
     cached: int | None = None
     """Prompt tokens whose KV was found instead of computed, when the request was first admitted; None until then."""
+    arriving: TransferId | None = None
+    """What it waits for: its next blocks come from another tier. Meanwhile it computes nothing."""
+    since: float = 0.0
+    """When it began to wait, in seconds of the scheduler's clock."""
+    patient: bool = True
+    """Whether it still waits for blocks from the disk; not when some came too late."""
+    from_host: int = 0
+    from_disk: int = 0
+    """Of the cached tokens, those that came from the host and the disk."""
     scored: int = 0
     """Prompt tokens after the first whose log-probabilities have been reported."""
     finish: FinishReason | None = None

@@ -1,0 +1,44 @@
+"""How fast things have gone lately: what a token costs to compute, and a block to bring. Measured by the work itself, never by a trial."""
+
+from dataclasses import dataclass, field
+
+from penstock.step.plan import Route
+
+_NEW = 0.25
+"""Weight of the newest measurement."""
+_LEAST_TOKENS = 64
+"""Of a step whose time says something about the cost of a token."""
+
+
+@dataclass(slots=True)
+class Rates:
+    """Seconds, unknown until something has been measured."""
+
+    token: float | None = None
+    block: dict[Route, float] = field(default_factory=dict)
+    _tokens: int = 0
+    _seconds: float = 0.0
+
+    def stepped(self, tokens: int, seconds: float, ended: bool) -> None:
+        """A step of so many tokens. ended: whether its arithmetic was waited for, which is when all steps before it have ended too."""
+        self._tokens += tokens
+        self._seconds += seconds
+        if ended:
+            if self._tokens >= _LEAST_TOKENS:
+                self.token = _mixed(self.token, self._seconds / self._tokens)
+            self._tokens, self._seconds = 0, 0.0
+
+    def moved(self, route: Route, blocks: int, seconds: float) -> None:
+        self.block[route] = _mixed(self.block.get(route), seconds / blocks)
+
+    def loading_pays(self, seconds: float | None, tokens: int) -> bool:
+        """Whether to bring blocks of so many tokens, which takes so long, rather than compute them. What is not known is tried."""
+        return seconds is None or self.token is None or seconds < self.token * tokens
+
+    def seconds(self, route: Route, blocks: int) -> float | None:
+        per_block = self.block.get(route)
+        return None if per_block is None else per_block * blocks
+
+
+def _mixed(old: float | None, new: float) -> float:
+    return new if old is None else old + _NEW * (new - old)
