@@ -79,7 +79,7 @@ def opened(name: str, room: Room, **more: object) -> Iterator[LLM]:
     sizes = {"kv_blocks": room.pages, "block_size": room.block, "max_step_tokens": room.step, "kv_tile": room.tile}
     others = {"max_sequences": room.sequences, "prefix_cache": room.sharing, "host_kv_memory": room.host * layout.block_bytes}
     if room.disk:
-        others |= {"disk_kv_memory": room.disk * layout.layers * record_bytes(layout), "kv_directory": tiny.folder()}
+        others |= {"disk_kv_memory": room.disk * layout.layers * record_bytes(layout), "kv_directory": tiny.folder(), "kv_store": "off"}
     with (
         patch.object(carrier, "RING", room.ring),
         patch.object(carrier, "STAGING", room.staging),

@@ -1090,7 +1090,7 @@ def prompts() -> list[list[int]]:
 @contextmanager
 def engine(name: str, directory: Path) -> Iterator[LLM]:
     """An engine with one block in host memory, two in the model with experts, and the others on disk."""
-    room = {"host_kv_memory": "13KiB", "disk_kv_memory": "4MiB", "kv_directory": directory}
+    room = {"host_kv_memory": "13KiB", "disk_kv_memory": "4MiB", "kv_directory": directory, "kv_store": "off"}
     with no_thread_left():
         with LLM(tiny.checkpoint(name), **SETTINGS, **room) as llm:  # type: ignore[arg-type]
             yield llm
@@ -1286,7 +1286,8 @@ def test_an_interrupt_while_a_loss_is_told_is_recovered_from(tmp_path: Path) -> 
 
     handler = Strike()
     settings = {"kv_blocks": 8, "kv_tile": 32, "block_size": 8, "max_step_tokens": 24, "max_length": 400, "max_sequences": 4}
-    places = {"host_kv_memory": "13KiB", "disk_kv_memory": "4MiB", "kv_directory": tmp_path, "device": "cpu", "dtype": "float32"}
+    places = {"host_kv_memory": "13KiB", "disk_kv_memory": "4MiB", "kv_directory": tmp_path, "kv_store": "off"}
+    places |= {"device": "cpu", "dtype": "float32"}
     logging.getLogger("penstock").addHandler(handler)
     try:
         with LLM(tiny.checkpoint("llama"), **settings, **places, beyond_trained=True, check=True) as llm:  # type: ignore[arg-type]

@@ -650,7 +650,7 @@ def test_the_prefix_cache_is_cleared_beyond_the_device_too() -> None:
 
 def test_no_thread_is_left_by_a_directory_that_cannot_be_used() -> None:
     with no_thread_left(), pytest.raises(DeviceError, match="name another kv_directory"):
-        boots(host_kv_memory="8MiB", disk_kv_memory="1MiB", kv_directory="/proc")
+        boots(host_kv_memory="8MiB", disk_kv_memory="1MiB", kv_directory="/proc", kv_store="off")
 
 
 def test_the_scaling_that_is_named_is_enough() -> None:

@@ -34,7 +34,7 @@ def test_everything_is_exact(name: str, tmp_path: Path) -> None:
     """By a policy that takes all blocks, or by falling back to all: rows, runs, and both with blocks on disk."""
     exact, nothing = answer(name)
     assert nothing is None
-    disk = {"disk_kv_memory": "2MiB", "kv_directory": tmp_path, "host_kv_memory": "13KiB"}
+    disk = {"disk_kv_memory": "2MiB", "kv_store": "off", "kv_directory": tmp_path, "host_kv_memory": "13KiB"}
     for chosen in (
         {"attention_policy": "topk:1000"},
         {"attention_policy": "topk:3", "missed_limit": 0.0},

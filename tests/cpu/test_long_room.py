@@ -56,7 +56,7 @@ def test_no_more_than_the_host_has() -> None:
 
 
 def test_disk_is_beside_the_host_and_passes_through_it() -> None:
-    found = room(**BOTH, host_kv_memory="128MiB", disk_kv_memory="1GiB", kv_tile=64)
+    found = room(**BOTH, host_kv_memory="128MiB", disk_kv_memory="1GiB", kv_tile=64, kv_store="off")
     assert found is not None
     assert found.on_disk == (1 << 30) // LAYOUT.block_bytes
     assert found.host_bytes <= 128 * MIB

@@ -73,6 +73,7 @@ class LLM:
         disk_kv_memory: str | int | None = None,
         kv_directory: str | Path = CACHE,
         host_kv_dtype: str = "auto",
+        kv_store: str = "eager",
         kv_tile: int | None = None,
         attention_policy: str = "full",
         prefill_policy: str = "full",
@@ -100,6 +101,7 @@ class LLM:
             disk_kv_memory=disk_kv_memory,
             kv_directory=Path(kv_directory),
             host_kv_dtype=host_kv_dtype,
+            kv_store=kv_store,
             kv_tile=kv_tile,
             attention_policy=attention_policy,
             prefill_policy=prefill_policy,
@@ -212,7 +214,9 @@ class LLM:
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Returns how many blocks were given up."""
         with self._lock:
-            return self._engine.scheduler.forget()
+            dropped = self._engine.scheduler.forget()
+            self._engine.tend()
+            return dropped
 
     def _next_delta(self, job: Job, until: Callable[[], bool]) -> Delta | None:
         """The job's next piece, None after its last, and when it was ended."""
@@ -320,6 +324,7 @@ class LLM:
                 while self._events:
                     self._hand_out(self._events[0])
                     self._events.popleft()
+                self._engine.tend()
             finally:
                 self._stepping = False
                 self._sweep()
@@ -343,6 +348,7 @@ class LLM:
                 if self._live.pop(sequence.request, None) is not None:
                     self._engine.stop(sequence.request)
                     sequence.finish = FinishReason.ABORT
+            self._engine.tend()
 
     def _sweep(self) -> None:
         """Abandon what was dropped without being closed. That may happen anywhere, also within a step, so it is only noted then."""
@@ -385,7 +391,7 @@ class LLM:
                 sequence.finish = FinishReason.ABORT
                 sequence.deltas.append(Delta("", (), sequence.finish, sequence.index))
             self._live.clear()
-            self._engine.close()
+            self._engine.finish()
 
     def __enter__(self) -> Self:
         return self

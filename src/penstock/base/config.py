@@ -7,6 +7,7 @@ from pathlib import Path
 from penstock.base.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_STORES = ("eager", "lazy", "off")
 HOST_KV_DTYPES = ("auto", "fp8")
 
 
@@ -28,6 +29,8 @@ class Config:
     disk_kv_memory, kv_directory: bytes of disk for KV that host memory does not hold either, and where; none if no size is given.
     host_kv_dtype: of KV in host memory and on disk: auto, as on the device, or fp8, rounded to a sixteenth with a scale for each block and
         head, in half the bytes of bfloat16.
+    kv_store: when full KV blocks go from the device to host memory, and from there to disk, where later requests find them: eager, as they
+        are computed; lazy, before the device gives them up; or off. Without host_kv_memory nothing is kept.
     kv_tile: tokens of such a context that pass through the device at a time; None is the usual.
     attention_policy, prefill_policy: what new tokens, and chunks of a prompt, read of KV beyond the device: full (exact),
         window:SINKS,RECENT, topk:BLOCKS or vertical_slash:COLUMNS,SLASH (see ops.policies).
@@ -52,6 +55,7 @@ class Config:
     disk_kv_memory: str | int | None = None
     kv_directory: Path = CACHE
     host_kv_dtype: str = "auto"
+    kv_store: str = "eager"
     kv_tile: int | None = None
     attention_policy: str = "full"
     prefill_policy: str = "full"
@@ -69,6 +73,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+        if self.kv_store not in KV_STORES:
+            raise ConfigError(f"kv_store {self.kv_store!r} is not known; choose one of {', '.join(KV_STORES)}")
         if self.host_kv_dtype not in HOST_KV_DTYPES:
             raise ConfigError(f"host_kv_dtype {self.host_kv_dtype!r} is not known; choose one of {', '.join(HOST_KV_DTYPES)}")
         kind, _, index = self.device.partition(":")

@@ -26,6 +26,7 @@ COMMANDS = {
     "eval": "Measure how well a model finds what stands in a long text.",
     "pack": "Lay a model's weights out to be streamed from disk.",
     "plan": "Forecast where a model rests on a machine, and how fast it runs.",
+    "cache": "Look into, check or clear what prompts have left on disk.",
     "doctor": "Check what this machine has and what limits a model on it.",
 }
 EXAMPLES = """

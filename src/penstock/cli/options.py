@@ -90,6 +90,7 @@ BLOCKS = (
 )
 THREADS = option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]")
 _POLICY = "What new tokens read of KV beyond the device: full, window:SINKS,RECENT or topk:BLOCKS. [full]"
+_STORE = "When KV blocks are kept there for later requests: eager, lazy, off. [eager]"
 _PREFILL = "What prompts read of it: also vertical_slash:COLUMNS,SLASH. [full]"
 _MISSED = "Read everything where a policy might miss more than this fraction."
 
@@ -98,11 +99,18 @@ def far_kv(usual: str, host: str = "Host memory for KV of contexts longer than t
     """The flags for KV beyond the device. `usual`: how much of host memory it gets where none of `host` is asked for."""
     return (
         option(ENGINE, "--host-kv-memory", callback=size_or_nothing, metavar="SIZE", help=f"{host} [{usual}]"),
-        option(ENGINE, "--disk-kv-memory", callback=size, metavar="SIZE", help="Disk for KV that host memory does not hold either. [none]"),
+        option(
+            ENGINE,
+            "--disk-kv-memory",
+            callback=size,
+            metavar="SIZE",
+            help="Disk for KV that host memory does not hold, also of later runs. [none]",
+        ),
         option(ENGINE, "--kv-directory", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where that is. [{CACHE}]"),
         option(
             ENGINE, "--host-kv-dtype", default="auto", metavar="TYPE", help="Of KV that rests there: auto, as on the device; fp8. [auto]"
         ),
+        option(ENGINE, "--kv-store", default="eager", metavar="HOW", help=_STORE),
         option(ENGINE, "--kv-tile", type=_COUNT, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
         option(ENGINE, "--attention-policy", default="full", metavar="P", help=_POLICY),
         option(ENGINE, "--prefill-policy", default="full", metavar="P", help=_PREFILL),

@@ -11,19 +11,22 @@ from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.trace import Trace
 from penstock.engine.budget import Budget, Demand, divide, least_activations, weights_room
-from penstock.engine.contexts import LongRoom
+from penstock.engine.contexts import LongRoom, keeps
 from penstock.engine.engine import Engine
 from penstock.engine.placing import Model, Override, Placed, Say, place
 from penstock.engine.settling import Settled, settle
 from penstock.kv.carrier import Carrier, Streams
 from penstock.kv.keys import root_key
-from penstock.kv.ledger import BlockLedger, HostLedger
+from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.kv.pool import KVPool
+from penstock.kv.segments import StoreLocked
+from penstock.kv.store import BlockStore
 from penstock.memory.device import choose_device, give_back, lift_cap, peak_of
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
 from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
+from penstock.sched.tiers import Store
 from penstock.weights.loading import Loading, counted
 from penstock.weights.residency import padded
 from penstock.weights.stream import Blank, WeightStream
@@ -73,12 +76,12 @@ def boot(
         opened.callback(weights.close)
         budget = divide(settled.total, weights.bytes + placed.beside, demand)
         weights.load(loading)
-        carrier, far = None, settled.far
+        carrier, far, root = None, settled.far, _root(config, model, settled)
         if far:
-            carrier = _carrier(far, device, trace)
+            carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
             opened.callback(carrier.close)
         runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
-        engine = Engine(_scheduler(config, model, settled, budget), runner)
+        engine = Engine(_scheduler(config, settled, budget, root, store if far else None), runner)
         opened.pop_all()
     say(f"memory {budget}")
     if far:
@@ -125,7 +128,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     # In a process that has freed memory before, a CPU's peak can hide in it: never count less than what is plainly there.
     peak = least_activations(spec, settled.dtype, limits.max_step_tokens, limits.max_sequences)
     for room in (None, far) if far else (None,):
-        carrier = _carrier(replace(room, blocks=1, disk=None), device, None) if room else None
+        carrier = _carrier(replace(room, blocks=1, disk=None), device, None, None) if room else None
         try:
             runner.attach(Blank(settled.layouts, settled.dtype, device), KVPool(settled.kv, 1, device), carrier)
             plan = largest_step(
@@ -187,25 +190,75 @@ def _weights(settled: Settled, placed: Placed, trace: Trace | None) -> WeightStr
         raise
 
 
-def _carrier(far: LongRoom, device: torch.device, trace: Trace | None) -> Carrier:
-    streams = Streams(*streams_both_ways(device))
-    return Carrier(
-        far.layout,
-        far.blocks,
-        far.tile_tokens,
-        far.chunk_tokens,
-        device,
-        streams,
-        Waits(trace) if trace else None,
-        far.disk,
-        far.policies,
-        far.most_blocks,
+def _carrier(far: LongRoom, device: torch.device, trace: Trace | None, store: BlockStore | None) -> Carrier:
+    """Takes over the store; if it cannot be made, that is closed."""
+    try:
+        return Carrier(
+            far.layout,
+            far.blocks,
+            far.tile_tokens,
+            far.chunk_tokens,
+            device,
+            Streams(*streams_both_ways(device)),
+            Waits(trace) if trace else None,
+            far.disk,
+            far.policies,
+            far.most_blocks,
+            store,
+        )
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say) -> BlockStore | None:
+    """Of blocks that outlive the process, if there is room for any. Where another process writes it, it is only read."""
+    far = settled.far
+    if far is None or not far.store_bytes:
+        return None
+    directory, size = config.kv_directory.expanduser() / "kv", far.layout.block_bytes
+    about = {
+        "model": str(getattr(model, "path", settled.spec.family)),
+        "family": settled.spec.family,
+        "dtype": settled.dtype,
+        "block_size": config.block_size,
+        "layers": settled.spec.layers,
+        "kv_heads": settled.spec.kv_heads,
+        "head_dim": settled.spec.head_dim,
+        "digest_of": "weights, architecture and rope, dtype, layout of KV",
+    }
+    try:
+        return BlockStore.open(directory, root, size, far.store_bytes, about=about)
+    except StoreLocked:
+        say(f"another process keeps KV in {directory}: what it has is read, and nothing is added")
+        return BlockStore.open(directory, root, size, far.store_bytes, read_only=True)
+
+
+def _root(config: Config, model: Model, settled: Settled) -> bytes:
+    """A digest of all that the meaning of KV depends on but tokens."""
+    return root_key(
+        model.fingerprint() if config.prefix_cache else b"", settled.spec, settled.dtype, config.block_size, config.host_kv_dtype
     )
 
 
-def _scheduler(config: Config, model: Model, settled: Settled, budget: Budget) -> Scheduler:
-    rope, far = settled.spec.rope, settled.far
-    root = root_key(model.fingerprint() if config.prefix_cache else b"", settled.dtype, config.block_size, config.host_kv_dtype)
+def _scheduler(config: Config, settled: Settled, budget: Budget, root: bytes, store: BlockStore | None) -> Scheduler:
+    rope, far, size = settled.spec.rope, settled.far, config.block_size
     prefixes = PrefixRule(root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None)
-    host = HostLedger(far.blocks + far.on_disk, far.on_disk) if far else None
-    return Scheduler(BlockLedger(budget.blocks), settled.limits, prefixes, host=host, check=config.check)
+    host = HostLedger(far.blocks + far.on_disk, far.on_disk, size) if far else None
+    disk = None
+    if store is not None:
+        disk = DiskLedger(0 if store.read_only else store.capacity, store.keys(), size)
+    kept: Store = "off"
+    if far and keeps(config):
+        kept = "lazy" if config.kv_store == "lazy" else "eager"
+    return Scheduler(
+        BlockLedger(budget.blocks),
+        settled.limits,
+        prefixes,
+        host=host,
+        alike=far is None or far.layout.rounded_from is None,
+        store=kept,
+        disk=disk,
+        check=config.check,
+    )

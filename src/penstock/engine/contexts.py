@@ -36,6 +36,9 @@ class LongRoom:
     tile_tokens: int
     chunk_tokens: int
     disk: Disk | None = None
+    """Behind host memory: more of the same, in a file that lives as long as the process."""
+    store_bytes: int = 0
+    """Of disk, for blocks that outlive the process."""
     policies: Policies | None = None
     most_blocks: int = 0
     """Of a sequence."""
@@ -59,6 +62,8 @@ class LongRoom:
         tokens, more = self.blocks * self.layout.block_size, self.on_disk * self.layout.block_size
         kind = " in fp8" if self.layout.rounded_from else ""
         disk = f"{format_size(self.on_disk * self.layout.layers * record_bytes(self.layout))} on disk for {more:,} more; " if more else ""
+        if self.store_bytes:
+            disk += f"{format_size(self.store_bytes)} on disk keep blocks for later; "
         return (
             f"{format_size(self.host_bytes)} of host memory hold KV{kind} for {tokens:,} tokens; {disk}"
             f"{format_size(self.device_bytes)} of the device for tiles of {self.tile_tokens:,} tokens and chunks of {self.chunk_tokens:,}"
@@ -104,8 +109,13 @@ def long_room(
     tile = asked_tile or usual_tile(layout, total, needed * size, device.type)
     room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size, policies=_policies(config, spec), most_blocks=needed)
     if config.disk_kv_memory is not None:
-        on_disk = _whole_blocks(parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout), "disk", size)
-        room = replace(room, disk=Disk(on_disk, config.kv_directory.expanduser()))
+        wanted, block = parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout)
+        on_disk = _whole_blocks(wanted, block, "disk", size)
+        if keeps(config):
+            on_disk = min(on_disk, max(needed - room.blocks, 0))
+            room = replace(room, store_bytes=wanted - on_disk * block)
+        if on_disk:
+            room = replace(room, disk=Disk(on_disk, config.kv_directory.expanduser()))
     room = replace(room, blocks=room.blocks - max(-(-(room.host_bytes - there) // layout.block_bytes), 0))
     if room.blocks < 1:
         raise BudgetError(
@@ -113,6 +123,11 @@ def long_room(
             f"none for them, since {of} {format_size(there)}; allow more, or smaller tiles and steps"
         )
     return room
+
+
+def keeps(config: Config) -> bool:
+    """Whether blocks of KV are kept on the host, and on disk, for later requests."""
+    return config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
 
 
 def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:

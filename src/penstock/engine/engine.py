@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.base.errors import EngineClosedError
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from penstock.kv.carrier import Carrier
 
 _LOG = logging.getLogger("penstock")
+_LAST = 5.0
+"""Seconds that the end waits for blocks on their way."""
 _MOST_LOST = 8
 """Times that KV may be lost: a disk that loses more of it will not stop to."""
 
@@ -28,6 +31,8 @@ class Ranks(Protocol):
     def carrier(self) -> "Carrier | None": ...
 
     def run(self, plan: Plan) -> Outcome: ...
+
+    def settle(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -92,18 +97,17 @@ class Engine:
         anew with the next step and lose nothing; after any other failure, also of taking in results, the engine serves no more."""
         ranks = self._open()
         if self._torn:
-            self.scheduler.recover()
+            self._recover(ranks)
         self._torn = True
         try:
             plan = self.scheduler.plan()
-            if not plan.shares:
+            if not (plan.shares or plan.transfers or plan.forget or self.scheduler.tiers.moving):
                 self._torn = False
                 return []
             self._cold = self.scheduler.host.blocks - self.scheduler.host.available
             outcome = ranks.run(plan)
         except KeyboardInterrupt:
-            self.scheduler.recover()
-            self._torn = False
+            self._recover(ranks)
             raise
         except LostKV as lost:
             self._lost += 1
@@ -111,8 +115,7 @@ class Engine:
                 self._fail(lost)
                 raise
             _LOG.warning("%s; all requests are computed anew", lost)
-            self.scheduler.recover()
-            self._torn = False
+            self._recover(ranks)
             return []
         except BaseException as fault:
             self._fail(fault)
@@ -123,6 +126,8 @@ class Engine:
         except BaseException as fault:
             self._fail(fault)
             raise
+        if not plan.shares:
+            return events
         self._steps += 1
         self._computed += plan.tokens
         written = sum(max(share.cold_stop - share.start, 0) for share in plan.shares)
@@ -130,6 +135,30 @@ class Engine:
         self.progress = Progress(max((share.stop for share in plan.shares if not share.sample), default=0), self._computed)
         self._output += sum(event.token is not None for event in events)
         return events
+
+    def tend(self, seconds: float = 0.0) -> None:
+        """Between requests: let blocks that were computed set out, and wait so long for those on their way; for those to the host always,
+        which takes milliseconds."""
+        until, steps = monotonic() + seconds, 3
+        while (
+            self._ranks is not None
+            and not self.busy
+            and (self.scheduler.tiers.ready or self.scheduler.tiers.moving)
+            and (steps or monotonic() < until)
+        ):
+            self.step()
+            steps -= bool(steps)
+
+    def finish(self) -> None:
+        """Let blocks that are on their way to the host and the disk land, as long as that takes no more than some seconds, and close."""
+        if self._ranks is not None and not self._torn:
+            self.tend(_LAST)
+        self.close()
+
+    def _recover(self, ranks: Ranks) -> None:
+        ranks.settle()
+        self.scheduler.recover()
+        self._torn = False
 
     def _fail(self, fault: BaseException) -> None:
         self._failure = f": a step failed with {type(fault).__name__}: {fault}"

@@ -15,8 +15,10 @@ from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
 from penstock.kv.sizes import RING, STAGING, ring_bytes, scratch_bytes
 from penstock.kv.staging import ReadAhead, Slots, WriteBehind
+from penstock.kv.store import BlockStore
 from penstock.kv.tiles import Outbox, Tile, TileRing, Waits
-from penstock.memory.streams import Stream, Ticket
+from penstock.kv.transfers import Transfers
+from penstock.memory.streams import Stream, Ticket, more_streams
 from penstock.step.plan import HostBlockId, Order
 
 AHEAD, BEHIND = 6, 3
@@ -63,15 +65,18 @@ class Carrier:
         disk: Disk | None = None,
         policies: Policies | None = None,
         most_blocks: int = 0,
+        store: BlockStore | None = None,
     ) -> None:
         """blocks: of the host. tile_tokens, chunk_tokens: at most in a tile, and in a step; whole blocks.
 
-        policies: for what is chosen instead of all being read; most_blocks: then, of a sequence.
+        policies: for what is chosen instead of all being read; most_blocks: then, of a sequence. store: taken over.
         Raises DeviceError if host, device or disk have not as much room.
         """
         self._sends: Sequence[Send] = ()
         self._layer = -1
         self.chosen: Chosen | None = None
+        self.transfers: Transfers | None = None
+        """Of whole blocks; none where blocks on the host are not what they are on the device."""
         self._closing = ExitStack()
         try:
             self.pool = HostPool(layout, blocks, device)
@@ -96,6 +101,9 @@ class Carrier:
                 self._closing.callback(self.disk.close)
             self.ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, waits, ahead)
             self.outbox = Outbox(self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind)
+            if layout.rounded_from is None:
+                self.transfers = Transfers(self.pool, *more_streams(device, streams.copies), streams.compute, store)
+                self._closing.callback(self.transfers.close)
         except BaseException:
             self.close()
             streams.out.close()

@@ -224,8 +224,8 @@ class HostLedger(Ledger[HostBlockId]):
         return isinstance(self._cached, Prospect) and self._cached.worth(key)
 
     def vacate(self) -> None:
-        """Nobody holds anything any more. What has a key stays, but what is in the file. To be called also when an interrupt has left things
-        half done; what was learned of how blocks return is lost."""
+        """Nobody holds anything any more. What has a key stays, but what is in the file. To be called also when an interrupt has left
+        things half done; what was learned of how blocks return is lost."""
         kept = {key: block for key, block in self._by_key.items() if self.is_near(block) and self._keys[block] == key}
         self.reset()
         self._free.remove(kept.values())

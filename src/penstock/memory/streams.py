@@ -356,6 +356,13 @@ def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:
     return copies, CudaStream(device, clock=copies.clock), CudaStream(device, current=True, clock=copies.clock)
 
 
+def more_streams(device: torch.device, copies: Stream) -> tuple[Stream, Stream]:
+    """Two more streams, for copies to a device and from it, whose times are those of `copies`."""
+    if isinstance(copies, CudaStream):
+        return CudaStream(device, clock=copies.clock), CudaStream(device, clock=copies.clock)
+    return ThreadStream("blocks up"), ThreadStream("blocks down")
+
+
 def streams_of(device: torch.device) -> tuple[Stream, Stream]:
     """The copy stream and the compute stream of a device."""
     if device.type == "cpu":

@@ -107,18 +107,22 @@ class Scheduler:
         prefixes: PrefixRule,
         *,
         host: HostLedger | None = None,
+        alike: bool = True,
         store: Store = "off",
         disk: DiskLedger | None = None,
         clock: Callable[[], float] = monotonic,
         check: bool = False,
     ) -> None:
-        """store: when full blocks of short requests go to the host. disk: what is there; it needs host blocks to come by way of."""
+        """alike: whether blocks on the host are what they are on the device. store: when full blocks of short requests go to the host.
+
+        disk: what is there; it comes by way of host blocks.
+        """
         least = max(2, limits.block_size)
         assert host is None or limits.max_step_tokens >= least, f"a step of {limits.max_step_tokens} tokens, {least} needed for host blocks"
         self.ledger = ledger
         self.host = HostLedger(0) if host is None else host
         step_blocks = -(-limits.max_step_tokens // limits.block_size)
-        self.tiers = Tiers(ledger, self.host, store=store if prefixes.share else "off", disk=disk, step_blocks=step_blocks)
+        self.tiers = Tiers(ledger, self.host, alike=alike, store=store if prefixes.share else "off", disk=disk, step_blocks=step_blocks)
         self.limits = limits
         self.prefixes = prefixes
         self._clock = clock

@@ -55,11 +55,21 @@ class Tiers:
     """One thread; written only by the Scheduler. Without host blocks nothing ever moves."""
 
     def __init__(
-        self, pages: BlockLedger, host: HostLedger, *, store: Store = "off", disk: DiskLedger | None = None, step_blocks: int = 1
+        self,
+        pages: BlockLedger,
+        host: HostLedger,
+        *,
+        alike: bool = True,
+        store: Store = "off",
+        disk: DiskLedger | None = None,
+        step_blocks: int = 1,
     ) -> None:
-        """step_blocks: new pages that a step may take at most."""
+        """alike: whether blocks on the host are what they are on the device; if not, none go from one to the other. step_blocks: new pages
+        that a step may take at most."""
         self.pages, self.host, self.disk = pages, host, disk
-        self.store: Store = store if host.near else "off"
+        self.pays = alike and host.near > 0
+        """Whether there may be anything beyond the device."""
+        self.store: Store = store if self.pays else "off"
         self.rates = Rates()
         self.counts = Counts()
         self._watermark = _AHEAD * step_blocks
@@ -85,11 +95,6 @@ class Tiers:
     def ready(self) -> bool:
         """Whether something is to set out with the next plan."""
         return bool(self._down or self._out or self._new or self._forget)
-
-    @property
-    def pays(self) -> bool:
-        """Whether there may be anything beyond the device."""
-        return self.host.near > 0
 
     def pages_of(self, id: TransferId) -> Sequence[BlockId]:
         """That a transfer which is under way fills."""

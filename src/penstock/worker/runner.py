@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from penstock.weights.stream import WeightStream
 from penstock.worker.inputs import ROW_KEYS, InputBuilder, StepTensors
 from penstock.worker.sampler import Sampler
 
+_PATIENCE = 0.02
+"""Seconds that a step without work waits for a transfer to land."""
 _HEAD_ROWS = 64
 """Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
 
@@ -66,16 +69,45 @@ class Runner:
             return self._run(plan, layers)
 
     def _run(self, plan: Plan, layers: tuple[int, ...] | None) -> Outcome:
+        begun = perf_counter()
         for admission in plan.admissions:
             self._sampler.admit(admission)
+        transfers = self._carrier.transfers if self._carrier else None
+        results: tuple[Result, ...] = ()
+        if plan.shares:
+            results = self._compute(plan, layers)
+        else:
+            self._transfer(plan)
+            if transfers is not None and not (plan.transfers or plan.forget):
+                transfers.wait(_PATIENCE)
+        return Outcome(results, transfers.landed() if transfers is not None else (), perf_counter() - begun)
+
+    def settle(self) -> None:
+        """After a step that was broken off: wait for all transfers that are under way, and forget them."""
+        if self._carrier is not None and self._carrier.transfers is not None:
+            self._carrier.transfers.settle()
+
+    def _transfer(self, plan: Plan) -> None:
+        """Begin what goes between tiers, behind what has been computed so far."""
+        carrier, pool = self._carrier, self._pool
+        transfers = carrier.transfers if carrier is not None else None
+        if carrier is None or transfers is None:
+            nothing = not plan.transfers and not plan.forget
+            assert nothing, "a plan with transfers needs a carrier of whole blocks"
+            return
+        assert pool is not None
+        transfers.begin(plan.transfers, plan.forget, pool, carrier.outbox.landed)
+
+    def _compute(self, plan: Plan, layers: tuple[int, ...] | None) -> tuple[Result, ...]:
         step = self._inputs.build(plan)
         weights, pool = self._weights, self._pool
         assert weights is not None, "run before attach, or after close"
         assert pool is not None
+        self._transfer(plan)
         self._begin(plan, step, pool, layers)
         hidden = self._decoder.forward(weights, pool.layers, step.inputs, layers, self._carrier)
         if not len(hidden):
-            return Outcome((Result(None, None, ()),) * len(plan.shares))
+            return (Result(None, None, ()),) * len(plan.shares)
         logits: Tensor | None = None
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
         with self._decoder.head(weights, hidden) as logits_of:
@@ -95,7 +127,7 @@ class Runner:
         for share, prompt in zip(plan.shares, prompts, strict=True):
             token, logprob = next(sampled) if share.sample else (None, None)
             results.append(Result(token, logprob, tuple(prompt)))
-        return Outcome(tuple(results))
+        return tuple(results)
 
     def _begin(self, plan: Plan, step: StepTensors, pool: KVPool, layers: tuple[int, ...] | None) -> None:
         """Tell the carrier what the step moves."""

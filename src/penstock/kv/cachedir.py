@@ -1,0 +1,179 @@
+"""The stores of KV under a directory, for people: what there is, whether it is sound, and away with it.
+
+Whoever only looks takes no lock. What is damaged is marked as such, and what is removed goes, only while no other process writes there.
+"""
+
+import json
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+from penstock.kv.journal import Item, Journal, Kind, real_bytes
+from penstock.kv.segments import (
+    ABOUT,
+    JOURNAL,
+    LOCK,
+    PREFIX,
+    Contents,
+    StoreError,
+    StoreLocked,
+    contents,
+    locked,
+    reason,
+    record_sum,
+)
+from penstock.memory.disk import DiskFile, ReadError
+
+_NAME = re.compile(rf"{PREFIX}((?:[0-9a-f]{{2}})+)")
+_OURS = re.compile(rf"{JOURNAL}|{LOCK}|{ABOUT}|({JOURNAL}|{ABOUT})\.tmp|\d+-\d+\.segment", re.ASCII)
+_ABOUT_LIMIT = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """`about`: what store.json says, if it can be read. `real_bytes`: of the disk. `last_used`: seconds since 1970. `sound`: whether the
+    journal is there."""
+
+    path: Path
+    identity: bytes
+    about: dict[str, object]
+    records: int
+    live_bytes: int
+    real_bytes: int
+    segments: int
+    quarantined: int
+    last_used: float
+    sound: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Of a store's records. `marked`: whether those that are damaged are in quarantine now."""
+
+    records: int
+    damaged: int
+    unreadable: int
+    marked: bool
+
+
+def store_paths(directory: Path) -> list[Path]:
+    """Of all stores under a directory, or of the one that it is. Raises StoreError."""
+    if _NAME.fullmatch(directory.resolve().name):
+        return [directory]
+    try:
+        names = sorted(entry.name for entry in os.scandir(directory) if _NAME.fullmatch(entry.name) and entry.is_dir())
+    except OSError as fault:
+        raise StoreError(f"{directory} cannot be read: {reason(fault)}; give the kv_directory of a cache") from fault
+    return [directory / name for name in names]
+
+
+def survey(path: Path) -> StoreInfo:
+    """Raises StoreError if it cannot be read."""
+    identity, about = _identity(path), _about(path)
+    found = _contents(path, about)
+    try:
+        files = [entry.path for entry in os.scandir(path)]
+        last_used = os.stat(path / JOURNAL).st_mtime if found.replay else os.stat(path).st_mtime
+        real = sum(_real(Path(file)) for file in files)
+    except OSError as fault:
+        raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
+    records = len(found.live)
+    sizes = records * found.record_bytes, real, len(found.segments)
+    return StoreInfo(path, identity, about, records, *sizes, len(found.bad), last_used, found.replay is not None)
+
+
+def verify(path: Path, progress: Callable[[int], object] = lambda count: None) -> Findings:
+    """Read every record, telling `progress` of each one's bytes, and put into quarantine what is not as it was written, unless another
+    process writes there. What cannot be read is left as it is. Raises StoreError."""
+    seed = crc32(_identity(path))
+    with ExitStack() as held:
+        try:
+            held.enter_context(closing(locked(path, make=False)))
+            writing = True
+        except StoreLocked:
+            writing = False
+        found = _contents(path, _about(path))
+        damaged: list[Item] = []
+        unreadable = 0
+        memory = held.enter_context(closing(mmap.mmap(-1, found.record_bytes)))
+        data = held.enter_context(memoryview(memory))
+        for item in _items(found):
+            try:
+                found.segments[item.segment].read(item.slot, data)
+                if record_sum(item.key, data, seed) != item.sum:
+                    damaged.append(item)
+            except ReadError:
+                unreadable += 1
+            progress(found.record_bytes)
+        if damaged and writing:
+            _quarantine(path, seed, found, damaged)
+    return Findings(len(found.live), len(damaged), unreadable, writing)
+
+
+def clear(paths: Sequence[Path]) -> None:
+    """Remove stores. Raises StoreLocked if another process writes to one of them, and then all are left."""
+    with ExitStack() as held:
+        for path in paths:
+            held.enter_context(closing(locked(path, make=False)))
+        for path in paths:
+            try:
+                names = [name for name in os.listdir(path) if _OURS.fullmatch(name)]
+                # The lock is last: until it is gone, nobody else takes what is left for a store of his.
+                for name in sorted(names, key=lambda name: (name == LOCK, name != JOURNAL)):
+                    os.unlink(path / name)
+                path.rmdir()
+            except OSError as fault:
+                raise StoreError(f"{path} cannot be removed: {reason(fault)}; see what is in it") from fault
+
+
+def _quarantine(path: Path, seed: int, found: Contents, damaged: Sequence[Item]) -> None:
+    try:
+        with closing(Journal(path / JOURNAL, seed, found.record_bytes, 1 << 62)) as journal:
+            if found.replay:
+                journal.resume(found.replay)
+            else:
+                journal.begin([found.live], 0, found.next_segment)
+            journal.append(Kind.QUARANTINED, damaged)
+    except OSError as fault:
+        raise StoreError(f"{path}: what is damaged there cannot be marked: {reason(fault)}") from fault
+
+
+def _items(found: Contents) -> Iterator[Item]:
+    fields = (found.live[name].tolist() for name in ("key", "segment", "slot", "sum"))
+    return map(Item, *fields)
+
+
+def _identity(path: Path) -> bytes:
+    match = _NAME.fullmatch(path.resolve().name)
+    if match is None:
+        raise StoreError(f"{path} is no store of KV; their names begin with {PREFIX}")
+    return bytes.fromhex(match[1])
+
+
+def _about(path: Path) -> dict[str, object]:
+    """Empty if it cannot be read: it is only for people."""
+    with suppress(ReadError, ValueError, RecursionError), DiskFile(path / ABOUT) as file:
+        value = json.loads(file.read(0, min(file.size, _ABOUT_LIMIT)))
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _contents(path: Path, about: dict[str, object]) -> Contents:
+    size = about.get("record_bytes")
+    found = contents(path, crc32(_identity(path)), size if isinstance(size, int) and size > 0 else 1)
+    if found.replay is None and found.segments and not (isinstance(size, int) and size > 0):
+        raise StoreError(f"{path} has lost its journal and its {ABOUT}; the model that it belongs to restores it, or remove it")
+    return found
+
+
+def _real(path: Path) -> int:
+    try:
+        return real_bytes(path)
+    except FileNotFoundError:  # Whoever writes here has removed it.
+        return 0
