@@ -56,6 +56,11 @@ TEMPLATE = (
 )
 
 
+def usage(prompt: int, cached: int, output: int) -> dict[str, int]:
+    found = {"cached_tokens": cached, "cached_host_tokens": 0, "cached_disk_tokens": 0}
+    return {"prompt_tokens": prompt, **found, "output_tokens": output}
+
+
 def byte(character: str | int) -> int:
     """The token of a byte."""
     return len(SPECIAL) + (ord(character) if isinstance(character, str) else character)
@@ -217,7 +222,7 @@ def test_json_is_one_object_with_everything(penstock: Penstock, model: Path) -> 
     assert {name: record[name] for name in ("model", "prompt", "text", "tokens", "finish_reason", "device", "dtype")} == {
         "model": str(model), "prompt": "xyz", "text": "", "tokens": [END], "finish_reason": "stop", "device": "cpu", "dtype": "float32",
     }  # fmt: skip
-    assert record["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 1}
+    assert record["usage"] == usage(3, 0, 1)
     assert record["timings"].keys() == {"boot_s", "first_token_s", "total_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
     assert record["timings"]["decode_tokens_per_s"] is None
     assert record["timings"]["first_token_s"] > 0
@@ -555,9 +560,9 @@ def records(result: Result) -> list[dict[str, object]]:
 def test_chat_answers_every_line_and_remembers(penstock: Penstock, model: Path) -> None:
     first, second = records(penstock("chat", model, "--json", "--block-size", "1", stdin=b"hi\r\n\nyo"))
     assert (first["prompt"], first["text"], first["finish_reason"]) == ("hi", "vwxyz", "stop")
-    assert first["usage"] == {"prompt_tokens": 5, "cached_tokens": 0, "output_tokens": 6}
+    assert first["usage"] == usage(5, 0, 6)
     assert second["prompt"] == "yo"
-    assert second["usage"] == {"prompt_tokens": 14, "cached_tokens": 10, "output_tokens": 6}
+    assert second["usage"] == usage(14, 10, 6)
 
 
 def test_chat_commands(penstock: Penstock, model: Path) -> None:

@@ -25,14 +25,15 @@ class Sequel:
     text: list[str] = field(default_factory=list)
     deltas: deque[Delta] = field(default_factory=deque)
     finish: FinishReason | None = None
-    cached: int = 0
+    cached: tuple[int, int, int] = (0, 0, 0)
+    """Prompt tokens that were found; those that came from the host, and from disk."""
 
     def take(self, event: Event) -> bool:
         """Add what happened in a step. True if a stop string has just ended the output, which the engine does not know."""
         self.prompt_logprobs.extend(event.prompt_logprobs)
         if event.token is None:
             return False
-        self.cached = event.cached
+        self.cached = event.cached, event.cached_host, event.cached_disk
         self.tokens.append(event.token)
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
@@ -71,4 +72,4 @@ class Job:
         first = self.sequences[0]
         prompt_logprobs = None if first.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
         outputs = tuple(sequence.output() for sequence in self.sequences)
-        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, first.cached)
+        return Completion(self.prompt, self.tokens, outputs, prompt_logprobs, *first.cached)

@@ -30,6 +30,9 @@ class Completion:
     """One for each prompt token, None for the first, where they were asked for."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was found instead of computed."""
+    cached_host: int = 0
+    cached_disk: int = 0
+    """Those of them that came from host memory, and from disk."""
 
     @property
     def text(self) -> str:

@@ -101,6 +101,55 @@ class KVStats:
         return self.host + self.disk + self.copied + self.sent > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """What has gone one way between two tiers."""
+
+    bytes: int
+    seconds: float
+    """That it was under way."""
+    lost: int
+    """Blocks that did not get there."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, 0 if nothing went."""
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Where prompts were found and what was kept for later ones, since the engine started."""
+
+    prompt_tokens: int
+    found_device: int
+    found_host: int
+    found_disk: int
+    """Prompt tokens whose KV was found, by the tier on which it was."""
+    up: Direction
+    down: Direction
+    inward: Direction
+    outward: Direction
+    """Host to device, device to host, disk to host, host to disk."""
+    given_up_device: int
+    given_up_host: int
+    given_up_disk: int
+    """Blocks that made room for others."""
+    recomputed: int
+    """Blocks that were there, but slower to bring than to compute."""
+    late: int
+    """Blocks that were waited for in vain."""
+    cached_host: int
+    cached_disk: int
+    """Blocks that are there and in use by nobody, and records on disk."""
+    disk_bytes: int
+    checksum_failures: int
+    io_failures: int
+    quarantined: int
+    disk_off: bool
+    """Whether the disk is left alone for a while, since it kept failing."""
+
+
 def _share(waited: float, seconds: float) -> float:
     """A wait is counted when it is over, and may have begun before the interval."""
     return min(waited / seconds, 1.0)

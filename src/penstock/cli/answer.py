@@ -43,7 +43,9 @@ class Answer:
     weights: WeightStats
     kv: KVStats | None = None
     cached_tokens: int = 0
-    """Prompt tokens whose KV was found."""
+    cached_host: int = 0
+    cached_disk: int = 0
+    """Prompt tokens whose KV was found; those of them that came from host memory, and from disk."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     first: float = 0.0
     end: float = 0.0
@@ -68,8 +70,10 @@ class Answer:
         """One line for a person."""
         prefill, decode = (f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate))
         first = f"first token after {self.first:.3f} s" if self.tokens else f"no token in {self.end:.3f} s"
+        ways = ((self.cached_host, "host memory"), (self.cached_disk, "disk"))
+        came = "".join(f", {tokens:,} from {tier}" for tokens, tier in ways if tokens)
         return (
-            f"prompt {self.prompt_tokens:,} tokens ({self.cached_tokens:,} cached){prefill}; {first}; "
+            f"prompt {self.prompt_tokens:,} tokens ({self.cached_tokens:,} cached{came}){prefill}; {first}; "
             f"output {self.tokens:,} tokens{decode}; ended by {'/'.join(dict.fromkeys(output.finish for output in self.outputs))}"
         )
 
@@ -100,6 +104,7 @@ def follow(
     answer.weights, kv = weights.stats().since(before), engine.kv_stats()
     answer.kv = kv.since(kv_before) if kv and kv_before else None
     answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
+    answer.cached_host, answer.cached_disk = completion.cached_host, completion.cached_disk
     return answer
 
 
@@ -121,7 +126,13 @@ def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answ
         "prompt": prompt,
         **outputs[0],
         **({"outputs": outputs} if params.n > 1 else {}),
-        "usage": {"prompt_tokens": answer.prompt_tokens, "cached_tokens": answer.cached_tokens, "output_tokens": answer.tokens},
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "cached_tokens": answer.cached_tokens,
+            "cached_host_tokens": answer.cached_host,
+            "cached_disk_tokens": answer.cached_disk,
+            "output_tokens": answer.tokens,
+        },
         "timings": {
             "boot_s": booted.seconds,
             "first_token_s": answer.first or None,

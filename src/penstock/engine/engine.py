@@ -7,11 +7,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.base.errors import EngineClosedError
-from penstock.base.meter import KVStats
+from penstock.base.meter import Direction, KVStats, TierStats
 from penstock.kv.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
-from penstock.step.plan import Outcome, Plan, RequestId
+from penstock.step.plan import Outcome, Plan, RequestId, Route
 from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Stats:
     output_tokens: int
     kv: KVStats | None
     """Of long contexts; None if there is no room for any."""
+    tiers: TierStats | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ class Engine:
             computed_tokens=self._computed,
             output_tokens=self._output,
             kv=self.kv_stats(),
+            tiers=self.tier_stats(),
         )
 
     def kv_stats(self) -> KVStats | None:
@@ -189,6 +191,41 @@ class Engine:
         block, room = carrier.pool.layout.block_bytes, carrier.pool.blocks
         host = min(self._cold, room)
         return KVStats(host * block, (self._cold - host) * block, room * block, carrier.copied_bytes, self._sent * block)
+
+    def tier_stats(self) -> TierStats | None:
+        """Of prefixes on other tiers; None if there are none."""
+        ranks, tiers = self._ranks, self.scheduler.tiers
+        carrier = ranks.carrier if ranks is not None else None
+        if carrier is None or carrier.transfers is None:
+            return None
+        counts, block = tiers.counts, carrier.pool.layout.block_bytes
+        up, down, inward, outward = (
+            Direction(counts.moved[route] * block, counts.seconds[route], counts.lost[route])
+            for route in (Route.UP, Route.DOWN, Route.IN, Route.OUT)
+        )
+        disk = carrier.transfers.store.stats if carrier.transfers.store is not None else None
+        return TierStats(
+            counts.prompts,
+            counts.found,
+            counts.found_host,
+            counts.found_disk,
+            up,
+            down,
+            inward,
+            outward,
+            tiers.pages.given_up,
+            tiers.host.given_up,
+            tiers.disk.given_up if tiers.disk is not None else 0,
+            counts.recomputed,
+            counts.late,
+            tiers.host.cached,
+            disk.records if disk else 0,
+            disk.real_bytes if disk else 0,
+            disk.checksum_failures if disk else 0,
+            disk.io_failures if disk else 0,
+            disk.quarantined if disk else 0,
+            bool(disk and (disk.reads_off or disk.writes_off)),
+        )
 
     def close(self) -> None:
         """Free the device. Requests that are still there are lost; a second call does nothing."""

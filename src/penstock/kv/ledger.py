@@ -46,6 +46,9 @@ class Ledger(Generic[Id]):
         self._keys: list[bytes | None] = [None] * self.blocks
         self._by_key: dict[bytes, Id] = {}
 
+    given_up = 0
+    """Cached blocks, since there is the ledger."""
+
     def _order(self, block: Id) -> Eviction[bytes]:
         """By which a block that is cached is given up."""
         raise NotImplementedError
@@ -83,6 +86,7 @@ class Ledger(Generic[Id]):
 
     def _give_up(self, order: Eviction[bytes]) -> Id:
         block = self._by_key.pop(order.victim())
+        self.given_up += 1
         self._keys[block] = None
         return block
 
@@ -274,6 +278,7 @@ class DiskLedger:
     def __init__(self, capacity: int, keys: Iterable[bytes] = (), block_size: int = 32) -> None:
         """capacity: of records. keys: that are there, the longest unused first."""
         self.capacity = capacity
+        self.given_up = 0
         self._there: set[bytes] = set()
         self._cached = Prospect[bytes](max(capacity, 1), deep=max(_DEEP // block_size, 1))
         for key in keys:
@@ -297,6 +302,7 @@ class DiskLedger:
             key = self._cached.victim()
             self._there.remove(key)
             gone.append(key)
+        self.given_up += len(gone)
         return gone
 
     def add(self, key: bytes, parent: bytes | None) -> None:

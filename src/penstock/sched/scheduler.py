@@ -549,6 +549,7 @@ class Scheduler:
         start, stop, size = request.computed, request.computed + count, self.limits.block_size
         if request.cached is None:
             request.cached = start
+            self.tiers.counts.began(request.prompt_length, start, request.from_host, request.from_disk)
         pages, first = self._lacking(request, count), self._first_page(request, count)
         if request.long:
             have, chunk = len(request.host_blocks), self._is_chunk(request)
@@ -681,7 +682,7 @@ class Scheduler:
                     result.logprob,
                     finish=finish,
                     cached=request.cached or 0,
-                    cached_host=request.from_host,
+                    cached_host=max(0, request.from_host - request.from_disk),
                     cached_disk=request.from_disk,
                 )
             )

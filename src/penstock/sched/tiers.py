@@ -29,10 +29,22 @@ class Counts:
     moved: Counter[Route] = field(default_factory=Counter)
     lost: Counter[Route] = field(default_factory=Counter)
     seconds: dict[Route, float] = field(default_factory=lambda: dict.fromkeys(Route, 0.0))
+    prompts: int = 0
+    """Tokens of prompts; of those the ones found in pages, or where a long request reads them; on the host; and on disk."""
+    found: int = 0
+    found_host: int = 0
+    found_disk: int = 0
     recomputed: int = 0
     """Of prompts, that were there and were computed all the same, since that was thought to be faster."""
     late: int = 0
     """That were waited for in vain."""
+
+    def began(self, prompt: int, cached: int, came_up: int, came_in: int) -> None:
+        """A request computes its first token: `cached` of its tokens were found, so many of them not in pages, nor on the host."""
+        self.prompts += prompt
+        self.found_disk += came_in
+        self.found_host += max(0, came_up - came_in)
+        self.found += max(0, cached - max(came_up, came_in))
 
 
 class Name(NamedTuple):

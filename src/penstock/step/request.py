@@ -68,7 +68,7 @@ class Request:
     """Whether it still waits for blocks from the disk; not when some came too late."""
     from_host: int = 0
     from_disk: int = 0
-    """Of the cached tokens, those that came from the host and the disk."""
+    """Of the cached tokens, those that came up from the host, and those of them that had come there from disk."""
     scored: int = 0
     """Prompt tokens after the first whose log-probabilities have been reported."""
     finish: FinishReason | None = None
