@@ -74,6 +74,8 @@ class Worker:
         self.landed: Counter[Route] = Counter()
         self.disk: dict[bytes, Facts] = {}
         self.lossy = False
+        self.seconds = 1e-3
+        """That a block takes to another tier; a token takes ten milliseconds."""
 
     def start_fact(self, prompt_length: int) -> int:
         return prompt_length if self.rope_from is not None and prompt_length > self.rope_from else 0
@@ -123,7 +125,7 @@ class Worker:
                     found = self.disk.get(transfer.keys[index])
                     lost += [index] if found is None and index not in lost else []
                     self.host[block] = list(found) if found is not None and index not in lost else [None] * self.size
-            yield Landed(id, 0.001 * len(transfer.blocks), tuple(sorted(lost)))
+            yield Landed(id, self.seconds * len(transfer.blocks), tuple(sorted(lost)))
 
     def spoil(self, plan: Plan) -> None:
         """All that the step was to write is rubbish, and what was under way has ended."""
@@ -738,6 +740,35 @@ def test_a_plan_of_long_requests_may_be_interrupted_anywhere() -> None:
     assert lines > 150
 
 
+def halved(hall: Hall, prompt: list[int]) -> list[int]:
+    """Lengths of the shares of a prompt whose blocks are on the disk alone, when a block takes as long to come as to compute."""
+    tiers = hall.scheduler.tiers
+    hall.submit(prompt, 1)
+    hall.drain()
+    hall.ledger.forget()
+    hall.host.forget()
+    hall.worker.seconds = 0.01 * hall.limits.block_size
+    tiers.rates.block[Route.IN], tiers.rates.token = hall.worker.seconds, 0.01
+    id = hall.submit(prompt, 1)
+    shares = []
+    while id in hall.live:
+        shares += [len(share.tokens) for share in hall.step().shares]
+    assert hall.ended[-1].cached == len(prompt) - sum(shares)
+    return shares
+
+
+@pytest.mark.parametrize("long_from", [None, 20])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_comes_from_the_disk_meets_what_is_computed(long_from: int | None, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen blocks and two tokens: the first eight are computed while the others come, by a disk that is fast or late."""
+    hall = Hall(blocks=40, host_blocks=40, store="eager", disk=60, long_from=long_from)
+    monkeypatch.setattr(hall.worker.chance, "random", lambda: float(late and len(hall.live) > 0 and hall.worker.landed[Route.OUT] > 0))
+    shares = halved(hall, [*TEN, *TEN, *TEN, *TEN, *TEN, *TEN, 1, 2, 0, 1, 2, 2])
+    assert shares == [16, 16, 2]
+    assert hall.worker.landed[Route.IN] == 1
+    assert hall.scheduler.tiers.counts.found_disk == 0 or late
+
+
 # -- anything at any time ----------------------------------------------------------------------------------------------------
 
 
@@ -760,11 +791,13 @@ class Nights(RuleBasedStateMachine):
         near=st.sampled_from([0, None, None, 3]),
         store=st.sampled_from(["off", "eager", "eager", "lazy"]),
         disk=st.sampled_from([0, 3, 40]),
+        seconds=st.sampled_from([1e-4, 0.02, 0.5]),
         share=st.sampled_from([True, True, True, False]),
         rope_from=st.sampled_from([None, None, 0, 6]),
     )
-    def begin(self, block_size: int, max_step_tokens: int, **more: Any) -> None:
+    def begin(self, block_size: int, max_step_tokens: int, seconds: float, **more: Any) -> None:
         self.hall = Hall(block_size=block_size, max_step_tokens=max(block_size, max_step_tokens), **more)
+        self.hall.worker.seconds = seconds
 
     @rule(
         prompt=tokens,
@@ -837,7 +870,7 @@ def crowded(seed: int) -> Hall:
         store=("off", "eager", "lazy")[seed % 3],
         disk=(0, 6, 60)[seed // 3 % 3],
     )
-    hall.worker.lossy = seed % 4 == 0
+    hall.worker.lossy, hall.worker.seconds = seed % 4 == 0, (1e-3, 0.03)[seed % 5 == 0]
     beginnings = [[chance.randrange(ALPHABET) for _ in range(4 * size)] for _ in range(2)]
     for _ in range(100):
         room = hall.scheduler.longest - 1

@@ -6,6 +6,8 @@ from penstock.step.plan import Route
 
 _NEW = 0.25
 """Weight of the newest measurement."""
+_LEAST_SPLIT = 8
+"""Blocks of which some are computed and some come."""
 _LEAST_TOKENS = 64
 """Of a step whose time says something about the cost of a token."""
 
@@ -34,6 +36,15 @@ class Rates:
     def loading_pays(self, seconds: float | None, tokens: int) -> bool:
         """Whether to bring blocks of so many tokens, which takes so long, rather than compute them. What is not known is tried."""
         return seconds is None or self.token is None or seconds < self.token * tokens
+
+    def computed_first(self, blocks: int, size: int) -> int:
+        """Of so many blocks on disk, of `size` tokens each, how many of the first had better be computed while the rest comes, so that both
+        are done at once. All of them where what would be left to come is not worth the waiting."""
+        each = self.block.get(Route.IN)
+        if each is None or self.token is None or blocks < _LEAST_SPLIT:
+            return 0 if self.loading_pays(self.seconds(Route.IN, blocks), blocks * size) else blocks
+        front = int(blocks * each / (each + self.token * size))
+        return front if blocks - front >= _LEAST_SPLIT // 2 else blocks
 
     def seconds(self, route: Route, blocks: int) -> float | None:
         per_block = self.block.get(route)

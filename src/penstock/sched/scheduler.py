@@ -258,7 +258,7 @@ class Scheduler:
                 count = 1
             else:
                 self._reuse(request)
-                if self._fetch(request):
+                if self._meet(request) or self._fetch(request):
                     position += 1
                     continue
                 count = self._chunk(request, budget)
@@ -279,7 +279,7 @@ class Scheduler:
 
         Who has been admitted always has one: those admitted with it computed a token each beside its first chunk, as they do from then on.
         """
-        lacking = request.length - request.computed
+        lacking = (request.meets * self.limits.block_size or request.length) - request.computed
         if not request.long or lacking <= budget:
             return min(lacking, budget)
         count = budget - budget % self.limits.block_size
@@ -446,6 +446,8 @@ class Scheduler:
             request.computed += size
             request.sealed = blocks
             skipped += size
+        if skipped and request.long and request.meeting is not None and request.cached is not None:
+            self._met(request, skipped)
         if skipped and request.long and request.blocks:
             # Its pages would have a gap before what is computed next.
             self._drop_pages(request, len(request.blocks))
@@ -474,15 +476,28 @@ class Scheduler:
         names = self.tiers.on_disk(self._names(request, first))
         if not names:
             return False
-        each = rates.seconds(Route.IN, len(names))
-        if not rates.loading_pays(each, len(names) * size):
-            self.tiers.counts.recomputed += len(names)
-            request.patient = False
-            return False
-        begun = self.tiers.bring_in(names)
+        # A long request's chunks are two tokens at least.
+        front = rates.computed_first(len(names), size) if size > 1 else 0
+        self.tiers.counts.recomputed += front
+        begun = self.tiers.bring_in(names[front:])
         if begun is None:
+            request.patient = front < len(names)
+            return False
+        if front:
+            request.meets, request.meeting = first + front, begun[0]
             return False
         request.arriving = begun[0]
+        self._wait(request)
+        return True
+
+    def _meet(self, request: Request) -> bool:
+        """Whether a request has come to blocks that are still on their way, for which it waits."""
+        if not request.meets or request.computed < request.meets * self.limits.block_size:
+            return False
+        request.meets = 0
+        if request.meeting is None or not self.tiers.is_coming(request.meeting):
+            return False
+        request.arriving = request.meeting
         self._wait(request)
         return True
 
@@ -621,6 +636,7 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         self._depart(request)
+        request.meets, request.meeting = 0, None
         self.ledger.release(request.blocks)
         self.host.release(request.host_blocks)
         request.blocks, request.host_blocks = [], []
@@ -645,8 +661,8 @@ class Scheduler:
         for request in self._waiting:
             request.phase, request.row, request.blocks, request.host_blocks = Phase.WAITING, None, [], []
             request.computed = request.sealed = request.shown = request.tabled = request.host_tabled = 0
-            request.paged = request.near = 0
-            request.arriving = None
+            request.paged = request.near = request.meets = 0
+            request.arriving = request.meeting = None
 
     # -- commit --------------------------------------------------------------------------------------------------------------
 
@@ -718,6 +734,16 @@ class Scheduler:
         request.sealed = len(request.blocks)
         if request.cached is None:
             request.from_host += right * size
+        elif request.meeting is not None:
+            self._met(request, right * size)
+
+    def _met(self, request: Request, tokens: int) -> None:
+        """So many tokens that came from the disk while those before them were computed need not be."""
+        request.meeting = None
+        assert request.cached is not None
+        request.cached += tokens
+        request.from_host += tokens
+        request.from_disk += tokens
 
     def _seal_cold(self, request: Request) -> None:
         """Its host blocks have been written: from now on others find them."""

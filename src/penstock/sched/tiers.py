@@ -108,6 +108,10 @@ class Tiers:
         """Whether something is to set out with the next plan."""
         return bool(self._down or self._out or self._new or self._forget)
 
+    def is_coming(self, id: TransferId) -> bool:
+        """Whether it is under way."""
+        return id in self._going
+
     def pages_of(self, id: TransferId) -> Sequence[BlockId]:
         """That a transfer which is under way fills."""
         return self._going[id].transfer.pages

@@ -64,6 +64,10 @@ class Request:
     """What it waits for: its next blocks come from another tier. Meanwhile it computes nothing."""
     since: float = 0.0
     """When it began to wait, in seconds of the scheduler's clock."""
+    meets: int = 0
+    """Index of the first block that comes from the disk while those before it are computed; 0 if there is none."""
+    meeting: TransferId | None = None
+    """By which it comes."""
     patient: bool = True
     """Whether it still waits for blocks from the disk; not when some came too late."""
     from_host: int = 0
