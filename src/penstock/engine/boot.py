@@ -217,7 +217,7 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
     far = settled.far
     if far is None or not far.store_bytes:
         return None
-    directory, size = config.kv_directory.expanduser() / "kv", far.layout.block_bytes
+    directory, size = config.kv_directory.expanduser(), far.layout.block_bytes
     about = {
         "model": str(getattr(model, "path", settled.spec.family)),
         "family": settled.spec.family,
