@@ -47,7 +47,8 @@ def command(action: str, directory: Path | None, yes: bool) -> int:
     if action == "clear":
         return _clear(where, paths, yes)
     if action == "verify":
-        return int(any([_verify(path) for path in paths]))
+        wrong = [_verify(path) for path in paths]
+        return int(any(wrong))
     (_ls if action == "ls" else _stat)(paths)
     return 0
 

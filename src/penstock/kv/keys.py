@@ -22,7 +22,17 @@ def root_key(fingerprint: bytes, *facts: object) -> bytes:
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The key of the block that holds `tokens` and follows the block with key `parent`."""
+    return block_keys(parent, tokens, len(tokens))[0]
+
+
+def block_keys(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
+    """The keys of the full blocks of `size` tokens that follow the block with key `parent`."""
     words = array("I", tokens)
     if _BIG_ENDIAN:
         words.byteswap()
-    return blake2b(parent + words.tobytes(), digest_size=KEY_BYTES, person=b"penstock-block").digest()
+    data, width = words.tobytes(), size * words.itemsize
+    keys = []
+    for start in range(0, len(data) - width + 1, width):
+        parent = blake2b(parent + data[start : start + width], digest_size=KEY_BYTES, person=b"penstock-block").digest()
+        keys.append(parent)
+    return keys

@@ -53,7 +53,6 @@ SEGMENTS = 16
 """A cap is for at least so many, which are smaller if need be."""
 _FIXED = 64 << 10
 """Of the cap, for all that does not grow with it."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(PenstockError):
@@ -303,7 +302,3 @@ def describe(path: Path, about: Mapping[str, object]) -> None:
 
 def reason(fault: OSError | ReadError) -> str:
     return (fault.strerror if isinstance(fault, OSError) else None) or str(fault)
-
-
-def is_full(fault: BaseException | None) -> bool:
-    return isinstance(fault, OSError) and fault.errno in _FULL

@@ -54,6 +54,8 @@ class Space:
         self._next_segment = found.next_segment
         self._open: list[Segment] = []
         """With slots to be given out."""
+        self._version = self._sizes = (-1, -1)
+        """What segments there were when their sizes were added up, and the sums."""
         self.segments = {number: Segment.of(file) for number, file in found.segments.items()}
         keys, numbers, slots, totals = (found.live[name].tolist() for name in ("key", "segment", "slot", "sum"))
         places = found.live["segment"] << np.uint64(SLOT_BITS) | found.live["slot"]
@@ -67,7 +69,7 @@ class Space:
     @property
     def taken(self) -> int:
         """Bytes of the disk, at most."""
-        return sum(segment.file.disk_bytes for segment in self.segments.values())
+        return self._measured()[0]
 
     @property
     def spare(self) -> int:
@@ -78,8 +80,8 @@ class Space:
     def grows(self) -> bool:
         """Whether one more segment fits."""
         usual = planned_bytes(self._size.slots, self._record_bytes)
-        largest = max((segment.file.disk_bytes for segment in self.segments.values()), default=0)
-        return self.taken + usual + max(usual, largest) <= self._size.budget
+        taken, largest = self._measured()
+        return taken + usual + max(usual, largest) <= self._size.budget
 
     def find(self, place: Place) -> tuple[Segment, int]:
         return self.segments[place >> SLOT_BITS], place & (1 << SLOT_BITS) - 1
@@ -129,6 +131,15 @@ class Space:
             return None
         records = [(source, source.item(key, slot)) for source in chosen for slot, key in enumerate(source.keys) if key is not None]
         return self._new(slots), chosen, records
+
+    def _measured(self) -> tuple[int, int]:
+        """Bytes of all segments, and of the largest."""
+        version = self._next_segment, len(self.segments)
+        if version != self._version:
+            sizes = [segment.file.disk_bytes for segment in self.segments.values()]
+            self._sizes = sum(sizes), max(sizes, default=0)
+            self._version = version
+        return self._sizes
 
     def _new(self, slots: int) -> Segment:
         """Full, until somebody knows of it: then an interrupt leaves only something to be removed."""

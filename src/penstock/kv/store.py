@@ -166,6 +166,7 @@ class BlockStore:
 
         Raises StoreLocked if another process writes to it, StoreError if it cannot be read or written, or the cap is too small.
         """
+        assert 0 < len(identity) <= 64, f"a digest of {len(identity)} bytes"
         path, seed = directory_of(directory, identity), crc32(identity)
         size = sizes(cap_bytes, record_bytes)
         if read_only:
@@ -293,8 +294,9 @@ class BlockStore:
     def touch(self, keys: Iterable[bytes]) -> None:
         """They have been used. Kept when the journal is written anew, as it is at the end."""
         for key in keys:
-            self._touched.pop(key, None)
-            self._touched[key] = None
+            if key in self._index:
+                self._touched.pop(key, None)
+                self._touched[key] = None
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """They are not found any more, nor is what is being written, and their room is for others."""

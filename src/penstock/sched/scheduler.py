@@ -16,7 +16,7 @@ from itertools import pairwise, takewhile
 from time import monotonic
 
 from penstock.base.errors import RequestError
-from penstock.kv.keys import block_key, root_key
+from penstock.kv.keys import block_keys, root_key
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.tiers import Name, Store, Tiers
 from penstock.step.params import Sampling
@@ -503,9 +503,13 @@ class Scheduler:
 
     def _names(self, request: Request, first: int) -> Iterator[Name]:
         """Of the request's full blocks from `first` on, but for one that holds its last token."""
-        size = self.limits.block_size
-        for index in range(first, (request.length - 1) // size):
-            yield Name(self._key(request, index), self._key(request, index - 1) if index else None)
+        last = (request.length - 1) // self.limits.block_size
+        if first >= last:
+            return iter(())
+        self._key(request, last - 1)
+        keys = request.keys
+        parents = [keys[first - 1] if first else None, *keys[first : last - 1]]
+        return map(Name, keys[first:last], parents)
 
     def _wait(self, request: Request) -> None:
         assert request.arriving is not None
@@ -551,12 +555,12 @@ class Scheduler:
 
     def _key(self, request: Request, index: int) -> bytes:
         """The key of the request's full block `index`, with those before it."""
-        size = self.limits.block_size
-        while len(request.keys) <= index:
-            at = len(request.keys)
-            parent = request.keys[-1] if at else self.prefixes.root_of(request.prompt_length)
-            request.keys.append(block_key(parent, request.tokens[at * size : (at + 1) * size]))
-        return request.keys[index]
+        keys, size = request.keys, self.limits.block_size
+        if len(keys) <= index:
+            # All that there are: whoever asks for one will ask for the next.
+            parent = keys[-1] if keys else self.prefixes.root_of(request.prompt_length)
+            keys += block_keys(parent, request.tokens[len(keys) * size :], size)
+        return keys[index]
 
     def _share(self, request: Request, count: int) -> Share:
         """Allocate blocks for the next `count` positions, seal pages that become full, and describe the work."""
@@ -727,8 +731,6 @@ class Scheduler:
             if request.cached is None:
                 request.from_disk += right * size
             return
-        for _, name in zip(pages, names, strict=False):
-            self.tiers.use(name.key)
         request.blocks.extend(pages)
         request.computed += right * size
         request.sealed = len(request.blocks)

@@ -97,6 +97,8 @@ class Tiers:
         """Blocks of the host that shall go to the disk, each held."""
         self._new: list[Transfer] = []
         self._forget: list[bytes] = []
+        self._found: list[Name] = []
+        """That set out: their use is noted when there is time, while they are on their way."""
 
     @property
     def moving(self) -> bool:
@@ -153,6 +155,7 @@ class Tiers:
         """From host blocks to as many new pages, which the caller has seen to be available. They are the transfer's."""
         for block in blocks:
             self.host.hold(block)
+        self._found += names
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks), pages
 
@@ -233,6 +236,9 @@ class Tiers:
     def landed(self, reports: Sequence[Landed]) -> Iterator[tuple[Transfer, Sequence[Name], int]]:
         """Take in what has landed. Of each transfer to the device or from the disk: itself, its blocks' names, and how many of its first
         blocks are right. Pages of those are the caller's from then on, with the hold that they have."""
+        found, self._found = self._found, []
+        for name in found:
+            self.use(name.key)
         for report in reports:
             going = self._going.pop(report.id)
             transfer, names, lost = going.transfer, going.names, set(report.lost)
@@ -279,7 +285,7 @@ class Tiers:
         self._coming.clear()
         self._down.clear()
         self._out.clear()
-        self._new, self._forget = [], []
+        self._new, self._forget, self._found = [], [], []
 
     def forget(self) -> int:
         """Nothing on disk is to be found any more, nor what is on its way anywhere. Returns how many blocks the disk gives up."""
