@@ -135,6 +135,8 @@ class Transfers:
         store, transfer = self.store, going.transfer
         assert store is not None, "a transfer to or from a disk that is not there"
         is_in = transfer.route is Route.IN
+        if is_in:
+            store.touch(transfer.keys)
         ready = (self._compute.mark() if is_in else landed()).wait
         for key, block in zip(transfer.keys, transfer.blocks, strict=True):
             (store.read if is_in else store.write)(key, self._host.block(block).numpy(), ready, going.tasks)
