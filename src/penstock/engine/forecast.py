@@ -30,6 +30,8 @@ TABLES = 512
 CONTEXT = 800 << 20
 """Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H200."""
 GB = 10**9
+_TAIL = 4
+"""Pages of a long sequence that hold what is nowhere else."""
 MORE = 1.1
 """Links are tried this many times as fast."""
 
@@ -173,7 +175,8 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
         arithmetic = _arithmetic(spec, machine, every, expert, step)
         return _pace(spec, machine, placement, experts, step, arithmetic, bool(far))
 
-    decode, prefill = pace(_decode(spec, work)), pace(_prefill(spec, work))
+    near = max(budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
+    decode, prefill = pace(_decode(spec, work, near)), pace(_prefill(spec, work))
     if machine.host is not None:
         machine = replace(machine, host=machine.host + far)
     return Forecast(machine, work, budget, placement, experts, beside, decode, prefill, far)
@@ -251,14 +254,17 @@ class _Step:
     far: Callable[[int], float]
 
 
-def _decode(spec: ModelSpec, work: Work) -> _Step:
+def _decode(spec: ModelSpec, work: Work, near: int) -> _Step:
+    """near: newest tokens of each sequence whose KV need not come, since pages hold it as well."""
+    near_bytes = near * kv_layout(spec, work.dtype, BLOCK_SIZE).layer_bytes // BLOCK_SIZE
+
     def pairs(layer: int) -> float:
         return work.batch * bounds.tokens_seen(spec, work.context, layer)
 
     def kv(layer: int) -> float:
         return work.batch * bounds.kv_layer_bytes_read(spec, work.dtype, work.context, layer)
 
-    return _Step(work.batch, work.batch, pairs, kv, kv)
+    return _Step(work.batch, work.batch, pairs, kv, lambda layer: max(kv(layer) - work.batch * near_bytes, 0))
 
 
 def _prefill(spec: ModelSpec, work: Work) -> _Step:
