@@ -34,6 +34,8 @@ README, ADDING = ROOT / "README.md", ROOT / "docs" / "adding-a-model.md"
 ENTRY = "import sys; from penstock.cli.main import main; sys.exit(main())"
 INSTALLED = ".venv/bin/"
 """Where `make` puts commands."""
+KV = "./kv"
+"""Where README keeps KV."""
 LARGE, TRACE = "--device-memory 16GiB --host-memory 100GiB", "trace.json"
 """What README writes for a model larger than the GPU."""
 
@@ -126,7 +128,19 @@ def needed_memory(command: str) -> int | None:
     return int(remark[1]) if remark else None
 
 
-@pytest.mark.parametrize("command", commands(README))
+def test_a_prefix_is_found_in_the_next_run_as_readme_says(tmp_path: Path) -> None:
+    """Its commands, one after another: the first run computes the prompt, the second finds it on disk."""
+    lines = [filled(line).replace(KV, str(tmp_path / "kv")) for line in commands(README) if KV in line]
+    first, second, listed, verified = [in_shell(f"{line} --temperature 0" if " run " in line else line, tmp_path) for line in lines]
+    assert "(0 cached)" in first.stderr
+    assert (found := re.search(r"\(([\d,]+) cached, \1 from disk\)", second.stderr)), second.stderr
+    assert int(found[1].replace(",", "")) > 5000
+    assert second.stdout == first.stdout
+    assert re.search(r"bfloat16|float32", listed.stdout)
+    assert re.search(r"(\d+) of \1 records are as they were written", verified.stdout)
+
+
+@pytest.mark.parametrize("command", [line for line in commands(README) if KV not in line])
 def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     if memory := needed_memory(command):

@@ -149,6 +149,11 @@ class TierStats:
     disk_off: bool
     """Whether the disk is left alone for a while, since it kept failing."""
 
+    @property
+    def moved(self) -> bool:
+        """Whether any block has gone anywhere."""
+        return any(way.bytes or way.lost for way in (self.up, self.down, self.inward, self.outward))
+
 
 def _share(waited: float, seconds: float) -> float:
     """A wait is counted when it is over, and may have begun before the interval."""

@@ -246,22 +246,37 @@ def measure(job: Job, say: Callable[[str], None] = lambda _: None) -> Report:
     return Report("trace", str(job.path), len(trace), asked, distinct, job.part, job.block_bytes, tuple(rows), cost)
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A request of a trace: the hashes of its blocks, when it came, in milliseconds, and its tokens; None for what is not told."""
+
+    keys: list[int]
+    timestamp: float | None
+    input_length: int | None
+    output_length: int | None
+
+
 def read(path: Path) -> list[list[int]]:
     """The hashes of each request's blocks. Raises ConfigError for a file that cannot be read or is no trace."""
+    return [request.keys for request in requests(path)]
+
+
+def requests(path: Path) -> list[Recorded]:
+    """All of a trace, in order. Raises ConfigError for a file that cannot be read or is no trace."""
     trace = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    trace.append(_keys(line, f"line {number} of {path}"))
+                    trace.append(_request(line, f"line {number} of {path}"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
-    if not any(trace):
+    if not any(request.keys for request in trace):
         raise ConfigError(f"the trace {path} asks for no block; each of its lines must be JSON with hash_ids")
     return trace
 
 
-def _keys(line: str, where: str) -> list[int]:
+def _request(line: str, where: str) -> Recorded:
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -271,7 +286,9 @@ def _keys(line: str, where: str) -> list[int]:
         raise ConfigError(f"{where} has no hash_ids that are a list of whole numbers; a trace has them on each")
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{where} names a block twice, but the hash of a block covers those before it; give a trace of chained hashes")
-    return keys
+    came, tokens = request.get("timestamp"), (request.get("input_length"), request.get("output_length"))
+    read, answered = (count if type(count) is int else None for count in tokens)
+    return Recorded(keys, float(came) if type(came) in (int, float) else None, read, answered)
 
 
 def replay(trace: Iterable[Sequence[Key]], policy: Offered[Key], blocks: int, first: int = 0) -> float:

@@ -8,8 +8,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from penstock.base.config import Config
-from penstock.base.meter import KVStats, WeightStats
-from penstock.cli.live import kv_summary, summary
+from penstock.base.meter import KVStats, TierStats, WeightStats
+from penstock.cli.live import kv_summary, summary, tier_summary
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
@@ -42,6 +42,8 @@ class Answer:
     outputs: list[Output]
     weights: WeightStats
     kv: KVStats | None = None
+    tiers: TierStats | None = None
+    """Since the engine started."""
     cached_tokens: int = 0
     cached_host: int = 0
     cached_disk: int = 0
@@ -105,6 +107,7 @@ def follow(
     answer.kv = kv.since(kv_before) if kv and kv_before else None
     answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
     answer.cached_host, answer.cached_disk = completion.cached_host, completion.cached_disk
+    answer.tiers = engine.tier_stats()
     return answer
 
 
@@ -115,6 +118,8 @@ def remark(answer: Answer) -> None:
         say(summary(answer.weights, answer.end), faint=True)
     if answer.kv is not None and answer.kv.streams:
         say(kv_summary(answer.kv, answer.end), faint=True)
+    if answer.tiers is not None and answer.tiers.moved:
+        say(tier_summary(answer.tiers), faint=True)
 
 
 def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer) -> dict[str, object]:
@@ -145,6 +150,7 @@ def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answ
         "budget": budget,
         "weights": asdict(answer.weights) | {"streams": True} if answer.weights.streams else None,
         "kv": asdict(answer.kv) if answer.kv is not None else None,
+        "tiers": asdict(answer.tiers) if answer.tiers is not None else None,
     }
 
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Self
 from unicodedata import category, east_asian_width
 
 from penstock.base.config import terminal_kind
-from penstock.base.meter import Flow, KVStats, WeightStats
+from penstock.base.meter import Flow, KVStats, TierStats, WeightStats
 from penstock.base.units import format_rate, format_size
 from penstock.cli import terminal
 
@@ -340,6 +340,16 @@ def kv_summary(kv: KVStats, seconds: float) -> str:
     """The same of KV."""
     rate = f" ({format_rate(kv.copied / seconds)})" if seconds > 0 else ""
     return f"KV: {_kv_homes(kv)} | to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device {format_size(kv.sent)}"
+
+
+def tier_summary(tiers: TierStats) -> str:
+    """Blocks of prompts that were kept, and that came back, since the engine started."""
+    ways = (("kept on the host", tiers.down), ("on disk", tiers.outward), ("brought to the device", tiers.up), ("from disk", tiers.inward))
+    parts = [f"{name} {format_size(way.bytes)} ({format_rate(way.rate)})" for name, way in ways if way.bytes]
+    if tiers.disk_bytes:
+        parts.append(f"disk takes {format_size(tiers.disk_bytes)}")
+    parts += [f"{count:,} {what}" for count, what in ((tiers.quarantined, "damaged on disk"), (tiers.late, "too late")) if count]
+    return f"prefixes: {' | '.join(parts)}"
 
 
 def at_edge(text: str, columns: int) -> bool:
