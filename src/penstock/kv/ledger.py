@@ -80,6 +80,16 @@ class Ledger(Generic[Id]):
             self._order(block).busy(key)
         self._holders[block] += 1
 
+    def hold_all(self, blocks: Iterable[Id]) -> None:
+        """One more holder for each."""
+        holders, keys = self._holders, self._keys
+        for block in blocks:
+            if not holders[block]:
+                key = keys[block]
+                assert key is not None, f"block {block} has no key and cannot be shared"
+                self._order(block).busy(key)
+            holders[block] += 1
+
     def is_private(self, block: Id) -> bool:
         """One request holds it and no other can find it: it may be written."""
         return self._holders[block] == 1 and self._keys[block] is None
@@ -222,6 +232,16 @@ class HostLedger(Ledger[HostBlockId]):
 
     def is_near(self, block: HostBlockId) -> bool:
         return block < self.near
+
+    def run_of(self, keys: Iterable[bytes]) -> list[HostBlockId]:
+        """The near blocks with the first of these keys, up to one that there is not."""
+        by_key, near, blocks = self._by_key, self.near, list[HostBlockId]()
+        for key in keys:
+            block = by_key.get(key)
+            if block is None or block >= near:
+                break
+            blocks.append(block)
+        return blocks
 
     def worth(self, key: bytes) -> bool:
         """Whether what is cached here will likely enough be asked for again to be written to a disk."""

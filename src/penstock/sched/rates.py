@@ -8,6 +8,8 @@ _NEW = 0.25
 """Weight of the newest measurement."""
 _LEAST_SPLIT = 8
 """Blocks of which some are computed and some come."""
+_FIXED = 2e-3
+"""Seconds that bringing blocks takes beside their copies: a step is planned without them, and another when they have come."""
 _LEAST_TOKENS = 64
 """Of a step whose time says something about the cost of a token."""
 
@@ -22,7 +24,10 @@ class Rates:
     _seconds: float = 0.0
 
     def stepped(self, tokens: int, seconds: float, ended: bool) -> None:
-        """A step of so many tokens. ended: whether its arithmetic was waited for, which is when all steps before it have ended too."""
+        """A step of so many tokens. ended: whether its arithmetic was waited for, which is when all steps before it have ended too. A step
+        without any only waited, which says nothing."""
+        if not tokens:
+            return
         self._tokens += tokens
         self._seconds += seconds
         if ended:
@@ -35,7 +40,7 @@ class Rates:
 
     def loading_pays(self, seconds: float | None, tokens: int) -> bool:
         """Whether to bring blocks of so many tokens, which takes so long, rather than compute them. What is not known is tried."""
-        return seconds is None or self.token is None or seconds < self.token * tokens
+        return seconds is None or self.token is None or seconds + _FIXED < self.token * tokens
 
     def computed_first(self, blocks: int, size: int) -> int:
         """Of so many blocks on disk, of `size` tokens each, how many of the first had better be computed while the rest comes, so that both

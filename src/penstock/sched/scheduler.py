@@ -459,23 +459,23 @@ class Scheduler:
         if not self.tiers.pays or not request.share_prefix or request.computed % self.limits.block_size:
             return False
         rates, size, first = self.tiers.rates, self.limits.block_size, request.computed // self.limits.block_size
-        if request.long or first != len(request.blocks):
-            found, blocks = list[Name](), list[HostBlockId]()
-        else:
-            found, blocks = self.tiers.on_host(self._names(request, first))
+        blocks = list[HostBlockId]()
+        if not request.long and first == len(request.blocks):
+            blocks = self.host.run_of(self._next_keys(request, first))
         count = len(blocks)
         if count and count <= self.ledger.available:
             if rates.loading_pays(rates.seconds(Route.UP, count), count * size):
-                request.arriving, _ = self.tiers.bring_up(found, blocks)
+                request.arriving, _ = self.tiers.bring_up(self._names(request, first, count), blocks)
                 self._wait(request)
                 return True
             self.tiers.counts.recomputed += count
             return False
         if count or not request.patient or (request.long and first != len(request.host_blocks)):
             return False
-        names = self.tiers.on_disk(self._names(request, first))
-        if not names:
+        count = self.tiers.on_disk(self._next_keys(request, first))
+        if not count:
             return False
+        names = self._names(request, first, count)
         # A long request's chunks are two tokens at least.
         front = rates.computed_first(len(names), size) if size > 1 else 0
         self.tiers.counts.recomputed += front
@@ -501,15 +501,17 @@ class Scheduler:
         self._wait(request)
         return True
 
-    def _names(self, request: Request, first: int) -> Iterator[Name]:
+    def _next_keys(self, request: Request, first: int) -> Sequence[bytes]:
         """Of the request's full blocks from `first` on, but for one that holds its last token."""
         last = (request.length - 1) // self.limits.block_size
         if first >= last:
-            return iter(())
+            return ()
         self._key(request, last - 1)
+        return request.keys[first:last]
+
+    def _names(self, request: Request, first: int, count: int) -> list[Name]:
         keys = request.keys
-        parents = [keys[first - 1] if first else None, *keys[first : last - 1]]
-        return map(Name, keys[first:last], parents)
+        return list(map(Name, keys[first : first + count], [keys[first - 1] if first else None, *keys[first : first + count - 1]]))
 
     def _wait(self, request: Request) -> None:
         assert request.arriving is not None

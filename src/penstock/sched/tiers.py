@@ -131,30 +131,21 @@ class Tiers:
         if self.disk is not None:
             self.disk.use(key)
 
-    def on_host(self, names: Iterable[Name]) -> tuple[list[Name], list[HostBlockId]]:
-        """The first of these that the host has, up to one that it does not have."""
-        found, blocks = list[Name](), list[HostBlockId]()
-        for name in names:
-            block = self.host.find(name.key)
-            if block is None or not self.host.is_near(block):
-                break
-            found.append(name)
-            blocks.append(block)
-        return found, blocks
-
-    def on_disk(self, names: Iterable[Name]) -> list[Name]:
-        """The first of these that the disk has and the host has not, up to another."""
-        disk = self.disk
-        if disk is None:
-            return []
-        return list(takewhile(lambda name: disk.find(name.key) and self.host.find(name.key) is None, names))
+    def on_disk(self, keys: Iterable[bytes]) -> int:
+        """How many of the first of these the disk has and the host has not."""
+        disk, host, count = self.disk, self.host, 0
+        if disk is not None:
+            for key in keys:
+                if not disk.find(key) or host.find(key) is not None:
+                    break
+                count += 1
+        return count
 
     # ---- setting out
 
     def bring_up(self, names: Sequence[Name], blocks: Sequence[HostBlockId]) -> tuple[TransferId, list[BlockId]]:
         """From host blocks to as many new pages, which the caller has seen to be available. They are the transfer's."""
-        for block in blocks:
-            self.host.hold(block)
+        self.host.hold_all(blocks)
         self._found += names
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks), pages
