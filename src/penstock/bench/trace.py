@@ -288,7 +288,7 @@ def _request(line: str, where: str) -> Recorded:
         raise ConfigError(f"{where} names a block twice, but the hash of a block covers those before it; give a trace of chained hashes")
     came, tokens = request.get("timestamp"), (request.get("input_length"), request.get("output_length"))
     read, answered = (count if type(count) is int else None for count in tokens)
-    return Recorded(keys, float(came) if type(came) in (int, float) else None, read, answered)
+    return Recorded(keys, float(came) if type(came) in (int, float) and 0 <= came < 2**53 else None, read, answered)
 
 
 def replay(trace: Iterable[Sequence[Key]], policy: Offered[Key], blocks: int, first: int = 0) -> float:

@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import CONTEXT, Command, debug_option, option
-from penstock.cli.options import DEVICE, ENGINE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, size, with_options
+from penstock.cli.options import BLOCKS, DEVICE, ENGINE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, size, with_options
 from penstock.cli.terminal import say
 
 if TYPE_CHECKING:  # torch takes 1.2 s
     from penstock.bench.contexts import Report as Contexts
+    from penstock.bench.replay import Report as Served
     from penstock.bench.report import Report
     from penstock.bench.trace import Report as Replay
 
@@ -38,6 +40,7 @@ _CONTEXT = """
 _TRACE = """
   penstock bench trace conversation_trace.jsonl
   penstock bench trace conversation_trace.jsonl --rooms 128GiB,1TiB --policies lru,prospect --part second-half
+  penstock bench trace conversation_trace.jsonl --model ./my-model --host-kv-memory 64GiB --disk-kv-memory 500GiB
 """
 _POLICIES = "fifo,lru,second-use,prospect,clairvoyant"
 _SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
@@ -69,6 +72,56 @@ def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         return None if value is None else tuple(parse_size(part) for part in value.split(","))
     except ConfigError as error:
         raise click.BadParameter(f"{value!r} is not a list of token counts, like 4096,32K,1M", ctx, parameter) from error
+
+
+def _rooms(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(parse_size(part) for part in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(f"{value!r} is not a list of sizes, like 128GiB,1TiB", ctx, parameter) from error
+
+
+def _policies(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    if unknown := [name for name in value.split(",") if name not in _POLICIES.split(",")]:
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {_POLICIES}", ctx, parameter)
+    return tuple(value.split(","))
+
+
+HASHES, SERVED = "Without a model", "With a model"
+_AT_ONCE = 16
+_FAR = "Host memory for KV that the device does not hold, also of later requests; 0: none."
+_HASHES = (
+    option(
+        HASHES,
+        "--rooms",
+        callback=_rooms,
+        default="128GiB,256GiB,512GiB,1TiB,2TiB,4TiB",
+        metavar="SIZE,...",
+        help="Caches. [128GiB to 4TiB]",
+    ),
+    option(HASHES, "--block-bytes", callback=size, default="64MiB", metavar="SIZE", help="Of a block. [64MiB: 512 tokens of an 8B model]"),
+    option(HASHES, "--policies", callback=_policies, default=_POLICIES, metavar="NAME,...", help=f"What to compare. [{_POLICIES}]"),
+    option(HASHES, "--part", type=click.Choice(["whole", "second-half"]), default="whole", help="Requests that count. [whole]"),
+    option(HASHES, "--cost", type=click.IntRange(min=0), default=1_000_000, metavar="N", help="Blocks to cost `prospect` with. [1000000]"),
+)
+_SERVED = (
+    option(SERVED, "--model", type=click.Path(path_type=Path), metavar="MODEL", help="A checkpoint directory, or one with a config.json."),
+    option(SERVED, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead."),
+    option(SERVED, "--requests", type=_COUNT, default=100, metavar="N", help="The first N of the trace. [100]"),
+    option(SERVED, "--block-tokens", type=_COUNT, metavar="N", help="For 512 of the trace. [512, or what the model has room for]"),
+    option(SERVED, "--output", type=_COUNT, metavar="N", help="Tokens of each answer. [as recorded, in proportion]"),
+    option(
+        SERVED,
+        "--speed",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="X",
+        help="Requests come X times as fast as recorded. [as they are served]",
+    ),
+    option(SERVED, "--max-sequences", type=_COUNT, metavar="N", help=f"Most requests at once. [{_AT_ONCE}]"),
+    option(SERVED, "--compare/--no-compare", default=True, help="Again with --kv-store off. [yes]"),
+    option(SERVED, "--check-output", is_flag=True, help="Exit with 1 if any answer differs in that."),
+    option(SERVED, "--keep", is_flag=True, help="Start from what --kv-directory has, and leave it there."),
+)
 
 
 @click.group(invoke_without_command=True, context_settings=CONTEXT)
@@ -141,50 +194,94 @@ def context(
     _tell(sweep(job, _saying(json)), json, out)
 
 
-def _rooms(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        return tuple(parse_size(part) for part in value.split(","))
-    except ConfigError as error:
-        raise click.BadParameter(f"{value!r} is not a list of sizes, like 128GiB,1TiB", ctx, parameter) from error
-
-
-def _policies(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    if unknown := [name for name in value.split(",") if name not in _POLICIES.split(",")]:
-        raise click.BadParameter(f"{unknown[0]!r} is not one of {_POLICIES}", ctx, parameter)
-    return tuple(value.split(","))
-
-
-@command.command(cls=Command, examples=_TRACE, short_help="Replay block hashes through prefix caches.")
+@command.command(cls=Command, examples=_TRACE, short_help="Replay a recorded workload through prefix caches.")
 @click.argument("file", type=click.Path(path_type=Path))
-@option(
-    WORK, "--rooms", callback=_rooms, default="128GiB,256GiB,512GiB,1TiB,2TiB,4TiB", metavar="SIZE,...", help="Caches. [128GiB to 4TiB]"
-)
-@option(WORK, "--block-bytes", callback=size, default="64MiB", metavar="SIZE", help="Of a block. [64MiB: 512 tokens of an 8B model]")
-@option(WORK, "--policies", callback=_policies, default=_POLICIES, metavar="NAME,...", help=f"What to compare. [{_POLICIES}]")
-@option(WORK, "--part", type=click.Choice(["whole", "second-half"]), default="whole", help="Requests that count. [whole]")
-@option(WORK, "--cost", type=click.IntRange(min=0), default=1_000_000, metavar="N", help="Blocks to cost `prospect` with. [1000000]")
-@option(OUTPUT, "--json", is_flag=True, help="Print nothing but the line of JSON.")
-@option(OUTPUT, "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write that line to FILE too.")
-@debug_option
+@with_options(*_HASHES, *_SERVED, *_ENGINE, *far_kv("what the longest request needs", _FAR), *BLOCKS, *_REST)
+@click.pass_context
 def trace(
+    ctx: click.Context,
+    /,
+    *,
     file: Path,
     rooms: tuple[int, ...],
     block_bytes: str,
     policies: tuple[str, ...],
     part: str,
     cost: int,
+    model: Path | None,
+    shape: str | None,
     json: bool,
     out: Path | None,
-) -> None:
+    **given: object,
+) -> int:
     """Replay a recorded workload through prefix caches of growing size: what share of its blocks each way to give up blocks would have had
     there. No model is needed. FILE has a line of JSON for each request, of which the hash_ids are read: the chained hashes of its blocks.
-    `second-use` admits what is seen twice and remembers all it ever saw; `clairvoyant` knows the future: no policy can do better."""
+    `second-use` admits what is seen twice and remembers all it ever saw; `clairvoyant` knows the future: no policy can do better.
+
+    With a model, the requests are served by the engine: each hash is a block of tokens, so prompts begin alike where they did in FILE. What
+    was found on the device, on the host and on disk is told, what moved for it, and what the same requests take where nothing is kept
+    beyond the device. KV goes to a directory in --kv-directory that is gone afterwards.
+    """
+    _one_model(model, shape)
+    hashes = "rooms", "block_bytes", "policies", "part", "cost"
+    served = model is not None or shape is not None
+    for name in hashes if served else given:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = next(one for one in ctx.command.params if one.name == name).opts[0]
+            raise click.UsageError(
+                f"{option} goes {'without' if served else 'with'} a model; {'leave it' if served else 'give --model or --shape'}"
+            )
     _writable(out)
+    if served:
+        return _replay(file, model, shape, json, out, **given)  # type: ignore[arg-type]
 
     from penstock.bench.trace import Job, Part, measure
 
     job = Job(file, rooms, parse_size(block_bytes), policies, Part(part), cost)
     _tell(measure(job, _saying(json)), json, out)
+    return 0
+
+
+def _replay(
+    file: Path,
+    model: Path | None,
+    shape: str | None,
+    json: bool,
+    out: Path | None,
+    *,
+    requests: int,
+    block_tokens: int | None,
+    output: int | None,
+    speed: float | None,
+    compare: bool,
+    check_output: bool,
+    keep: bool,
+    scratch: Path | None,
+    scratch_size: str,
+    threads: int | None,
+    max_sequences: int | None,
+    max_step_tokens: int | None,
+    **settings: object,
+) -> int:
+    if check_output and not compare:
+        raise click.UsageError("--check-output needs a run to compare with; leave --no-compare")
+    at_once = max_sequences or min(_AT_ONCE, max_step_tokens or _AT_ONCE)
+    config = Config(model or Path(), max_sequences=at_once, max_step_tokens=max_step_tokens, **settings)  # type: ignore[arg-type]
+    there = (scratch, parse_size(scratch_size)) if scratch else None
+
+    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
+
+    from penstock.bench.replay import Job, replay
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    source = SHAPES[shape] if shape else model or Path()
+    job = Job(file, _name(model, shape), source, config, requests, block_tokens, output, speed, compare, keep, there)
+    report = replay(job, _saying(json))
+    _tell(report, json, out)
+    if check_output and report.equal_outputs is None:
+        raise ConfigError("there is nothing to compare answers with, since nothing is kept beyond the device; allow --host-kv-memory")
+    return int(check_output and report.equal_outputs != report.requests)
 
 
 def _measure(
@@ -253,7 +350,7 @@ def _saying(json: bool) -> Callable[[str], None]:
     return (lambda _: None) if json else (lambda text: say(text, faint=True))
 
 
-def _tell(report: "Report | Contexts | Replay", json: bool, out: Path | None) -> None:
+def _tell(report: "Report | Contexts | Replay | Served", json: bool, out: Path | None) -> None:
     if not json:
         click.echo(f"{report}\n")
     click.echo(report.line())

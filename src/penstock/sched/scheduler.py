@@ -748,6 +748,7 @@ class Scheduler:
         request.cached += tokens
         request.from_host += tokens
         request.from_disk += tokens
+        self.tiers.counts.found_disk += tokens
 
     def _seal_cold(self, request: Request) -> None:
         """Its host blocks have been written: from now on others find them."""
