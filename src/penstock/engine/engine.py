@@ -11,7 +11,7 @@ from penstock.base.meter import Direction, KVStats, TierStats
 from penstock.kv.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
-from penstock.step.plan import Outcome, Plan, RequestId, Route
+from penstock.step.plan import Landed, Outcome, Plan, RequestId, Route
 from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Ranks(Protocol):
 
     def run(self, plan: Plan) -> Outcome: ...
 
-    def settle(self) -> None: ...
+    def settle(self) -> tuple[Landed, ...]: ...
 
     def close(self) -> None: ...
 
@@ -152,13 +152,14 @@ class Engine:
 
     def finish(self) -> None:
         """Let blocks that are on their way to the host and the disk land, as long as that takes no more than some seconds, and close."""
-        if self._ranks is not None and not self._torn:
-            self.tend(_LAST)
-        self.close()
+        try:
+            if self._ranks is not None and not self._torn:
+                self.tend(_LAST)
+        finally:
+            self.close()
 
     def _recover(self, ranks: Ranks) -> None:
-        ranks.settle()
-        self.scheduler.recover()
+        self.scheduler.recover(ranks.settle())
         self._torn = False
 
     def _fail(self, fault: BaseException) -> None:

@@ -74,6 +74,10 @@ class Lru(Generic[Key]):
     def idle(self, key: Key) -> None:
         self._idle[key] = None
 
+    def first(self, key: Key) -> None:
+        """An idle block is the next victim."""
+        self._idle.move_to_end(key, last=False)
+
     def victim(self) -> Key:
         return self._idle.popitem(last=False)[0]
 

@@ -177,6 +177,15 @@ class BlockLedger(Ledger[BlockId]):
     def free(self) -> int:
         return len(self._free)
 
+    def release_first(self, pages: Iterable[BlockId]) -> None:
+        """One holder less for each; those that are cached then are given up before all others, in this order."""
+        pages = list(pages)
+        self.release(pages)
+        for page in reversed(pages):
+            key = self._keys[page]
+            if key is not None and not self._holders[page]:
+                self._cached.first(key)
+
     def next_given_up(self, count: int) -> list[tuple[BlockId, bytes]]:
         """The cached blocks that will be given up first, and their keys."""
         return [(self._by_key[key], key) for key in islice(self._cached, count)]
@@ -301,6 +310,8 @@ class DiskLedger:
         self.given_up = 0
         self._there: set[bytes] = set()
         self._cached = Prospect[bytes](max(capacity, 1), deep=max(_DEEP // block_size, 1))
+        self._held: set[bytes] = set()
+        """What is being read: it does not go."""
         for key in keys:
             self.add(key, None)
 
@@ -318,7 +329,7 @@ class DiskLedger:
     def make_room(self, count: int) -> list[bytes]:
         """Gives up as many as must go for `count` more. Their keys."""
         gone = []
-        while self._there and len(self._there) + count > self.capacity:
+        while len(self._cached) and len(self._there) + count > self.capacity:
             key = self._cached.victim()
             self._there.remove(key)
             gone.append(key)
@@ -332,8 +343,22 @@ class DiskLedger:
             self._cached.added(key, parent)
             self._cached.idle(key)
 
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """These are being read."""
+        for key in keys:
+            self._cached.busy(key)
+            self._held.add(key)
+
+    def let_go(self, keys: Sequence[bytes]) -> None:
+        """They are no longer, the last of a chain first."""
+        for key in reversed(keys):
+            if key in self._held:
+                self._held.remove(key)
+                self._cached.idle(key)
+
     def drop(self, key: bytes) -> None:
         """It is not there, as has been found out."""
+        self._held.discard(key)
         if key in self._there:
             self._there.remove(key)
             self._cached.dropped(key)

@@ -6,8 +6,9 @@ reported: the scheduler holds them. What is left to order are streams and thread
 2. UP and OUT read host blocks that have landed: those that came by a transfer have been reported; those that a long request has written
    stand behind `landed`, for which `up`, or the thread that writes, waits.
 3. DOWN reads pages when they have been written: `down` waits for a mark on compute.
-4. DOWN and IN fill host blocks when nobody reads them any more: tiles of earlier steps were read behind copies for which compute has
-   waited, so a mark on compute is behind these too; `down`, or the thread that reads, waits for it.
+4. DOWN and IN fill host blocks when nobody reads or writes them any more: tiles of earlier steps were read behind copies for which compute
+   has waited, so a mark on compute is behind these too; and what a long request had sent there, before it ended, stands behind `landed`.
+   `down`, or the thread that reads, waits for both.
 5. What comes UP is read by kernels that are queued after it was reported, so after its ticket was done.
 
 A transfer is noted before anything of it is queued. When a step was broken off, `settle` waits for all that may have been begun.
@@ -50,7 +51,9 @@ class _Going:
         if self.first is not None and self.last is not None:
             return Landed(self.transfer.id, self.last.when() - self.first.when())
         ended = max((task.when() for task in self.tasks), default=self.begun)
-        lost = tuple(index for index, task in enumerate(self.tasks) if task.fault is not None)
+        # One whose step was broken off may not have begun everything.
+        count = len(self.transfer.keys)
+        lost = tuple(index for index in range(count) if index >= len(self.tasks) or self.tasks[index].fault is not None)
         return Landed(self.transfer.id, max(ended - self.begun, 0.0), lost)
 
 
@@ -96,21 +99,24 @@ class Transfers:
         while self._going and not any(going.done for going in self._going.values()) and time.perf_counter() < until:
             time.sleep(_NAP)
 
-    def settle(self) -> None:
-        """Wait for all that is under way, and forget it. What has not begun on disk never will."""
+    def settle(self) -> tuple[Landed, ...]:
+        """Wait for all that is under way, and report it, the last time. What has not begun on disk never will."""
         for going in self._going.values():
             if self.store is not None:
                 self.store.give_up(going.tasks)
             wait(going.tasks)
         self._up.mark().wait()
         self._down.mark().wait()
+        if self.store is not None:
+            self.store.poll()
+        reports = tuple(going.report() for going in self._going.values())
         self._going.clear()
+        return reports
 
     def close(self) -> None:
-        """Finish what is under way, and end streams and threads. A second call does nothing."""
-        store, self.store = self.store, None
-        if store is not None:
-            store.close()
+        """Finish what is under way, and end streams and threads. To be called again if it was interrupted; else that does nothing."""
+        if self.store is not None:
+            self.store.close()
         self._up.close()
         self._down.close()
         self._going.clear()
@@ -122,8 +128,7 @@ class Transfers:
         is_up = transfer.route is Route.UP
         stream = self._up if is_up else self._down
         stream.wait(self._compute.mark())
-        if is_up:
-            stream.wait(landed())
+        stream.wait(landed())
         going.first = stream.mark()
         if is_up:
             stream.copy_pieces(pages.bytes, self._host.bytes, joined(np.stack((on_device, on_host, sizes), 1)))
@@ -137,6 +142,13 @@ class Transfers:
         is_in = transfer.route is Route.IN
         if is_in:
             store.touch(transfer.keys)
-        ready = (self._compute.mark() if is_in else landed()).wait
-        for key, block in zip(transfer.keys, transfer.blocks, strict=True):
-            (store.read if is_in else store.write)(key, self._host.block(block).numpy(), ready, going.tasks)
+        behind = (landed(), self._compute.mark()) if is_in else (landed(),)
+
+        def ready() -> None:
+            for ticket in behind:
+                ticket.wait()
+
+        for index, (key, block) in enumerate(zip(transfer.keys, transfer.blocks, strict=True)):
+            task = (store.read if is_in else store.write)(key, self._host.block(block).numpy(), ready, going.tasks)
+            if len(going.tasks) == index:  # Refused at once, and so not noted.
+                going.tasks.append(task)

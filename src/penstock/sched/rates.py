@@ -10,6 +10,7 @@ _LEAST_SPLIT = 8
 """Blocks of which some are computed and some come."""
 _FIXED = 2e-3
 """Seconds that bringing blocks takes beside their copies: a step is planned without them, and another when they have come."""
+_HOPE = 0.8
 _LEAST_TOKENS = 64
 """Of a step whose time says something about the cost of a token."""
 
@@ -41,6 +42,11 @@ class Rates:
     def loading_pays(self, seconds: float | None, tokens: int) -> bool:
         """Whether to bring blocks of so many tokens, which takes so long, rather than compute them. What is not known is tried."""
         return seconds is None or self.token is None or seconds + _FIXED < self.token * tokens
+
+    def declined(self, route: Route) -> None:
+        """It did not pay to bring blocks this way. The next time it is thought to be a little faster, so that what was slow is tried again."""
+        if route in self.block:
+            self.block[route] *= _HOPE
 
     def computed_first(self, blocks: int, size: int) -> int:
         """Of so many blocks on disk, of `size` tokens each, how many of the first had better be computed while the rest comes, so that both

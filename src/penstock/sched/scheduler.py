@@ -24,6 +24,7 @@ from penstock.step.plan import (
     Admission,
     BlockId,
     HostBlockId,
+    Landed,
     Order,
     Outcome,
     Plan,
@@ -39,6 +40,8 @@ from penstock.step.request import FinishReason, Phase, Request
 
 _PATIENCE, _LEAST_PATIENCE = 30.0, 0.1
 """Seconds for which a request waits for blocks from another tier: where it is not known how long to compute them takes, and at least."""
+_AHEAD = 4
+"""Host blocks of a long request that no transfer takes."""
 _EARLY = 2
 """Tokens before a request would be too long for the device it becomes long: its newest one still has a place there, and the next not."""
 
@@ -235,7 +238,7 @@ class Scheduler:
         budget, preempted = self._plan_running(shares)
         admissions = [] if preempted else list(self._admit(shares, budget))
         shares.sort(key=lambda share: len(share.tokens) > 1)
-        plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan())
+        plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan(self._cold_promised()))
         if self._check:
             self.check()
             self._check_plan(plan)
@@ -268,6 +271,10 @@ class Scheduler:
                 if self._is_chunk(request) and not request.blocks:
                     request.near -= min(request.near, max(0, self._lacking(request, count) - self.ledger.available))
                 if not self._make_room(position, count):
+                    lacking = self._lacking(request, count) - self.ledger.available
+                    if 0 < lacking <= self.tiers.pages_held:
+                        position += 1  # They will be free when they have landed.
+                        continue
                     self._preempt(request)
                     continue
                 shares.append(self._share(request, count))
@@ -349,6 +356,11 @@ class Scheduler:
         """Device blocks that those who run may come to need, and a newcomer for its whole length."""
         pages = sum(map(self._tail, self._running))
         return pages + (self._tail(newcomer) if newcomer.long else self._lacking(newcomer, newcomer.length - newcomer.computed))
+
+    def _cold_promised(self) -> int:
+        """Host blocks that long requests which run may come to need: what their prompts still lack, and some more for what they decode."""
+        long = (request for request in self._running if request.long)
+        return sum(_AHEAD + self._cold_after(request, request.length - request.computed) - len(request.host_blocks) for request in long)
 
     def _tail(self, request: Request) -> int:
         """Device blocks that who runs may come to need beside those it has: one, or what its prompt still lacks; a long one its tail."""
@@ -456,7 +468,8 @@ class Scheduler:
     def _fetch(self, request: Request) -> bool:
         """Bring the request's next blocks from the host, or from the disk to the host, if they are there and that is faster than to compute
         them. Whether they come."""
-        if not self.tiers.pays or not request.share_prefix or request.computed % self.limits.block_size:
+        usable = self.tiers.pays and request.share_prefix and request.punctual
+        if not usable or request.computed % self.limits.block_size:
             return False
         rates, size, first = self.tiers.rates, self.limits.block_size, request.computed // self.limits.block_size
         blocks = list[HostBlockId]()
@@ -468,7 +481,8 @@ class Scheduler:
                 request.arriving, _ = self.tiers.bring_up(self._names(request, first, count), blocks)
                 self._wait(request)
                 return True
-            self.tiers.counts.recomputed += count
+            self._decline(request, first + count)
+            rates.declined(Route.UP)
             return False
         if count or not request.patient or (request.long and first != len(request.host_blocks)):
             return False
@@ -478,10 +492,14 @@ class Scheduler:
         names = self._names(request, first, count)
         # A long request's chunks are two tokens at least.
         front = rates.computed_first(len(names), size) if size > 1 else 0
-        self.tiers.counts.recomputed += front
-        begun = self.tiers.bring_in(names[front:])
+        if front:
+            self._decline(request, first + front)
+        if front == len(names):
+            rates.declined(Route.IN)
+            request.patient = False
+            return False
+        begun = self.tiers.bring_in(names[front:], self._cold_promised())
         if begun is None:
-            request.patient = front < len(names)
             return False
         if front:
             request.meets, request.meeting = first + front, begun[0]
@@ -489,6 +507,13 @@ class Scheduler:
         request.arriving = begun[0]
         self._wait(request)
         return True
+
+    def _decline(self, request: Request, stop: int) -> None:
+        """Blocks up to this index are there, and will be computed all the same."""
+        first = max(request.weighed, request.computed // self.limits.block_size)
+        if stop > first:
+            self.tiers.counts.recomputed += stop - first
+            request.weighed = stop
 
     def _meet(self, request: Request) -> bool:
         """Whether a request has come to blocks that are still on their way, for which it waits."""
@@ -527,7 +552,7 @@ class Scheduler:
         if self._clock() - request.since < limit:
             return False
         self.tiers.counts.late += count
-        request.patient = False
+        request.punctual = False
         self._depart(request)
         return True
 
@@ -570,7 +595,7 @@ class Scheduler:
         start, stop, size = request.computed, request.computed + count, self.limits.block_size
         if request.cached is None:
             request.cached = start
-            self.tiers.counts.began(request.prompt_length, start, request.from_host, request.from_disk)
+            self.tiers.counts.began(request.prompt_length, start, min(request.from_host, start), min(request.from_disk, start))
         pages, first = self._lacking(request, count), self._first_page(request, count)
         if request.long:
             have, chunk = len(request.host_blocks), self._is_chunk(request)
@@ -653,10 +678,10 @@ class Scheduler:
         """Drop all cached KV, on the device and beyond. Returns how many blocks were given up."""
         return self.tiers.forget() + self.ledger.forget() + self.host.forget()
 
-    def recover(self) -> None:
+    def recover(self, landed: Sequence[Landed] = ()) -> None:
         """After a step cut short, perhaps while it was planned, and when nothing is under way any more: only KV that committed steps have
-        written to the host is trusted, and all requests start anew in order of arrival."""
-        self.tiers.reset()
+        written to the host is trusted, and all requests start anew in order of arrival. landed: the last of what was under way."""
+        self.tiers.reset(landed)
         self.ledger.reset()
         self.host.vacate()
         self._arriving.clear()
@@ -704,8 +729,8 @@ class Scheduler:
                     result.logprob,
                     finish=finish,
                     cached=request.cached or 0,
-                    cached_host=max(0, request.from_host - request.from_disk),
-                    cached_disk=request.from_disk,
+                    cached_host=max(0, min(request.from_host, request.cached or 0) - request.from_disk),
+                    cached_disk=min(request.from_disk, request.cached or 0),
                 )
             )
             if finish is not None:

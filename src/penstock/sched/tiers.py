@@ -18,6 +18,8 @@ from penstock.step.plan import BlockId, HostBlockId, Landed, Route, Transfer, Tr
 Store = Literal["eager", "lazy", "off"]
 _AHEAD = 2
 """Lazily, blocks go down before this many steps' worth of new ones are needed."""
+_HELD_PART = 4
+"""Of the host's blocks, at most one in so many is held for the disk."""
 _AT_ONCE = 256
 """Most blocks of a transfer to the host or to the disk: more would land late, and be held so long."""
 
@@ -87,7 +89,7 @@ class Tiers:
         self._watermark = _AHEAD * step_blocks
         self._next = 0
         self._going: dict[TransferId, _Going] = {}
-        self._coming: set[tuple[Route, bytes]] = set()
+        self._coming: dict[Route, set[bytes]] = {route: set() for route in Route}
         """What is on its way, or will be: it need not set out again."""
         self._down: deque[tuple[BlockId, Name]] = deque()
         """Pages that shall go to the host, each held."""
@@ -95,8 +97,12 @@ class Tiers:
         """What has gone down from a page before it was to be given up: once is enough, even if the host has given it up since."""
         self._out: deque[tuple[HostBlockId, Name]] = deque()
         """Blocks of the host that shall go to the disk, each held."""
+        self._later = dict[bytes, Name]()
+        """What would go to the disk if not so much was on its way there already; held by nobody."""
         self._new: list[Transfer] = []
         self._forget: list[bytes] = []
+        self._forgetting: list[bytes] = []
+        """Of the plan that is under way."""
         self._found: list[Name] = []
         """That set out: their use is noted when there is time, while they are on their way."""
 
@@ -117,6 +123,11 @@ class Tiers:
     def pages_of(self, id: TransferId) -> Sequence[BlockId]:
         """That a transfer which is under way fills."""
         return self._going[id].transfer.pages
+
+    @property
+    def pages_held(self) -> int:
+        """Pages that nobody can be given until transfers have landed, but for those that somebody waits for."""
+        return sum(len(going.transfer.pages) for going in self._going.values()) + len(self._down)
 
     def count_of(self, id: TransferId) -> int:
         """Blocks of a transfer that is under way."""
@@ -150,11 +161,22 @@ class Tiers:
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks), pages
 
-    def bring_in(self, names: Sequence[Name]) -> tuple[TransferId, int] | None:
-        """From the disk to the host, as many as there is room for, and how many; None if there is none, or one is on its way."""
-        names = list(takewhile(lambda name: (Route.IN, name.key) not in self._coming, names))
-        blocks = self.host.allocate_near(min(len(names), self.host.available_near))
-        return (self._go(Route.IN, names[: len(blocks)], (), blocks), len(blocks)) if blocks else None
+    def bring_in(self, names: Sequence[Name], promised: int = 0) -> tuple[TransferId, int] | None:
+        """From the disk to the host, as many as there is room for, and how many; None if there is none, or one is on its way.
+
+        promised: host blocks that others will need.
+        """
+        assert self.disk is not None
+        names = list(takewhile(lambda name: name.key not in self._coming[Route.IN], names))
+        blocks = self.host.allocate_near(max(0, min(len(names), self._room(promised))))
+        if not blocks:
+            return None
+        self.disk.hold(name.key for name in names[: len(blocks)])
+        return self._go(Route.IN, names[: len(blocks)], (), blocks), len(blocks)
+
+    def _room(self, promised: int) -> int:
+        """Host blocks that transfers may take."""
+        return min(self.host.available_near, self.host.available - promised)
 
     def computed(self, page: BlockId, key: bytes, parent: bytes | None) -> None:
         """A held page is full and has been computed; it may be given up before the next plan."""
@@ -166,41 +188,56 @@ class Tiers:
         if self.host.is_near(block) and self.host.find(key) == block:
             self._want_out(block, Name(key, parent))
 
-    def plan(self) -> tuple[tuple[Transfer, ...], tuple[bytes, ...]]:
-        """What sets out in this step, and what the disk gives up. Called last in a plan: pages that it needs have been allocated."""
+    def plan(self, promised: int = 0) -> tuple[tuple[Transfer, ...], tuple[bytes, ...]]:
+        """What sets out in this step, and what the disk gives up. Called last in a plan: pages that it needs have been allocated.
+
+        promised: host blocks that running requests will need.
+        """
         if self.store == "lazy":
             self._look_ahead()
-        while self._down and self.host.available_near:
-            count = min(len(self._down), self.host.available_near, _AT_ONCE)
+        while self._down and self._room(promised) > 0:
+            count = min(len(self._down), self._room(promised), _AT_ONCE)
             some = [self._down.popleft() for _ in range(count)]
             self._go(Route.DOWN, [name for _, name in some], [page for page, _ in some], self.host.allocate_near(count))
         while self._down:  # The host is full of what is in use.
             page, name = self._down.popleft()
-            self._coming.discard((Route.DOWN, name.key))
+            self._coming[Route.DOWN].discard(name.key)
             self.pages.release([page])
         while self._out and self.disk is not None:
             some_out = [self._out.popleft() for _ in range(min(len(self._out), _AT_ONCE))]
-            under_way = sum(len(going.names) for going in self._going.values() if going.transfer.route is Route.OUT)
-            self._forget += self.disk.make_room(under_way + len(some_out))
+            self._forget += self.disk.make_room(self._outward())
             self._go(Route.OUT, [name for _, name in some_out], (), [block for block, _ in some_out])
         transfers, self._new = tuple(self._new), []
-        forget, self._forget = tuple(self._forget), []
-        return transfers, forget
+        # Until the step is committed it may have to be said again.
+        self._forgetting, self._forget = self._forgetting + self._forget, []
+        return transfers, tuple(self._forgetting)
+
+    def _most_outward(self) -> int:
+        return min(max(self.host.near // _HELD_PART, 1), self.disk.capacity if self.disk is not None else 0)
+
+    def _outward(self) -> int:
+        """Blocks that are on their way to the disk, or shall be."""
+        return len(self._coming[Route.OUT])
 
     def _want_down(self, page: BlockId, name: Name) -> None:
-        if self.host.find(name.key) is None and (Route.DOWN, name.key) not in self._coming:
+        if self.host.find(name.key) is None and name.key not in self._coming[Route.DOWN]:
             self.pages.hold(page)
-            self._coming.add((Route.DOWN, name.key))
+            self._coming[Route.DOWN].add(name.key)
             self._down.append((page, name))
 
     def _want_out(self, block: HostBlockId, name: Name) -> None:
         """While the disk has room everything goes there; then only what will likely be asked for again, since writes wear it out."""
         disk = self.disk
-        if disk is None or disk.find(name.key) or (Route.OUT, name.key) in self._coming or disk.capacity < 1:
+        if disk is None or disk.find(name.key) or name.key in self._coming[Route.OUT] or disk.capacity < 1:
             return
-        if len(disk) + len(self._out) < disk.capacity or self.host.worth(name.key):
+        # However slow the disk, what waits for it leaves most of the host to others.
+        outward = self._outward()
+        if outward >= self._most_outward():
+            self._later[name.key] = name
+            return
+        if len(disk) + outward < disk.capacity or self.host.worth(name.key):
             self.host.hold(block)
-            self._coming.add((Route.OUT, name.key))
+            self._coming[Route.OUT].add(name.key)
             self._out.append((block, name))
 
     def _look_ahead(self) -> None:
@@ -218,16 +255,16 @@ class Tiers:
         keys = tuple(name.key for name in names)
         transfer = Transfer(id, route, tuple(pages), tuple(blocks), keys if route in (Route.IN, Route.OUT) else ())
         self._going[id] = _Going(transfer, names)
-        self._coming.update((route, key) for key in keys if route is not Route.UP)
+        self._coming[route].update(keys)
         self._new.append(transfer)
         return id
 
     # ---- landing
 
     def landed(self, reports: Sequence[Landed]) -> Iterator[tuple[Transfer, Sequence[Name], int]]:
-        """Take in what has landed. Of each transfer to the device or from the disk: itself, its blocks' names, and how many of its first
-        blocks are right. Pages of those are the caller's from then on, with the hold that they have."""
-        found, self._found = self._found, []
+        """Take in what has landed. Of each transfer to the device or from the disk: itself, its blocks' names, none if they are not to be
+        known, and how many of its first blocks are right. Pages of those are the caller's from then on, with the hold that they have."""
+        found, self._found, self._forgetting = self._found, [], []
         for name in found:
             self.use(name.key)
         for report in reports:
@@ -239,15 +276,32 @@ class Tiers:
             self.counts.seconds[route] += report.seconds
             if len(lost) < len(names):
                 self.rates.moved(route, len(names), report.seconds)
-            self._coming.difference_update((route, name.key) for name in names)
+            self._coming[route].difference_update(name.key for name in names)
+            if route is Route.IN and self.disk is not None:
+                self.disk.let_go([name.key for name in names])
             if route is Route.OUT:
                 self._arrived_on_disk(names, lost, going.wanted)
+                self._go_on()
             elif route is not Route.UP:
                 self._arrived_on_host(transfer, names, lost, going.wanted)
             self.host.release(transfer.blocks)
-            self.pages.release(transfer.pages[right:] if route is Route.UP else transfer.pages)
-            if route in (Route.UP, Route.IN):
-                yield transfer, names, right
+            if route is Route.UP:
+                self.pages.release(transfer.pages[right:])
+                yield transfer, names if going.wanted else (), right
+            elif route is Route.IN:
+                yield transfer, names, right if going.wanted else 0
+            elif self.store == "lazy":
+                self.pages.release_first(transfer.pages)
+            else:
+                self.pages.release(transfer.pages)
+
+    def _go_on(self) -> None:
+        """What waited for others to get to the disk."""
+        while self._later and self._outward() < self._most_outward():
+            name = self._later.pop(next(iter(self._later)))
+            block = self.host.find(name.key)
+            if block is not None and self.host.is_near(block):
+                self._want_out(block, name)
 
     def _arrived_on_disk(self, names: Sequence[Name], lost: set[int], wanted: bool) -> None:
         assert self.disk is not None
@@ -270,26 +324,38 @@ class Tiers:
 
     # ---- the end
 
-    def reset(self) -> None:
-        """Nothing is under way any more, and nobody holds anything."""
+    def reset(self, reports: Sequence[Landed] = ()) -> None:
+        """Nothing is under way any more, of which these are the last reports, and nobody holds anything. What the disk is to forget, it
+        still is."""
+        for report in reports:
+            going = self._going.get(report.id)
+            if going is not None and going.transfer.route is Route.OUT:
+                self._arrived_on_disk(going.names, set(report.lost), going.wanted)
+        if self.disk is not None:
+            self.disk.let_go([name.key for going in self._going.values() for name in going.names])
+        self._forget = self._forgetting + self._forget
         self._going.clear()
-        self._coming.clear()
+        self._later.clear()
+        for keys in self._coming.values():
+            keys.clear()
         self._down.clear()
         self._out.clear()
-        self._new, self._forget, self._found = [], [], []
+        self._new, self._forgetting, self._found = [], [], []
 
     def forget(self) -> int:
         """Nothing on disk is to be found any more, nor what is on its way anywhere. Returns how many blocks the disk gives up."""
         for going in self._going.values():
             going.wanted = False
         for page, name in self._down:
-            self._coming.discard((Route.DOWN, name.key))
+            self._coming[Route.DOWN].discard(name.key)
             self.pages.release([page])
         for block, name in self._out:
-            self._coming.discard((Route.OUT, name.key))
+            self._coming[Route.OUT].discard(name.key)
             self.host.release([block])
         self._down.clear()
         self._out.clear()
+        self._lowered.clear()
+        self._later.clear()
         keys = self.disk.clear() if self.disk is not None else []
         self._forget += keys
         return len(keys)

@@ -69,7 +69,11 @@ class Request:
     meeting: TransferId | None = None
     """By which it comes."""
     patient: bool = True
-    """Whether it still waits for blocks from the disk; not when some came too late."""
+    """Whether it still asks the disk; not when some of it was lost, or computing is faster."""
+    weighed: int = 0
+    """Blocks up to this one have been found on another tier and not brought, since computing them is faster."""
+    punctual: bool = True
+    """Whether what it waited for has come in time so far; if not it asks no more."""
     from_host: int = 0
     from_disk: int = 0
     """Of the cached tokens, those that came up from the host, and those of them that had come there from disk."""

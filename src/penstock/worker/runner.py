@@ -14,7 +14,7 @@ from penstock.memory.device import lift_cap
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, BlockId, HostBlockId, Outcome, Plan, Result, Row, Share, TokenLogprob
+from penstock.step.plan import Admission, BlockId, HostBlockId, Landed, Outcome, Plan, Result, Row, Share, TokenLogprob
 from penstock.weights.stream import WeightStream
 from penstock.worker.inputs import ROW_KEYS, InputBuilder, StepTensors
 from penstock.worker.sampler import Sampler
@@ -82,10 +82,11 @@ class Runner:
                 transfers.wait(_PATIENCE)
         return Outcome(results, transfers.landed() if transfers is not None else (), perf_counter() - begun)
 
-    def settle(self) -> None:
-        """After a step that was broken off: wait for all transfers that are under way, and forget them."""
-        if self._carrier is not None and self._carrier.transfers is not None:
-            self._carrier.transfers.settle()
+    def settle(self) -> tuple[Landed, ...]:
+        """After a step that was broken off: wait for all transfers that are under way. What came of them."""
+        if self._carrier is None or self._carrier.transfers is None:
+            return ()
+        return self._carrier.transfers.settle()
 
     def _transfer(self, plan: Plan) -> None:
         """Begin what goes between tiers, behind what has been computed so far."""

@@ -1,0 +1,458 @@
+"""Prefix blocks between tiers while requests come, wait, grow, stop and begin anew: in a hall whose transfers land when a test says so."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from penstock.kv.ledger import DiskLedger
+from penstock.sched.rates import Rates
+from penstock.step.plan import BlockId, Landed, Plan, RequestId, Route
+from penstock.step.request import Phase
+from plain.test_scheduler_long import TEN, Hall, Nights, Worker
+from worlds import ALPHABET
+
+BLOCKS, HOST, SIZE = 16, 32, 4
+A, B = [0, 1, 2, 0, 1, 1, 0, 2, 2, 0, 1, 0, 2], [1, 1, 2, 0, 0, 1, 2, 2, 2, 0, 1, 1, 0]
+"""Three full blocks and a token each."""
+
+
+class Porter(Worker):
+    """What it does not hold back lands in the step in which it sets out."""
+
+    def __init__(self, *shape: Any) -> None:
+        super().__init__(*shape)
+        self.held: set[Route] = set()
+
+    def _land(self, waits: bool) -> Iterator[Landed]:
+        held = {id: transfer for id, transfer in self.going.items() if transfer.route in self.held}
+        for id in held:
+            del self.going[id]
+        while self.going:
+            yield from super()._land(waits=True)
+        self.going = held
+
+
+class Quay(Hall):
+    """A hall with a porter, and a clock that goes when it is told."""
+
+    def __init__(self, *, blocks: int = BLOCKS, host_blocks: int = HOST, block_size: int = SIZE, disk: int = 0, **more: Any) -> None:
+        more = {"store": "eager", "long_from": None} | more
+        super().__init__(blocks=blocks, host_blocks=host_blocks, block_size=block_size, disk=disk, **more)
+        self.worker: Porter = Porter(blocks, host_blocks, block_size, more.get("rope_from"))
+        self.now = 0.0
+        self.scheduler._clock = lambda: self.now
+        self.tiers = self.scheduler.tiers
+
+    @property
+    def disk(self) -> DiskLedger:
+        assert self.tiers.disk is not None
+        return self.tiers.disk
+
+    def hold(self, *routes: Route) -> None:
+        self.worker.held = set(routes)
+
+    def keep(self, prompt: Sequence[int]) -> None:
+        """Compute a prompt, and let all of it go where it goes."""
+        self.submit(prompt, 1)
+        self.drain()
+
+    def only_on_host(self, *prompts: Sequence[int]) -> None:
+        for prompt in prompts:
+            self.keep(prompt)
+        self.ledger.forget()
+
+    def only_on_disk(self, *prompts: Sequence[int]) -> None:
+        self.only_on_host(*prompts)
+        self.host.forget()
+
+    def phase(self, id: RequestId) -> Phase:
+        return self.scheduler._requests[id].phase
+
+
+def routes(plan: Plan) -> list[tuple[Route, int]]:
+    return [(transfer.route, len(transfer.blocks)) for transfer in plan.transfers]
+
+
+# -- as it should be ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_go_down_and_out_and_come_in_and_up_again() -> None:
+    hall = Quay(disk=9)
+    hall.submit(A, 1)
+    assert [routes(hall.step()) for _ in range(3)] == [[], [(Route.DOWN, 3)], [(Route.OUT, 3)]]
+    hall.ledger.forget()
+    hall.host.forget()
+    hall.submit(A, 2)
+    plans = [hall.step() for _ in range(3)]
+    assert [(routes(plan), plan.tokens) for plan in plans] == [([(Route.IN, 3)], 0), ([(Route.UP, 3)], 0), ([], 1)]
+    hall.drain()
+    assert hall.ended[-1].cached == 12
+
+
+@pytest.mark.parametrize("where", [Route.UP, Route.IN])
+def test_two_who_want_the_same_at_once_both_get_it(where: Route) -> None:
+    hall = Quay(disk=9)
+    (hall.only_on_host if where is Route.UP else hall.only_on_disk)(A)
+    hall.hold(where)
+    for _ in range(2):
+        hall.submit(A, 5)
+    for _ in range(3):
+        hall.step()
+    hall.hold()
+    hall.drain()
+    assert all(known.output == known.expected for known in hall.ended)
+
+
+@pytest.mark.parametrize("where", [Route.UP, Route.IN])
+def test_who_is_stopped_while_its_blocks_come_leaves_them_to_others(where: Route) -> None:
+    hall = Quay(disk=9)
+    (hall.only_on_host if where is Route.UP else hall.only_on_disk)(A)
+    hall.hold(where)
+    id = hall.submit(A, 5)
+    assert [route for route, _ in routes(hall.step())] == [where]
+    hall.stop(id)
+    hall.hold()
+    for _ in range(2):
+        hall.step()
+    assert (hall.ledger if where is Route.UP else hall.host).cached == 3
+    hall.drain()
+
+
+def test_whose_blocks_come_too_late_from_the_disk_computes_them() -> None:
+    hall = Quay(disk=9)
+    hall.only_on_disk(A)
+    hall.hold(Route.IN)
+    hall.submit(A, 2)
+    assert routes(hall.step()) == [(Route.IN, 3)]
+    assert hall.step().tokens == 0
+    hall.now += 1000.0
+    assert hall.step().tokens == len(A)
+    assert hall.tiers.counts.late == 3
+    hall.hold()
+    hall.drain()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_what_is_lost_on_its_way_from_the_disk_is_computed(lost: int) -> None:
+    hall = Quay(disk=9)
+    hall.only_on_disk(A)
+    del hall.worker.disk[list(hall.worker.disk)[lost]]
+    hall.submit(A, 4)
+    hall.drain()
+    assert hall.tiers.counts.lost[Route.IN] == 1
+
+
+def test_who_wants_log_probabilities_of_its_prompt_computes_all_of_it() -> None:
+    hall = Quay()
+    hall.only_on_host(A)
+    hall.submit(A, 1, scored=True)
+    plan = hall.step()
+    assert (routes(plan), plan.tokens) == ([], len(A))
+
+
+def test_a_disk_that_is_only_read_is_read_and_never_written() -> None:
+    hall = Quay(disk=9)
+    hall.only_on_disk(A)
+    hall.tiers.disk = DiskLedger(0, list(hall.worker.disk))
+    hall.submit(A, 2)
+    hall.submit(B, 2)
+    hall.drain()
+    assert hall.tiers.counts.moved == {Route.IN: 3, Route.UP: 3, Route.DOWN: 6, Route.OUT: 3}, "what went out did so before"
+    assert hall.scheduler.forget() > 0
+    hall.drain()
+    assert not hall.worker.disk
+
+
+def test_who_comes_from_another_tier_may_be_preempted() -> None:
+    """It has found a block, and waits for more, when the oldest needs that block."""
+    hall = Quay(blocks=7, max_sequences=2)
+    hall.keep(A)
+    assert hall.ledger.cached == 3
+    hall.ledger.allocate(7 - 2)  # All but the first of them, which were unused for longer, are gone.
+    hall.ledger.release([BlockId(page) for page in range(7) if hall.ledger._holders[page]])
+    hall.hold(Route.UP)
+    oldest, other = hall.submit([2], 20), hall.submit(A, 2)
+    hall.step()
+    while hall.scheduler.running == 2:
+        hall.step()
+    assert (hall.phase(oldest), hall.phase(other)) == (Phase.RUNNING, Phase.WAITING)
+    hall.hold()
+    hall.drain()
+    assert all(known.output == known.expected for known in hall.ended)
+
+
+def test_the_end_of_an_interrupted_step_is_a_new_beginning() -> None:
+    hall = Quay(disk=9)
+    hall.only_on_host(A)
+    hall.only_on_disk(B)
+    for prompt in (A, B):
+        hall.submit(prompt, 3)
+    hall.step()
+    hall.interrupt()
+    hall.drain()
+    assert len(hall.ended) == 4
+
+
+# -- findings: priority and pages --------------------------------------------------------------------------------------------
+
+
+def test_whose_blocks_come_too_late_from_the_host_computes_them() -> None:
+    hall = Quay()
+    hall.only_on_host(A)
+    hall.hold(Route.UP)
+    hall.submit(A, 2)
+    assert routes(hall.step()) == [(Route.UP, 3)]
+    hall.now += 1000.0
+    plan = hall.step()
+    assert (routes(plan), plan.tokens) == ([], len(A))
+
+
+def test_the_oldest_is_not_preempted_for_pages_that_are_on_their_way_to_a_younger_one() -> None:
+    prompt = [*A, 0, 1, 1, 2]
+    hall = Quay(blocks=8, max_sequences=2)
+    hall.only_on_host(prompt)
+    hall.hold(Route.UP)
+    oldest = hall.submit([0] * 4, 16)
+    hall.step()
+    hall.submit(prompt, 1)
+    assert (Route.UP, 4) in routes(hall.step())
+    for _ in range(13):
+        hall.step()
+        assert hall.phase(oldest) is Phase.RUNNING
+    hall.hold()
+    hall.drain()
+
+
+@pytest.mark.parametrize("route", [Route.OUT, Route.IN])
+def test_a_long_request_keeps_the_host_blocks_that_it_needs_next(route: Route) -> None:
+    """Without a disk it would."""
+    hall = Quay(host_blocks=8, disk=20, long_from=20, recent=0)
+    if route is Route.IN:
+        hall.only_on_disk([*A, *A])
+    id = hall.submit(TEN * 2, 12)
+    hall.step()
+    hall.step()
+    hall.hold(route)
+    hall.submit([*A, 1] if route is Route.IN else [*B, 1], 1)
+    for _ in range(10):
+        hall.step()
+        assert hall.phase(id) is Phase.RUNNING
+
+
+def test_a_slow_disk_keeps_no_long_request_waiting() -> None:
+    hall = Quay(host_blocks=8, disk=100, long_from=20)
+    hall.hold(Route.OUT)
+    for first in range(3):
+        hall.submit([first, *A], 1)
+    while hall.live or hall.tiers.ready:
+        hall.step()
+    hall.submit(TEN * 2, 1)
+    assert any(hall.step().shares for _ in range(3))
+
+
+# -- findings: what is forgotten ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_on_its_way_to_the_device_when_all_was_forgotten_is_not_found() -> None:
+    hall = Quay()
+    hall.only_on_host(A)
+    hall.hold(Route.UP)
+    hall.submit(A, 1)
+    hall.step()
+    hall.scheduler.forget()
+    hall.hold()
+    while hall.live:
+        hall.step()
+    hall.submit(A, 1)
+    assert hall.step().tokens == len(A)
+
+
+def test_a_plan_does_not_forget_what_it_brings_in() -> None:
+    hall = Quay(disk=4)
+    hall.only_on_disk(A)
+    hall.hold(Route.OUT)
+    for first in range(3):
+        hall.submit([first, first, *B[:3]], 1)  # A block each.
+        hall.step()
+        hall.step()
+    hall.submit(A, 1)
+    plan = hall.step()
+    while not any(transfer.route is Route.IN for transfer in plan.transfers):
+        plan = hall.step()
+    (keys,) = [transfer.keys for transfer in plan.transfers if transfer.route is Route.IN]
+    assert not set(keys) & set(plan.forget)
+
+
+def test_no_more_goes_to_the_disk_than_it_holds() -> None:
+    hall = Quay(disk=4, host_blocks=40)
+    hall.hold(Route.OUT)
+    for first in range(3):
+        hall.submit([first, *A], 1)
+        for _ in range(4):
+            hall.step()
+    assert sum(len(transfer.blocks) for transfer in hall.worker.going.values()) <= 4
+
+
+def test_after_an_interrupt_all_that_is_on_disk_is_known() -> None:
+    hall = Quay(disk=40)
+    hall.keep(A)
+    hall.submit(B, 4)
+    hall.step()
+    hall.step()
+    hall.interrupt()
+    hall.drain()
+    hall.keep([2, 2, *A])
+    assert set(hall.worker.disk) == hall.disk._there
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_after_an_interrupt_the_disk_still_forgets_what_it_should(planned: bool) -> None:
+    hall = Quay(disk=9)
+    hall.keep(A)
+    hall.scheduler.forget()
+    if planned:
+        hall.scheduler.plan()
+    hall.recover()
+    hall.keep(B)
+    assert set(hall.worker.disk) == hall.disk._there
+
+
+# -- findings: lazily --------------------------------------------------------------------------------------------------------
+
+
+def given_up(hall: Quay) -> Iterator[bytes]:
+    """Keys that the device has given up and the host does not have, step after step, until nobody is left."""
+    while hall.live or hall.tiers.moving:
+        before = set(hall.ledger._by_key)
+        hall.step()
+        yield from (key for key in before - set(hall.ledger._by_key) if hall.host.find(key) is None)
+
+
+def test_lazily_what_the_device_gives_up_has_gone_to_the_host_before() -> None:
+    """A request after another takes a block or two, of sixteen; the host has room for all."""
+    chance, lost = random.Random(0), list[bytes]()
+    hall = Quay(store="lazy", host_blocks=400, max_step_tokens=8)
+    for _ in range(60):
+        hall.submit([chance.randrange(ALPHABET) for _ in range(8)], 1)
+        lost += given_up(hall)
+    assert not lost
+
+
+def test_lazily_what_was_forgotten_goes_to_the_host_again() -> None:
+    def run() -> int:
+        before = hall.tiers.counts.moved[Route.DOWN]
+        for first in range(3):
+            hall.keep([first, *A, *B])
+        return hall.tiers.counts.moved[Route.DOWN] - before
+
+    hall = Quay(store="lazy", blocks=12)
+    first = run()
+    assert first > 0
+    hall.scheduler.forget()
+    hall.ledger.reset()
+    assert run() == first
+
+
+# -- findings: rates and counts ----------------------------------------------------------------------------------------------
+
+
+def test_waiting_for_a_transfer_does_not_make_tokens_dearer() -> None:
+    rates = Rates()
+    for _ in range(50):
+        rates.stepped(0, 0.02, ended=False)
+    rates.stepped(100, 1.0, ended=True)
+    assert rates.token == pytest.approx(0.01)
+
+
+def test_a_disk_that_was_slow_once_is_tried_again() -> None:
+    hall = Quay(disk=9)
+    hall.only_on_disk(A)
+    hall.tiers.rates.token, hall.tiers.rates.block[Route.IN] = 0.001, 1.0
+    for _ in range(50):
+        hall.submit(A, 1)
+        hall.drain()
+        hall.ledger.forget()
+        hall.host.forget()
+    assert hall.tiers.counts.moved[Route.IN] > 0
+
+
+def test_blocks_that_are_computed_all_the_same_are_counted_once() -> None:
+    hall = Quay(max_step_tokens=8)
+    hall.only_on_host([*A, *B, *A])
+    hall.tiers.rates.token, hall.tiers.rates.block[Route.UP] = 0.001, 1.0
+    hall.submit([*A, *B, *A], 1)
+    hall.drain()
+    assert hall.tiers.counts.recomputed == 9
+
+
+def test_what_came_from_the_disk_is_part_of_what_was_not_computed() -> None:
+    hall = Quay(disk=9)
+    hall.only_on_disk(A)
+    hall.submit(A, 1)
+    hall.step()
+    hall.tiers.rates.token, hall.tiers.rates.block[Route.UP] = 0.001, 1.0
+    plan = hall.scheduler.plan()
+    assert plan.tokens == len(A)
+    (event,) = hall.scheduler.commit(plan, hall.worker.run(plan))
+    assert event.cached_disk <= event.cached
+
+
+# -- anything at any time ----------------------------------------------------------------------------------------------------
+
+
+class Tides(Nights):
+    """Nights at a quay: transfers are held back and let go, time passes, all is forgotten."""
+
+    @initialize(
+        blocks=st.integers(2, 14),
+        host_blocks=st.integers(1, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_step_tokens=st.sampled_from([4, 8, 17, 64]),
+        max_sequences=st.integers(1, 5),
+        long_from=st.sampled_from([None, None, 12, 30]),
+        store=st.sampled_from(["eager", "eager", "lazy", "off"]),
+        disk=st.sampled_from([0, 3, 40]),
+        lossy=st.booleans(),
+    )
+    def begin(self, block_size: int, max_step_tokens: int, lossy: bool = False, **more: Any) -> None:
+        self.hall: Quay = Quay(block_size=block_size, max_step_tokens=max(block_size, max_step_tokens), **more)
+        self.hall.worker.lossy = lossy
+
+    @rule(held=st.sets(st.sampled_from(list(Route))))
+    def hold(self, held: set[Route]) -> None:
+        self.hall.hold(*held)
+
+    @rule(seconds=st.sampled_from([0.01, 0.2, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.hall.now += seconds
+
+    @rule()
+    def forget_all(self) -> None:
+        self.hall.scheduler.forget()
+
+    @precondition(lambda self: self.hall.ended)
+    @rule(which=st.integers(0, 60))
+    def again(self, which: int) -> None:
+        """With nothing of it left on the device."""
+        self.hall.ledger.forget()
+        other = self.hall.ended[which % len(self.hall.ended)]
+        self.submit([*other.prompt, *other.output, 0], 3, 2, False)
+
+    @rule()
+    def interrupt(self) -> None:
+        self.hall.hold()
+        super().interrupt()
+
+    def teardown(self) -> None:
+        if hasattr(self, "hall"):
+            self.hall.hold()
+        super().teardown()
+
+
+TestTides = Tides.TestCase
+TestTides.settings = settings(max_examples=120, stateful_step_count=30, derandomize=True, deadline=None)
