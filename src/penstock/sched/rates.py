@@ -44,7 +44,7 @@ class Rates:
         return seconds is None or self.token is None or seconds + _FIXED < self.token * tokens
 
     def declined(self, route: Route) -> None:
-        """It did not pay to bring blocks this way. The next time it is thought to be a little faster, so that what was slow is tried again."""
+        """It did not pay to bring blocks this way. Next time it is thought to be a little faster, so that what was slow is tried again."""
         if route in self.block:
             self.block[route] *= _HOPE
 
