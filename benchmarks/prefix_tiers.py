@@ -40,7 +40,8 @@ from penstock.kv.transfers import Transfers
 from penstock.memory.arena import Arena
 from penstock.memory.device import total_memory
 from penstock.memory.streams import Stream, more_streams, streams_both_ways
-from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
+from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Result, Route, Transfer, TransferId
 from penstock.weights.shape import Shape
 

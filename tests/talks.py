@@ -25,7 +25,7 @@ from penstock.kv.ledger import HostLedger
 from penstock.kv.segments import SegmentFile
 from penstock.kv.store import BlockStore
 from penstock.memory.streams import Stream as Queue
-from penstock.sched import scheduler
+from penstock.sched import arrivals
 from penstock.sched.rates import Rates
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import Route
@@ -262,7 +262,7 @@ def delayed(rng: random.Random, chance: float = 0.2, longest: float = 0.02, pati
         patched.enter_context(patch.object(carrier, "more_streams", delays.streams))
         for called in ("read", "write"):
             patched.enter_context(patch.object(SegmentFile, called, napping(getattr(SegmentFile, called))))
-        patched.enter_context(patch.object(scheduler, "_PATIENCE", patience))
+        patched.enter_context(patch.object(arrivals, "_PATIENCE", patience))
         patched.enter_context(patch.object(Rates, "loading_pays", lambda *_: rng.random() < pays))
         yield
 
@@ -319,7 +319,7 @@ def agree(llm: LLM) -> None:
     while store._chores or store._writes:
         store.poll()
     assert planner.tiers.disk is not None
-    assert planner.tiers.disk._there == set(store.keys()), "ledger and disk do not agree on what is there"
+    assert set(planner.tiers.disk._there) == set(store.keys()), "ledger and disk do not agree on what is there"
     everything_is_free(llm)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from penstock.kv.keys import block_key, root_key
 from penstock.kv.ledger import BlockLedger
-from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
+from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.scheduler import Scheduler
 from penstock.step.params import Sampling
 from penstock.step.plan import Outcome, Plan, RequestId, Result, Row, Share, TokenLogprob
 from penstock.step.request import FinishReason

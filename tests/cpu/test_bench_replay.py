@@ -19,7 +19,7 @@ from penstock.bench.replay import Job, Report, Workload, replay
 from penstock.bench.trace import requests
 from penstock.cli.main import main
 from penstock.kv.diskpool import record_bytes
-from penstock.sched import scheduler
+from penstock.sched import arrivals
 from penstock.sched.rates import Rates
 from penstock.weights.checkpoint import Checkpoint
 
@@ -42,7 +42,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is on another tier is waited for, however fast this machine computes just now."""
     monkeypatch.setattr(Rates, "loading_pays", lambda *_: True)
     monkeypatch.setattr(Rates, "computed_first", lambda *_: 0)
-    monkeypatch.setattr(scheduler, "_LEAST_PATIENCE", 30.0)
+    monkeypatch.setattr(arrivals, "_LEAST_PATIENCE", 30.0)
 
 
 def write(path: Path, prompts: Sequence[Sequence[int]], **more: object) -> Path:

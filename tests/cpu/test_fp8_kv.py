@@ -27,7 +27,7 @@ from penstock.kv.pool import KVPool
 from penstock.kv.sizes import carrier_bytes
 from penstock.kv.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
 from penstock.memory.streams import CallerStream, Pieces, ThreadStream, Ticket
-from penstock.sched.scheduler import Limits
+from penstock.sched.rules import Limits
 from penstock.step.plan import BlockId, HostBlockId, Order
 from penstock.weights.shape import Shape
 from streams import BRIEF, LONG, Gates, cut_short, no_thread_left, random_delays, within

@@ -12,7 +12,7 @@ from penstock.bench.shapes import SHAPES
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
 from penstock.kv.hostpool import HostPool
 from penstock.memory.arena import Arena, PinningError
-from penstock.sched.scheduler import Limits
+from penstock.sched.rules import Limits
 from penstock.step.plan import HostBlockId
 from penstock.weights.shape import Shape
 

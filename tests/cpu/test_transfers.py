@@ -32,8 +32,9 @@ from penstock.kv.segments import SegmentFile
 from penstock.kv.transfers import Transfers
 from penstock.memory.disk import ReadError
 from penstock.memory.streams import HostTicket, Pieces, ThreadStream, Ticket
-from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
-from penstock.sched.tiers import Name, Tiers
+from penstock.sched.rules import Limits, Name, PrefixRule
+from penstock.sched.scheduler import Scheduler
+from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Result, Route, Transfer, TransferId
 from stores import CAP, PAGE, failing, finish, flip, got, holds, key_of, known, open_store, payload, place_of, put
 from streams import BRIEF, LONG, OURS_AND_LOCKS, Gates, cut_short, everywhere, no_thread_left, random_delays, within

@@ -18,7 +18,7 @@ from penstock import LLM, Completion, SamplingParams
 from penstock.kv import carrier
 from penstock.memory.streams import CudaStream, Pieces, Stream, ThreadStream
 from penstock.models.decoder import Decoder
-from penstock.sched import scheduler
+from penstock.sched import arrivals
 from penstock.sched.rates import Rates
 from penstock.step.plan import Route
 
@@ -64,7 +64,7 @@ def block_streams(device: torch.device, copies: Stream, late: str) -> tuple[Stre
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are loaded however fast they are to compute, and waited for: models as small as these are faster than any disk."""
-    monkeypatch.setattr(scheduler, "_LEAST_PATIENCE", 60.0)
+    monkeypatch.setattr(arrivals, "_LEAST_PATIENCE", 60.0)
     monkeypatch.setattr(Rates, "loading_pays", lambda self, seconds, tokens: True)
     monkeypatch.setattr(Rates, "computed_first", lambda self, blocks, size: 0)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.kv import keys
 from penstock.kv.keys import KEY_BYTES, block_key, root_key
-from penstock.sched.scheduler import PrefixRule
+from penstock.sched.rules import PrefixRule
 
 PINNED = ("50677c98afa2c1b5f6c9a551b2812264", "09e5e6880fb84582038c350970738aaf", "8165b94cd8884628e9b72137afb916f0")
 """Journals on disk name blocks by these: if they change, every stored block is lost."""

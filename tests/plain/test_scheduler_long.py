@@ -19,7 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from penstock.base.errors import RequestError
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
-from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
+from penstock.sched.proofs import prove_plan
+from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
 from penstock.step.params import Sampling
 from penstock.step.plan import (
@@ -125,7 +127,10 @@ class Worker:
                     found = self.disk.get(transfer.keys[index])
                     lost += [index] if found is None and index not in lost else []
                     self.host[block] = list(found) if found is not None and index not in lost else [None] * self.size
-            yield Landed(id, self.seconds * len(transfer.blocks), tuple(sorted(lost)))
+            yield Landed(id, self.seconds * len(transfer.blocks), tuple(sorted(lost)), self.gone(transfer))
+
+    def gone(self, transfer: Transfer) -> tuple[bytes, ...]:
+        return tuple(key for key in transfer.keys if transfer.route is Route.IN and key not in self.disk)
 
     def spoil(self, plan: Plan) -> list[Landed]:
         """All that the step was to write is rubbish, and what was under way has ended."""
@@ -292,6 +297,9 @@ class Hall:
                 assert event.finish is known.reason
                 self.ended.append(self.live.pop(known.id))
         return plan
+
+    def prove(self, plan: Plan) -> None:
+        prove_plan(plan, self.scheduler._by_row, self.host, self.limits.block_size)
 
     def _judge(self, plan: Plan) -> None:
         size, recent = self.limits.block_size, self.limits.recent
@@ -683,16 +691,16 @@ def altered(plan: Plan, **changes: Any) -> Plan:
 )
 def test_check_sees_a_wrong_plan(make: Callable[[], tuple[Hall, Plan]], alter: Callable[[Plan], Plan], message: str) -> None:
     hall, plan = make()
-    hall.scheduler._check_plan(plan)
+    hall.prove(plan)
     with pytest.raises(AssertionError, match=message):
-        hall.scheduler._check_plan(alter(plan))
+        hall.prove(alter(plan))
 
 
 def test_check_sees_a_host_block_that_is_written_while_it_is_shared() -> None:
     hall, plan = chunk()
     hall.host.seal(plan.shares[0].new_cold[0], b"a key")
     with pytest.raises(AssertionError, match="writes a host block that others read"):
-        hall.scheduler._check_plan(plan)
+        hall.prove(plan)
 
 
 def test_check_sees_a_host_block_that_the_ledger_does_not_know() -> None:

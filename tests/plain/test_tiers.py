@@ -45,7 +45,7 @@ class Quay(Hall):
         super().__init__(blocks=blocks, host_blocks=host_blocks, block_size=block_size, disk=disk, **more)
         self.worker: Porter = Porter(blocks, host_blocks, block_size, more.get("rope_from"))
         self.now = 0.0
-        self.scheduler._clock = lambda: self.now
+        self.scheduler._arrivals._clock = lambda: self.now
         self.tiers = self.scheduler.tiers
 
     @property
@@ -145,6 +145,50 @@ def test_what_is_lost_on_its_way_from_the_disk_is_computed(lost: int) -> None:
     hall.submit(A, 4)
     hall.drain()
     assert hall.tiers.counts.lost[Route.IN] == 1
+
+
+def test_what_could_not_be_read_this_time_is_read_the_next() -> None:
+    hall = Quay(disk=9)
+    hall.only_on_disk(A)
+    disk, hall.worker.disk = hall.worker.disk, {}
+    gone, hall.worker.gone = hall.worker.gone, lambda transfer: ()
+    hall.submit(A, 1)
+    hall.drain()
+    assert len(hall.disk) == 3
+    hall.worker.disk, hall.worker.gone = disk, gone
+    hall.host.forget()
+    hall.ledger.forget()
+    hall.submit(A, 1)
+    hall.drain()
+    assert hall.tiers.counts.lost[Route.IN] == 3
+    assert hall.tiers.counts.moved[Route.IN] == 3
+
+
+def test_what_comes_from_the_disk_leaves_room_on_the_host_for_others() -> None:
+    hall = Quay(host_blocks=4, disk=9)
+    hall.only_on_disk(A)
+    hall.hold(Route.IN)
+    hall.submit(A, 1)
+    assert routes(hall.step()) == [(Route.IN, 2)]
+    hall.submit(A, 1)
+    hall.step()
+    assert hall.host.available == 2
+    hall.hold()
+    hall.drain()
+
+
+def test_who_computes_up_to_what_is_coming_leaves_the_rest_of_a_step_to_others() -> None:
+    hall = Quay(disk=30, blocks=30, host_blocks=60, max_step_tokens=64)
+    long = [*A, *A, *A, *A]
+    hall.only_on_disk(long)
+    hall.tiers.rates = Rates(token=1.0, block={Route.IN: 4.0})
+    hall.hold(Route.IN)
+    hall.submit(long, 1)
+    hall.submit(B, 1)
+    plan = hall.step()
+    assert ([len(share.tokens) for share in plan.shares], routes(plan)) == ([24, len(B)], [(Route.IN, 6)])
+    hall.hold()
+    hall.drain()
 
 
 def test_who_wants_log_probabilities_of_its_prompt_computes_all_of_it() -> None:
@@ -307,7 +351,7 @@ def test_after_an_interrupt_all_that_is_on_disk_is_known() -> None:
     hall.interrupt()
     hall.drain()
     hall.keep([2, 2, *A])
-    assert set(hall.worker.disk) == hall.disk._there
+    assert set(hall.worker.disk) == set(hall.disk._there)
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -319,7 +363,7 @@ def test_after_an_interrupt_the_disk_still_forgets_what_it_should(planned: bool)
         hall.scheduler.plan()
     hall.recover()
     hall.keep(B)
-    assert set(hall.worker.disk) == hall.disk._there
+    assert set(hall.worker.disk) == set(hall.disk._there)
 
 
 # -- findings: lazily --------------------------------------------------------------------------------------------------------

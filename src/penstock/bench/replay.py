@@ -33,7 +33,8 @@ from penstock.engine.placing import Override, Say
 from penstock.engine.settling import choose_dtype
 from penstock.kv.diskpool import record_bytes
 from penstock.memory.device import choose_device, device_name, give_back
-from penstock.sched.scheduler import Limits, Scheduler
+from penstock.sched.rules import Limits
+from penstock.sched.scheduler import Scheduler
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId
 from penstock.weights.checkpoint import Checkpoint

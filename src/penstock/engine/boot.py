@@ -25,7 +25,8 @@ from penstock.memory.device import choose_device, give_back, lift_cap, peak_of
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
-from penstock.sched.scheduler import Limits, PrefixRule, Scheduler
+from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
 from penstock.weights.loading import Loading, counted
 from penstock.weights.residency import padded

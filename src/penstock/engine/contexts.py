@@ -18,7 +18,7 @@ from penstock.kv.sizes import carrier_bytes, usual_tile
 from penstock.memory.device import free_memory, total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
-from penstock.sched.scheduler import Limits
+from penstock.sched.rules import Limits
 
 _CHUNKS = 1024, 16384
 _MEASURE = 0.2

@@ -15,7 +15,7 @@ from penstock.engine.budget import usual_activations
 from penstock.engine.contexts import LongRoom, long_room, measured_chunk
 from penstock.engine.placing import Model, Say, host_room
 from penstock.memory.device import cap_memory, device_name, free_memory, give_back, native_half, total_memory
-from penstock.sched.scheduler import Limits
+from penstock.sched.rules import Limits
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.pack import Pack
 from penstock.weights.residency import padded

@@ -308,12 +308,11 @@ class DiskLedger:
         """capacity: of records. keys: that are there, the longest unused first."""
         self.capacity = capacity
         self.given_up = 0
-        self._there: set[bytes] = set()
-        self._cached = Prospect[bytes](max(capacity, 1), deep=max(_DEEP // block_size, 1))
-        self._held: set[bytes] = set()
-        """What is being read: it does not go."""
-        for key in keys:
-            self.add(key, None)
+        self.leaving: list[bytes] = []
+        """That are found no more, and that the disk's own index may still have. Whoever has told it takes them away, the first first."""
+        self._deep = max(_DEEP // block_size, 1)
+        self._there = dict.fromkeys(keys)
+        self.vacate()
 
     def __len__(self) -> int:
         return len(self._there)
@@ -326,25 +325,23 @@ class DiskLedger:
         if key in self._there:
             self._cached.found(key)
 
-    def make_room(self, count: int) -> list[bytes]:
-        """Gives up as many as must go for `count` more. Their keys."""
-        gone = []
+    def make_room(self, count: int) -> None:
+        """Gives up as many as must go for `count` more."""
         while len(self._cached) and len(self._there) + count > self.capacity:
             key = self._cached.victim()
-            self._there.remove(key)
-            gone.append(key)
-        self.given_up += len(gone)
-        return gone
+            self.leaving.append(key)
+            del self._there[key]
+            self.given_up += 1
 
     def add(self, key: bytes, parent: bytes | None) -> None:
         """It is there from now on."""
         if key not in self._there:
-            self._there.add(key)
+            self._there[key] = None
             self._cached.added(key, parent)
             self._cached.idle(key)
 
     def hold(self, keys: Iterable[bytes]) -> None:
-        """These are being read."""
+        """These are being read: they do not go."""
         for key in keys:
             self._cached.busy(key)
             self._held.add(key)
@@ -360,15 +357,27 @@ class DiskLedger:
         """It is not there, as has been found out."""
         self._held.discard(key)
         if key in self._there:
-            self._there.remove(key)
+            del self._there[key]
             self._cached.dropped(key)
 
-    def clear(self) -> list[bytes]:
-        """Gives up all. Their keys."""
+    def clear(self) -> int:
+        """Gives up all. How many."""
         gone = list(self._there)
+        self.leaving += gone
         for key in gone:
             self.drop(key)
-        return gone
+        return len(gone)
+
+    def vacate(self) -> None:
+        """Nothing is being read any more. To be called also when an interrupt has left things half done; what was learned of how blocks
+        return is lost."""
+        for key in self.leaving:
+            self._there.pop(key, None)
+        self._held = set[bytes]()
+        self._cached = Prospect[bytes](max(self.capacity, 1), deep=self._deep)
+        for key in self._there:
+            self._cached.added(key, None)
+            self._cached.idle(key)
 
 
 class FreeRuns:

@@ -202,6 +202,10 @@ class BlockStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._index and not self._reading.off
 
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those that it does not have, within reach or not."""
+        return [key for key in keys if key not in self._index]
+
     def __len__(self) -> int:
         return len(self._index)
 

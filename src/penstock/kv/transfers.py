@@ -47,14 +47,15 @@ class _Going:
     def done(self) -> bool:
         return all(task.done for task in self.tasks) and (self.last is None or self.last.done)
 
-    def report(self) -> Landed:
+    def report(self, store: BlockStore | None) -> Landed:
         if self.first is not None and self.last is not None:
             return Landed(self.transfer.id, self.last.when() - self.first.when())
         ended = max((task.when() for task in self.tasks), default=self.begun)
         # One whose step was broken off may not have begun everything.
-        count = len(self.transfer.keys)
-        lost = tuple(index for index in range(count) if index >= len(self.tasks) or self.tasks[index].fault is not None)
-        return Landed(self.transfer.id, max(ended - self.begun, 0.0), lost)
+        keys = self.transfer.keys
+        lost = tuple(index for index in range(len(keys)) if index >= len(self.tasks) or self.tasks[index].fault is not None)
+        missing = store.missing(keys[index] for index in lost) if store is not None and self.transfer.route is Route.IN else ()
+        return Landed(self.transfer.id, max(ended - self.begun, 0.0), lost, tuple(missing))
 
 
 class Transfers:
@@ -88,7 +89,7 @@ class Transfers:
         if self.store is not None:
             self.store.poll()
         done = [going for going in self._going.values() if going.done]
-        reports = tuple(going.report() for going in done)
+        reports = tuple(going.report(self.store) for going in done)
         for going in done:
             del self._going[going.transfer.id]
         return reports
@@ -109,7 +110,7 @@ class Transfers:
         self._down.mark().wait()
         if self.store is not None:
             self.store.poll()
-        reports = tuple(going.report() for going in self._going.values())
+        reports = tuple(going.report(self.store) for going in self._going.values())
         self._going.clear()
         return reports
 

@@ -12,13 +12,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from time import monotonic
 
 from penstock.base.errors import RequestError
-from penstock.kv.keys import block_keys, root_key
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
-from penstock.sched.tiers import Name, Store, Tiers
+from penstock.sched.arrivals import Arrivals
+from penstock.sched.needs import Needs
+from penstock.sched.proofs import prove_kv, prove_plan, prove_rows
+from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.tiers import Store, Tiers
 from penstock.step.params import Sampling
 from penstock.step.plan import (
     Admission,
@@ -29,56 +32,16 @@ from penstock.step.plan import (
     Outcome,
     Plan,
     RequestId,
-    Route,
     Row,
     Share,
     TokenLogprob,
-    Transfer,
-    TransferId,
 )
 from penstock.step.request import FinishReason, Phase, Request
 
-_PATIENCE, _LEAST_PATIENCE = 30.0, 0.1
-"""Seconds for which a request waits for blocks from another tier: where it is not known how long to compute them takes, and at least."""
 _AHEAD = 4
 """Host blocks of a long request that no transfer takes."""
 _EARLY = 2
 """Tokens before a request would be too long for the device it becomes long: its newest one still has a place there, and the next not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a step and a request may be at most."""
-
-    block_size: int
-    max_step_tokens: int
-    max_sequences: int
-    max_length: int
-    """Tokens of a request, prompt and output together."""
-    long_from: int | None = None
-    """Tokens, prompt and output together, from which a request is long; None, or more than KV on the device holds, is what that does not
-    hold. Without host blocks no request is long."""
-    recent: int = 2
-    """Newest full blocks of a long request that are on the device alone."""
-    near: int | None = None
-    """Most blocks of a long request that are both on the host and on the device; None is as many as there are pages to spare."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixRule:
-    """How prefixes are named, so that equal names mean equal KV.
-
-    With dynamic rope the KV of a prompt longer than `length_matters_from` depends on the prompt's length, which then enters the root.
-    """
-
-    root: bytes
-    share: bool = True
-    length_matters_from: int | None = None
-
-    def root_of(self, prompt_length: int) -> bytes:
-        if self.length_matters_from is None or prompt_length <= self.length_matters_from:
-            return self.root
-        return root_key(self.root, prompt_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +91,8 @@ class Scheduler:
         self.tiers = Tiers(ledger, self.host, alike=alike, store=store if prefixes.share else "off", disk=disk, step_blocks=step_blocks)
         self.limits = limits
         self.prefixes = prefixes
-        self._clock = clock
-        self._arriving: dict[TransferId, Request] = {}
+        self._needs = Needs(limits)
+        self._arrivals = Arrivals(self.tiers, ledger, self.host, limits, prefixes, self._cold_promised, clock)
         self._check = check
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -143,12 +106,10 @@ class Scheduler:
         self._leaving: list[BlockId] = []
         """Pages that are nobody's but are read by orders: held until the step is committed."""
         self.preemptions = 0
-        self._pages = limits.recent + 2
-        """Device blocks that a long request needs: the recent ones, one on its way to the host, one that is being filled."""
         self._longest_short = ledger.blocks * limits.block_size + 1
         # What the host holds and a block of tail: after a preemption all full blocks are computed into host blocks.
         most = (self.host.blocks + 1) * limits.block_size if self.host.blocks else 0
-        self._longest_long = most if ledger.blocks >= self._pages else min(most, self._longest_short)
+        self._longest_long = most if ledger.blocks >= self._needs.long_pages else min(most, self._longest_short)
         self._long_from = self._longest_short + 1 if limits.long_from is None else min(self._longest_short + 1, limits.long_from)
 
     @property
@@ -210,8 +171,8 @@ class Scheduler:
         needed = []
         if total > (self.host.blocks + 1) * size:
             needed.append(f"host memory or disk for {(total - 1) // size * size} tokens of KV ({self.host.blocks * size} now)")
-        if self.ledger.blocks < self._pages:
-            needed.append(f"{self._pages} KV blocks on the device ({self.ledger.blocks} now)")
+        if self.ledger.blocks < self._needs.long_pages:
+            needed.append(f"{self._needs.long_pages} KV blocks on the device ({self.ledger.blocks} now)")
         if total > self.limits.max_length:
             needed.append(f"a max_length of {total} ({self.limits.max_length} now)")
         return f"the request has {asked}, but KV has room for {self.longest} in all; shorten it, or allow {' and '.join(needed)}"
@@ -241,7 +202,7 @@ class Scheduler:
         plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan(self._cold_promised()))
         if self._check:
             self.check()
-            self._check_plan(plan)
+            prove_plan(plan, self._by_row, self.host, self.limits.block_size)
         return plan
 
     def _plan_running(self, shares: list[Share]) -> tuple[int, bool]:
@@ -254,24 +215,24 @@ class Scheduler:
         position = 0
         while position < len(self._running):
             request = self._running[position]
-            if request.arriving is not None and not self._is_late(request):
+            if request.arriving is not None and not self._arrivals.is_late(request):
                 position += 1
                 continue
             if request.length - request.computed == 1:
                 count = 1
             else:
                 self._reuse(request)
-                if self._meet(request) or self._fetch(request):
+                if self._arrivals.meet(request) or self._arrivals.fetch(request):
                     position += 1
                     continue
-                count = self._chunk(request, budget)
+                count = self._needs.chunk(request, budget)
                 # Whoever is still under way afterwards leaves no tokens to those behind, nor to newcomers.
-                budget = budget - count if request.computed + count == request.length else 0
+                budget = budget - count if request.computed + count == self._needs.goal(request) else 0
             if count:
-                if self._is_chunk(request) and not request.blocks:
-                    request.near -= min(request.near, max(0, self._lacking(request, count) - self.ledger.available))
+                if self._needs.is_chunk(request) and not request.blocks:
+                    request.near -= min(request.near, max(0, self._needs.pages(request, count) - self.ledger.available))
                 if not self._make_room(position, count):
-                    lacking = self._lacking(request, count) - self.ledger.available
+                    lacking = self._needs.pages(request, count) - self.ledger.available
                     if 0 < lacking <= self.tiers.pages_held:
                         position += 1  # They will be free when they have landed.
                         continue
@@ -281,17 +242,6 @@ class Scheduler:
             position += 1
         return budget, self.preemptions > before
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        """How many tokens a request computes if it has `budget`; of a long one whole blocks, at least two tokens, or all it lacks.
-
-        Who has been admitted always has one: those admitted with it computed a token each beside its first chunk, as they do from then on.
-        """
-        lacking = (request.meets * self.limits.block_size or request.length) - request.computed
-        if not request.long or lacking <= budget:
-            return min(lacking, budget)
-        count = budget - budget % self.limits.block_size
-        return count if count > 1 else 0
-
     def _make_room(self, position: int, count: int) -> bool:
         """Preempts until the running request has the blocks for `count` more positions. False if it has to go itself.
 
@@ -300,11 +250,11 @@ class Scheduler:
         """
         request = self._running[position]
         while True:
-            lacking = self._lacking(request, count) - self.ledger.available
+            lacking = self._needs.pages(request, count) - self.ledger.available
             if lacking > 0 and self._give_near(self._running[position:], lacking):
                 continue
             lacks_pages = lacking > 0
-            if not lacks_pages and (not request.long or self._cold_after(request, count) - len(request.host_blocks) <= self.host.available):
+            if not lacks_pages and (not request.long or self._needs.host(request, count) <= self.host.available):
                 return True
             behind = [other for other in self._running[position + 1 :] if (other.blocks if lacks_pages else other.long)]
             if not behind:
@@ -320,8 +270,8 @@ class Scheduler:
             request = self._waiting[0]
             self._reuse(request)
             room = self._has_room(request)
-            comes = room and not self._is_full(request) and self._fetch(request)
-            count = 0 if comes else self._chunk(request, max(budget, 0))
+            comes = room and not self._is_full(request) and self._arrivals.fetch(request)
+            count = 0 if comes else self._needs.chunk(request, max(budget, 0))
             if not room or not (comes or (count and not self._is_full())):
                 self._let_go(request)
                 return
@@ -335,7 +285,7 @@ class Scheduler:
             yield Admission(request.row, request.sampling, tuple(prompt), tuple(output))
             if comes:
                 continue
-            budget = budget - count if request.computed + count == request.length else 0
+            budget = budget - count if request.computed + count == self._needs.goal(request) else 0
             shares.append(self._share(request, count))
 
     def _is_full(self, *newcomers: Request) -> bool:
@@ -348,46 +298,25 @@ class Scheduler:
 
         Every running request keeps a block in reserve, or the newcomer would be preempted as soon as they grow; a long one its tail.
         """
-        cold = self._cold_after(request, request.length - request.computed) - len(request.host_blocks)
+        cold = self._needs.host(request, request.length - request.computed)
         cold += sum(other.long for other in self._running) if request.long else 0
         return self._promised(request) <= self.ledger.available and cold <= self.host.available
 
     def _promised(self, newcomer: Request) -> int:
         """Device blocks that those who run may come to need, and a newcomer for its whole length."""
         pages = sum(map(self._tail, self._running))
-        return pages + (self._tail(newcomer) if newcomer.long else self._lacking(newcomer, newcomer.length - newcomer.computed))
+        return pages + (self._tail(newcomer) if newcomer.long else self._needs.pages(newcomer, newcomer.length - newcomer.computed))
+
+    def _tail(self, request: Request) -> int:
+        """Device blocks that who runs may come to need beside those that are its own or on their way to it."""
+        return self._needs.tail(request, 0 if request.arriving is None else len(self.tiers.pages_of(request.arriving)))
 
     def _cold_promised(self) -> int:
         """Host blocks that long requests which run may come to need: what their prompts still lack, and some more for what they decode."""
         long = (request for request in self._running if request.long)
-        return sum(_AHEAD + self._cold_after(request, request.length - request.computed) - len(request.host_blocks) for request in long)
-
-    def _tail(self, request: Request) -> int:
-        """Device blocks that who runs may come to need beside those it has: one, or what its prompt still lacks; a long one its tail."""
-        if not request.long:
-            coming = len(self.tiers.pages_of(request.arriving)) if request.arriving is not None else 0
-            return max(1, self._lacking(request, request.length - request.computed) - coming)
-        most = -(-(request.prompt_length + request.max_tokens - 1) // self.limits.block_size)
-        return max(1, min(self._pages, most) - len(request.blocks) + self._near(request))
-
-    def _lacking(self, request: Request, count: int) -> int:
-        """Device blocks that must be allocated before `count` more positions can be computed."""
-        return -(-(request.computed + count) // self.limits.block_size) - self._first_page(request, count) - len(request.blocks)
-
-    def _first_page(self, request: Request, count: int) -> int:
-        """Index of the first block that is in a page when `count` more positions are computed: those it has stay."""
-        if request.blocks or not request.long:
-            return request.paged
-        have = len(request.host_blocks)
-        if not self._is_chunk(request):
-            return have
-        return min(self._cold_after(request, count), max(have, request.length // self.limits.block_size - request.near))
+        return sum(_AHEAD + self._needs.host(request, request.length - request.computed) for request in long)
 
     # -- near pages: what is in them is on the host as well
-
-    def _near(self, request: Request) -> int:
-        """How many of a request's pages are near."""
-        return len(request.host_blocks) - request.paged if request.blocks and request.long else 0
 
     def _find_near(self, request: Request, spare: int) -> None:
         """A long newcomer may have so many near pages, and holds those that someone has left."""
@@ -395,7 +324,7 @@ class Scheduler:
         first = have = len(request.host_blocks)
         # What follows the first of them needs pages too.
         least = max(0, request.length // self.limits.block_size - request.near)
-        while first > least and (page := self.ledger.find(self._key(request, first - 1))) is not None:
+        while first > least and (page := self.ledger.find(self.prefixes.key(request, first - 1, self.limits.block_size))) is not None:
             self.ledger.hold(page)
             request.blocks.insert(0, page)
             first -= 1
@@ -403,10 +332,10 @@ class Scheduler:
 
     def _free_near(self) -> None:
         """Near pages are free before anyone has a share: for the next token of all who run, and for the first in the queue."""
-        wanted = sum(self._lacking(request, 1) for request in self._running if request.length - request.computed == 1)
+        wanted = sum(self._needs.pages(request, 1) for request in self._running if request.length - request.computed == 1)
         if self._waiting and self._rows:
             promised = self._promised(self._waiting[0])
-            if promised - self.ledger.available <= sum(map(self._near, self._running)):
+            if promised - self.ledger.available <= sum(map(self._needs.near, self._running)):
                 wanted = max(wanted, promised)
         self._give_near(self._running, wanted - self.ledger.available)
 
@@ -415,10 +344,10 @@ class Scheduler:
         share are not among them: they will read these pages."""
         given = 0
         for request in reversed(requests):
-            some = min(self._near(request), count - given)
+            some = min(self._needs.near(request), count - given)
             if some > 0:
                 given += some
-                request.near = self._near(request) - some
+                request.near = self._needs.near(request) - some
                 self._drop_pages(request, some)
         return given > 0
 
@@ -430,18 +359,6 @@ class Scheduler:
         self._leaving += [page for page in dropped if page in ordered]
         self.ledger.release([page for page in dropped if page not in ordered])
 
-    def _is_chunk(self, request: Request) -> bool:
-        """Whether what a request computes next goes to the host, as far as it fills blocks; else to its tail."""
-        return request.long and request.length - request.computed > 1
-
-    def _cold_after(self, request: Request, count: int) -> int:
-        """Host blocks that a request has when `count` more positions are computed."""
-        if not request.long:
-            return 0
-        if self._is_chunk(request):
-            return (request.computed + count) // self.limits.block_size
-        return max(len(request.host_blocks), request.computed // self.limits.block_size - self.limits.recent)
-
     def _reuse(self, request: Request) -> int:
         """Skip over full blocks that someone has computed already, or computes in this very step. Returns the tokens skipped.
 
@@ -451,7 +368,7 @@ class Scheduler:
         size, skipped = self.limits.block_size, 0
         blocks = len(request.host_blocks if request.long else request.blocks)
         while request.share_prefix and request.computed == blocks * size and request.computed + size < request.length:
-            key = self._key(request, blocks)
+            key = self.prefixes.key(request, blocks, size)
             if not (self._hold_cold(request, key) if request.long else self._hold(request, key)):
                 break
             blocks += 1
@@ -459,108 +376,11 @@ class Scheduler:
             request.sealed = blocks
             skipped += size
         if skipped and request.long and request.meeting is not None and request.cached is not None:
-            self._met(request, skipped)
+            self._arrivals.met(request, skipped)
         if skipped and request.long and request.blocks:
             # Its pages would have a gap before what is computed next.
             self._drop_pages(request, len(request.blocks))
         return skipped
-
-    def _fetch(self, request: Request) -> bool:
-        """Bring the request's next blocks from the host, or from the disk to the host, if they are there and that is faster than to compute
-        them. Whether they come."""
-        usable = self.tiers.pays and request.share_prefix and request.punctual
-        if not usable or request.computed % self.limits.block_size:
-            return False
-        rates, size, first = self.tiers.rates, self.limits.block_size, request.computed // self.limits.block_size
-        blocks = list[HostBlockId]()
-        if not request.long and first == len(request.blocks):
-            blocks = self.host.run_of(self._next_keys(request, first))
-        count = len(blocks)
-        if count and count <= self.ledger.available:
-            if rates.loading_pays(rates.seconds(Route.UP, count), count * size):
-                request.arriving, _ = self.tiers.bring_up(self._names(request, first, count), blocks)
-                self._wait(request)
-                return True
-            self._decline(request, first + count)
-            rates.declined(Route.UP)
-            return False
-        if count or not request.patient or (request.long and first != len(request.host_blocks)):
-            return False
-        count = self.tiers.on_disk(self._next_keys(request, first))
-        if not count:
-            return False
-        names = self._names(request, first, count)
-        # A long request's chunks are two tokens at least.
-        front = rates.computed_first(len(names), size) if size > 1 else 0
-        if front:
-            self._decline(request, first + front)
-        if front == len(names):
-            rates.declined(Route.IN)
-            request.patient = False
-            return False
-        begun = self.tiers.bring_in(names[front:], self._cold_promised())
-        if begun is None:
-            return False
-        if front:
-            request.meets, request.meeting = first + front, begun[0]
-            return False
-        request.arriving = begun[0]
-        self._wait(request)
-        return True
-
-    def _decline(self, request: Request, stop: int) -> None:
-        """Blocks up to this index are there, and will be computed all the same."""
-        first = max(request.weighed, request.computed // self.limits.block_size)
-        if stop > first:
-            self.tiers.counts.recomputed += stop - first
-            request.weighed = stop
-
-    def _meet(self, request: Request) -> bool:
-        """Whether a request has come to blocks that are still on their way, for which it waits."""
-        if not request.meets or request.computed < request.meets * self.limits.block_size:
-            return False
-        request.meets = 0
-        if request.meeting is None or not self.tiers.is_coming(request.meeting):
-            return False
-        request.arriving = request.meeting
-        self._wait(request)
-        return True
-
-    def _next_keys(self, request: Request, first: int) -> Sequence[bytes]:
-        """Of the request's full blocks from `first` on, but for one that holds its last token."""
-        last = (request.length - 1) // self.limits.block_size
-        if first >= last:
-            return ()
-        self._key(request, last - 1)
-        return request.keys[first:last]
-
-    def _names(self, request: Request, first: int, count: int) -> list[Name]:
-        keys = request.keys
-        return list(map(Name, keys[first : first + count], [keys[first - 1] if first else None, *keys[first : first + count - 1]]))
-
-    def _wait(self, request: Request) -> None:
-        assert request.arriving is not None
-        self._arriving[request.arriving] = request
-        request.since = self._clock()
-
-    def _is_late(self, request: Request) -> bool:
-        """Whether what a request waits for takes longer than to compute it would have; then it waits no more."""
-        assert request.arriving is not None
-        count = self.tiers.count_of(request.arriving)
-        token = self.tiers.rates.token
-        limit = _PATIENCE if token is None else max(_LEAST_PATIENCE, 2 * token * count * self.limits.block_size)
-        if self._clock() - request.since < limit:
-            return False
-        self.tiers.counts.late += count
-        request.punctual = False
-        self._depart(request)
-        return True
-
-    def _depart(self, request: Request) -> None:
-        """The request waits for nothing any more; what is on its way will be cached."""
-        if request.arriving is not None:
-            del self._arriving[request.arriving]
-            request.arriving = None
 
     def _hold(self, request: Request, key: bytes) -> bool:
         block = self.ledger.find(key)
@@ -580,15 +400,6 @@ class Scheduler:
         request.host_blocks.append(block)
         return True
 
-    def _key(self, request: Request, index: int) -> bytes:
-        """The key of the request's full block `index`, with those before it."""
-        keys, size = request.keys, self.limits.block_size
-        if len(keys) <= index:
-            # All that there are: whoever asks for one will ask for the next.
-            parent = keys[-1] if keys else self.prefixes.root_of(request.prompt_length)
-            keys += block_keys(parent, request.tokens[len(keys) * size :], size)
-        return keys[index]
-
     def _share(self, request: Request, count: int) -> Share:
         """Allocate blocks for the next `count` positions, seal pages that become full, and describe the work."""
         assert request.row is not None
@@ -596,14 +407,14 @@ class Scheduler:
         if request.cached is None:
             request.cached = start
             self.tiers.counts.began(request.prompt_length, start, min(request.from_host, start), min(request.from_disk, start))
-        pages, first = self._lacking(request, count), self._first_page(request, count)
+        pages, first = self._needs.pages(request, count), self._needs.first_page(request, count)
         if request.long:
-            have, chunk = len(request.host_blocks), self._is_chunk(request)
+            have, chunk = len(request.host_blocks), self._needs.is_chunk(request)
             cold = self._extend_cold(request, count)
             request.paged = first
             if not chunk:
                 self._orders += map(Order, request.blocks[have - first :], cold)
-                self._drop_pages(request, max(0, self._near(request) - request.near))
+                self._drop_pages(request, max(0, self._needs.near(request) - request.near))
         request.blocks.extend(self.ledger.allocate(pages))
         request.computed, first = stop, request.paged
         if self.prefixes.share:
@@ -635,7 +446,7 @@ class Scheduler:
         full = request.computed // self.limits.block_size
         known = request.shown if request.long else request.sealed
         for index in range(max(known, request.paged), full):
-            self.ledger.seal(request.blocks[index - request.paged], self._key(request, index))
+            self.ledger.seal(request.blocks[index - request.paged], self.prefixes.key(request, index, self.limits.block_size))
         if request.long:
             request.shown = full
         else:
@@ -645,8 +456,7 @@ class Scheduler:
         """The host blocks that a share of `count` positions fills, by itself or by orders, now the request's last."""
         have = len(request.host_blocks)
         after = request.host_blocks[-1] if have else None
-        lacking = self._cold_after(request, count) - have
-        cold = self.host.allocate(lacking, after, request.length // self.limits.block_size - have)
+        cold = self.host.allocate(self._needs.host(request, count), after, request.length // self.limits.block_size - have)
         request.host_blocks.extend(cold)
         return cold
 
@@ -666,7 +476,7 @@ class Scheduler:
         request.row = None
 
     def _let_go(self, request: Request) -> None:
-        self._depart(request)
+        self._arrivals.leave(request)
         request.meets, request.meeting = 0, None
         self.ledger.release(request.blocks)
         self.host.release(request.host_blocks)
@@ -684,7 +494,7 @@ class Scheduler:
         self.tiers.reset(landed)
         self.ledger.reset()
         self.host.vacate()
-        self._arriving.clear()
+        self._arrivals.reset()
         self._orders, self._leaving = [], []
         self._running, self._by_row = [], {}
         self._rows = [Row(row) for row in reversed(range(self.limits.max_sequences))]
@@ -701,7 +511,7 @@ class Scheduler:
         """Take in what the step yielded: new tokens, and requests that end with them; and what has come from other tiers."""
         events = []
         for transfer, names, right in self.tiers.landed(outcome.landed):
-            self._arrived(transfer, names, right)
+            self._arrivals.take_in(transfer, names, right)
         self.tiers.rates.stepped(plan.tokens, outcome.seconds, any(share.sample for share in plan.shares))
         self.ledger.release(self._leaving)
         self._orders, self._leaving = [], []
@@ -711,8 +521,7 @@ class Scheduler:
                 self._seal_cold(request)
             elif self.prefixes.share:
                 for index in range(share.start // self.limits.block_size, share.stop // self.limits.block_size):
-                    parent = self._key(request, index - 1) if index else None
-                    self.tiers.computed(request.blocks[index], self._key(request, index), parent)
+                    self.tiers.computed(request.blocks[index], *self.prefixes.name(request, index, self.limits.block_size))
             # After a preemption the prompt is computed again, but nobody wants its log-probabilities twice.
             if fresh := result.prompt_logprobs[max(0, request.scored - share.start) :]:
                 request.scored = share.start + len(result.prompt_logprobs)
@@ -743,43 +552,11 @@ class Scheduler:
             self.check()
         return events
 
-    def _arrived(self, transfer: Transfer, names: Sequence[Name], right: int) -> None:
-        """The first `right` blocks of a transfer have come: to the host, where who waits will find them, or to pages, which are its own."""
-        request = self._arriving.pop(transfer.id, None)
-        size, pages = self.limits.block_size, transfer.pages[:right]
-        for page, name in zip(pages, names, strict=False):
-            self.ledger.seal(page, *name)
-        if request is None:
-            self.ledger.release(pages)
-            return
-        request.arriving = None
-        if transfer.route is Route.IN:
-            request.patient = right == len(names)
-            if request.cached is None:
-                request.from_disk += right * size
-            return
-        request.blocks.extend(pages)
-        request.computed += right * size
-        request.sealed = len(request.blocks)
-        if request.cached is None:
-            request.from_host += right * size
-        elif request.meeting is not None:
-            self._met(request, right * size)
-
-    def _met(self, request: Request, tokens: int) -> None:
-        """So many tokens that came from the disk while those before them were computed need not be."""
-        request.meeting = None
-        assert request.cached is not None
-        request.cached += tokens
-        request.from_host += tokens
-        request.from_disk += tokens
-        self.tiers.counts.found_disk += tokens
-
     def _seal_cold(self, request: Request) -> None:
         """Its host blocks have been written: from now on others find them."""
         if self.prefixes.share:
             for index in range(request.sealed, len(request.host_blocks)):
-                name = self._key(request, index), self._key(request, index - 1) if index else None
+                name = self.prefixes.name(request, index, self.limits.block_size)
                 self.host.seal(request.host_blocks[index], *name)
                 self.tiers.sealed_on_host(request.host_blocks[index], *name)
         request.sealed = len(request.host_blocks)
@@ -798,51 +575,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Prove that blocks, rows and phases agree. Raises AssertionError with what is wrong."""
-        size = self.limits.block_size
         moving_pages, moving_blocks = self.tiers.held()
-        self.ledger.check([*(request.blocks for request in self._requests.values()), self._leaving, *moving_pages])
-        self.host.check([*(request.host_blocks for request in self._requests.values()), *moving_blocks])
-        assert len(self._running) + len(self._waiting) == len(self._requests), "a request is neither running nor waiting"
-        assert sorted([*self._rows, *self._by_row]) == list(range(self.limits.max_sequences)), "a row is lost or given twice"
-        for queue in (self._running, self._waiting):
-            assert all(older.id < younger.id for older, younger in pairwise(queue)), "a queue is not in order of arrival"
+        requests = self._requests.values()
+        self.ledger.check([*(request.blocks for request in requests), self._leaving, *moving_pages])
+        self.host.check([*(request.host_blocks for request in requests), *moving_blocks])
+        assert len(self._running) + len(self._waiting) == len(requests), "a request is neither running nor waiting"
+        prove_rows(self._running, self._waiting, self._by_row, self._rows, self.limits.max_sequences)
         for request in self._running:
-            owner = None if request.row is None else self._by_row[request.row]
-            assert owner is request, f"request {request.id} does not own its row"
-            assert request.computed <= request.length, f"request {request.id} is computed beyond its end"
-            blocks = max(len(request.host_blocks), request.paged + len(request.blocks))
-            assert blocks * size >= request.computed, f"request {request.id} lacks blocks for its KV"
-            assert request.paged <= len(request.host_blocks), f"request {request.id} has a gap between host blocks and pages"
-            reached = request.paged + len(request.blocks) >= len(request.host_blocks) or not request.blocks
-            assert reached, f"request {request.id} has pages that end before its host blocks"
-            assert len(request.host_blocks) * size <= request.computed, f"request {request.id} has host blocks beyond its KV"
-            assert request.long or not request.host_blocks, f"request {request.id} is short and has host blocks"
-        for request in self._waiting:
-            holds = request.row is not None or request.blocks or request.host_blocks or request.computed
-            assert not holds, f"waiting request {request.id} holds something"
-
-    def _check_plan(self, plan: Plan) -> None:
-        """Prove of what a step writes to the host, and of what it reads there, that it is its own or final. Raises AssertionError."""
-        size = self.limits.block_size
-        sources = {order.target: order.source for order in plan.orders}
-        assert len(sources) == len(plan.orders), "two orders go to one block"
-        written: set[HostBlockId] = set()
-        for share in plan.shares:
-            request = self._by_row[share.row]
-            name, blocks = f"request {request.id}", request.host_blocks
-            assert share.cold_stop == len(blocks) * size == request.host_tabled * size, f"{name} has a wrong table of host blocks"
-            assert request.tabled == request.paged + len(request.blocks) == -(-share.stop // size), f"{name} has a wrong block table"
-            assert share.near == request.paged * size <= share.cold_stop, f"{name} has a gap before its pages"
-            assert share.cold_start == min(share.near, share.start), f"{name} reads what is neither on the host nor in pages"
-            assert share.cold_start % size == 0, f"{name} has part of a block on the host"
-            assert share.cold_stop <= share.start or share.start % size == 0, f"{name} writes part of a block to the host"
-            assert len(share.tokens) > 1 or share.cold_stop <= share.start, f"{name} decodes into a host block"
-            for index in range(request.sealed, len(blocks)):
-                assert self.host.is_private(blocks[index]), f"{name} writes a host block that others read"
-                assert blocks[index] not in written, f"{name} writes a host block that another writes"
-                ordered = sources.pop(blocks[index], None) is not None
-                assert ordered == (index * size < share.start), f"{name} reads a host block before it is written, or writes it twice"
-                written.add(blocks[index])
-            pages = request.blocks[max(0, share.start // size - request.paged) :]
-            assert not {order.source for order in plan.orders}.intersection(pages), f"{name} writes a page that is copied to the host"
-        assert not sources, "an order of nobody's block"
+            prove_kv(request, self.limits.block_size)

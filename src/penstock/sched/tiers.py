@@ -9,10 +9,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.rates import Rates
+from penstock.sched.rules import Name
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route, Transfer, TransferId
 
 Store = Literal["eager", "lazy", "off"]
@@ -20,6 +21,8 @@ _AHEAD = 2
 """Lazily, blocks go down before this many steps' worth of new ones are needed."""
 _HELD_PART = 4
 """Of the host's blocks, at most one in so many is held for the disk."""
+_COMING_PART = 2
+"""Of the host's blocks, at most one in so many is held for what comes from the disk."""
 _AT_ONCE = 256
 """Most blocks of a transfer to the host or to the disk: more would land late, and be held so long."""
 
@@ -47,13 +50,6 @@ class Counts:
         self.found_disk += came_in
         self.found_host += max(0, came_up - came_in)
         self.found += max(0, cached - max(came_up, came_in))
-
-
-class Name(NamedTuple):
-    """A block's key, and that of the block which it continues."""
-
-    key: bytes
-    parent: bytes | None
 
 
 @dataclass(slots=True)
@@ -100,9 +96,8 @@ class Tiers:
         self._later = dict[bytes, Name]()
         """What would go to the disk if not so much was on its way there already; held by nobody."""
         self._new: list[Transfer] = []
-        self._forget: list[bytes] = []
-        self._forgetting: list[bytes] = []
-        """Of the plan that is under way."""
+        self._told = 0
+        """Of the keys that leave the disk, the first, which the plan under way says."""
         self._found: list[Name] = []
         """That set out: their use is noted when there is time, while they are on their way."""
 
@@ -114,7 +109,8 @@ class Tiers:
     @property
     def ready(self) -> bool:
         """Whether something is to set out with the next plan."""
-        return bool(self._down or self._out or self._new or self._forget)
+        leaves = self.disk is not None and len(self.disk.leaving) > self._told
+        return bool(self._down or self._out or self._new or leaves)
 
     def is_coming(self, id: TransferId) -> bool:
         """Whether it is under way."""
@@ -168,7 +164,8 @@ class Tiers:
         """
         assert self.disk is not None
         names = list(takewhile(lambda name: name.key not in self._coming[Route.IN], names))
-        blocks = self.host.allocate_near(max(0, min(len(names), self._room(promised))))
+        most = max(self.host.near // _COMING_PART, 1) - len(self._coming[Route.IN])
+        blocks = self.host.allocate_near(max(0, min(len(names), self._room(promised), most)))
         if not blocks:
             return None
         self.disk.hold(name.key for name in names[: len(blocks)])
@@ -205,12 +202,13 @@ class Tiers:
             self.pages.release([page])
         while self._out and self.disk is not None:
             some_out = [self._out.popleft() for _ in range(min(len(self._out), _AT_ONCE))]
-            self._forget += self.disk.make_room(self._outward())
+            self.disk.make_room(self._outward())
             self._go(Route.OUT, [name for _, name in some_out], (), [block for block, _ in some_out])
         transfers, self._new = tuple(self._new), []
         # Until the step is committed it may have to be said again.
-        self._forgetting, self._forget = self._forgetting + self._forget, []
-        return transfers, tuple(self._forgetting)
+        leaving = tuple(self.disk.leaving) if self.disk is not None else ()
+        self._told = len(leaving)
+        return transfers, leaving
 
     def _most_outward(self) -> int:
         return min(max(self.host.near // _HELD_PART, 1), self.disk.capacity if self.disk is not None else 0)
@@ -264,7 +262,10 @@ class Tiers:
     def landed(self, reports: Sequence[Landed]) -> Iterator[tuple[Transfer, Sequence[Name], int]]:
         """Take in what has landed. Of each transfer to the device or from the disk: itself, its blocks' names, none if they are not to be
         known, and how many of its first blocks are right. Pages of those are the caller's from then on, with the hold that they have."""
-        found, self._found, self._forgetting = self._found, [], []
+        found, self._found = self._found, []
+        if self.disk is not None:
+            del self.disk.leaving[: self._told]
+        self._told = 0
         for name in found:
             self.use(name.key)
         for report in reports:
@@ -279,6 +280,9 @@ class Tiers:
             self._coming[route].difference_update(name.key for name in names)
             if route is Route.IN and self.disk is not None:
                 self.disk.let_go([name.key for name in names])
+            if self.disk is not None:
+                for key in report.gone:
+                    self.disk.drop(key)
             if route is Route.OUT:
                 self._arrived_on_disk(names, lost, going.wanted)
                 self._go_on()
@@ -310,14 +314,11 @@ class Tiers:
                 if wanted:
                     self.disk.add(*name)
                 else:
-                    self._forget.append(name.key)
+                    self.disk.leaving.append(name.key)
 
     def _arrived_on_host(self, transfer: Transfer, names: Sequence[Name], lost: set[int], wanted: bool) -> None:
         for index, (name, block) in enumerate(zip(names, transfer.blocks, strict=True)):
-            if index in lost:
-                if transfer.route is Route.IN and self.disk is not None:
-                    self.disk.drop(name.key)
-            elif wanted:
+            if wanted and index not in lost:
                 self.host.seal(block, *name)
                 if transfer.route is Route.DOWN and self.host.find(name.key) == block:
                     self._want_out(block, name)
@@ -327,20 +328,24 @@ class Tiers:
     def reset(self, reports: Sequence[Landed] = ()) -> None:
         """Nothing is under way any more, of which these are the last reports, and nobody holds anything. What the disk is to forget, it
         still is."""
-        for report in reports:
-            going = self._going.get(report.id)
-            if going is not None and going.transfer.route is Route.OUT:
-                self._arrived_on_disk(going.names, set(report.lost), going.wanted)
+        self._told = 0
         if self.disk is not None:
-            self.disk.let_go([name.key for going in self._going.values() for name in going.names])
-        self._forget = self._forgetting + self._forget
+            self.disk.vacate()
+            leaving = set(self.disk.leaving)
+            for report in reports:
+                for key in report.gone:
+                    self.disk.drop(key)
+                going = self._going.get(report.id)
+                if going is not None and going.transfer.route is Route.OUT:
+                    lost = {index for index, name in enumerate(going.names) if name.key in leaving}
+                    self._arrived_on_disk(going.names, lost.union(report.lost), going.wanted)
         self._going.clear()
         self._later.clear()
         for keys in self._coming.values():
             keys.clear()
         self._down.clear()
         self._out.clear()
-        self._new, self._forgetting, self._found = [], [], []
+        self._new, self._found = [], []
 
     def forget(self) -> int:
         """Nothing on disk is to be found any more, nor what is on its way anywhere. Returns how many blocks the disk gives up."""
@@ -356,9 +361,7 @@ class Tiers:
         self._out.clear()
         self._lowered.clear()
         self._later.clear()
-        keys = self.disk.clear() if self.disk is not None else []
-        self._forget += keys
-        return len(keys)
+        return self.disk.clear() if self.disk is not None else 0
 
     def held(self) -> tuple[list[Sequence[BlockId]], list[Sequence[HostBlockId]]]:
         """What transfers hold, and what is to set out."""

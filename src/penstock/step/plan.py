@@ -62,11 +62,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A transfer has ended. `lost`: which of its blocks, by their index in it, did not get there."""
+    """A transfer has ended. `lost`: which of its blocks, by their index in it, did not get there. `gone`: the keys of those of them that
+    the disk does not have; others may be read another time."""
 
     id: TransferId
     seconds: float
     lost: tuple[int, ...] = ()
+    gone: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

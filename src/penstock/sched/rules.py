@@ -1,0 +1,76 @@
+"""What a scheduler keeps to: the limits of steps and requests, and how prefixes are named."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.kv.keys import block_keys, root_key
+from penstock.step.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step and a request may be at most."""
+
+    block_size: int
+    max_step_tokens: int
+    max_sequences: int
+    max_length: int
+    """Tokens of a request, prompt and output together."""
+    long_from: int | None = None
+    """Tokens, prompt and output together, from which a request is long; None, or more than KV on the device holds, is what that does not
+    hold. Without host blocks no request is long."""
+    recent: int = 2
+    """Newest full blocks of a long request that are on the device alone."""
+    near: int | None = None
+    """Most blocks of a long request that are both on the host and on the device; None is as many as there are pages to spare."""
+
+
+class Name(NamedTuple):
+    """A block's key, and that of the block which it continues."""
+
+    key: bytes
+    parent: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRule:
+    """How prefixes are named, so that equal names mean equal KV.
+
+    With dynamic rope the KV of a prompt longer than `length_matters_from` depends on the prompt's length, which then enters the root.
+    """
+
+    root: bytes
+    share: bool = True
+    length_matters_from: int | None = None
+
+    def root_of(self, prompt_length: int) -> bytes:
+        if self.length_matters_from is None or prompt_length <= self.length_matters_from:
+            return self.root
+        return root_key(self.root, prompt_length)
+
+    def key(self, request: Request, index: int, size: int) -> bytes:
+        """The key of the request's full block `index` of `size` tokens, with those before it."""
+        keys = request.keys
+        if len(keys) <= index:
+            # All that there are: whoever asks for one will ask for the next.
+            parent = keys[-1] if keys else self.root_of(request.prompt_length)
+            keys += block_keys(parent, request.tokens[len(keys) * size :], size)
+        return keys[index]
+
+    def next_keys(self, request: Request, first: int, size: int) -> Sequence[bytes]:
+        """Of the request's full blocks from `first` on, but for one that holds its last token."""
+        last = (request.length - 1) // size
+        if first >= last:
+            return ()
+        self.key(request, last - 1, size)
+        return request.keys[first:last]
+
+    def name(self, request: Request, index: int, size: int) -> Name:
+        return Name(self.key(request, index, size), request.keys[index - 1] if index else None)
+
+
+def names_of(request: Request, first: int, count: int) -> list[Name]:
+    """Of blocks whose keys are known."""
+    keys = request.keys
+    return list(map(Name, keys[first : first + count], [keys[first - 1] if first else None, *keys[first : first + count - 1]]))
