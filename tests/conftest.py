@@ -1,6 +1,7 @@
 """What every test may count on: a marker per folder, one thread for CPU arithmetic, a GPU where one is needed, real material."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ FOLDERS = ("plain", "cpu", "gpu")
 # Triton decides when it is imported, by whichever test comes first, whether it interprets its kernels; without a GPU it must.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts something in the background lets it ignore interrupts, and all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is no fault of the code.
 settings.register_profile("penstock", deadline=None)

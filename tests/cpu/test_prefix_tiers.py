@@ -450,10 +450,10 @@ def test_an_interrupt_anywhere_in_a_use_breaks_nothing(tmp_path: Path) -> None:
         use, strikes = disk.use, 0
         for where in range(40):
 
-            def struck(key: bytes, where: int = where) -> None:
+            def struck(keys: Sequence[bytes], where: int = where) -> None:
                 nonlocal strikes
                 disk.use = use  # type: ignore[method-assign]
-                if cut_short(lambda: use(key), where):
+                if cut_short(lambda: use(keys), where):
                     strikes += 1
                     raise KeyboardInterrupt
 

@@ -32,7 +32,7 @@ from penstock.kv.segments import SegmentFile
 from penstock.kv.transfers import Transfers
 from penstock.memory.disk import ReadError
 from penstock.memory.streams import HostTicket, Pieces, ThreadStream, Ticket
-from penstock.sched.rules import Limits, Name, PrefixRule
+from penstock.sched.rules import Limits, Name, Names, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Result, Route, Transfer, TransferId
@@ -481,6 +481,10 @@ class Careless(Tiers):
         return id
 
 
+def _names(some: Sequence[Name]) -> Names:
+    return Names([name.key for name in some], [name.parent for name in some])
+
+
 class Harbour:
     """Ledgers, tiers, transfers and a store, and requests that are whole in a step: chains of blocks whose bytes are a function of their
     keys. What is found must be right when it is read: by kernels, copies and the store's threads, whenever they come to that."""
@@ -581,11 +585,11 @@ class Harbour:
         blocks = [self.host.find(name.key) for name in names]
         there = [block for block in blocks[: (*blocks, None).index(None)] if block is not None]
         if there and len(there) <= self.pages.available:
-            self.tiers.bring_up(names[: len(there)], there)
+            self.tiers.bring_up(_names(names[: len(there)]), there)
         elif not there:
             on_disk = [self.disk.find(name.key) and block is None for name, block in zip(names, blocks, strict=True)]
             if wanted := names[: (*on_disk, False).index(False)]:
-                self.tiers.bring_in(wanted)
+                self.tiers.bring_in(_names(wanted))
 
     def check(self) -> None:
         pages, blocks = self.tiers.held()
@@ -593,8 +597,9 @@ class Harbour:
         self.host.check(blocks)
 
     def recover(self) -> None:
-        assert within(LONG, self.world.transfers.settle)
-        self.tiers.reset()
+        reports: list[Landed] = []
+        assert within(LONG, lambda: reports.extend(self.world.transfers.settle()))
+        self.tiers.reset(reports)
         self.pages.reset()
         self.host.vacate()
         self.check()
@@ -791,7 +796,7 @@ def test_a_host_block_that_nothing_was_read_into_is_not_found(fresh: Fresh) -> N
     with fresh() as world:
         pages, host, disk = BlockLedger(PAGES), HostLedger(HOST), DiskLedger(9, [key_of(0)])
         tiers = Tiers(pages, host, store="eager", disk=disk)
-        assert tiers.bring_in([Harbour.name(0)]) is not None
+        assert tiers.bring_in(_names([Harbour.name(0)])) is not None
         world.begin(*tiers.plan()[0])
         list(tiers.landed(world.land()))
         block = host.find(key_of(0))

@@ -31,8 +31,11 @@ def block_keys(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
     if _BIG_ENDIAN:
         words.byteswap()
     data, width = words.tobytes(), size * words.itemsize
-    keys = []
+    keys, begun = [], blake2b(digest_size=KEY_BYTES, person=b"penstock-block")
     for start in range(0, len(data) - width + 1, width):
-        parent = blake2b(parent + data[start : start + width], digest_size=KEY_BYTES, person=b"penstock-block").digest()
+        digest = begun.copy()
+        digest.update(parent)
+        digest.update(data[start : start + width])
+        parent = digest.digest()
         keys.append(parent)
     return keys

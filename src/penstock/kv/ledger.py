@@ -66,11 +66,13 @@ class Ledger(Generic[Id]):
         """The block with this content, if there is one. To use it, `hold` it before anything else happens."""
         return self._by_key.get(key)
 
-    def use(self, key: bytes) -> None:
+    def use(self, keys: Iterable[bytes]) -> None:
         """A request has asked for this content, and found it here or on a tier before this one."""
-        block = self._by_key.get(key)
-        if block is not None:
-            self._order(block).found(key)
+        by_key, order = self._by_key, self._order
+        for key in keys:
+            block = by_key.get(key)
+            if block is not None:
+                order(block).found(key)
 
     def hold(self, block: Id) -> None:
         """One more holder for a block that `find` gave."""
@@ -320,10 +322,11 @@ class DiskLedger:
     def find(self, key: bytes) -> bool:
         return key in self._there
 
-    def use(self, key: bytes) -> None:
+    def use(self, keys: Iterable[bytes]) -> None:
         """A request has asked for this content, and found it here or on a tier before this one."""
-        if key in self._there:
-            self._cached.found(key)
+        for key in keys:
+            if key in self._there:
+                self._cached.found(key)
 
     def make_room(self, count: int) -> None:
         """Gives up as many as must go for `count` more."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from penstock.kv.ledger import BlockLedger, HostLedger
-from penstock.sched.rules import Limits, Name, PrefixRule, names_of
+from penstock.sched.rules import Limits, Names, PrefixRule, names_of
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import HostBlockId, Route, Transfer, TransferId
 from penstock.step.request import Request
@@ -76,7 +76,7 @@ class Arrivals:
             rates.declined(Route.IN)
             request.patient = False
             return False
-        begun = self._tiers.bring_in(names[front:], self._promised())
+        begun = self._tiers.bring_in(names.part(front), self._promised())
         if begun is None:
             return False
         id, _ = begun
@@ -131,7 +131,7 @@ class Arrivals:
 
     # ---- what came
 
-    def take_in(self, transfer: Transfer, names: Sequence[Name], right: int) -> None:
+    def take_in(self, transfer: Transfer, names: Names, right: int) -> None:
         """The first `right` blocks of a transfer have come: to the host, where who waits will find them, or to pages, which are its own."""
         request = self._awaited.pop(transfer.id, None)
         pages = transfer.pages[:right]

@@ -1,6 +1,6 @@
 """What a scheduler keeps to: the limits of steps and requests, and how prefixes are named."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,23 @@ class Name(NamedTuple):
 
     key: bytes
     parent: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of some blocks."""
+
+    keys: Sequence[bytes]
+    parents: Sequence[bytes | None]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes | None]]:
+        return zip(self.keys, self.parents, strict=True)
+
+    def part(self, start: int = 0, stop: int | None = None) -> "Names":
+        return Names(self.keys[start:stop], self.parents[start:stop])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +87,7 @@ class PrefixRule:
         return Name(self.key(request, index, size), request.keys[index - 1] if index else None)
 
 
-def names_of(request: Request, first: int, count: int) -> list[Name]:
+def names_of(request: Request, first: int, count: int) -> Names:
     """Of blocks whose keys are known."""
-    keys = request.keys
-    return list(map(Name, keys[first : first + count], [keys[first - 1] if first else None, *keys[first : first + count - 1]]))
+    keys = request.keys[first : first + count]
+    return Names(keys, [request.keys[first - 1] if first else None, *keys[:-1]])

@@ -386,7 +386,7 @@ class Scheduler:
         block = self.ledger.find(key)
         if block is None:
             return False
-        self.tiers.use(key)
+        self.tiers.use((key,))
         self.ledger.hold(block)
         request.blocks.append(block)
         return True
@@ -395,7 +395,7 @@ class Scheduler:
         block = self.host.find(key)
         if block is None:
             return False
-        self.tiers.use(key)
+        self.tiers.use((key,))
         self.host.hold(block)
         request.host_blocks.append(block)
         return True

@@ -13,7 +13,7 @@ from typing import Literal
 
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.rates import Rates
-from penstock.sched.rules import Name
+from penstock.sched.rules import Name, Names
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route, Transfer, TransferId
 
 Store = Literal["eager", "lazy", "off"]
@@ -55,7 +55,7 @@ class Counts:
 @dataclass(slots=True)
 class _Going:
     transfer: Transfer
-    names: Sequence[Name]
+    names: Names
     """Of its blocks, whatever the route."""
     wanted: bool = True
     """Whether what lands is to be known. Not if everything was to be forgotten meanwhile."""
@@ -98,7 +98,7 @@ class Tiers:
         self._new: list[Transfer] = []
         self._told = 0
         """Of the keys that leave the disk, the first, which the plan under way says."""
-        self._found: list[Name] = []
+        self._found: list[bytes] = []
         """That set out: their use is noted when there is time, while they are on their way."""
 
     @property
@@ -131,12 +131,12 @@ class Tiers:
 
     # ---- finding
 
-    def use(self, key: bytes) -> None:
+    def use(self, keys: Sequence[bytes]) -> None:
         """A request has found this content, on whichever tier."""
-        self.pages.use(key)
-        self.host.use(key)
+        self.pages.use(keys)
+        self.host.use(keys)
         if self.disk is not None:
-            self.disk.use(key)
+            self.disk.use(keys)
 
     def on_disk(self, keys: Iterable[bytes]) -> int:
         """How many of the first of these the disk has and the host has not."""
@@ -150,26 +150,28 @@ class Tiers:
 
     # ---- setting out
 
-    def bring_up(self, names: Sequence[Name], blocks: Sequence[HostBlockId]) -> tuple[TransferId, list[BlockId]]:
+    def bring_up(self, names: Names, blocks: Sequence[HostBlockId]) -> tuple[TransferId, list[BlockId]]:
         """From host blocks to as many new pages, which the caller has seen to be available. They are the transfer's."""
         self.host.hold_all(blocks)
-        self._found += names
+        self._found += names.keys
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks), pages
 
-    def bring_in(self, names: Sequence[Name], promised: int = 0) -> tuple[TransferId, int] | None:
+    def bring_in(self, names: Names, promised: int = 0) -> tuple[TransferId, int] | None:
         """From the disk to the host, as many as there is room for, and how many; None if there is none, or one is on its way.
 
         promised: host blocks that others will need.
         """
         assert self.disk is not None
-        names = list(takewhile(lambda name: name.key not in self._coming[Route.IN], names))
-        most = max(self.host.near // _COMING_PART, 1) - len(self._coming[Route.IN])
-        blocks = self.host.allocate_near(max(0, min(len(names), self._room(promised), most)))
+        coming = self._coming[Route.IN]
+        new = sum(1 for _ in takewhile(lambda key: key not in coming, names.keys))
+        most = max(self.host.near // _COMING_PART, 1) - len(coming)
+        blocks = self.host.allocate_near(max(0, min(new, self._room(promised), most)))
         if not blocks:
             return None
-        self.disk.hold(name.key for name in names[: len(blocks)])
-        return self._go(Route.IN, names[: len(blocks)], (), blocks), len(blocks)
+        names = names.part(0, len(blocks))
+        self.disk.hold(names.keys)
+        return self._go(Route.IN, names, (), blocks), len(blocks)
 
     def _room(self, promised: int) -> int:
         """Host blocks that transfers may take."""
@@ -195,7 +197,7 @@ class Tiers:
         while self._down and self._room(promised) > 0:
             count = min(len(self._down), self._room(promised), _AT_ONCE)
             some = [self._down.popleft() for _ in range(count)]
-            self._go(Route.DOWN, [name for _, name in some], [page for page, _ in some], self.host.allocate_near(count))
+            self._go(Route.DOWN, _names(some), [page for page, _ in some], self.host.allocate_near(count))
         while self._down:  # The host is full of what is in use.
             page, name = self._down.popleft()
             self._coming[Route.DOWN].discard(name.key)
@@ -203,7 +205,7 @@ class Tiers:
         while self._out and self.disk is not None:
             some_out = [self._out.popleft() for _ in range(min(len(self._out), _AT_ONCE))]
             self.disk.make_room(self._outward())
-            self._go(Route.OUT, [name for _, name in some_out], (), [block for block, _ in some_out])
+            self._go(Route.OUT, _names(some_out), (), [block for block, _ in some_out])
         transfers, self._new = tuple(self._new), []
         # Until the step is committed it may have to be said again.
         leaving = tuple(self.disk.leaving) if self.disk is not None else ()
@@ -247,27 +249,25 @@ class Tiers:
                     self._lowered[page] = key
                     self._want_down(page, Name(key, None))
 
-    def _go(self, route: Route, names: Sequence[Name], pages: Sequence[BlockId], blocks: Sequence[HostBlockId]) -> TransferId:
+    def _go(self, route: Route, names: Names, pages: Sequence[BlockId], blocks: Sequence[HostBlockId]) -> TransferId:
         id = TransferId(self._next)
         self._next += 1
-        keys = tuple(name.key for name in names)
-        transfer = Transfer(id, route, tuple(pages), tuple(blocks), keys if route in (Route.IN, Route.OUT) else ())
+        transfer = Transfer(id, route, tuple(pages), tuple(blocks), tuple(names.keys) if route in (Route.IN, Route.OUT) else ())
         self._going[id] = _Going(transfer, names)
-        self._coming[route].update(keys)
+        self._coming[route].update(names.keys)
         self._new.append(transfer)
         return id
 
     # ---- landing
 
-    def landed(self, reports: Sequence[Landed]) -> Iterator[tuple[Transfer, Sequence[Name], int]]:
+    def landed(self, reports: Sequence[Landed]) -> Iterator[tuple[Transfer, Names, int]]:
         """Take in what has landed. Of each transfer to the device or from the disk: itself, its blocks' names, none if they are not to be
         known, and how many of its first blocks are right. Pages of those are the caller's from then on, with the hold that they have."""
         found, self._found = self._found, []
         if self.disk is not None:
             del self.disk.leaving[: self._told]
         self._told = 0
-        for name in found:
-            self.use(name.key)
+        self.use(found)
         for report in reports:
             going = self._going.pop(report.id)
             transfer, names, lost = going.transfer, going.names, set(report.lost)
@@ -277,9 +277,9 @@ class Tiers:
             self.counts.seconds[route] += report.seconds
             if len(lost) < len(names):
                 self.rates.moved(route, len(names), report.seconds)
-            self._coming[route].difference_update(name.key for name in names)
+            self._coming[route].difference_update(names.keys)
             if route is Route.IN and self.disk is not None:
-                self.disk.let_go([name.key for name in names])
+                self.disk.let_go(names.keys)
             if self.disk is not None:
                 for key in report.gone:
                     self.disk.drop(key)
@@ -291,7 +291,7 @@ class Tiers:
             self.host.release(transfer.blocks)
             if route is Route.UP:
                 self.pages.release(transfer.pages[right:])
-                yield transfer, names if going.wanted else (), right
+                yield transfer, names if going.wanted else names.part(0, 0), right
             elif route is Route.IN:
                 yield transfer, names, right if going.wanted else 0
             elif self.store == "lazy":
@@ -307,21 +307,21 @@ class Tiers:
             if block is not None and self.host.is_near(block):
                 self._want_out(block, name)
 
-    def _arrived_on_disk(self, names: Sequence[Name], lost: set[int], wanted: bool) -> None:
+    def _arrived_on_disk(self, names: Names, lost: set[int], wanted: bool) -> None:
         assert self.disk is not None
-        for index, name in enumerate(names):
+        for index, (key, parent) in enumerate(names):
             if index not in lost:
                 if wanted:
-                    self.disk.add(*name)
+                    self.disk.add(key, parent)
                 else:
-                    self.disk.leaving.append(name.key)
+                    self.disk.leaving.append(key)
 
-    def _arrived_on_host(self, transfer: Transfer, names: Sequence[Name], lost: set[int], wanted: bool) -> None:
-        for index, (name, block) in enumerate(zip(names, transfer.blocks, strict=True)):
+    def _arrived_on_host(self, transfer: Transfer, names: Names, lost: set[int], wanted: bool) -> None:
+        for index, ((key, parent), block) in enumerate(zip(names, transfer.blocks, strict=True)):
             if wanted and index not in lost:
-                self.host.seal(block, *name)
-                if transfer.route is Route.DOWN and self.host.find(name.key) == block:
-                    self._want_out(block, name)
+                self.host.seal(block, key, parent)
+                if transfer.route is Route.DOWN and self.host.find(key) == block:
+                    self._want_out(block, Name(key, parent))
 
     # ---- the end
 
@@ -337,7 +337,7 @@ class Tiers:
                     self.disk.drop(key)
                 going = self._going.get(report.id)
                 if going is not None and going.transfer.route is Route.OUT:
-                    lost = {index for index, name in enumerate(going.names) if name.key in leaving}
+                    lost = {index for index, key in enumerate(going.names.keys) if key in leaving}
                     self._arrived_on_disk(going.names, lost.union(report.lost), going.wanted)
         self._going.clear()
         self._later.clear()
@@ -369,3 +369,7 @@ class Tiers:
         pages: list[Sequence[BlockId]] = [transfer.pages for transfer in going]
         blocks: list[Sequence[HostBlockId]] = [transfer.blocks for transfer in going]
         return [*pages, [page for page, _ in self._down]], [*blocks, [block for block, _ in self._out]]
+
+
+def _names(some: Sequence[tuple[int, Name]]) -> Names:
+    return Names([name.key for _, name in some], [name.parent for _, name in some])
