@@ -6,6 +6,7 @@ beside. A kernel takes down the bytes of its group when it ends.
 
 import contextlib
 import dis
+import os
 import sys
 import threading
 import time
@@ -385,9 +386,10 @@ def cut_short(call: Callable[[], object], places: int, modules: Sequence[str] = 
 
 
 def everywhere(strike: Callable[[int], bool]) -> int:
-    """Strike at each place there is; how many there are. Some are missed: where a generator is closed unused, nothing can be raised."""
+    """Strike at every third place there is, at each one if PENSTOCK_THOROUGH is set; how many there are. Some are missed: where a generator
+    is closed unused, nothing can be raised."""
     where = missed = 0
     while missed < 4:
         missed = 0 if strike(where) else missed + 1
-        where += 1
+        where += 1 if os.environ.get("PENSTOCK_THOROUGH") else 3
     return where

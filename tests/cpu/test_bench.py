@@ -387,7 +387,6 @@ def test_the_usual_contexts_are_those_that_model_and_memory_have_room_for() -> N
         source = TINY | {"max_position_embeddings": positions}
         return [row.context for row in contexts.sweep(dataclasses.replace(asked, source=source, repeat=1)).contexts]
 
-    assert lengths(8192) == [4096, 8192]
     assert lengths(12_000) == [4096, 8192]
     assert lengths(16_384, host_kv_memory=12_000 * TOKEN) == [4096, 8192]
     with pytest.raises(RequestError, match=r"begin at 4,096 tokens, but tiny has 4,000 positions"):

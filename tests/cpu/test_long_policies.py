@@ -35,13 +35,17 @@ def test_everything_is_exact(name: str, tmp_path: Path) -> None:
     exact, nothing = answer(name)
     assert nothing is None
     disk = {"disk_kv_memory": "2MiB", "kv_store": "off", "kv_directory": tmp_path, "host_kv_memory": "13KiB"}
-    for chosen in (
-        {"attention_policy": "topk:1000"},
-        {"attention_policy": "topk:3", "missed_limit": 0.0},
-        {"attention_policy": "window:8,16", "missed_limit": 0.0},
-        {"prefill_policy": "vertical_slash:2,1", "missed_limit": 0.0},
-        {"attention_policy": "topk:3", "prefill_policy": "vertical_slash:2,1", "missed_limit": 0.0, **disk},
+    for number, chosen in enumerate(
+        (
+            {"attention_policy": "topk:1000"},
+            {"attention_policy": "topk:3", "missed_limit": 0.0},
+            {"attention_policy": "window:8,16", "missed_limit": 0.0},
+            {"prefill_policy": "vertical_slash:2,1", "missed_limit": 0.0},
+            {"attention_policy": "topk:3", "prefill_policy": "vertical_slash:2,1", "missed_limit": 0.0, **disk},
+        )
     ):
+        if name != "llama" and number % 4:
+            continue  # Another family has nothing new in the midst of them.
         found, missed = answer(name, **(FAR | chosen))
         assert missed is not None
         assert [one.tokens for one in found] == [one.tokens for one in exact], chosen

@@ -167,7 +167,7 @@ def test_a_flipped_byte_in_any_group_is_an_error_that_names_it(name: str, tmp_pa
         runs = pack.manifest.runs
     store = tmp_path / "pack" / STORE
     for number, run in enumerate(runs):
-        if run.id.startswith("expert") and number % 6:
+        if number % (9 if run.id.startswith("expert") else 2):
             continue
         at = run.offset + (run.size * 7 // 9)
         flip(store, at)
