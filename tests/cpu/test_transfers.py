@@ -306,6 +306,7 @@ def test_a_page_must_not_be_filled_while_it_is_read(fresh: Fresh) -> None:
         with fresh(gates) as world:
             world.up.deaf = {"compute"} if mutant else set()
             world.write(3, 1)
+            assert gates.passes(("compute", 0))
             seen = world.read(3)
             world.begin(world.transfer(Route.UP, [3], [5]))
             passes(gates, ("up", 0), mutant)
