@@ -30,10 +30,10 @@ def block_keys(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
     words = array("I", tokens)
     if _BIG_ENDIAN:
         words.byteswap()
-    data, width = words.tobytes(), size * words.itemsize
-    keys, begun = [], blake2b(digest_size=KEY_BYTES, person=b"penstock-block")
+    data, width = memoryview(words).cast("B"), size * words.itemsize
+    keys, begin = [], blake2b(digest_size=KEY_BYTES, person=b"penstock-block").copy
     for start in range(0, len(data) - width + 1, width):
-        digest = begun.copy()
+        digest = begin()
         digest.update(parent)
         digest.update(data[start : start + width])
         parent = digest.digest()

@@ -82,16 +82,6 @@ class Ledger(Generic[Id]):
             self._order(block).busy(key)
         self._holders[block] += 1
 
-    def hold_all(self, blocks: Iterable[Id]) -> None:
-        """One more holder for each."""
-        holders, keys = self._holders, self._keys
-        for block in blocks:
-            if not holders[block]:
-                key = keys[block]
-                assert key is not None, f"block {block} has no key and cannot be shared"
-                self._order(block).busy(key)
-            holders[block] += 1
-
     def is_private(self, block: Id) -> bool:
         """One request holds it and no other can find it: it may be written."""
         return self._holders[block] == 1 and self._keys[block] is None
@@ -198,11 +188,15 @@ class BlockLedger(Ledger[BlockId]):
         The caller has seen that `available` is enough.
         """
         assert 0 <= count <= self.available, f"{count} blocks asked for, {self.available} available"
-        taken = []
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._give_up(self._cached)
-            self._holders[block] = 1
+        free, keys = self._free, self._keys
+        taken = [free.pop() for _ in range(min(count, len(free)))]
+        for key in self._cached.victims(count - len(taken)):
+            block = self._by_key.pop(key)
+            keys[block] = None
             taken.append(block)
+            self.given_up += 1
+        for block in taken:
+            self._holders[block] = 1
         return taken
 
 
@@ -253,6 +247,16 @@ class HostLedger(Ledger[HostBlockId]):
                 break
             blocks.append(block)
         return blocks
+
+    def hold_run(self, keys: Sequence[bytes], blocks: Sequence[HostBlockId]) -> None:
+        """One more holder for each of these near blocks, which have these keys."""
+        holders, unused = self._holders, []
+        for key, block in zip(keys, blocks, strict=True):
+            if not holders[block]:
+                unused.append(key)
+            holders[block] += 1
+        if unused:
+            self._cached.busy_all(unused)
 
     def worth(self, key: bytes) -> bool:
         """Whether what is cached here will likely enough be asked for again to be written to a disk."""

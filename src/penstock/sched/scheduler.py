@@ -145,7 +145,7 @@ class Scheduler:
         request = Request(
             id=RequestId(self._next_id),
             tokens=list(prompt),
-            prompt_length=len(prompt),
+            prompt=tuple(prompt),
             max_tokens=room if max_tokens is None else max_tokens,
             sampling=sampling,
             share_prefix=self.prefixes.share and sampling.prompt_logprobs is None,
@@ -281,8 +281,7 @@ class Scheduler:
             request.phase, request.row = Phase.RUNNING, self._rows.pop()
             self._by_row[request.row] = request
             insort(self._running, request, key=lambda other: other.id)
-            prompt, output = request.tokens[: request.prompt_length], request.tokens[request.prompt_length :]
-            yield Admission(request.row, request.sampling, tuple(prompt), tuple(output))
+            yield Admission(request.row, request.sampling, request.prompt, tuple(request.tokens[request.prompt_length :]))
             if comes:
                 continue
             budget = budget - count if request.computed + count == self._needs.goal(request) else 0

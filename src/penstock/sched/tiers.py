@@ -152,7 +152,7 @@ class Tiers:
 
     def bring_up(self, names: Names, blocks: Sequence[HostBlockId]) -> tuple[TransferId, list[BlockId]]:
         """From host blocks to as many new pages, which the caller has seen to be available. They are the transfer's."""
-        self.host.hold_all(blocks)
+        self.host.hold_run(names.keys, blocks)
         self._found += names.keys
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks), pages

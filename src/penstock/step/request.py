@@ -31,7 +31,7 @@ class Request:
 
     id: RequestId
     tokens: list[int]
-    prompt_length: int
+    prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling
     share_prefix: bool = True
@@ -80,6 +80,10 @@ class Request:
     scored: int = 0
     """Prompt tokens after the first whose log-probabilities have been reported."""
     finish: FinishReason | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt)
 
     @property
     def length(self) -> int:
