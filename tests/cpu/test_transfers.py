@@ -570,7 +570,7 @@ class Harbour:
                     self.pages.seal(page, *name)
                 self.pages.release(transfer.pages[:right])
         for page, number in fresh:
-            self.tiers.computed(page, *self.name(number))
+            self.tiers.computed(*self.name(number))
         self.pages.release(held)
         for block, number in sent:
             if self.host.find(key_of(number)) is None:

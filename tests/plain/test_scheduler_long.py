@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -25,6 +25,7 @@ from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
 from penstock.step.params import Sampling
 from penstock.step.plan import (
+    UNKNOWN,
     Admission,
     BlockId,
     HostBlockId,
@@ -155,7 +156,9 @@ class Worker:
         table, size = self.rows[share.row], self.size
         assert share.tokens, "a share without tokens"
         assert share.prompt_length == table.prompt_length
-        assert list(share.tokens) == table.tokens[share.start : share.stop], "the share's tokens are not the row's"
+        known = table.tokens[share.start : share.stop]
+        assert len(known) == len(share.tokens), "a share goes beyond what its row has"
+        assert share.tokens in (tuple(known), (UNKNOWN,)), "the share's tokens are not the row's"
         assert share.sample == (share.stop == len(table.tokens)), "sampled before the end, or not at it"
         assert share.first_new_cold == len(table.cold), "the table of host blocks has a gap or is overwritten"
         table.cold.extend(share.new_cold)
@@ -247,7 +250,10 @@ class Hall:
         disk: int = 0,
         share: bool = True,
         rope_from: int | None = None,
+        ahead: bool = False,
     ) -> None:
+        """ahead: whether a step begins before the last is committed, where it may."""
+        self.ahead, self.flight = ahead, cast(tuple[Plan, Outcome] | None, None)
         self.ledger, self.host = BlockLedger(blocks), HostLedger(host_blocks)
         self.limits = Limits(block_size, max_step_tokens, max_sequences, max_length, long_from, recent, near)
         self.scheduler = Scheduler(
@@ -262,7 +268,7 @@ class Hall:
         self.worker = Worker(blocks, host_blocks, block_size, rope_from)
         self.live: dict[RequestId, Known] = {}
         self.ended: list[Known] = []
-        self.demoted = 0
+        self.demoted = self.ran_ahead = 0
 
     def submit(self, prompt: Sequence[int], max_tokens: int | None = None, *, end: Iterable[int] = (), scored: bool = False) -> RequestId:
         wanted = sampling(end=end, prompt_logprobs=0 if scored else None)
@@ -283,9 +289,27 @@ class Hall:
         self.ended.append(self.live.pop(id))
 
     def step(self) -> Plan:
-        plan = self.scheduler.plan()
-        self._judge(plan)
-        outcome = self.worker.run(plan)
+        """Returns the plan that is committed, or has begun if none is."""
+        if self.flight is None or (self.ahead and self.scheduler.may_run_ahead):
+            plan = self.scheduler.plan()
+            self._judge(plan)
+            begun = plan, self.worker.run(plan)
+            if self.ahead and self.scheduler.may_run_ahead and plan.shares:
+                self.scheduler.run_ahead(plan)
+                self.ran_ahead += any(UNKNOWN in share.tokens for share in plan.shares)
+                if self.flight is None:
+                    self.flight = begun
+                    return plan
+                self.flight, begun = begun, self.flight
+            elif self.flight is not None:  # Nothing is left to begin before that is known.
+                self._take(*self.flight)
+                self.flight = None
+        else:
+            begun, self.flight = self.flight, None
+        self._take(*begun)
+        return begun[0]
+
+    def _take(self, plan: Plan, outcome: Outcome) -> None:
         for event in self.scheduler.commit(plan, outcome):
             known = self.live[event.request]
             assert event.token is not None
@@ -296,7 +320,6 @@ class Hall:
             if event.finish is not None:
                 assert event.finish is known.reason
                 self.ended.append(self.live.pop(known.id))
-        return plan
 
     def prove(self, plan: Plan) -> None:
         prove_plan(plan, self.scheduler._by_row, self.host, self.limits.block_size)
@@ -304,7 +327,7 @@ class Hall:
     def _judge(self, plan: Plan) -> None:
         size, recent = self.limits.block_size, self.limits.recent
         assert bool(self.live) >= bool(plan.shares), "a step for nobody"
-        assert bool(plan.shares) or not self.live or self.scheduler.tiers.moving, "an empty step"
+        assert bool(plan.shares) or not self.live or self.scheduler.tiers.moving or self.flight, "an empty step"
         assert plan.tokens <= self.limits.max_step_tokens
         many = [len(share.tokens) > 1 for share in plan.shares]
         assert many == sorted(many), "a share of one token stands behind a longer one"
@@ -318,6 +341,7 @@ class Hall:
                 assert (share.start - share.cold_stop) // size <= recent, "full blocks of the tail stay longer than they should"
 
     def interrupt(self) -> None:
+        self.flight = None
         self.recover(self.worker.spoil(self.scheduler.plan()))
 
     def recover(self, landed: Sequence[Landed] = ()) -> None:
@@ -806,6 +830,7 @@ class Nights(RuleBasedStateMachine):
         seconds=st.sampled_from([1e-4, 0.02, 0.5]),
         share=st.sampled_from([True, True, True, False]),
         rope_from=st.sampled_from([None, None, 0, 6]),
+        ahead=st.booleans(),
     )
     def begin(self, block_size: int, max_step_tokens: int, seconds: float, **more: Any) -> None:
         self.hall = Hall(block_size=block_size, max_step_tokens=max(block_size, max_step_tokens), **more)
@@ -865,8 +890,11 @@ TestNights = Nights.TestCase
 TestNights.settings = settings(max_examples=100, stateful_step_count=25, derandomize=True, deadline=None)
 
 
-def crowded(seed: int) -> Hall:
-    """A hall with little memory and much to do, which it has done: short and long ones, prompts that begin alike, aborts, interrupts."""
+def crowded(seed: int, short: bool = False) -> Hall:
+    """A hall with little memory and much to do, which it has done: short and long ones, prompts that begin alike, aborts, interrupts.
+
+    short: all of them, and steps begin before the last is committed.
+    """
     chance = random.Random(seed)
     size = chance.choice([1, 2, 4, 8])
     hall = Hall(
@@ -875,20 +903,22 @@ def crowded(seed: int) -> Hall:
         block_size=size,
         max_step_tokens=max(size, chance.choice([4, 7, 16, 64])),
         max_sequences=chance.randint(2, 6),
-        long_from=chance.choice([None, 4 * size]),
+        long_from=None if short else chance.choice([None, 4 * size]),
         recent=chance.randint(0, 2),
         rope_from=chance.choice([None, None, 3 * size]),
         near=(0, None)[seed % 2],
         store=("off", "eager", "lazy")[seed % 3],
         disk=(0, 6, 60)[seed // 3 % 3],
+        ahead=short or seed % 7 < 4,
     )
     hall.worker.lossy, hall.worker.seconds = seed % 4 == 0, (1e-3, 0.03)[seed % 5 == 0]
     beginnings = [[chance.randrange(ALPHABET) for _ in range(4 * size)] for _ in range(2)]
     for _ in range(100):
-        room = hall.scheduler.longest - 1
+        room = (hall.ledger.blocks * size if short else hall.scheduler.longest) - 1
         if hall.scheduler.waiting < 3 and chance.random() < 0.4:
             prompt = (chance.choice(beginnings) + [chance.randrange(2) for _ in range(chance.randint(0, 3 * size))])[: room // 2 + 1]
-            hall.submit(prompt, chance.choice([None, *range(1, room - len(prompt) + 2)]))
+            most = chance.choice([*([] if short else [None]), *range(1, room - len(prompt) + 2)])
+            hall.submit(prompt, most, end=[END] if short else ())
         elif hall.live and chance.random() < 0.03:
             hall.stop(chance.choice(list(hall.live)))
         elif chance.random() < 0.02:
@@ -897,6 +927,21 @@ def crowded(seed: int) -> Hall:
             hall.step()
     hall.drain()
     return hall
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_crowd_of_short_ones_is_served_by_steps_that_run_ahead(seed: int) -> None:
+    preemptions = hits = ran_ahead = stopped = 0
+    for one in range(12 * seed, 12 * seed + 12):
+        hall = crowded(one, short=True)
+        preemptions += hall.scheduler.preemptions
+        hits += sum(bool(known.cached) for known in hall.ended)
+        ran_ahead += hall.ran_ahead
+        stopped += sum(known.reason is FinishReason.STOP for known in hall.ended)
+    assert preemptions > 10, "these halls are too large to prove anything"
+    assert hits > 20, "these halls share too little to prove anything"
+    assert ran_ahead > 100, "these halls hardly run ahead"
+    assert stopped > 20, "nothing was ever computed in vain"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -191,6 +191,18 @@ def test_who_computes_up_to_what_is_coming_leaves_the_rest_of_a_step_to_others()
     hall.drain()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 4, 12])
+def test_steps_that_run_ahead_keep_as_many_blocks(tokens: int) -> None:
+    """Also those that are full only with what a request says."""
+    kept = []
+    for ahead in (False, True):
+        hall = Quay(ahead=ahead)
+        hall.submit(A, tokens)
+        hall.drain()
+        kept.append((hall.ledger.cached, hall.host.cached))
+    assert kept[0] == kept[1] == ((len(A) + tokens - 1) // SIZE,) * 2
+
+
 def test_who_wants_log_probabilities_of_its_prompt_computes_all_of_it() -> None:
     hall = Quay()
     hall.only_on_host(A)

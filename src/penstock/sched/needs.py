@@ -16,6 +16,10 @@ class Needs:
         """How many positions a request computes before it has to wait: for its next token, or for blocks that are on their way."""
         return request.meets * self._size or request.length
 
+    def newest_only(self, request: Request) -> bool:
+        """Whether a request lacks its newest token alone, and goes on after that."""
+        return request.length - request.computed == 1 and not request.ending
+
     def chunk(self, request: Request, budget: int) -> int:
         """How many tokens a request computes if it has `budget`; of a long one whole blocks, at least two tokens, or all it lacks.
 

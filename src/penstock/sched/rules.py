@@ -72,7 +72,7 @@ class PrefixRule:
         if len(keys) <= index:
             # All that there are: whoever asks for one will ask for the next.
             parent = keys[-1] if keys else self.root_of(request.prompt_length)
-            keys += block_keys(parent, request.tokens[len(keys) * size :], size)
+            keys += block_keys(parent, request.tokens[len(keys) * size : request.known], size)
         return keys[index]
 
     def next_keys(self, request: Request, first: int, size: int) -> Sequence[bytes]:

@@ -24,6 +24,7 @@ from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.tiers import Store, Tiers
 from penstock.step.params import Sampling
 from penstock.step.plan import (
+    UNKNOWN,
     Admission,
     BlockId,
     HostBlockId,
@@ -61,7 +62,11 @@ class Event:
 
 
 class Scheduler:
-    """Owns the requests and, through the ledgers, the blocks. One thread; `plan` and `commit` alternate.
+    """Owns the requests and, through the ledgers, the blocks. One thread; plans are committed in the order in which they were made.
+
+    `plan` and `commit` alternate, or a step runs ahead: when it has begun, `run_ahead` lets the next be planned before it is committed,
+    where `may_run_ahead`. A request's newest token is then UNKNOWN to the plan. If it turns out to end the request, what the
+    later step computes of that request is dropped: it wrote only where nobody else reads, before anyone is given that room.
 
     With `host` blocks, a step has room for one block of tokens, and for two tokens.
     """
@@ -105,6 +110,8 @@ class Scheduler:
         """Of the step under way."""
         self._leaving: list[BlockId] = []
         """Pages that are nobody's but are read by orders: held until the step is committed."""
+        self._flights: deque[list[Request]] = deque()
+        """Of plans that are not committed yet, whose the shares are."""
         self.preemptions = 0
         self._longest_short = ledger.blocks * limits.block_size + 1
         # What the host holds and a block of tail: after a preemption all full blocks are computed into host blocks.
@@ -200,22 +207,41 @@ class Scheduler:
         admissions = [] if preempted else list(self._admit(shares, budget))
         shares.sort(key=lambda share: len(share.tokens) > 1)
         plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan(self._cold_promised()))
+        if shares:
+            self._flights.append([self._by_row[share.row] for share in shares])
         if self._check:
             self.check()
             prove_plan(plan, self._by_row, self.host, self.limits.block_size)
         return plan
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step may be planned before the last is committed. Where long requests are it may not: what they send to the
+        host is named when it is committed, and the next step reads it."""
+        return not any(request.long for request in self._requests.values())
+
+    def run_ahead(self, plan: Plan) -> None:
+        """This plan, the last, is being carried out, and the next will be made before it is committed."""
+        for share in plan.shares:
+            if share.sample:
+                request = self._by_row[share.row]
+                request.tokens.append(UNKNOWN)
+                request.unknown += 1
+                request.ending = request.output_length >= request.max_tokens
 
     def _plan_running(self, shares: list[Share]) -> tuple[int, bool]:
         """Shares for the running, oldest first. Returns the tokens left in the step, and whether anyone had to go.
 
         Every request that only lacks its newest token gets it, so a long prompt never holds up others: chunks take what is left.
         """
-        budget = self.limits.max_step_tokens - sum(request.length - request.computed == 1 for request in self._running)
+        budget = self.limits.max_step_tokens - sum(
+            request.length - request.computed == 1 for request in self._running if not request.ending
+        )
         before = self.preemptions
         position = 0
         while position < len(self._running):
             request = self._running[position]
-            if request.arriving is not None and not self._arrivals.is_late(request):
+            if request.ending or (request.arriving is not None and not self._arrivals.is_late(request)):
                 position += 1
                 continue
             if request.length - request.computed == 1:
@@ -331,7 +357,7 @@ class Scheduler:
 
     def _free_near(self) -> None:
         """Near pages are free before anyone has a share: for the next token of all who run, and for the first in the queue."""
-        wanted = sum(self._needs.pages(request, 1) for request in self._running if request.length - request.computed == 1)
+        wanted = sum(self._needs.pages(request, 1) for request in self._running if self._needs.newest_only(request))
         if self._waiting and self._rows:
             promised = self._promised(self._waiting[0])
             if promised - self.ledger.available <= sum(map(self._needs.near, self._running)):
@@ -441,8 +467,8 @@ class Scheduler:
         return share
 
     def _show(self, request: Request) -> None:
-        """Seal pages that are full when the step has computed them."""
-        full = request.computed // self.limits.block_size
+        """Seal pages that are full when the step has computed them, as far as their tokens are known."""
+        full = min(request.computed, request.known) // self.limits.block_size
         known = request.shown if request.long else request.sealed
         for index in range(max(known, request.paged), full):
             self.ledger.seal(request.blocks[index - request.paged], self.prefixes.key(request, index, self.limits.block_size))
@@ -495,6 +521,7 @@ class Scheduler:
         self.host.vacate()
         self._arrivals.reset()
         self._orders, self._leaving = [], []
+        self._flights.clear()
         self._running, self._by_row = [], {}
         self._rows = [Row(row) for row in reversed(range(self.limits.max_sequences))]
         self._waiting = deque(self._requests.values())
@@ -503,24 +530,30 @@ class Scheduler:
             request.computed = request.sealed = request.shown = request.tabled = request.host_tabled = 0
             request.paged = request.near = request.meets = 0
             request.arriving = request.meeting = None
+            del request.tokens[request.known :]
+            request.unknown, request.ending = 0, False
 
     # -- commit --------------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, outcome: Outcome) -> list[Event]:
-        """Take in what the step yielded: new tokens, and requests that end with them; and what has come from other tiers."""
+        """Take in what the step yielded: new tokens, and requests that end with them; and what has come from other tiers. What it computed
+        for requests that have ended since it was planned is dropped."""
         events = []
+        requests = self._flights.popleft() if plan.shares else []
         for transfer, names, right in self.tiers.landed(outcome.landed):
             self._arrivals.take_in(transfer, names, right)
         self.tiers.rates.stepped(plan.tokens, outcome.seconds, any(share.sample for share in plan.shares))
         self.ledger.release(self._leaving)
         self._orders, self._leaving = [], []
-        for share, result in zip(plan.shares, outcome.results, strict=True):
-            request = self._by_row[share.row]
+        for request, share, result in zip(requests, plan.shares, outcome.results, strict=True):
+            if request.phase is Phase.FINISHED:
+                continue
             if request.long:
                 self._seal_cold(request)
             elif self.prefixes.share:
+                self._show(request)
                 for index in range(share.start // self.limits.block_size, share.stop // self.limits.block_size):
-                    self.tiers.computed(request.blocks[index], *self.prefixes.name(request, index, self.limits.block_size))
+                    self.tiers.computed(*self.prefixes.name(request, index, self.limits.block_size))
             # After a preemption the prompt is computed again, but nobody wants its log-probabilities twice.
             if fresh := result.prompt_logprobs[max(0, request.scored - share.start) :]:
                 request.scored = share.start + len(result.prompt_logprobs)
@@ -528,8 +561,12 @@ class Scheduler:
             if not share.sample:
                 continue
             assert result.token is not None, f"request {request.id} was to sample and did not"
-            request.tokens.append(result.token)
-            finish = self._finish_of(request, result.token)
+            if request.unknown:
+                request.tokens[share.stop] = result.token
+                request.unknown -= 1
+            else:
+                request.tokens.append(result.token)
+            finish = self._finish_of(request, share.stop + 1 - request.prompt_length)
             events.append(
                 Event(
                     request.id,
@@ -542,8 +579,7 @@ class Scheduler:
                 )
             )
             if finish is not None:
-                self._running.remove(request)
-                self._end(request, finish)
+                self.stop(request.id, finish)
             elif not request.long and self._becomes_long(request, request.length + _EARLY):
                 request.long, request.shown, request.sealed = True, request.sealed, 0
                 request.near = len(request.blocks) if self.limits.near is None else min(len(request.blocks), self.limits.near)
@@ -560,10 +596,11 @@ class Scheduler:
                 self.tiers.sealed_on_host(request.host_blocks[index], *name)
         request.sealed = len(request.host_blocks)
 
-    def _finish_of(self, request: Request, token: int) -> FinishReason | None:
-        if token in request.sampling.end_tokens and request.output_length >= request.sampling.min_tokens:
+    def _finish_of(self, request: Request, output: int) -> FinishReason | None:
+        """Whether the request ends with so many tokens of output."""
+        if request.tokens[request.prompt_length + output - 1] in request.sampling.end_tokens and output >= request.sampling.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if request.output_length >= request.max_tokens else None
+        return FinishReason.LENGTH if output >= request.max_tokens else None
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.row is not None:

@@ -177,9 +177,9 @@ class Tiers:
         """Host blocks that transfers may take."""
         return min(self.host.available_near, self.host.available - promised)
 
-    def computed(self, page: BlockId, key: bytes, parent: bytes | None) -> None:
-        """A held page is full and has been computed; it may be given up before the next plan."""
-        if self.store == "eager" and self.pages.find(key) == page:
+    def computed(self, key: bytes, parent: bytes | None) -> None:
+        """A page with this content has been computed; it may be given up before the next plan, or have been."""
+        if self.store == "eager" and (page := self.pages.find(key)) is not None:
             self._want_down(page, Name(key, parent))
 
     def sealed_on_host(self, block: HostBlockId, key: bytes, parent: bytes | None) -> None:

@@ -14,6 +14,8 @@ HostBlockId = NewType("HostBlockId", int)
 Row = NewType("Row", int)
 """Index of a running request in the runner's tables; given by the scheduler, free again when the request leaves."""
 TransferId = NewType("TransferId", int)
+UNKNOWN = -1
+"""Instead of a row's newest token in a plan that is made before the step which yields it is over: the worker has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ class Request:
     blocks: list[BlockId] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     """Chained keys of the full blocks of `tokens`, computed as they are needed."""
+    unknown: int = 0
+    """How many of the last tokens stand for what steps under way will yield."""
+    ending: bool = False
+    """Whether a step under way yields its last token, as far as its length decides."""
     computed: int = 0
     sealed: int = 0
     """How many leading blocks are known to the ledger by their key. Of a long request: host blocks that committed steps have written."""
@@ -88,6 +92,11 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def known(self) -> int:
+        """How many of the tokens are known."""
+        return len(self.tokens) - self.unknown
 
     @property
     def output_length(self) -> int:
