@@ -284,7 +284,7 @@ def interrupted(llm: LLM, rng: random.Random, every: int) -> Iterator[None]:
 
         return called
 
-    with patch.object(ranks, "run", around(ranks.run, 6000)), patch.object(planner, "plan", around(planner.plan, 3000)):  # type: ignore[union-attr]
+    with patch.object(ranks, "begin", around(ranks.begin, 6000)), patch.object(planner, "plan", around(planner.plan, 3000)):  # type: ignore[union-attr]
         yield
 
 

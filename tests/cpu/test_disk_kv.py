@@ -33,7 +33,8 @@ from penstock.kv.tiles import Outbox, Tile, TileRing
 from penstock.memory.disk import DirectFile
 from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket, streams_both_ways
 from penstock.memory.tasks import Task, wait
-from penstock.step.plan import HostBlockId, Outcome, Plan
+from penstock.engine.engine import Step
+from penstock.step.plan import HostBlockId, Plan
 from streams import BRIEF, CPU, LONG, OURS_AND_LOCKS, Gates, cut_short, everywhere, no_thread_left, random_delays, within
 
 LAYOUT = KVLayout(layers=3, block_size=4, kv_heads=2, head_dim=2, dtype="float16")
@@ -1214,21 +1215,21 @@ def test_an_engine_that_is_interrupted_at_any_place_goes_on(tmp_path: Path, firs
     with engine("qwen3_moe", tmp_path) as llm:
         ranks = llm.booted.engine._ranks
         assert ranks is not None
-        run, step, where = ranks.run, 0, first
+        begin, step, where = ranks.begin, 0, first
 
-        def struck(plan: Plan) -> Outcome:
+        def struck(plan: Plan) -> Step:
             nonlocal step, where
             step += 1
-            outcomes: list[Outcome] = []
+            begun: list[Step] = []
             if step % 2 or where > 10000:
-                return run(plan)
+                return begin(plan)
             where += 600
-            if cut_short(lambda: outcomes.append(run(plan)), where, OURS_AND_LOCKS):
+            if cut_short(lambda: begun.append(begin(plan)), where, OURS_AND_LOCKS):
                 raise KeyboardInterrupt
             where = 10001
-            return outcomes[0]
+            return begun[0]
 
-        with patch.object(ranks, "run", struck):
+        with patch.object(ranks, "begin", struck):
             found, interrupts = answers(llm)
         check("qwen3_moe", found)
         assert interrupts > 2

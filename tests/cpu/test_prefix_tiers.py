@@ -319,7 +319,7 @@ def test_what_was_cleared_is_gone_though_an_interrupt_strikes(tmp_path: Path) ->
         ask_once(llm, "llama", [ONE])
         rest(llm)
         ranks = llm.booted.engine._ranks
-        with patch.object(ranks, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with patch.object(ranks, "begin", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             llm.clear_prefix_cache()
         rest(llm)
     with opened("llama", Place(), tmp_path) as llm:
@@ -356,7 +356,7 @@ def test_ledger_and_disk_agree_after_an_interrupt(tmp_path: Path) -> None:
             llm.booted.engine.step()
         llm.booted.engine.step()
         assert tiers_of(llm).moving
-        with patch.object(llm.booted.engine._ranks, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with patch.object(llm.booted.engine._ranks, "begin", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             llm.booted.engine.step()
         agree(llm)
 
@@ -371,7 +371,7 @@ def test_no_more_is_counted_as_found_than_was(tmp_path: Path) -> None:
         engine = llm.booted.engine
         while not engine.scheduler.tiers.counts.moved[Route.UP]:
             llm._pump()
-        with patch.object(engine._ranks, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with patch.object(engine._ranks, "begin", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             llm._pump()
         while not stream._job.done:
             llm._pump()

@@ -923,12 +923,16 @@ class Impatient:
     """Computes; whoever waits for a transfer loses patience."""
 
     carrier = None
-    closed = False
+    ahead = closed = False
 
-    def run(self, plan: Plan) -> Outcome:
-        if not plan.shares:
+    def begin(self, plan: Plan) -> "Impatient":
+        self._plan = plan
+        return self
+
+    def outcome(self) -> Outcome:
+        if not self._plan.shares:
             raise KeyboardInterrupt
-        return Outcome(tuple(Result(0 if share.sample else None) for share in plan.shares))
+        return Outcome(tuple(Result(0 if share.sample else None) for share in self._plan.shares))
 
     def settle(self) -> tuple[Landed, ...]:
         return ()

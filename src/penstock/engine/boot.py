@@ -106,7 +106,7 @@ def _runner(settled: Settled) -> Runner:
         tile_tokens=far.tile_tokens if far else PAST_TILE,
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
     )
-    return Runner(Decoder(spec), inputs, Sampler(spec.vocab_size, device), device)
+    return Runner(Decoder(spec), inputs, Sampler(spec.vocab_size, settled.limits.max_sequences, device), device)
 
 
 def _demand(config: Config, settled: Settled, runner: Runner) -> Demand:

@@ -24,13 +24,26 @@ _MOST_LOST = 8
 """Times that KV may be lost: a disk that loses more of it will not stop to."""
 
 
+class Step(Protocol):
+    """A plan that is being carried out."""
+
+    def outcome(self) -> Outcome:
+        """Waits until it has been. To be called once, in the order in which plans were begun."""
+        ...
+
+
 class Ranks(Protocol):
     """Whoever carries out plans."""
 
     @property
     def carrier(self) -> "Carrier | None": ...
 
-    def run(self, plan: Plan) -> Outcome: ...
+    @property
+    def ahead(self) -> bool:
+        """Whether a plan is worth beginning before the one before it is over: `begin` then returns before its arithmetic has ended."""
+        ...
+
+    def begin(self, plan: Plan) -> Step: ...
 
     def settle(self) -> tuple[Landed, ...]: ...
 
@@ -76,6 +89,8 @@ class Engine:
         self._lost = 0
         self._torn = False
         """Whether a step has begun and neither ended nor been recovered from: an interrupt may also strike while that is done."""
+        self._flight: tuple[Plan, Step] | None = None
+        """Begun by the last step, and to be committed by the next."""
         self._steps = self._computed = self._output = 0
         self._cold = self._sent = 0
         """Blocks beyond the device: held in the last step, and sent there by all."""
@@ -83,7 +98,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        return self.scheduler.busy or self._flight is not None
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None) -> RequestId:
         self._open()
@@ -95,18 +110,17 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One step for all requests. Interrupted while planning or computing, or when KV does not come back as it was, all of them start
-        anew with the next step and lose nothing; after any other failure, also of taking in results, the engine serves no more."""
+        anew with the next step and lose nothing; after any other failure, also of taking in results, the engine serves no more.
+
+        Where ranks compute by themselves the next step is begun first, and then the events of the one before it are returned: while a step
+        is computed the next is planned, and what the last has yielded is looked at.
+        """
         ranks = self._open()
         if self._torn:
             self._recover(ranks)
         self._torn = True
         try:
-            plan = self.scheduler.plan()
-            if not (plan.shares or plan.transfers or plan.forget or self.scheduler.tiers.moving):
-                self._torn = False
-                return []
-            self._cold = self.scheduler.host.blocks - self.scheduler.host.available
-            outcome = ranks.run(plan)
+            ended = self._advance(ranks)
         except KeyboardInterrupt:
             self._recover(ranks)
             raise
@@ -123,10 +137,32 @@ class Engine:
             raise
         self._torn = False
         try:
-            events = self.scheduler.commit(plan, outcome)
+            return [event for plan, outcome in ended for event in self._take(plan, outcome)]
         except BaseException as fault:
             self._fail(fault)
             raise
+
+    def _advance(self, ranks: Ranks) -> list[tuple[Plan, Outcome]]:
+        """Begins a step, unless that has to wait for the one under way; the steps that have come to their end."""
+        flight, self._flight = self._flight, None
+        if flight is not None and not (ranks.ahead and self.scheduler.may_run_ahead):
+            return [(flight[0], flight[1].outcome())]
+        plan = self.scheduler.plan()
+        ended = []
+        if plan.shares or plan.transfers or plan.forget or (flight is None and self.scheduler.tiers.moving):
+            self._cold = self.scheduler.host.blocks - self.scheduler.host.available
+            step = ranks.begin(plan)
+            if plan.shares and ranks.ahead and self.scheduler.may_run_ahead:
+                self.scheduler.run_ahead(plan)
+                self._flight = plan, step
+            else:
+                ended.append((plan, step))
+        if flight is not None:
+            ended.insert(0, flight)
+        return [(plan, step.outcome()) for plan, step in ended]
+
+    def _take(self, plan: Plan, outcome: Outcome) -> list[Event]:
+        events = self.scheduler.commit(plan, outcome)
         if not plan.shares:
             return events
         self._steps += 1
@@ -138,8 +174,10 @@ class Engine:
         return events
 
     def tend(self, seconds: float = 0.0) -> None:
-        """Between requests: let blocks that were computed set out, and wait so long for those on their way; for those to the host always,
-        which takes milliseconds."""
+        """Between requests: let a step end of which nobody wants anything any more, let blocks that were computed set out, and wait so long
+        for those on their way; for those to the host always, which takes milliseconds."""
+        if self._ranks is not None and self._flight is not None and not self.scheduler.busy:
+            self.step()
         until, steps = monotonic() + seconds, 3
         while (
             self._ranks is not None
@@ -159,6 +197,7 @@ class Engine:
             self.close()
 
     def _recover(self, ranks: Ranks) -> None:
+        self._flight = None
         self.scheduler.recover(ranks.settle())
         self._torn = False
 

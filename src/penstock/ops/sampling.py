@@ -46,8 +46,8 @@ def penalise(logits: Tensor, sampling: Sampling, counts: TokenCounts) -> None:
         logits.sub_((counts.output > 0) * sampling.presence_penalty)
 
 
-def draw(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float]) -> Tensor:
-    """One token per row: logits float32 `[rows, vocab]`, a number in [0, 1) per row; result int64 `[rows]` on the device.
+def draw(logits: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """One token per row: logits float32 `[rows, vocab]`, and the position of each row's token; result int64 `[rows]` on the device.
 
     In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it.
     """
@@ -62,7 +62,7 @@ def draw(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float])
             index = torch.tensor(some, device=logits.device)
             chosen = [settings[row] for row in some]
             heat = _column([one.temperature for one in chosen], logits)
-            at = _column([numbers[row] for row in some], logits, torch.float64)
+            at = _column([uniform(settings[row].seed, positions[row]) for row in some], logits, torch.float64)
             tokens[index] = draw_rows(logits[index] / heat, chosen, at)
     return tokens
 

@@ -15,7 +15,7 @@ from penstock.kv.tiles import Tile
 from penstock.models.inputs import StepInputs
 from penstock.ops.attention import PAST_TILE, AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, reads_pages
 from penstock.ops.rope import RotaryAngles
-from penstock.step.plan import HostBlockId, Plan, Share
+from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share
 from penstock.worker.tiling import Stretch, Table, stretches
 
 Ints = NDArray[np.int64]
@@ -66,7 +66,8 @@ class InputBuilder:
         self._tiling: tuple[object, _Tiling] | None = None
         """Of the last step with tiles, and for what: the same serves until somebody's blocks change."""
 
-    def build(self, plan: Plan) -> StepTensors:
+    def build(self, plan: Plan, newest: Tensor) -> StepTensors:
+        """newest: each row's newest token, int64 `[rows]`, for those that the plan does not know."""
         for share in plan.shares:
             self._table[share.row, share.first_new_block : share.first_new_block + len(share.new_blocks)] = share.new_blocks
             if share.new_cold:
@@ -115,9 +116,17 @@ class InputBuilder:
             cold=cold,
         )
         tokens = np.fromiter((token for share in shares for token in share.tokens), dtype=np.int64, count=total)
-        inputs = StepInputs(self._send(tokens), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)))
+        inputs = StepInputs(self._tokens(tokens, shares, first, newest), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)))
         reported = tuple(len(share.next_prompt_tokens) for share in shares)
         return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
+
+    def _tokens(self, tokens: Ints, shares: Sequence[Share], first: Ints, newest: Tensor) -> Tensor:
+        sent = self._send(tokens)
+        unknown = [index for index, share in enumerate(shares) if share.tokens[-1] == UNKNOWN]
+        if unknown:
+            rows = np.array([shares[index].row for index in unknown], dtype=np.int64)
+            sent[self._send(first[unknown])] = newest[self._send(rows)]
+        return sent
 
     def _chooses(self, share: Share) -> bool:
         return self._choosing[len(share.tokens) > 1]

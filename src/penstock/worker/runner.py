@@ -1,8 +1,8 @@
 """Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory is the rows' tables."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -17,7 +17,7 @@ from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Landed, Outcome, Plan, Result, Row, Share, TokenLogprob
 from penstock.weights.stream import WeightStream
 from penstock.worker.inputs import ROW_KEYS, InputBuilder, StepTensors
-from penstock.worker.sampler import Sampler
+from penstock.worker.sampler import Drawn, Sampler
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""
@@ -38,6 +38,8 @@ class Runner:
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._pool: KVPool | None = None
         self._carrier: Carrier | None = None
+        self._ended = 0.0
+        """When the last plan did."""
 
     def attach(self, weights: Weights, pool: KVPool, carrier: Carrier | None = None) -> None:
         """From now on these weights are borrowed, and KV is written to and read from this pool, and what the carrier carries."""
@@ -62,25 +64,41 @@ class Runner:
             weights.close()
         lift_cap(self._device)
 
-    @torch.inference_mode()
+    @property
+    def ahead(self) -> bool:
+        """Whether plans are begun before the one before is over: where a device computes by itself."""
+        return self._device.type == "cuda"
+
+    def begin(self, plan: Plan) -> "Begun":
+        """Do what the plan says, or have it done."""
+        return self._begin(plan, None)
+
     def run(self, plan: Plan, layers: tuple[int, ...] | None = None) -> Outcome:
         """Do what the plan says and report it. `layers`: run only these, to measure."""
-        with self._current:
-            return self._run(plan, layers)
+        return self._begin(plan, layers).outcome()
 
-    def _run(self, plan: Plan, layers: tuple[int, ...] | None) -> Outcome:
-        begun = perf_counter()
-        for admission in plan.admissions:
-            self._sampler.admit(admission)
-        transfers = self._carrier.transfers if self._carrier else None
-        results: tuple[Result, ...] = ()
-        if plan.shares:
-            results = self._compute(plan, layers)
-        else:
+    @torch.inference_mode()
+    def _begin(self, plan: Plan, layers: tuple[int, ...] | None) -> "Begun":
+        with self._current:
+            begun = perf_counter()
+            for admission in plan.admissions:
+                self._sampler.admit(admission)
+            if plan.shares:
+                return Begun(self, plan, begun, *self._compute(plan, layers))
             self._transfer(plan)
-            if transfers is not None and not (plan.transfers or plan.forget):
+            return Begun(self, plan, begun)
+
+    @torch.inference_mode()
+    def end(self, begun: "Begun") -> Outcome:
+        """Wait for a plan that was begun, the first of those that have not ended."""
+        plan, transfers = begun.plan, self._carrier.transfers if self._carrier else None
+        with self._current:
+            results = begun.results()
+            if transfers is not None and not (plan.shares or plan.transfers or plan.forget):
                 transfers.wait(_PATIENCE)
-        return Outcome(results, transfers.landed() if transfers is not None else (), perf_counter() - begun)
+            landed = transfers.landed() if transfers is not None else ()
+        since, self._ended = max(begun.at, self._ended), perf_counter()
+        return Outcome(results, landed, self._ended - since)
 
     def settle(self) -> tuple[Landed, ...]:
         """After a step that was broken off: wait for all transfers that are under way. What came of them."""
@@ -99,18 +117,19 @@ class Runner:
         assert pool is not None
         transfers.begin(plan.transfers, plan.forget, pool, carrier.outbox.landed)
 
-    def _compute(self, plan: Plan, layers: tuple[int, ...] | None) -> tuple[Result, ...]:
-        step = self._inputs.build(plan)
+    def _compute(self, plan: Plan, layers: tuple[int, ...] | None) -> "tuple[Drawn | None, list[list[TokenLogprob]]]":
+        """What the step draws, if anything, and the log-probabilities of prompts, share by share."""
+        step = self._inputs.build(plan, self._sampler.newest)
         weights, pool = self._weights, self._pool
         assert weights is not None, "run before attach, or after close"
         assert pool is not None
         self._transfer(plan)
-        self._begin(plan, step, pool, layers)
+        self._tell(plan, step, pool, layers)
         hidden = self._decoder.forward(weights, pool.layers, step.inputs, layers, self._carrier)
-        if not len(hidden):
-            return (Result(None, None, ()),) * len(plan.shares)
-        logits: Tensor | None = None
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
+        if not len(hidden):
+            return None, prompts
+        logits: Tensor | None = None
         with self._decoder.head(weights, hidden) as logits_of:
             if step.samples:
                 logits = logits_of(slice(step.samples))
@@ -121,16 +140,9 @@ class Runner:
                     part = logits_of(slice(first + start, first + end))
                     found += self._sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
                 first += positions
-        sampled: Iterator[tuple[int, TokenLogprob | None]] = iter(())
-        if logits is not None:
-            sampled = zip(*self._sampler.sample(logits, [share for share in plan.shares if share.sample]), strict=True)
-        results = []
-        for share, prompt in zip(plan.shares, prompts, strict=True):
-            token, logprob = next(sampled) if share.sample else (None, None)
-            results.append(Result(token, logprob, tuple(prompt)))
-        return tuple(results)
+        return None if logits is None else self._sampler.sample(logits, [share for share in plan.shares if share.sample]), prompts
 
-    def _begin(self, plan: Plan, step: StepTensors, pool: KVPool, layers: tuple[int, ...] | None) -> None:
+    def _tell(self, plan: Plan, step: StepTensors, pool: KVPool, layers: tuple[int, ...] | None) -> None:
         """Tell the carrier what the step moves."""
         if self._carrier is None:
             beyond = plan.orders or step.tiles or step.sends or step.readers
@@ -141,6 +153,30 @@ class Runner:
         every = range(len(step.tiles))
         seen = [cold.seen.get(spec.windows[layer], every) if cold else every for layer in through]
         self._carrier.begin(plan.orders, pool, step.sends, step.tiles, through, seen, step.readers)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A plan that a runner carries out. `at`: when it was begun, by perf_counter."""
+
+    runner: Runner
+    plan: Plan
+    at: float
+    drawn: Drawn | None = None
+    prompts: Sequence[Sequence[TokenLogprob]] = ()
+
+    def outcome(self) -> Outcome:
+        """Waits until it has been done. To be called once, in the order in which plans were begun."""
+        return self.runner.end(self)
+
+    def results(self) -> tuple[Result, ...]:
+        """Of its shares, when they are known."""
+        sampled = zip(*self.drawn.read(), strict=True) if self.drawn is not None else iter(())
+        results = []
+        for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
+            token, logprob = next(sampled) if share.sample and self.drawn is not None else (None, None)
+            results.append(Result(token, logprob, tuple(prompt)))
+        return tuple(results)
 
 
 def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int, cold: bool = False) -> Plan:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops.sampling import TokenCounts, draw, penalise, uniform
+from penstock.ops.sampling import TokenCounts, draw, penalise
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
 
@@ -21,10 +21,13 @@ class _RowState:
 class Sampler:
     """Owns what sampling must remember of each row. A row's state lasts until the row is given to another request."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, rows: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
         self._rows: dict[Row, _RowState] = {}
+        self.newest = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Each row's newest token."""
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def admit(self, admission: Admission) -> None:
         counts = None
@@ -37,21 +40,21 @@ class Sampler:
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self._device)
 
-    def sample(self, logits: Tensor, shares: Sequence[Share]) -> tuple[list[int], list[TokenLogprob | None]]:
+    def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
         """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of their last positions."""
         states = [self._rows[share.row] for share in shares]
         raw = logits.log_softmax(-1) if any(state.sampling.logprobs is not None for state in states) else None
         for row, (state, share) in enumerate(zip(states, shares, strict=True)):
             self._adjust(logits[row], state, share)
-        numbers = [uniform(state.sampling.seed, share.stop) for state, share in zip(states, shares, strict=True)]
-        tokens: list[int] = draw(logits, [state.sampling for state in states], numbers).tolist()
-        logprobs: list[TokenLogprob | None] = []
-        for row, (state, token) in enumerate(zip(states, tokens, strict=True)):
+        tokens = draw(logits, [state.sampling for state in states], [share.stop for share in shares])
+        self.newest[self._ids([share.row for share in shares])] = tokens
+        scores: list[_Score | None] = []
+        for row, state in enumerate(states):
             if state.counts is not None:
-                state.counts.output[token] += 1
+                state.counts.output.index_add_(0, tokens[row : row + 1], self._one)
             wanted = state.sampling.logprobs
-            logprobs.append(None if raw is None or wanted is None else token_logprob(raw[row], token, wanted))
-        return tokens, logprobs
+            scores.append(None if raw is None or wanted is None else _Score.of(raw[row], tokens[row : row + 1], wanted))
+        return Drawn(tokens, scores)
 
     def _adjust(self, logits: Tensor, state: _RowState, share: Share) -> None:
         """Bias, penalties and the ban on early ends, in place on a row's logits `[vocab]`."""
@@ -69,13 +72,46 @@ class Sampler:
         wanted = self._rows[share.row].sampling.prompt_logprobs
         assert wanted is not None
         raw = logits.log_softmax(-1)
-        return [token_logprob(raw[row], token, wanted) for row, token in enumerate(following)]
+        tokens = self._ids(following)
+        return [_Score.of(raw[row], tokens[row : row + 1], wanted).read(token) for row, token in enumerate(following)]
 
 
-def token_logprob(logprobs: Tensor, token: int, wanted: int) -> TokenLogprob:
-    """A token's place in a distribution `[vocab]`, and the `wanted` likeliest tokens; -1 is all of them."""
-    vocab = logprobs.shape[0]
-    own = logprobs[token]
-    values, ids = logprobs.topk(min(wanted, vocab) if wanted >= 0 else vocab)
-    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token, own.item(), int((logprobs > own).sum().item()) + 1, top)
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """A token's place in a distribution, on the device."""
+
+    own: Tensor
+    rank: Tensor
+    values: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, logprobs: Tensor, token: Tensor, wanted: int) -> "_Score":
+        """logprobs `[vocab]`; token int64 `[1]`; `wanted`: of the likeliest tokens, -1 is all of them."""
+        vocab = logprobs.shape[0]
+        own = logprobs.gather(0, token)
+        values, ids = logprobs.topk(min(wanted, vocab) if wanted >= 0 else vocab)
+        return cls(own, (logprobs > own).sum() + 1, values, ids)
+
+    def read(self, token: int) -> TokenLogprob:
+        top = tuple(zip(self.ids.tolist(), self.values.tolist(), strict=True))
+        return TokenLogprob(token, self.own.item(), int(self.rank.item()), top)
+
+
+class Drawn:
+    """What a step has drawn. It may be made before that is known, and waits for it where it is read."""
+
+    def __init__(self, tokens: Tensor, scores: Sequence[_Score | None]) -> None:
+        """tokens: int64 `[shares]`."""
+        self._tokens, self._scores = tokens, scores
+        self._done: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens, [None if score is None else score.read(token) for score, token in zip(self._scores, tokens, strict=True)]
