@@ -5,19 +5,21 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import tiny
 from penstock import LLM, Completion, SamplingParams
-from penstock.arch.layout import GroupKind
+from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import RopeKind
 from penstock.base.errors import CheckpointError, EngineClosedError
 from penstock.base.trace import Trace
@@ -133,6 +135,27 @@ def test_what_streams_computes_the_same(name: str, kind: str, packs: Path) -> No
     assert stats.device + stats.host + stats.disk == whole.weights
     if kind == "least":
         assert stats.device_ring <= whole.least
+
+
+@pytest.mark.parametrize("kind", ["host", "disk", "both", "least"])
+def test_groups_are_lent_at_the_same_places_in_every_pass(kind: str, packs: Path) -> None:
+    """What is recorded of a pass, over places alone, holds for every pass."""
+    with open_model(tiny.checkpoint("llama_tied"), cache=packs, **budgets("llama_tied", kind)) as llm:
+        weights = llm.booted.weights
+        take, taken = weights.take, list[tuple[GroupId, object]]()
+
+        def noted(group: GroupId) -> Mapping[str, Tensor]:
+            views = take(group)
+            taken.append((group, views))
+            return views
+
+        with patch.object(weights, "take", noted):
+            for _ in range(2):
+                standing = weights.standing()
+                llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))
+                assert any(weights.moves(group) for group, _ in taken)
+                assert all(standing.take(group) is views for group, views in taken)
+                taken.clear()
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral"])

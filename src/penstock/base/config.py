@@ -43,6 +43,7 @@ class Config:
     max_step_tokens, max_sequences: most tokens and most requests in one step; None is the device's usual.
     kv_blocks: KV blocks to allocate instead of what the budget leaves.
     prefix_cache: share KV between requests with equal prefixes.
+    graphs: record decode steps as CUDA graphs when the engine starts, and replay them; without, every kernel is launched by itself.
     check: prove the ledger's invariants after every step (slow; for tests and hunting faults).
     """
 
@@ -67,6 +68,7 @@ class Config:
     max_sequences: int | None = None
     kv_blocks: int | None = None
     prefix_cache: bool = True
+    graphs: bool = True
     cache: Path = CACHE
     check: bool = False
 

@@ -10,6 +10,7 @@ import torch
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.trace import Trace
+from penstock.base.units import format_size
 from penstock.engine.budget import Budget, Demand, divide, least_activations, weights_room
 from penstock.engine.contexts import LongRoom, keeps
 from penstock.engine.engine import Engine
@@ -32,6 +33,7 @@ from penstock.weights.loading import Loading, counted
 from penstock.weights.residency import padded
 from penstock.weights.stream import Blank, WeightStream
 from penstock.weights.waits import Waits
+from penstock.worker.graphs import graph_bytes, why_not
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, largest_step
 from penstock.worker.sampler import Sampler
@@ -82,6 +84,7 @@ def boot(
             carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
             opened.callback(carrier.close)
         runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
+        _record(config, settled, runner, say)
         engine = Engine(_scheduler(config, settled, budget, root, store if far else None), runner)
         opened.pop_all()
     say(f"memory {budget}")
@@ -109,10 +112,30 @@ def _runner(settled: Settled) -> Runner:
     return Runner(Decoder(spec), inputs, Sampler(spec.vocab_size, settled.limits.max_sequences, device), device)
 
 
+def _record(config: Config, settled: Settled, runner: Runner, say: Say) -> None:
+    """Graphs of decode steps, where there may be any."""
+    device, limits = settled.device, settled.limits
+    if device.type != "cuda" or not config.graphs:
+        return
+    reason = why_not(settled.spec, device)
+    if reason:
+        say(f"graphs: none; every kernel is launched by itself, since {reason}")
+        return
+    graphs = runner.record(limits.max_sequences, limits.max_length)
+    counts = graphs.counts
+    say(
+        f"graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them, recorded in {graphs.seconds:.2f} s, "
+        f"{format_size(graphs.bytes)}"
+    )
+
+
 def _demand(config: Config, settled: Settled, runner: Runner) -> Demand:
     limits, far = settled.limits, settled.far
+    graphs = 0
+    if config.graphs and why_not(settled.spec, settled.device) is None:
+        graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences)
     return Demand(
-        activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0),
+        activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0) + graphs,
         block_bytes=settled.kv.block_bytes,
         block_size=limits.block_size,
         useful_blocks=limits.max_sequences * settled.blocks_per_row,

@@ -46,13 +46,17 @@ def penalise(logits: Tensor, sampling: Sampling, counts: TokenCounts) -> None:
         logits.sub_((counts.output > 0) * sampling.presence_penalty)
 
 
+def is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature <= _COLDEST or sampling.top_k == 1
+
+
 def draw(logits: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """One token per row: logits float32 `[rows, vocab]`, and the position of each row's token; result int64 `[rows]` on the device.
 
     In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it.
     """
     tokens = logits.argmax(-1)
-    random = [row for row, one in enumerate(settings) if one.temperature > _COLDEST and one.top_k != 1]
+    random = [row for row, one in enumerate(settings) if not is_greedy(one)]
     # Sorting a vocabulary is dear, so rows that need no order go without; the choice depends on the row's own settings only.
     ordered = [row for row in random if settings[row].top_k > 0 or settings[row].top_p < 1]
     plain = [row for row in random if not (settings[row].top_k > 0 or settings[row].top_p < 1)]

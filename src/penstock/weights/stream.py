@@ -123,7 +123,7 @@ class WeightStream:
         if group.kind is GroupKind.EXPERT and self._experts is not None:
             return self._in_slot(group, self._experts.take(group))
         assert self._feeder is not None, "take before load"
-        run = min(self._runs_of[group], key=lambda run: (run - self._next) % len(self._in_ring))
+        run = _next_run(self._runs_of[group], self._next, len(self._in_ring))
         self._feeder.take(run)
         self._next = run + 1
         return self._in_ring[run]
@@ -137,6 +137,14 @@ class WeightStream:
             return
         assert self._feeder is not None
         self._feeder.release(self._next - 1)
+
+    def moves(self, group: GroupId) -> bool:
+        """Whether the group is not on the device for good."""
+        return group not in self._views
+
+    def standing(self) -> "Standing":
+        """Where groups are lent in a pass, lent without being there."""
+        return Standing(self._views, self._runs_of, self._in_ring)
 
     def expect(self, experts: Sequence[GroupId]) -> None:
         """These experts will be taken next, in this order: those that are not on the device set out for it."""
@@ -205,6 +213,30 @@ class WeightStream:
         return Feeder(names, segments, pieces, *self._streams, waits=self._waits, device=self._device)
 
 
+class Standing:
+    """Lends the places at which groups will be lent in a pass from its beginning; nothing moves, and those that stream are not there."""
+
+    def __init__(
+        self, views: Mapping[GroupId, Mapping[str, Tensor]], runs: Mapping[GroupId, Sequence[int]], in_ring: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        self._views, self._runs, self._in_ring = views, runs, in_ring
+        self._next = 0
+
+    def take(self, group: GroupId) -> Mapping[str, Tensor]:
+        views = self._views.get(group)
+        if views is not None:
+            return views
+        run = _next_run(self._runs[group], self._next, len(self._in_ring))
+        self._next = run + 1
+        return self._in_ring[run]
+
+    def release(self, group: GroupId) -> None:
+        pass
+
+    def expect(self, experts: Sequence[GroupId]) -> None:
+        pass
+
+
 class Blank:
     """Zeros in place of all weights, in memory for the largest group: what the activations of a step are measured with."""
 
@@ -230,6 +262,11 @@ def group_views(layout: GroupLayout, place: Tensor, dtype: str) -> Mapping[str, 
         size = prod(field.shape) * kind.itemsize
         views[field.name] = place[field.offset : field.offset + size].view(kind).view(field.shape)
     return views
+
+
+def _next_run(runs: Sequence[int], at: int, ring: int) -> int:
+    """The first of these runs that comes from `at` on, in the order of the ring."""
+    return min(runs, key=lambda run: (run - at) % ring)
 
 
 def _laid(placement: Placement, tier: Tier, arena: Tensor) -> dict[GroupId, Tensor]:

@@ -63,16 +63,16 @@ class InputBuilder:
         self._cold = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._tile_blocks = max(tile_tokens // block_size, 1)
         self._choosing = choosing
+        self._on_device: Tensor | None = None
+        """The tables, if they are kept there."""
         self._tiling: tuple[object, _Tiling] | None = None
         """Of the last step with tiles, and for what: the same serves until somebody's blocks change."""
 
     def build(self, plan: Plan, newest: Tensor) -> StepTensors:
         """newest: each row's newest token, int64 `[rows]`, for those that the plan does not know."""
-        for share in plan.shares:
-            self._table[share.row, share.first_new_block : share.first_new_block + len(share.new_blocks)] = share.new_blocks
-            if share.new_cold:
-                self._cold[share.row, share.first_new_cold : share.first_new_cold + len(share.new_cold)] = share.new_cold
-                self._tiling = None
+        self.note(plan)
+        if self._on_device is not None:
+            self._note_on_device(plan, self._on_device)
         shares = plan.shares
         counts = np.array([len(share.tokens) for share in shares], dtype=np.int64)
         starts = np.array([share.start for share in shares], dtype=np.int64)
@@ -119,6 +119,34 @@ class InputBuilder:
         inputs = StepInputs(self._tokens(tokens, shares, first, newest), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)))
         reported = tuple(len(share.next_prompt_tokens) for share in shares)
         return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
+
+    @property
+    def angles(self) -> RotaryAngles:
+        return self._angles
+
+    def keep_on_device(self) -> Tensor:
+        """From now on block tables are on the device as well, int32 `[rows + 1, blocks]`; the last row is nobody's. What only `note` is told,
+        is not noted there."""
+        self._on_device = torch.zeros(len(self._table) + 1, self._table.shape[1], dtype=torch.int32, device=self._device)
+        return self._on_device
+
+    def note(self, plan: Plan) -> None:
+        """The blocks that a plan gives its rows."""
+        for share in plan.shares:
+            if share.new_blocks:
+                self._table[share.row, share.first_new_block : share.first_new_block + len(share.new_blocks)] = share.new_blocks
+            if share.new_cold:
+                self._cold[share.row, share.first_new_cold : share.first_new_cold + len(share.new_cold)] = share.new_cold
+                self._tiling = None
+
+    def _note_on_device(self, plan: Plan, table: Tensor) -> None:
+        counts = [len(share.new_blocks) for share in plan.shares]
+        if not any(counts):
+            return
+        rows = np.repeat([share.row for share in plan.shares], counts)
+        columns = np.concatenate([np.arange(share.first_new_block, share.first_new_block + len(share.new_blocks)) for share in plan.shares])
+        pages = np.array([page for share in plan.shares for page in share.new_blocks], dtype=np.int32)
+        table[self._send(rows), self._send(columns)] = self._send(pages)
 
     def _tokens(self, tokens: Ints, shares: Sequence[Share], first: Ints, newest: Tensor) -> Tensor:
         sent = self._send(tokens)

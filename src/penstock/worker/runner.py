@@ -16,6 +16,7 @@ from penstock.models.inputs import Weights
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Landed, Outcome, Plan, Result, Row, Share, TokenLogprob
 from penstock.weights.stream import WeightStream
+from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import ROW_KEYS, InputBuilder, StepTensors
 from penstock.worker.sampler import Drawn, Sampler
 
@@ -38,12 +39,25 @@ class Runner:
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._pool: KVPool | None = None
         self._carrier: Carrier | None = None
+        self._graphs: DecodeGraphs | None = None
         self._ended = 0.0
         """When the last plan did."""
 
     def attach(self, weights: Weights, pool: KVPool, carrier: Carrier | None = None) -> None:
         """From now on these weights are borrowed, and KV is written to and read from this pool, and what the carrier carries."""
         self._weights, self._pool, self._carrier = weights, pool, carrier
+
+    def record(self, rows: int, max_length: int) -> DecodeGraphs:
+        """From now on decode steps of up to `rows` rows are replayed. After `attach`, of a model and on a device that allow it."""
+        weights, pool = self._weights, self._pool
+        assert isinstance(weights, WeightStream), "record before attach"
+        assert pool is not None
+        table = self._inputs.keep_on_device()
+        with self._current, torch.inference_mode():
+            step = DecodeStep(self._decoder, self._inputs.angles, pool, table, self._sampler.newest, rows=rows, max_length=max_length)
+            self._graphs = DecodeGraphs(step, weights, rows)
+            self._graphs.record()
+        return self._graphs
 
     @property
     def carrier(self) -> Carrier | None:
@@ -52,7 +66,7 @@ class Runner:
 
     def detach(self) -> None:
         """Let go of weights and KV."""
-        self._weights = self._pool = self._carrier = None
+        self._weights = self._pool = self._carrier = self._graphs = None
 
     def close(self) -> None:
         """Let go of them for good; whatever moves weights or KV ends."""
@@ -117,8 +131,12 @@ class Runner:
         assert pool is not None
         transfers.begin(plan.transfers, plan.forget, pool, carrier.outbox.landed)
 
-    def _compute(self, plan: Plan, layers: tuple[int, ...] | None) -> "tuple[Drawn | None, list[list[TokenLogprob]]]":
+    def _compute(self, plan: Plan, layers: tuple[int, ...] | None) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
         """What the step draws, if anything, and the log-probabilities of prompts, share by share."""
+        if self._graphs is not None and self._graphs.fits(plan):
+            self._inputs.note(plan)
+            self._transfer(plan)
+            return self._sampler.choose(*self._graphs.run(plan), plan.shares), ((),) * len(plan.shares)
         step = self._inputs.build(plan, self._sampler.newest)
         weights, pool = self._weights, self._pool
         assert weights is not None, "run before attach, or after close"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops.sampling import TokenCounts, draw, penalise
+from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
 
@@ -16,6 +16,8 @@ class _RowState:
     sampling: Sampling
     prompt_length: int
     counts: TokenCounts | None
+    greedy: bool
+    """Whether it takes the likeliest token, whatever else there is."""
 
 
 class Sampler:
@@ -25,8 +27,8 @@ class Sampler:
         self._vocab = vocab_size
         self._device = device
         self._rows: dict[Row, _RowState] = {}
-        self.newest = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Each row's newest token."""
+        self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        """Each row's newest token; the last is nobody's."""
         self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def admit(self, admission: Admission) -> None:
@@ -35,10 +37,16 @@ class Sampler:
             output = torch.bincount(self._ids(admission.output), minlength=self._vocab).to(torch.int32)
             prompt = torch.bincount(self._ids(admission.prompt), minlength=self._vocab) > 0
             counts = TokenCounts(output, prompt)
-        self._rows[admission.row] = _RowState(admission.sampling, len(admission.prompt), counts)
+        self._rows[admission.row] = _RowState(admission.sampling, len(admission.prompt), counts, is_plain(admission.sampling))
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self._device)
+
+    def choose(self, logits: Tensor, likeliest: Tensor, shares: Sequence[Share]) -> "Drawn":
+        """As `sample`, where the likeliest tokens are known and are the rows' newest."""
+        if all(self._rows[share.row].greedy for share in shares):
+            return Drawn(likeliest, (None,) * len(shares))
+        return self.sample(logits, shares)
 
     def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
         """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of their last positions."""
@@ -76,6 +84,12 @@ class Sampler:
         return [_Score.of(raw[row], tokens[row : row + 1], wanted).read(token) for row, token in enumerate(following)]
 
 
+def is_plain(sampling: Sampling) -> bool:
+    """Whether such a request takes the likeliest token and wants to know nothing else."""
+    adjusted = sampling.logit_bias or sampling.penalised or (sampling.min_tokens and sampling.end_tokens)
+    return is_greedy(sampling) and not adjusted and sampling.logprobs is None
+
+
 @dataclass(frozen=True, slots=True)
 class _Score:
     """A token's place in a distribution, on the device."""
@@ -103,10 +117,11 @@ class Drawn:
 
     def __init__(self, tokens: Tensor, scores: Sequence[_Score | None]) -> None:
         """tokens: int64 `[shares]`."""
-        self._tokens, self._scores = tokens, scores
+        self._scores = scores
+        # A copy: the next step may draw into the same place.
+        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda).copy_(tokens, non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 

@@ -1,0 +1,172 @@
+"""Decode steps over inputs at fixed addresses, as graphs record them, here computed instead of replayed: what they say must be what steps
+with inputs of their own say. In place of kernels that read pages there is plain arithmetic that takes tables and lengths as they do."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from penstock import LLM, SamplingParams
+from penstock.arch.spec import ModelSpec
+from penstock.ops import attention
+from penstock.step.plan import Plan
+from penstock.worker.graphs import DecodeGraphs, DecodeStep, row_counts, why_not
+from penstock.worker.runner import Runner
+
+SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 7}
+GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    real, size = slots >= 0, k_cache.shape[1]
+    k_cache[slots[real] // size, slots[real] % size] = k[real]
+    v_cache[slots[real] // size, slots[real] % size] = v[real]
+
+
+def paged_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, *,
+    scale: float, window: int | None, max_length: int, out: Tensor, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    for row, length in enumerate(lengths.tolist()):
+        assert length <= max_length
+        first = max(0, length - window) if window else 0
+        groups, pages = q.shape[1] // k_cache.shape[2], table[row].long()
+        k, v = (cache[pages].flatten(0, 1)[first:length].repeat_interleave(groups, 1) for cache in (k_cache, v_cache))
+        scores = torch.einsum("hd,khd->hk", q[row], k) * scale
+        out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v) if length else 0
+    return out, None
+
+
+class Played:
+    """Computes what a graph would replay."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, graphs: DecodeGraphs, count: int) -> None:
+        self._graphs, self._count = graphs, count
+
+    def replay(self) -> None:
+        self.seen.append(self._count)
+        with patch.object(attention, "_kernels", lambda x: SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode)):
+            self._graphs._step.compute(self._count, self._graphs._weights)
+
+
+def played(self: DecodeGraphs) -> None:
+    self._programs = {count: Played(self, count) for count in self.counts}  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def _unrecorded() -> Iterator[None]:
+    Played.seen = []
+    with patch.object(DecodeGraphs, "record", played):
+        yield
+
+
+def opened(name: str, **more: object) -> LLM:
+    llm = LLM(tiny.checkpoint(name), **(SETTINGS | more))
+    runner, limits = llm.booted.engine._ranks, llm.booted.limits
+    assert isinstance(runner, Runner)
+    runner.record(limits.max_sequences, limits.max_length)
+    return llm
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "qwen2_windows"])
+def test_greedy_tokens_are_the_same(name: str, ahead: bool) -> None:
+    references = tiny.references(name)
+    with patch.object(Runner, "ahead", ahead), opened(name) as llm:
+        for _ in range(2):  # Then by way of the prefix cache.
+            for one, reference in zip(llm.generate([one.prompt for one in references], GREEDY), references, strict=True):
+                assert list(one.tokens) == reference.tokens
+    assert len(set(Played.seen)) > 1, "no padding was needed"
+    assert len(Played.seen) > tiny.OUTPUT
+
+
+def test_what_is_sampled_is_the_same() -> None:
+    prompts = [one.prompt for one in tiny.references("llama")]
+    params = [
+        SamplingParams(temperature=0.8, seed=3, max_tokens=9),
+        SamplingParams(temperature=0, max_tokens=12, logprobs=2, repetition_penalty=1.2),
+        SamplingParams(temperature=1.1, top_k=7, seed=4, max_tokens=10, logprobs=0),
+        SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0),
+        SamplingParams(temperature=0, max_tokens=11, min_tokens=11),
+        SamplingParams(temperature=0, max_tokens=7),
+    ]
+    with patch.object(Runner, "ahead", True), opened("llama") as llm:
+        found = llm.generate(prompts, params)
+    assert Played.seen
+    with LLM(tiny.checkpoint("llama"), **SETTINGS) as llm:
+        expected = llm.generate(prompts, params)
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert len(one.logprobs or ()) == len(other.logprobs or ())
+        assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in zip(one.logprobs or (), other.logprobs or (), strict=True))
+
+
+def test_rows_that_change_hands_and_blocks_that_do() -> None:
+    """Few blocks, few rows: requests are preempted, rows given to others, block tables overwritten."""
+    references = tiny.references("llama")
+    with patch.object(Runner, "ahead", True), opened("llama", kv_blocks=30, max_sequences=4, max_length=110) as llm:
+        found = llm.generate([one.prompt for one in references] * 3, GREEDY)
+        assert llm.stats().preemptions > 0
+    for one, reference in zip(found, references * 3, strict=True):
+        assert list(one.tokens) == reference.tokens
+    assert Played.seen
+
+
+def test_nothing_is_written_for_padding() -> None:
+    with opened("llama") as llm, torch.inference_mode():
+        runner = llm.booted.engine._ranks
+        assert isinstance(runner, Runner)
+        assert runner._graphs is not None
+        assert runner._pool is not None
+        runner._pool.bytes.random_(0, 100)
+        before, step = runner._pool.bytes.clone(), runner._graphs._step
+        newest = step._newest.clone()
+        step.give(Plan((), ()), 7)
+        Played(runner._graphs, 7).replay()
+        assert torch.equal(before, runner._pool.bytes)
+        assert not step._table[:-1].any()
+        assert torch.equal(newest[:-1], step._newest[:-1])
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 16, 64, 100, 256, 1000])
+def test_row_counts(most: int) -> None:
+    counts = row_counts(most)
+    assert counts[0] == most
+    assert counts[-1] == 1
+    assert list(counts) == sorted(set(counts), reverse=True)
+    assert all(larger <= max(1.5 * smaller, smaller + 1) for larger, smaller in pairwise(counts))
+
+
+def test_what_cannot_be_recorded_says_why() -> None:
+    def spec(name: str) -> ModelSpec:
+        with LLM(tiny.checkpoint(name), device="cpu") as llm:
+            return llm.booted.spec
+
+    cuda = torch.device("cuda", 0)
+    assert "no CUDA device" in str(why_not(spec("llama"), torch.device("cpu")))
+    assert "experts" in str(why_not(spec("mixtral"), cuda))
+    assert "length" in str(why_not(spec("llama_dynamic"), cuda))
+    assert why_not(spec("llama"), cuda) is None
+
+
+def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
+    """What is given to a step stays as it is while the next is given its own."""
+    with opened("llama") as llm, torch.inference_mode():
+        runner = llm.booted.engine._ranks
+        assert isinstance(runner, Runner)
+        assert runner._graphs is not None
+        step: DecodeStep = runner._graphs._step
+        step.give(Plan((), ()), 3)
+        first = step._staging[step._turn].clone()
+        turn = step._turn
+        step.give(Plan((), ()), 7)
+        assert step._turn != turn
+        assert torch.equal(first, step._staging[turn])

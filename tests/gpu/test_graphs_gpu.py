@@ -1,0 +1,73 @@
+"""Recorded decode steps on a GPU: the tokens of every family are those of steps that are not recorded, and steps run ahead of each other."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import tiny
+from penstock import LLM, SamplingParams
+from penstock.worker.graphs import DecodeGraphs, why_not
+from penstock.worker.runner import Runner
+
+SETTINGS = {"device": "cuda", "dtype": "float32", "check": True, "max_step_tokens": 64, "block_size": 4, "max_sequences": 12}
+GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=0)
+QUICK = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", sorted(tiny.CASES))
+def test_tokens_are_those_of_steps_that_are_not_recorded(name: str) -> None:
+    references = tiny.references(name)
+    prompts = [one.prompt for one in references]
+    replayed = []
+    run = DecodeGraphs.run
+
+    def noted(self: DecodeGraphs, plan: object) -> object:
+        replayed.append(len(plan.shares))  # type: ignore[attr-defined]
+        return run(self, plan)  # type: ignore[arg-type]
+
+    with LLM(tiny.checkpoint(name), **SETTINGS) as llm, patch.object(DecodeGraphs, "run", noted):
+        recordable = why_not(llm.booted.spec, torch.device("cuda", 0)) is None
+        for params in (QUICK, GREEDY, QUICK):
+            for one, reference in zip(llm.generate(prompts, params), references, strict=True):
+                assert list(one.tokens) == reference.tokens
+        scored = llm.generate(prompts, GREEDY)
+    assert bool(replayed) == recordable
+    with LLM(tiny.checkpoint(name), **SETTINGS, graphs=False) as llm:
+        expected = llm.generate(prompts, GREEDY)
+    for one, other in zip(scored, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert max(abs(a.logprob - b.logprob) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 5e-5
+
+
+def test_requests_that_push_each_other_out() -> None:
+    references = tiny.references("llama")
+    with LLM(tiny.checkpoint("llama"), **(SETTINGS | {"kv_blocks": 40, "max_sequences": 5, "max_length": 110})) as llm:
+        found = llm.generate([one.prompt for one in references] * 4, QUICK)
+        assert llm.stats().preemptions > 0
+    for one, reference in zip(found, references * 4, strict=True):
+        assert list(one.tokens) == reference.tokens
+
+
+def test_what_is_sampled_is_the_same_whether_steps_are_recorded_or_run_ahead() -> None:
+    prompts = [one.prompt for one in tiny.references("llama")] * 2
+    params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=20, top_p=0.9 if seed % 2 else 1.0) for seed in range(len(prompts))]
+    found = []
+    for graphs in (True, False):
+        for ahead in (True, False):
+            with patch.object(Runner, "ahead", ahead), LLM(tiny.checkpoint("llama"), **SETTINGS, graphs=graphs) as llm:
+                found.append([one.tokens for one in llm.generate(prompts, params)])
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize("part", [0.3, 0.7])
+def test_weights_that_stream_pass_through_recorded_steps(part: float) -> None:
+    references = tiny.references("llama")
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, kv_blocks=200) as llm:
+        beside, weights = llm.booted.budget.total - llm.booted.weights.bytes, llm.booted.weights.bytes
+        least = llm.booted.budget.activations + llm.booted.budget.kv
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, kv_blocks=200, device_memory=least + int(part * weights), host_memory="20GiB") as llm:
+        assert llm.booted.weights.stats().host > 0, (beside, weights)
+        for _ in range(3):
+            for one, reference in zip(llm.generate([one.prompt for one in references], QUICK), references, strict=True):
+                assert list(one.tokens) == reference.tokens
