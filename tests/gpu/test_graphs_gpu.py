@@ -1,4 +1,4 @@
-"""Recorded decode steps on a GPU: the tokens of every family are those of steps that are not recorded, and steps run ahead of each other."""
+"""Recorded decode steps on a GPU: the tokens of every family are those of steps that are not, and steps run ahead of each other."""
 
 from unittest.mock import patch
 
