@@ -9,6 +9,7 @@ from enum import StrEnum
 from math import prod
 
 from penstock.arch.families import TensorNames
+from penstock.arch.shards import WHOLE, Held, Shard, held, local_spec
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import ConfigError
 
@@ -39,10 +40,20 @@ class GroupId:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint tensor that fills a run of rows of a field."""
+    """A checkpoint tensor, or a rank's rows or columns of it, that fills a run of rows of a field."""
 
     tensor: str
     shape: tuple[int, ...]
+    """Of the whole tensor in the checkpoint."""
+    rows: range | None = None
+    columns: range | None = None
+    """Which of them are taken; None is all."""
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """The shape of what is taken."""
+        cuts = (self.rows, self.columns)[: len(self.shape)]
+        return tuple(extent if part is None else len(part) for extent, part in zip(self.shape, cuts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,27 +121,47 @@ class KVLayout:
         return replace(self, dtype=_FP8, rounded_from=self.dtype)
 
 
-def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:
-    return KVLayout(spec.layers, block_size, spec.kv_heads, spec.head_dim, dtype)
+def kv_layout(spec: ModelSpec, dtype: str, block_size: int, shard: Shard | None = None) -> KVLayout:
+    """Of the whole model or of a rank's KV heads; ranks' may differ in bytes. Raises ConfigError for too many ranks."""
+    return KVLayout(spec.layers, block_size, local_spec(spec, shard or WHOLE).kv_heads, spec.head_dim, dtype)
 
 
-def group_layouts(spec: ModelSpec, names: TensorNames, dtype: str) -> tuple[GroupLayout, ...]:
-    """Every group of the model in the order a pass uses them. With tied embeddings the head group has no matrix of its own."""
-    lay = _Layer(spec, names, DTYPE_BYTES[dtype])
-    embedding = _matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+def group_layouts(spec: ModelSpec, names: TensorNames, dtype: str, shard: Shard | None = None) -> tuple[GroupLayout, ...]:
+    """Every group of the model in the order a pass uses them. With tied embeddings the head group has no matrix of its own.
+
+    Of a shard: the same groups with the rank's rows of `qkv`, `gate_up`, `embedding` and `output`, its columns of `out` and `down`, and
+    norms and routers whole. What is added to a sum over ranks, `out_bias` and `down_bias`, only rank 0 has. Raises ConfigError for too
+    many ranks.
+    """
+    shard = shard or WHOLE
+    lay = _Layer(spec, names, DTYPE_BYTES[dtype], held(spec, shard), first=shard.rank == 0)
+    embedding = _matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary)
     groups = [lay.group(GroupId(GroupKind.EMBEDDING), {"embedding": [embedding]})]
     for layer in range(spec.layers):
         groups.append(lay.attention(layer))
         groups.extend(lay.moe(layer) if spec.is_moe(layer) else [lay.ffn(layer)])
-    head = {"norm": [Source("model.norm.weight", (spec.hidden_size,))]}
+    head = {"norm": [_vector("model.norm.weight", spec.hidden_size)]}
     if not spec.tied_embeddings:
-        head["output"] = [_matrix("lm_head.weight", spec.vocab_size, spec.hidden_size)]
+        head["output"] = [_matrix("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary)]
     groups.append(lay.group(GroupId(GroupKind.HEAD), head))
     return tuple(groups)
 
 
-def _matrix(tensor: str, rows: int, columns: int) -> Source:
-    return Source(tensor, (rows, columns))
+def _matrix(tensor: str, height: int, width: int, *, rows: range | None = None, columns: range | None = None) -> Source:
+    return Source(tensor, (height, width), _part(rows, height), _part(columns, width))
+
+
+def _vector(tensor: str, length: int, rows: range | None = None) -> Source:
+    return Source(tensor, (length,), _part(rows, length))
+
+
+def _part(taken: range | None, of: int) -> range | None:
+    """None for all, however it is said: whole tensors are read in one run."""
+    return None if taken == range(of) else taken
+
+
+def _rows_of(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,39 +169,44 @@ class _Layer:
     spec: ModelSpec
     names: TensorNames
     element: int
+    held: Held
+    first: bool
+    """Whether what is added to a sum over ranks is added here."""
 
     def group(self, id: GroupId, fields: dict[str, list[Source]]) -> GroupLayout:
         placed, offset = [], 0
         for name, sources in fields.items():
-            shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
+            shape = (sum(source.taken[0] for source in sources), *sources[0].taken[1:])
             placed.append(Field(name, shape, offset, tuple(sources)))
             offset += -(-prod(shape) * self.element // ALIGNMENT) * ALIGNMENT
         return GroupLayout(id, tuple(placed), offset)
 
     def attention(self, layer: int) -> GroupLayout:
         spec, at = self.spec, f"model.layers.{layer}.self_attn"
-        rows = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
+        queries, keys = _rows_of(self.held.heads, spec.head_dim), _rows_of(self.held.kv_heads, spec.head_dim)
+        parts = {"q": (spec.query_size, queries), "k": (spec.kv_size, keys), "v": (spec.kv_size, keys)}
         fields = {
-            "norm": [Source(f"model.layers.{layer}.input_layernorm.weight", (spec.hidden_size,))],
-            "qkv": [_matrix(f"{at}.{name}_proj.weight", size, spec.hidden_size) for name, size in rows.items()],
+            "norm": [_vector(f"model.layers.{layer}.input_layernorm.weight", spec.hidden_size)],
+            "qkv": [_matrix(f"{at}.{name}_proj.weight", size, spec.hidden_size, rows=rows) for name, (size, rows) in parts.items()],
         }
         if spec.qkv_bias:
-            fields["qkv_bias"] = [Source(f"{at}.{name}_proj.bias", (size,)) for name, size in rows.items()]
+            fields["qkv_bias"] = [_vector(f"{at}.{name}_proj.bias", size, rows) for name, (size, rows) in parts.items()]
         if spec.qk_norm:
-            fields["q_norm"] = [Source(f"{at}.q_norm.weight", (spec.head_dim,))]
-            fields["k_norm"] = [Source(f"{at}.k_norm.weight", (spec.head_dim,))]
-        fields["out"] = [_matrix(f"{at}.o_proj.weight", spec.hidden_size, spec.query_size)]
-        if spec.out_bias:
-            fields["out_bias"] = [Source(f"{at}.o_proj.bias", (spec.hidden_size,))]
+            fields["q_norm"] = [_vector(f"{at}.q_norm.weight", spec.head_dim)]
+            fields["k_norm"] = [_vector(f"{at}.k_norm.weight", spec.head_dim)]
+        fields["out"] = [_matrix(f"{at}.o_proj.weight", spec.hidden_size, spec.query_size, columns=queries)]
+        if spec.out_bias and self.first:
+            fields["out_bias"] = [_vector(f"{at}.o_proj.bias", spec.hidden_size)]
         return self.group(GroupId(GroupKind.ATTENTION, layer), fields)
 
     def ffn(self, layer: int) -> GroupLayout:
-        spec, at = self.spec, f"model.layers.{layer}.mlp"
+        spec, at, inner = self.spec, f"model.layers.{layer}.mlp", self.held.inner
         gate, up, down = f"{at}.gate_proj", f"{at}.up_proj", f"{at}.down_proj"
-        fields = {"norm": [self._ffn_norm(layer)]} | self._mlp(gate, up, down, spec.intermediate_size)
+        fields = {"norm": [self._ffn_norm(layer)]} | self._mlp(gate, up, down, spec.intermediate_size, inner)
         if spec.mlp_bias:
-            fields["gate_up_bias"] = [Source(f"{name}.bias", (spec.intermediate_size,)) for name in (gate, up)]
-            fields["down_bias"] = [Source(f"{down}.bias", (spec.hidden_size,))]
+            fields["gate_up_bias"] = [_vector(f"{name}.bias", spec.intermediate_size, inner) for name in (gate, up)]
+        if spec.mlp_bias and self.first:
+            fields["down_bias"] = [_vector(f"{down}.bias", spec.hidden_size)]
         return self.group(GroupId(GroupKind.FFN, layer), fields)
 
     def moe(self, layer: int) -> list[GroupLayout]:
@@ -180,15 +216,16 @@ class _Layer:
         groups = [self.group(GroupId(GroupKind.ROUTER, layer), router)]
         for expert in range(moe.experts):
             gate, up, down = (f"{at}.{name.format(expert=expert)}" for name in (names.expert_gate, names.expert_up, names.expert_down))
-            groups.append(self.group(GroupId(GroupKind.EXPERT, layer, expert), self._mlp(gate, up, down, moe.intermediate_size)))
+            fields = self._mlp(gate, up, down, moe.intermediate_size, self.held.expert_inner)
+            groups.append(self.group(GroupId(GroupKind.EXPERT, layer, expert), fields))
         return groups
 
     def _ffn_norm(self, layer: int) -> Source:
-        return Source(f"model.layers.{layer}.post_attention_layernorm.weight", (self.spec.hidden_size,))
+        return _vector(f"model.layers.{layer}.post_attention_layernorm.weight", self.spec.hidden_size)
 
-    def _mlp(self, gate: str, up: str, down: str, inner: int) -> dict[str, list[Source]]:
+    def _mlp(self, gate: str, up: str, down: str, size: int, inner: range) -> dict[str, list[Source]]:
         hidden = self.spec.hidden_size
         return {
-            "gate_up": [_matrix(f"{gate}.weight", inner, hidden), _matrix(f"{up}.weight", inner, hidden)],
-            "down": [_matrix(f"{down}.weight", hidden, inner)],
+            "gate_up": [_matrix(f"{name}.weight", size, hidden, rows=inner) for name in (gate, up)],
+            "down": [_matrix(f"{down}.weight", hidden, size, columns=inner)],
         }

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind
+from penstock.arch.shards import WHOLE, Shard, held, local_spec
 from penstock.arch.spec import ModelSpec
-from penstock.models.inputs import ColdCache, LayerCaches, StepInputs, Weights
+from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInputs, Weights
 from penstock.models.moe import mixture
 from penstock.ops.activation import silu_mul
 from penstock.ops.attention import attend
 from penstock.ops.linear import linear
 from penstock.ops.norm import add_rms_norm, rms_norm
-from penstock.ops.rope import rotate
+from penstock.ops.project import HeadNorms, project
 
 EMBEDDING = GroupId(GroupKind.EMBEDDING)
 HEAD = GroupId(GroupKind.HEAD)
@@ -24,10 +25,21 @@ _WIDE_ROWS = 8192
 
 
 class Decoder:
-    """Arithmetic only: it owns no weights and no KV, and keeps nothing between calls."""
+    """Arithmetic only: it owns no weights and no KV, and keeps nothing between calls.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Of a shard it is one rank's part, with that rank's weights and KV: hidden states and logits are the whole model's on every rank, and
+    of heads, feed-forwards and vocabulary each computes its own. Two sums over ranks in a layer, one for the embedding; a row of logits
+    is gathered. Sums are of the activations' dtype, so each rank's part is rounded to it before they are added up: the model is the same,
+    but bits differ with the number of ranks, by about what one more rounding of every block's output makes.
+    """
+
+    def __init__(self, spec: ModelSpec, shard: Shard | None = None, collectives: Collectives | None = None) -> None:
+        """spec: of the whole model. collectives: needed for a shard of several ranks. Raises ConfigError for too many of them."""
+        shard = shard or WHOLE
+        assert shard.ranks == 1 or collectives is not None, f"{shard} without collectives"
         self.spec = spec
+        self._local, self._vocabulary = local_spec(spec, shard), held(spec, shard).vocabulary
+        self._collectives = collectives if shard.ranks > 1 else None
         self._scale = spec.head_dim**-0.5
 
     def forward(
@@ -43,8 +55,9 @@ class Decoder:
         `layers`: which to run, for measuring; all by default. cold: needed where `inputs` speak of KV beyond the device.
         """
         embedding = weights.take(EMBEDDING)
-        residual = torch.nn.functional.embedding(inputs.tokens, embedding["embedding"])
+        residual = self._embed(inputs.tokens, embedding["embedding"])
         weights.release(EMBEDDING)
+        self._sum(residual)
         # Each block hands its output on instead of adding it, so that the sum and the next norm can be one kernel.
         x: Tensor | None = None
         for layer in range(self.spec.layers) if layers is None else layers:
@@ -65,8 +78,27 @@ class Decoder:
             group, matrix = EMBEDDING, weights.take(EMBEDDING)["embedding"]
         else:
             group, matrix = HEAD, norm["output"]
-        yield lambda rows: linear(normed[rows], matrix).float()
+        collectives = self._collectives
+
+        def logits(rows: slice) -> Tensor:
+            part = linear(normed[rows], matrix)
+            return (part if collectives is None else collectives.gather(part)).float()
+
+        yield logits
         weights.release(group)
+
+    def _sum(self, x: Tensor) -> None:
+        """Add up, in place, what the ranks computed of `x`."""
+        if self._collectives is not None:
+            self._collectives.all_reduce(x)
+
+    def _embed(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        """`[tokens, hidden]` of the embedding's rows on this rank: zeros for tokens whose row is another's."""
+        if self._collectives is None:
+            return torch.nn.functional.embedding(tokens, rows)
+        mine = tokens - self._vocabulary.start
+        others = (mine < 0) | (mine >= len(rows))
+        return torch.nn.functional.embedding(mine.masked_fill_(others, 0), rows).masked_fill_(others.unsqueeze(1), 0)
 
     def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
         if x is None:
@@ -83,21 +115,17 @@ class Decoder:
         inputs: StepInputs,
         cold: ColdCache | None,
     ) -> Tensor:
-        spec, group = self.spec, GroupId(GroupKind.ATTENTION, layer)
+        spec, group = self._local, GroupId(GroupKind.ATTENTION, layer)
         w = weights.take(group)
         qkv = linear(self._norm(x, residual, w["norm"]), w["qkv"], w.get("qkv_bias"))
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
-        qk, v = heads[:, : spec.heads + spec.kv_heads], heads[:, spec.heads + spec.kv_heads :]
-        if spec.qk_norm:
-            q, k = rms_norm(qk[:, : spec.heads], w["q_norm"], spec.norm_eps), rms_norm(qk[:, spec.heads :], w["k_norm"], spec.norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        qk = rotate(qk, inputs.cos, inputs.sin)
-        q, k = qk[:, : spec.heads], qk[:, spec.heads :]
+        norms = HeadNorms(w["q_norm"], w["k_norm"], spec.norm_eps) if spec.qk_norm else None
+        q, k, v = project(qkv, inputs.cos, inputs.sin, cache, inputs.attention, heads=spec.heads, norms=norms)
         if cold is not None:
             cold.send(layer, k, v)
-        seen = attend(q, k, v, cache, inputs.attention, self._scale, spec.windows[layer], cold)
+        seen = attend(q, k, v, cache, inputs.attention, self._scale, spec.windows[layer], cold, written=True)
         out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias"))
         weights.release(group)
+        self._sum(out)
         return out
 
     def _feed_forward(self, layer: int, x: Tensor, residual: Tensor, weights: Weights) -> Tensor:
@@ -108,7 +136,9 @@ class Decoder:
             scores = linear(normed, w["router"])
             weights.release(router)
             assert self.spec.moe is not None
-            return mixture(normed, scores, self.spec.moe, layer, weights)
+            mixed = mixture(normed, scores, self.spec.moe, layer, weights)
+            self._sum(mixed)
+            return mixed
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
         normed = self._norm(x, residual, w["norm"])
@@ -120,4 +150,5 @@ class Decoder:
                 piece.copy_(out)
         out = out if len(pieces) == 1 else normed
         weights.release(group)
+        self._sum(out)
         return out

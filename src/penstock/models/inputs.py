@@ -35,6 +35,19 @@ class Weights(Protocol):
     def release(self, group: GroupId) -> None: ...
 
 
+class Collectives(Protocol):
+    """What the ranks of a model exchange in a pass, on the compute stream. All call the same in the same order, with as many rows.
+
+    Each gets the same bits as the others: from what it was sent a rank also decides, as which experts to compute.
+    """
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Put the sum over all ranks in the place of `x`, contiguous, added up in its dtype or a wider one."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' `[rows, width]` beside each other in the order of ranks; widths may differ."""
+
+
 class ColdCache(Tiles, Protocol):
     """KV beyond the device: lends each layer's tiles, and is sent what is to rest there."""
 

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 from penstock.arch.layout import ALIGNMENT, GroupLayout
+from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.errors import CheckpointError
 from penstock.weights.jsonfile import parse_object, shown
@@ -31,6 +33,8 @@ MAX_MANIFEST_BYTES = 100_000_000
 MAX_BYTES = 2**62
 _FORMAT = "penstock pack"
 _KEYS = ("format", "version", "fingerprint", "config", "dtype", "store", "files", "groups")
+_SHARD = "shard"
+"""A key before the groups, `[rank, ranks]`, where a pack holds what one of several ranks does."""
 _FILE = re.compile(r"\w[\w.-]{0,200}(/\w[\w.-]{0,200})?", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]+", re.ASCII)
 
@@ -91,6 +95,8 @@ class Manifest:
     files: Mapping[str, str]
     """Checksums of the files beside the weights, by name."""
     runs: tuple[Run, ...]
+    shard: Shard = WHOLE
+    """What of the model the store holds."""
 
     @property
     def size(self) -> int:
@@ -112,8 +118,9 @@ class Manifest:
             }
             for run in self.runs
         ]
-        values = (_FORMAT, VERSION, self.fingerprint, self.config, self.dtype, self.store, dict(self.files), groups)
-        return seal(dict(zip(_KEYS, values, strict=True)))
+        values = (_FORMAT, VERSION, self.fingerprint, self.config, self.dtype, self.store, dict(self.files))
+        shard = {} if self.shard == WHOLE else {_SHARD: [self.shard.rank, self.shard.ranks]}
+        return seal({**dict(zip(_KEYS[:-1], values, strict=True)), **shard, _KEYS[-1]: groups})
 
     def check(self, layouts: Sequence[GroupLayout], where: str) -> None:
         """Raises CheckpointError unless the groups are exactly those of `layouts`."""
@@ -182,7 +189,7 @@ def parse(data: bytes | bytearray, where: str) -> Manifest:
         raise CheckpointError(f"{where} is no pack's manifest: its format is {shown(body.get('format'))}, not {_FORMAT!r}")
     if body.get("version") != VERSION or isinstance(body["version"], bool):
         raise CheckpointError(f"{where} has version {shown(body.get('version'))}; this penstock reads {VERSION}; pack the model again")
-    if tuple(body) != (*_KEYS, "checksum"):
+    if tuple(body) not in ((*_KEYS, "checksum"), (*_KEYS[:-1], _SHARD, _KEYS[-1], "checksum")):
         raise CheckpointError(f"{where} is damaged: it has the keys {shown(list(body))}, not {', '.join(_KEYS)} and checksum")
     del body["checksum"]
     try:
@@ -206,6 +213,7 @@ def _manifest(body: Mapping[str, object], where: str) -> Manifest:
     if not isinstance(groups, list) or not groups:
         raise CheckpointError(f"{where} has the groups {shown(groups)}; they must be a list that is not empty")
     fingerprint, config = _hex(body["fingerprint"], 32, f"{where}: the fingerprint"), _hex(body["config"], 64, f"{where}: config")
+    shard = _parse_shard(body[_SHARD], where) if _SHARD in body else WHOLE
     runs, seen, end = [], set(), 0
     for number, value in enumerate(groups):
         run = _run(value, DTYPE_BYTES[dtype], f"{where}: group {number}")
@@ -220,7 +228,14 @@ def _manifest(body: Mapping[str, object], where: str) -> Manifest:
         seen.add(run.id)
         runs.append(run)
         end = run.end
-    return Manifest(fingerprint, config, dtype, store, checked, tuple(runs))
+    return Manifest(fingerprint, config, dtype, store, checked, tuple(runs), shard)
+
+
+def _parse_shard(value: object, where: str) -> Shard:
+    rank, ranks = value if isinstance(value, list) and len(value) == 2 else (None, None)
+    if not _is_size(rank) or not _is_size(ranks) or not rank < ranks or ranks < 2:
+        raise CheckpointError(f"{where} is of the shard {shown(value)}; it must be a rank and a larger number of ranks, at least 2")
+    return Shard(rank, ranks)
 
 
 def _run(value: object, element: int, where: str) -> Run:
@@ -274,7 +289,7 @@ def _lines(value: object) -> str:
     return "[\n" + ",\n".join(json.dumps(one) for one in value) + "\n]"
 
 
-def _is_size(value: object) -> bool:
+def _is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
 
 

@@ -16,6 +16,7 @@ import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.layout import GroupId, GroupLayout, group_layouts
+from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
@@ -50,6 +51,7 @@ class Pack:
         self.generation = generation
         self.manifest = manifest
         self.dtype = manifest.dtype
+        self.shard = manifest.shard
         self.names: TensorNames = family_of(config).names
         self.spec: ModelSpec = replace(read_spec(config), dtype=manifest.dtype)
         self.layouts: tuple[GroupLayout, ...] = _layouts(self.spec, self.names, manifest, str(path / MANIFEST))
@@ -65,19 +67,16 @@ class Pack:
             raise CheckpointError(f"{self.store.path} has {self.store.size} bytes instead of {manifest.size}: {fault}")
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """The pack in directory `path`. Raises CheckpointError for one that is missing, unfinished, damaged, or not of its config.json."""
-        if not os.path.lexists(path / MANIFEST):
-            if os.path.lexists(path / "manifest.partial"):
-                raise CheckpointError(f"{path} is an unfinished pack; `penstock pack MODEL --out {path}` goes on with it")
-            raise CheckpointError(f"{path} is no pack: it has no {MANIFEST}")
-        try:
-            with DiskFile(path / MANIFEST) as file:
-                if file.size > MAX_MANIFEST_BYTES:
-                    raise CheckpointError(f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}")
-                manifest = parse(file.read(0, file.size), str(file.path))
-        except ReadError as error:
-            raise CheckpointError(str(error)) from error
+    def open(cls, path: Path, shard: Shard | None = None) -> Self:
+        """The pack in directory `path`, of this shard of a model; of a whole one if none is named.
+
+        Raises CheckpointError for one that is missing, unfinished, damaged, of another shard, or not of its config.json.
+        """
+        manifest = read_manifest(path)
+        if manifest.shard != (shard or WHOLE):
+            raise CheckpointError(
+                f"{path} is a pack of {manifest.shard}, not of {shard or WHOLE}; pack the model again, into another directory"
+            )
         config = read_object(path / "config.json", MAX_CONFIG_BYTES)
         if config_checksum(config) != manifest.config:
             raise CheckpointError(f"{path / 'config.json'} is not that of the model that was packed; restore it, or pack the model again")
@@ -182,6 +181,21 @@ class Pack:
         return f"it is cut short within group {first.id} at byte {first.offset}; pack the model again"
 
 
+def read_manifest(path: Path) -> Manifest:
+    """What the pack in directory `path` says of itself. Raises CheckpointError for one that is missing, unfinished or damaged."""
+    if not os.path.lexists(path / MANIFEST):
+        if os.path.lexists(path / "manifest.partial"):
+            raise CheckpointError(f"{path} is an unfinished pack; `penstock pack MODEL --out {path}` goes on with it")
+        raise CheckpointError(f"{path} is no pack: it has no {MANIFEST}")
+    try:
+        with DiskFile(path / MANIFEST) as file:
+            if file.size > MAX_MANIFEST_BYTES:
+                raise CheckpointError(f"{file.path} has {file.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}")
+            return parse(file.read(0, file.size), str(file.path))
+    except ReadError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def in_order(tasks: Iterable[Callable[[], _T]], threads: int) -> Generator[_T, None, None]:
     """What the tasks return, in their order; `threads` run at once, and no more than twice as many are started ahead.
 
@@ -224,6 +238,6 @@ def _layouts(spec: ModelSpec, names: TensorNames, manifest: Manifest, where: str
     count = 2 + sum(2 + experts if spec.is_moe(layer) else 2 for layer in range(spec.layers))
     if count != len(manifest.runs):
         raise CheckpointError(f"{where} has {len(manifest.runs)} groups; config.json calls for {count}; pack the model again")
-    layouts = group_layouts(spec, names, manifest.dtype)
+    layouts = group_layouts(spec, names, manifest.dtype, manifest.shard)
     manifest.check(layouts, where)
     return layouts

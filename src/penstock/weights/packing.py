@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.arch.shards import WHOLE, Shard
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.base.units import format_size
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
@@ -38,7 +39,7 @@ from penstock.weights.manifest import (
     piece_digest,
     place,
 )
-from penstock.weights.pack import THREADS, Pack, file_checksum, in_order, is_block_device
+from penstock.weights.pack import THREADS, Pack, file_checksum, in_order, is_block_device, read_manifest
 from penstock.weights.shards import INDEX, SINGLE
 
 JOURNAL = "manifest.partial"
@@ -74,26 +75,31 @@ class PackError(PenstockError):
 Progress = Callable[[int], None]
 
 
-def write_pack(checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None = None, progress: Progress | None = None) -> bool:
-    """Write the pack of a checkpoint into directory `out`; False if it was there already, and nothing was done.
+def write_pack(
+    checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None = None, progress: Progress | None = None, shard: Shard | None = None
+) -> bool:
+    """Write the pack of a checkpoint, or of a shard of it, into directory `out`; False if it was there already, and nothing was done.
 
     `store`: a file or block device for the weights, if not in `out`. A block device is overwritten. `progress` is told of bytes as they
     are written, and at once of those that an earlier run wrote. Memory: THREADS pieces of PIECE_BYTES and what their conversion takes.
     Raises CheckpointError for what is wrong with the checkpoint or with the pack that is there, PackError for what stands in the way of a
-    new one: what was written then stays for the next try.
+    new one: what was written then stays for the next try. Raises ConfigError for a shard of too many ranks.
     """
     with locked(out):
-        return write_locked(checkpoint, out, dtype, store, progress)
+        return write_locked(checkpoint, out, dtype, store, progress, shard)
 
 
-def write_locked(checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None = None, progress: Progress | None = None) -> bool:
+def write_locked(
+    checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None = None, progress: Progress | None = None, shard: Shard | None = None
+) -> bool:
     """What write_pack does, for whoever has `out` locked."""
-    layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype)
-    checkpoint.verify(layouts)
+    layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
+    checkpoint.verify(group_layouts(checkpoint.spec, checkpoint.names, dtype))
     sides = [file for pattern in _SIDE for file in sorted(checkpoint.path.glob(pattern))]
     files = {file.relative_to(checkpoint.path).as_posix(): file_checksum(file) for file in sides}
     where = STORE if store is None else os.path.abspath(store)
-    plan = Manifest(checkpoint.fingerprint().hex(), config_checksum(checkpoint.config), dtype, where, files, place(layouts))
+    fingerprint, config = checkpoint.fingerprint().hex(), config_checksum(checkpoint.config)
+    plan = Manifest(fingerprint, config, dtype, where, files, place(layouts), shard or WHOLE)
     if os.path.lexists(out / MANIFEST):
         _expect_same(out, plan)
         (out / JOURNAL).unlink(missing_ok=True)
@@ -181,7 +187,7 @@ def _expect_store(out: Path, whole: Path) -> None:
 
 
 def _expect_same(out: Path, plan: Manifest) -> None:
-    with Pack.open(out) as found:
+    with Pack.open(out, read_manifest(out).shard) as found:
         other = _difference(found.manifest, plan)
     if other:
         raise PackError(f"{out} holds a pack of another {other}; remove it or choose another directory")
@@ -189,9 +195,9 @@ def _expect_same(out: Path, plan: Manifest) -> None:
 
 def _difference(one: Manifest, other: Manifest) -> str:
     """What they are not of the same of; empty if it is all the same."""
-    for name, what in (("fingerprint", "model"), ("config", "config.json"), ("dtype", "dtype"), ("store", "store")):
+    for name, what in (("fingerprint", "model"), ("config", "config.json"), ("dtype", "dtype"), ("shard", "shard"), ("store", "store")):
         if getattr(one, name) != getattr(other, name):
-            return f"{what} ({getattr(one, name)})" if name in ("dtype", "store") else what
+            return f"{what} ({getattr(one, name)})" if name == what else what
     return ""
 
 
@@ -332,7 +338,7 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
             raise PackError(f"{whole} is there already, and {out} has no pack that it belongs to; remove it or choose another store")
         return []
     if lines[0] != _head(plan):
-        raise PackError(f"{out} holds an unfinished pack of another model, dtype or store; remove it or choose another directory")
+        raise PackError(f"{out} holds an unfinished pack of another model, dtype, shard or store; remove it or choose another directory")
     found: list[bytes] = []
     for run, line in zip(plan.runs, lines[1:], strict=False):
         digests = decoded(line.split()[-1].decode("ascii", "replace"), len(run.pieces)) if line.split() else None
