@@ -93,6 +93,69 @@ class TestPagedDecode:
         )
 
 
+def check_joined(
+    lengths: list[int], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16, window: int | None = None,
+    dtype: torch.dtype = torch.float32, tuning: DecodeTuning | None = None, max_length: int | None = None, seed: int = 0, rounds: int = 2,
+) -> None:  # fmt: skip
+    """Decode in one launch, over and over with the same counters: rows are shifted by one each time, as requests come and go."""
+    rng = torch.Generator().manual_seed(seed)
+    arrivals = torch.zeros(len(lengths) * kv_heads + 3, dtype=torch.int32)
+    for turn in range(rounds):
+        now = lengths[turn:] + lengths[:turn]
+        k_cache, v_cache = pool_views(sum(-(-n // block_size) for n in now) + 2, block_size, kv_heads, dim, dtype)
+        table, keys, values = fill(k_cache, v_cache, now, rng)
+        q = torch.randn(len(now), heads, dim, generator=rng).to(dtype)
+        out = torch.full_like(q, math.nan)
+        _, lse = paged_decode(
+            q, k_cache, v_cache, table, torch.tensor(now, dtype=torch.int32),
+            scale=0.3, window=window, max_length=max_length or max(*now, 1), out=out, arrivals=arrivals, tuning=tuning,
+        )  # fmt: skip
+        for seq in range(len(now)):
+            check_answer(out[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], 0.3, window))
+        assert not arrivals.any()
+
+
+class TestDecodeInOneLaunch:
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (6, 2, 16), (5, 1, 24), (14, 2, 64), (4, 4, 128), (16, 1, 8)])
+    def test_groups_and_head_dims(self, heads: int, kv_heads: int, dim: int) -> None:
+        check_joined([5, 170, 1, 300], heads=heads, kv_heads=kv_heads, dim=dim)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precisions(self, dtype: torch.dtype) -> None:
+        check_joined([200, 17, 64], dtype=dtype, dim=64, block_size=32)
+
+    @pytest.mark.parametrize("window", [None, 1, 17, 64])
+    def test_rows_of_padding_answer_zero(self, window: int | None) -> None:
+        check_joined([0, 0, 137, 0, 250, 0], window=window)
+        check_joined([0, 0], window=window)
+
+    def test_one_long_sequence_uses_every_worker(self) -> None:
+        check_joined([1000], tuning=DecodeTuning(tile=16, warps=4, depth=2, workers_per_sm=14))
+
+    @pytest.mark.parametrize("lengths", [[20, 3], [700], [0, 0, 40, 0], [0]])
+    def test_a_bound_far_above_the_lengths(self, lengths: list[int]) -> None:
+        check_joined(lengths, max_length=1 << 17)
+        check_decode(lengths, max_length=1 << 17)
+
+    @settings(max_examples=25, deadline=None)
+    @given(
+        lengths=st.lists(st.integers(0, 150), min_size=1, max_size=7),
+        block_size=st.sampled_from([1, 4, 16, 64]),
+        group=st.integers(1, 4),
+        kv_heads=st.integers(1, 3),
+        window=st.none() | st.integers(1, 200),
+        workers=st.integers(1, 6),
+        tile=st.sampled_from([16, 32]),
+        seed=st.integers(0, 99),
+    )
+    def test_any_batch_cut_anywhere(
+        self, lengths: list[int], block_size: int, group: int, kv_heads: int, window: int | None, workers: int, tile: int, seed: int
+    ) -> None:
+        tuning = DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers)
+        heads = group * kv_heads
+        check_joined(lengths, heads=heads, kv_heads=kv_heads, block_size=block_size, window=window, seed=seed, tuning=tuning, rounds=1)
+
+
 class TestFoldTile:
     @staticmethod
     def check(

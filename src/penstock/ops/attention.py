@@ -53,7 +53,7 @@ class Rows:
     """The first `count` queries of a step. `table` int32 `[count, blocks]`; `lengths` int32 `[count]`, the newest token included.
 
     Of a row that also attends to tiles, both speak of its tail alone: the table begins with the tail's first block, and the length,
-    which `max_length` bounds too, counts the tail's tokens and may be 0.
+    which `max_length` bounds too, counts the tail's tokens and may be 0. A row of length 0 that attends to nothing answers 0.
     """
 
     count: int
@@ -61,6 +61,9 @@ class Rows:
     lengths: Tensor
     max_length: int
     groups: tuple[RowGroup, ...] = ()
+    arrivals: Tensor | None = None
+    """int32 zeros, at least `[count * kv_heads]`, which the device's paged kernel counts in and leaves zeros; it needs a second launch
+    without. One step at a time may use them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +170,23 @@ def _tile_kernels(x: Tensor) -> ModuleType | None:
     return tile_kernels() if x.is_cuda else None
 
 
+def write(k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs) -> None:
+    """Put a step's k and v `[tokens, kv_heads, dim]` where they belong in a layer's cache, as `attend` describes it."""
+    k_cache, v_cache = cache
+    if kernels := _kernels(k):
+        kernels.write_kv(k, v, k_cache, v_cache, inputs.slots)
+        return
+    paged = None if inputs.cold is None else inputs.cold.paged
+    k_cache[inputs.blocks, inputs.offsets] = k if paged is None else k[paged]
+    v_cache[inputs.blocks, inputs.offsets] = v if paged is None else v[paged]
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs, scale: float, window: int | None,
-    tiles: Tiles | None = None,
+    tiles: Tiles | None = None, written: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Write this step's k and v `[tokens, kv_heads, dim]` to the layer's cache, then attend: q and result `[tokens, heads, dim]`.
+    """Write this step's k and v `[tokens, kv_heads, dim]` to the layer's cache, unless that is done, then attend: q and result
+    `[tokens, heads, dim]`.
 
     cache: K and V of one layer, strided views `[blocks, block_size, kv_heads, dim]`. window: how many tokens a query sees, None is all.
     tiles: lends what `inputs.cold` lists for this window; each is taken and released once.
@@ -180,12 +195,8 @@ def attend(
     cold = inputs.cold
     passing = cold.of(window) if cold else ()
     kernels = _kernels(q)
-    if kernels:
-        kernels.write_kv(k, v, k_cache, v_cache, inputs.slots)
-    else:
-        paged = None if cold is None else cold.paged
-        k_cache[inputs.blocks, inputs.offsets] = k if paged is None else k[paged]
-        v_cache[inputs.blocks, inputs.offsets] = v if paged is None else v[paged]
+    if not written:
+        write(k, v, cache, inputs)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     states: dict[int, Part] = {}
     rows_state: Part | None = None
@@ -195,7 +206,7 @@ def attend(
         if kernels:
             _, lse = kernels.paged_decode(
                 q[: rows.count], k_cache, v_cache, rows.table, rows.lengths,
-                scale=scale, window=window, max_length=rows.max_length, out=seen,
+                scale=scale, window=window, max_length=rows.max_length, out=seen, arrivals=rows.arrivals,
             )  # fmt: skip
         else:
             lse = _attend_rows(q, k_cache, v_cache, rows, scale, window, seen)

@@ -4,11 +4,13 @@ How decode divides its work. The visible keys of all sequences are cut into tile
 that row is cut into equal runs, one per worker and KV head. So one sequence of a million tokens and a batch of ragged ones keep every
 multiprocessor busy for the same time, the grid depends on no length, and nothing but a tensor of lengths changes between two steps.
 A sequence inside one run is finished by its worker. One that crosses runs leaves a partial output and log-sum-exp per run,
-which a second small kernel joins.
+which a second small kernel joins, or, where the caller lends counters, the last of its workers to arrive: that saves the launch.
 
 Why this is safe. A worker has at most two unfinished sequences, the one it continues and the one that goes on after it: partial 0
 of a worker is the sequence that its run opens with, partial 1 one that begins inside. Each is written by one program; the join reads
-only those that the same arithmetic over the same lengths says were written, after the first kernel, in stream order.
+only those that the same arithmetic over the same lengths says were written. The second kernel comes after the first in stream order.
+Within a launch each worker counts itself in after a barrier behind its partial, by an atomic addition that releases and acquires; the one
+that finds all others counted sees what they wrote, is alone, and sets the counter back. Nobody waits for anybody.
 """
 
 from dataclasses import dataclass
@@ -66,8 +68,51 @@ def _tiles(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type:
     return (length + TILE - 1) // TILE - _first_tile(length, window, TILE, WINDOWED)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _joined(  # type: ignore[no-untyped-def]
+    part_out,
+    part_lse,
+    first,
+    last,
+    opens,
+    heads,
+    head_in,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A sequence's partials of workers [first, last], of ROWS heads, PARTS at a time: their output and log-sum-exp.
+
+    opens: 1 if the sequence begins inside the first worker's run. With STAGES above 1 that many less one are on their way at a time.
+    """
+    cols = tl.arange(0, COLS)
+    inside = head_in[None, :, None] & (cols < DIM)[None, None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    for start in tl.range(first, last + 1, PARTS, num_stages=STAGES):
+        worker = start + tl.arange(0, PARTS)
+        there = worker <= last
+        slot = tl.where(worker == first, opens, 0)
+        part = ((worker * 2 + slot) * HEADS)[:, None] + heads[None, :]
+        level = tl.load(part_lse + part, mask=there[:, None] & head_in[None, :], other=float("-inf"), cache_modifier=".cg")
+        level = tl.where(head_in[None, :], level, 0.0)
+        at = part_out + part[:, :, None] * COLS + cols[None, None, :]
+        piece = tl.load(at, mask=there[:, None, None] & inside, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(level, 0))
+        share = tl.where(there[:, None], tl.exp(level - higher[None, :]), 0.0)
+        fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
+        weight = weight * fade + tl.sum(share, 0)
+        acc = acc * fade[:, None] + tl.sum(share[:, :, None] * piece, 0)
+        top = higher
+    return acc / weight[:, None], top + tl.log(weight)
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window", "batch", "workers", "s_table"], do_not_specialize_on_alignment=["table", "lengths"]
+    do_not_specialize=["window", "batch", "workers", "s_table"], do_not_specialize_on_alignment=["table", "lengths", "arrivals"]
 )
 def _decode(  # type: ignore[no-untyped-def]
     q,
@@ -80,6 +125,7 @@ def _decode(  # type: ignore[no-untyped-def]
     part_out,
     part_lse,
     ends,
+    arrivals,
     scale_log2,
     window,
     batch,
@@ -104,16 +150,32 @@ def _decode(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
+    JOINS: tl.constexpr,
+    JOIN_ROWS: tl.constexpr,
+    JOIN_PARTS: tl.constexpr,
 ) -> None:
     """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes of the same blocks."""
     if OVERLAP:
         gdc_launch_dependents()
     kv_head, worker = tl.program_id(0), tl.program_id(1)
+    rows, cols, keys = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, TILE)
+    col_in = cols < DIM
+    row_in = rows < GROUP
+    heads = kv_head * GROUP + rows
+    inside = row_in[:, None] & col_in[None, :]
     seqs = tl.arange(0, BATCH)
     spans = _tiles(tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED)
     stops = tl.cumsum(spans, 0)
     total = tl.sum(spans, 0)
-    if (kv_head == 0) & (worker == 0):
+    if JOINS:
+        if tl.sum(((spans == 0) & (seqs < batch)).to(tl.int32), 0) > 0:
+            for turn in tl.range(0, (batch - worker + workers - 1) // workers):
+                empty = worker + turn * workers
+                if tl.load(lengths + empty) <= 0:
+                    blank = out + empty.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
+                    tl.store(blank, tl.zeros([ROWS, COLS], out.dtype.element_ty), mask=inside)
+                    tl.store(lse + empty * HEADS + heads, tl.full([ROWS], float("-inf"), tl.float32), mask=row_in)
+    elif (kv_head == 0) & (worker == 0):
         tl.store(ends + seqs, stops, mask=seqs < batch)
     run = tl.maximum((total + workers - 1) // workers, 1)
     at = tl.minimum(worker * run, total)
@@ -124,10 +186,6 @@ def _decode(  # type: ignore[no-untyped-def]
         count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
         begin = tl.sum(tl.where(stops <= at, spans, 0), 0)  # where the sequence at hand starts in the row of all tiles
 
-        rows, cols, keys = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, TILE)
-        col_in = cols < DIM
-        row_in = rows < GROUP
-        heads = kv_head * GROUP + rows
         k_base = k_cache + kv_head * s_kv_head
         v_base = v_cache + kv_head * s_kv_head
         inner = keys[:, None] * s_token + cols[None, :]
@@ -178,7 +236,6 @@ def _decode(  # type: ignore[no-untyped-def]
                     top = higher
                 acc = acc / weight[:, None]
                 level = (top + tl.log2(weight)) * LN_2
-                inside = row_in[:, None] & col_in[None, :]
                 if (at == begin) & (upto == begin + span):
                     answer = out + seq.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
                     tl.store(answer, acc.to(out.dtype.element_ty), mask=inside)
@@ -187,6 +244,21 @@ def _decode(  # type: ignore[no-untyped-def]
                     part = (worker * 2 + (at > opened_at).to(tl.int32)) * HEADS + heads
                     tl.store(part_out + part[:, None] * COLS + cols[None, :], acc, mask=inside)
                     tl.store(part_lse + part, level, mask=row_in)
+                    if JOINS:
+                        first, last = begin // run, (begin + span - 1) // run
+                        counter = arrivals + seq * tl.num_programs(0) + kv_head
+                        tl.debug_barrier()  # all threads' stores before the count of one
+                        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last - first:
+                            few = tl.arange(0, JOIN_ROWS)
+                            some = kv_head * GROUP + few
+                            opens = (begin > first * run).to(tl.int32)
+                            whole, peak = _joined(
+                                part_out, part_lse, first, last, opens, some, few < GROUP, HEADS, DIM, COLS, JOIN_ROWS, JOIN_PARTS, 4
+                            )
+                            target = out + seq.to(tl.int64) * s_out + some[:, None] * s_out_head + cols[None, :]
+                            tl.store(target, whole.to(out.dtype.element_ty), mask=(few < GROUP)[:, None] & col_in[None, :])
+                            tl.store(lse + seq * HEADS + some, peak, mask=few < GROUP)
+                            tl.store(counter, 0)
             at = upto
             begin += span
             seq += 1
@@ -223,35 +295,25 @@ def _join(  # type: ignore[no-untyped-def]
     first = begin // run
     last = (end - 1) // run
     if (end == begin) | (first < last):
+        head_in = heads < HEADS
         top = tl.full([ROWS], float("-inf"), tl.float32)
-        weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, COLS], tl.float32)
         if end > begin:
-            head_in = heads < HEADS
-            inside = head_in[None, :, None] & (cols < DIM)[None, None, :]
-            for start in tl.range(first, last + 1, PARTS):
-                worker = start + tl.arange(0, PARTS)
-                there = worker <= last
-                slot = ((worker == first) & (begin > first * run)).to(tl.int32)
-                part = ((worker * 2 + slot) * HEADS)[:, None] + heads[None, :]
-                level = tl.load(part_lse + part, mask=there[:, None] & head_in[None, :], other=float("-inf"))
-                piece = tl.load(part_out + part[:, :, None] * COLS + cols[None, None, :], mask=there[:, None, None] & inside, other=0.0)
-                higher = tl.maximum(top, tl.max(level, 0))
-                share = tl.where(there[:, None] & head_in[None, :], tl.exp(level - higher[None, :]), 0.0)
-                fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
-                weight = weight * fade + tl.sum(share, 0)
-                acc = acc * fade[:, None] + tl.sum(share[:, :, None] * piece, 0)
-                top = higher
-            acc = acc / weight[:, None]
-            top = top + tl.log(weight)
+            opens = (begin > first * run).to(tl.int32)
+            acc, top = _joined(part_out, part_lse, first, last, opens, heads, head_in, HEADS, DIM, COLS, ROWS, PARTS, 1)
         where = out + seq.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
-        tl.store(where, acc.to(out.dtype.element_ty), mask=(heads < HEADS)[:, None] & (cols < DIM)[None, :])
-        tl.store(lse + seq * HEADS + heads, top, mask=heads < HEADS)
+        tl.store(where, acc.to(out.dtype.element_ty), mask=head_in[:, None] & (cols < DIM)[None, :])
+        tl.store(lse + seq * HEADS + heads, top, mask=head_in)
 
 
 def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
     """Runs per KV head: as many as make `wanted` programs, not one more (it would run alone, last), and no more than there can be tiles."""
     return max(1, min(wanted // kv_heads, batch * tiles))
+
+
+def _registers(tuning: DecodeTuning) -> int:
+    """Registers a thread may have where a launch joins: left alone, the compiler gives it more, and fewer programs fit a multiprocessor."""
+    return min(max(65536 // (32 * tuning.warps * tuning.workers_per_sm) // 8 * 8, 128), 255)
 
 
 def paged_decode(
@@ -265,14 +327,18 @@ def paged_decode(
     window: int | None,
     max_length: int,
     out: Tensor | None = None,
+    arrivals: Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one new token per sequence over its paged KV. Synchronises nothing: fit for capture in a CUDA graph.
+    """Attention of one new token per sequence over its paged KV. Synchronises nothing: fit for capture in a CUDA graph, whose replays
+    read lengths and table anew; the shapes and `max_length` are all that is fixed.
 
     q `[batch, heads, head_dim]`; k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`, the same strides for both, `head_dim`
     contiguous, more than 2**31 elements allowed; block_table int32 `[batch, blocks a row]`; lengths int32 `[batch]`, tokens visible
-    including the newest, 0 for a row that is padding. With `window`, the last `window` tokens are visible. `max_length` bounds lengths
-    and only sizes the grid.
+    including the newest, 0 for a row that is padding, of which no table entry is read. With `window`, the last `window` tokens are
+    visible. `max_length` bounds lengths and only sizes the grid: work is spread by the lengths themselves, however far below it they are.
+    arrivals: int32, at least `[batch * kv_heads]`, zeros, and zeros again afterwards: everything is done in one launch. Calls that may
+    run at the same time need their own. Without it there is a second launch.
     Returns out `[batch, heads, head_dim]` in q's dtype and the natural log-sum-exp of the scaled scores, fp32 `[batch, heads]`;
     a row of length 0 answers 0 and -inf.
     """
@@ -286,6 +352,7 @@ def paged_decode(
     assert q.stride(2) == k_cache.stride(3) == lengths.stride(0) == block_table.stride(1) == 1
     assert q.dtype == k_cache.dtype == v_cache.dtype
     assert lengths.dtype == block_table.dtype == torch.int32
+    assert arrivals is None or (arrivals.dtype == torch.int32 and arrivals.is_contiguous() and arrivals.numel() >= batch * kv_heads)
     group = heads // kv_heads
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -298,7 +365,8 @@ def paged_decode(
     cols = max(16, triton.next_power_of_2(dim))
     part_out = torch.empty(workers, 2, heads, cols, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(workers, 2, heads, dtype=torch.float32, device=q.device)
-    ends = torch.empty(batch, dtype=torch.int32, device=q.device)
+    ends = torch.empty(batch if arrivals is None else 0, dtype=torch.int32, device=q.device)
+    join_rows = triton.next_power_of_2(group)
     _decode[(kv_heads, workers)](
         q,
         k_cache,
@@ -310,6 +378,7 @@ def paged_decode(
         part_out,
         part_lse,
         ends,
+        ends if arrivals is None else arrivals,
         scale * LOG2_E.value,
         window or 0,
         batch,
@@ -331,9 +400,15 @@ def paged_decode(
         WINDOWED=window is not None,
         DEPTH=tuning.depth,
         WIDEN=q.device.type == "cpu",
-        OVERLAP=tuning.overlap,
+        OVERLAP=tuning.overlap and arrivals is None,
+        JOINS=arrivals is not None,
+        JOIN_ROWS=join_rows,
+        JOIN_PARTS=max(1, min(8, 4096 // (join_rows * cols))),
         num_warps=tuning.warps,
+        **({"maxnreg": _registers(tuning)} if arrivals is not None and q.is_cuda else {}),
     )
+    if arrivals is not None:
+        return out, lse
     rows, parts = (1, 64) if batch * heads <= 1024 else (min(4, triton.next_power_of_2(heads)), 4)
     _join[(triton.cdiv(heads, rows), batch)](
         out,

@@ -1,4 +1,5 @@
-"""Kernels for the small steps between matrix products: normalisation with the residual sum, rotary positions, the gated activation.
+"""Kernels for the small steps between matrix products: normalisation with the residual sum, rotary positions with the write of new keys
+and values, the gated activation.
 
 Each rounds where the reference models round, so that fused and unfused arithmetic agree to the last bit of the dtype wherever fp32 does.
 """
@@ -86,15 +87,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(x, cos, sin, s_head, HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotate the pairs (i, i + HALF) of all heads of one token, in place."""
-    heads, cols = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+def _turn(  # type: ignore[no-untyped-def]
+    x, gain, cos, sin, eps, s_head, HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, NORMS: tl.constexpr,
+    first=0,
+):  # fmt: skip
+    """Normalise, if NORMS, ROWS heads of one token from `first` on, and rotate their pairs (i, i + HALF), in place: what was stored."""
+    heads, cols = first + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     inside = (heads < HEADS) & (cols < HALF)
     at = x + heads * s_head + cols
     left = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, (left * cos - right * sin).to(x.dtype.element_ty), mask=inside)
-    tl.store(at + HALF, (right * cos + left * sin).to(x.dtype.element_ty), mask=inside)
+    if NORMS:
+        gain_left = tl.load(gain + cols, mask=cols < HALF, other=0.0).to(tl.float32)
+        gain_right = tl.load(gain + HALF + cols, mask=cols < HALF, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(left * left + right * right, 1) / (2 * HALF) + eps)[:, None]
+        left = (left * scale).to(x.dtype.element_ty).to(tl.float32) * gain_left
+        right = (right * scale).to(x.dtype.element_ty).to(tl.float32) * gain_right
+        left, right = left.to(x.dtype.element_ty).to(tl.float32), right.to(x.dtype.element_ty).to(tl.float32)
+    turned = (left * cos - right * sin).to(x.dtype.element_ty)
+    other = (right * cos + left * sin).to(x.dtype.element_ty)
+    tl.store(at, turned, mask=inside)
+    tl.store(at + HALF, other, mask=inside)
+    return turned, other
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -121,9 +135,9 @@ def _rope(  # type: ignore[no-untyped-def]
     cols = tl.arange(0, COLS)
     c = tl.load(cos + token * s_cos + cols, mask=cols < HALF, other=0.0)[None, :]
     s = tl.load(sin + token * s_sin + cols, mask=cols < HALF, other=0.0)[None, :]
-    _turn(q + token * s_q, c, s, s_q_head, HEADS, HALF, COLS, ROWS)
+    _turn(q + token * s_q, q, c, s, 0.0, s_q_head, HEADS, HALF, COLS, ROWS, False)
     if KV_HEADS > 0:
-        _turn(k + token * s_k, c, s, s_k_head, KV_HEADS, HALF, COLS, KV_ROWS)
+        _turn(k + token * s_k, k, c, s, 0.0, s_k_head, KV_HEADS, HALF, COLS, KV_ROWS, False)
 
 
 def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
@@ -159,6 +173,128 @@ def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         KV_ROWS=triton.next_power_of_2(max(kv_heads, 1)),
         num_warps=8 if rows * cols > 4096 else 4,
     )
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # type: ignore[untyped-decorator]
+def _project(  # type: ignore[no-untyped-def]
+    qkv,
+    q_gain,
+    k_gain,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    slots,
+    eps,
+    s_row,
+    s_cos,
+    s_sin,
+    s_kc_block,
+    s_kc,
+    s_kc_head,
+    s_vc_block,
+    s_vc,
+    s_vc_head,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMS: tl.constexpr,
+) -> None:
+    """ROWS query heads of one token, or ROWS of its KV heads. Grid [tokens, parts]: the first parts are queries."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, COLS)[None, :]
+    c = tl.load(cos + token * s_cos + cols, mask=cols < HALF, other=0.0)
+    s = tl.load(sin + token * s_sin + cols, mask=cols < HALF, other=0.0)
+    row = qkv + token * s_row
+    query_parts = tl.cdiv(HEADS, ROWS)
+    if part < query_parts:
+        _turn(row, q_gain, c, s, eps, 2 * HALF, HEADS, HALF, COLS, ROWS, NORMS, part * ROWS)
+    else:
+        slot = tl.load(slots + token)
+        first = (part - query_parts) * ROWS
+        heads = first + tl.arange(0, ROWS)[:, None]
+        inside = (heads < KV_HEADS) & (cols < HALF)
+        value = row + (HEADS + KV_HEADS + heads) * (2 * HALF) + cols
+        value_left = tl.load(value, mask=inside)
+        value_right = tl.load(value + HALF, mask=inside)
+        left, right = _turn(row + HEADS * 2 * HALF, k_gain, c, s, eps, 2 * HALF, KV_HEADS, HALF, COLS, ROWS, NORMS, first)
+        if slot >= 0:
+            block, offset = slot // BLOCK, slot % BLOCK
+            k_at = k_cache + block * s_kc_block + offset * s_kc + heads * s_kc_head + cols
+            v_at = v_cache + block * s_vc_block + offset * s_vc + heads * s_vc_head + cols
+            tl.store(k_at, left, mask=inside)
+            tl.store(k_at + HALF, right, mask=inside)
+            tl.store(v_at, value_left, mask=inside)
+            tl.store(v_at + HALF, value_right, mask=inside)
+
+
+def project(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    heads: int,
+    gains: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the fused projection to attention in one kernel: norms of q and k, their rotation, the write of k and v to pages.
+
+    qkv `[tokens, (heads + 2 * kv_heads) * dim]` (rows strided), of which q and k are normalised and turned in place; cos, sin fp32
+    `[tokens, dim / 2]`; gains of q and k `[dim]`, if they are normalised per head; k_cache, v_cache `[blocks, block_size, kv_heads, dim]`;
+    slots int64 `[tokens]`, block * block_size + offset, -1 writes nothing. Returns q `[tokens, heads, dim]`, k and v
+    `[tokens, kv_heads, dim]`: views of qkv.
+    Rounding: after the norm's division, after its gain, after the rotation. The squares of a head are added in another order than by
+    `rms_norm`, so that a normalised number may come out one step of the dtype beside; without norms nothing differs from `rope_`.
+    """
+    tokens, (block_size, kv_heads, dim) = len(qkv), k_cache.shape[1:]
+    assert qkv.shape == (tokens, (heads + 2 * kv_heads) * dim), (qkv.shape, heads, k_cache.shape)
+    assert v_cache.shape == k_cache.shape, (k_cache.shape, v_cache.shape)
+    assert cos.shape == sin.shape == (tokens, dim // 2), (qkv.shape, cos.shape)
+    assert slots.shape == (tokens,), (slots.shape, tokens)
+    assert dim % 2 == 0, dim
+    assert qkv.stride(1) == cos.stride(1) == sin.stride(1) == slots.stride(0) == k_cache.stride(3) == v_cache.stride(3) == 1
+    assert qkv.dtype == k_cache.dtype == v_cache.dtype
+    assert cos.dtype == sin.dtype == torch.float32
+    assert slots.dtype == torch.int64, slots.dtype
+    split = qkv.view(tokens, heads + 2 * kv_heads, dim)
+    views = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+    if tokens == 0:
+        return views
+    q_gain, k_gain = gains or (qkv, qkv)
+    assert gains is None or (q_gain.shape == k_gain.shape == (dim,) and q_gain.stride(0) == k_gain.stride(0) == 1)
+    cols = triton.next_power_of_2(dim // 2)
+    rows = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, 1024 // cols))
+    _project[(tokens, triton.cdiv(heads, rows) + triton.cdiv(kv_heads, rows))](
+        qkv,
+        q_gain,
+        k_gain,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        slots,
+        eps,
+        qkv.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        COLS=cols,
+        ROWS=rows,
+        BLOCK=block_size,
+        NORMS=gains is not None,
+        num_warps=4,
+    )
+    return views
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -83,6 +83,7 @@ class DecodeStep:
         self._given = torch.zeros(_FIELDS * rows, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(_FIELDS * rows, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._turn = 0
+        self._arrivals = torch.zeros(rows * pool.layout.kv_heads, dtype=torch.int32, device=device)
         self.logits = torch.zeros(rows, decoder.spec.vocab_size, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
@@ -113,7 +114,7 @@ class DecodeStep:
         offsets = at % size
         slots = torch.where(position < 0, -1, blocks * size + offsets)
         cos, sin = self._angles.tables(at)
-        rows = Rows(count, table, (position + 1).int(), self._max_length)
+        rows = Rows(count, table, (position + 1).int(), self._max_length, (), self._arrivals)
         attention = AttentionInputs(blocks, offsets, slots, rows, ())
         inputs = StepInputs(tokens, cos, sin, attention, torch.arange(count, device=tokens.device))
         hidden = self._decoder.forward(weights, self._pool.layers, inputs)
