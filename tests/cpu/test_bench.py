@@ -17,7 +17,7 @@ from penstock.arch import bounds
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, CheckpointError, RequestError
-from penstock.bench import contexts, measure
+from penstock.bench import contexts, measure, serving
 from penstock.bench.measure import Work
 from penstock.bench.report import Kind
 from penstock.bench.run import Job, run
@@ -439,6 +439,52 @@ LITTLE = Config(Path(), device="cpu", dtype="float32", device_memory="16MiB", ma
 
 def streaming_job(**changes: object) -> Job:
     return job(Kind.DECODE, **({"source": WIDE, "config": LITTLE, "batch": 1} | changes))
+
+
+def test_many_requests_at_once(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "line.json"
+    given = [
+        "bench",
+        "serve-offline",
+        str(bare),
+        "--requests",
+        "9",
+        "--input",
+        "5,40",
+        "--output",
+        "3,20",
+        "--device",
+        "cpu",
+        "--repeat",
+        "2",
+    ]
+    assert main([*given, "--max-sequences", "4", "--baseline", "transformers", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    line = json.loads(out.read_text())
+    assert line == json.loads(printed.out.splitlines()[-1])
+    work = serving.asks(serving.Job("", TINY, Config(Path()), 9, (5, 40), (3, 20)), TINY["vocab_size"])
+    assert line["prompt_tokens"] == sum(len(ask.prompt) for ask in work)
+    assert line["output_tokens"] == sum(ask.output for ask in work)
+    assert {(5 <= len(ask.prompt) <= 40, 3 <= ask.output <= 20) for ask in work} == {(True, True)}
+    assert line["output_tokens_per_second"] == pytest.approx(1e3 * line["output_tokens"] / line["ms"]["median"])
+    assert (line["ms"]["count"], line["first_ms"]["count"], line["max_sequences"]) == (2, 2 * 9, 4)
+    assert line["steps"] > max(ask.output for ask in work)
+    assert line["baseline"] > 0
+    bound = line["bound"]
+    seconds = (bound["weight_bytes"] + bound["kv_bytes"]) / bound["bytes_per_second"] + bound["operations"] / bound["operations_per_second"]
+    assert line["of_bound"] == pytest.approx(1e3 * seconds / line["ms"]["median"])
+    assert "requests at once" in printed.out
+
+
+@pytest.mark.parametrize("span", ["5", "9,3", "0,4", "a,b", "1,2,3"])
+def test_a_span_that_is_none(span: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve-offline", "--input", span]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_requests_longer_than_the_model_are_refused(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve-offline", str(bare), "--input", "5,9000000", "--device", "cpu"]) != 0
+    assert "lower --input or --output" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_read_from_a_scratch_file(tmp_path: Path) -> None:

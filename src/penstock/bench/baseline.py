@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,9 @@ from torch import Tensor
 from penstock.base.errors import ConfigError
 from penstock.bench.measure import WARM_STEPS, Work
 from penstock.bench.times import Times
+
+_AT_ONCE = 32
+"""Requests in a padded batch."""
 
 
 def transformers() -> ModuleType:
@@ -65,6 +68,19 @@ class Baseline:
             self._forward(prompts, None)[0].tolist()
             seconds.append(time.perf_counter() - begin)
         return Times.of(seconds[1:])
+
+    @torch.inference_mode()
+    def serve(self, work: Sequence[tuple[Sequence[int], int]]) -> float:
+        """Seconds for requests, each a prompt and how many tokens it wants: batches padded on the left, each until its last is done."""
+        begin = time.perf_counter()
+        for first in range(0, len(work), _AT_ONCE):
+            some = work[first : first + _AT_ONCE]
+            longest, steps = max(len(prompt) for prompt, _ in some), max(output for _, output in some)
+            tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt, _ in some], device=self._device)
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in some], device=self._device)
+            limits = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
+            self._model.generate(tokens, attention_mask=mask, **limits).tolist()
+        return time.perf_counter() - begin
 
     def _forward(self, tokens: Tensor, cache: object) -> tuple[Tensor, object]:
         """The likeliest next tokens `[batch, 1]` after `tokens` `[batch, new]`, and the cache with them in it."""

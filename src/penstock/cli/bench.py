@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # torch takes 1.2 s
     from penstock.bench.contexts import Report as Contexts
     from penstock.bench.replay import Report as Served
     from penstock.bench.report import Report
+    from penstock.bench.serving import Report as Offline
     from penstock.bench.trace import Report as Replay
 
 WORK = "Work"
@@ -36,6 +37,10 @@ _CONTEXT = """
   penstock bench context --shape 8B                      prompts of 4K, 8K, 16K and so on tokens
   penstock bench context --shape 8B --lengths 128K,1M --host-kv-memory 200GiB
   penstock bench context ./my-model --device-memory 16GiB --json
+"""
+_SERVE = """
+  penstock bench serve-offline --shape 0.6B                256 requests of 100 to 1,024 tokens in and out
+  penstock bench serve-offline ./my-model --requests 64 --input 500,2000 --output 50,200 --temperature 0.7
 """
 _TRACE = """
   penstock bench trace conversation_trace.jsonl
@@ -72,6 +77,16 @@ def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         return None if value is None else tuple(parse_size(part) for part in value.split(","))
     except ConfigError as error:
         raise click.BadParameter(f"{value!r} is not a list of token counts, like 4096,32K,1M", ctx, parameter) from error
+
+
+def _span(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+    try:
+        least, most = (parse_size(part) for part in value.split(","))
+    except (ConfigError, ValueError) as error:
+        raise click.BadParameter(f"{value!r} is not two token counts, like 100,1K", ctx, parameter) from error
+    if not 1 <= least <= most:
+        raise click.BadParameter(f"{value!r} is not a least and a most, from 1 on", ctx, parameter)
+    return least, most
 
 
 def _rooms(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -192,6 +207,52 @@ def context(
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
     job = Job(_name(model, shape), source, config, lengths, output, repeat, there)
     _tell(sweep(job, _saying(json)), json, out)
+
+
+@command.command("serve-offline", cls=Command, examples=_SERVE, short_help="Time many requests of random lengths at once.")
+@click.argument("model", required=False, type=click.Path(path_type=Path))
+@option(WORK, "--requests", type=_COUNT, default=256, metavar="N", help="All there from the start. [256]")
+@option(WORK, "--input", "prompt", callback=_span, metavar="N,N", default="100,1024", help="Least and most prompt tokens. [100,1024]")
+@option(WORK, "--output", callback=_span, metavar="N,N", default="100,1024", help="Least and most output tokens. [100,1024]")
+@option(WORK, "--temperature", type=click.FloatRange(min=0), default=0.0, metavar="T", help="0: the likeliest tokens. [0]")
+@option(WORK, "--seed", type=int, default=0, metavar="N", help="Of lengths and prompts. [0]")
+@option(WORK, "--repeat", type=_COUNT, default=1, metavar="N", help="Do it all N times. [1]")
+@option(WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed.")
+@option(ENGINE, "--max-sequences", type=_COUNT, metavar="N", help="Most requests at once. [the device's usual]")
+@option(ENGINE, "--graphs/--no-graphs", default=True, help="Replay decode steps as CUDA graphs, on a GPU. [on]")
+@with_options(*_MODEL, *DEVICE, *_REST)
+def serve_offline(
+    *,
+    model: Path | None,
+    shape: str | None,
+    requests: int,
+    prompt: tuple[int, int],
+    output: tuple[int, int],
+    temperature: float,
+    seed: int,
+    repeat: int,
+    baseline: str | None,
+    threads: int | None,
+    json: bool,
+    out: Path | None,
+    **settings: object,
+) -> None:
+    """Time many requests of random lengths, all there from the start: tokens a second over all of them. MODEL is a checkpoint directory, or
+    one with only a config.json, whose weights are then random."""
+    _one_model(model, shape)
+    config = Config(model or Path(), **settings)  # type: ignore[arg-type]
+    _writable(out)
+
+    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
+
+    from penstock.api.llm import SHIPPED_MODEL
+    from penstock.bench.serving import Job, serve
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    source = SHAPES[shape] if shape else model or SHIPPED_MODEL
+    job = Job(_name(model, shape), source, config, requests, prompt, output, temperature, seed, repeat, baseline is not None)
+    _tell(serve(job, _saying(json)), json, out)
 
 
 @command.command(cls=Command, examples=_TRACE, short_help="Replay a recorded workload through prefix caches.")
@@ -350,7 +411,7 @@ def _saying(json: bool) -> Callable[[str], None]:
     return (lambda _: None) if json else (lambda text: say(text, faint=True))
 
 
-def _tell(report: "Report | Contexts | Replay | Served", json: bool, out: Path | None) -> None:
+def _tell(report: "Report | Contexts | Replay | Served | Offline", json: bool, out: Path | None) -> None:
     if not json:
         click.echo(f"{report}\n")
     click.echo(report.line())
