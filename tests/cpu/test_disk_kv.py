@@ -24,6 +24,7 @@ import tiny
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, EngineClosedError
+from penstock.engine.engine import Step
 from penstock.kv import diskpool, staging
 from penstock.kv.carrier import Carrier, Disk, Streams
 from penstock.kv.diskpool import READERS, DiskPool, LostKV, Rows, record_bytes
@@ -33,7 +34,6 @@ from penstock.kv.tiles import Outbox, Tile, TileRing
 from penstock.memory.disk import DirectFile
 from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket, streams_both_ways
 from penstock.memory.tasks import Task, wait
-from penstock.engine.engine import Step
 from penstock.step.plan import HostBlockId, Plan
 from streams import BRIEF, CPU, LONG, OURS_AND_LOCKS, Gates, cut_short, everywhere, no_thread_left, random_delays, within
 

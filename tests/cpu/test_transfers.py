@@ -569,7 +569,7 @@ class Harbour:
                 for page, name in zip(transfer.pages[:right], names, strict=False):
                     self.pages.seal(page, *name)
                 self.pages.release(transfer.pages[:right])
-        for page, number in fresh:
+        for _, number in fresh:
             self.tiers.computed(*self.name(number))
         self.pages.release(held)
         for block, number in sent:
