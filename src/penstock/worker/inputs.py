@@ -125,8 +125,8 @@ class InputBuilder:
         return self._angles
 
     def keep_on_device(self) -> Tensor:
-        """From now on block tables are on the device as well, int32 `[rows + 1, blocks]`, the last row nobody's. What `note` alone is told, is
-        not noted there."""
+        """From now on block tables are on the device as well: int32 `[rows + 1, blocks]`, the last row nobody's. There only `build` notes
+        what a plan gives, not `note`."""
         self._on_device = torch.zeros(len(self._table) + 1, self._table.shape[1], dtype=torch.int32, device=self._device)
         return self._on_device
 
