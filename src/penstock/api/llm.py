@@ -85,6 +85,8 @@ class LLM:
         max_sequences: int | None = None,
         kv_blocks: int | None = None,
         prefix_cache: bool = True,
+        graphs: bool = True,
+        tensor_parallel: int = 1,
         cache: str | Path = CACHE,
         check: bool = False,
         progress: bool | None = None,
@@ -113,6 +115,8 @@ class LLM:
             max_sequences=max_sequences,
             kv_blocks=kv_blocks,
             prefix_cache=prefix_cache,
+            graphs=graphs,
+            tensor_parallel=tensor_parallel,
             cache=Path(cache),
             check=check,
         )

@@ -44,6 +44,7 @@ class Config:
     kv_blocks: KV blocks to allocate instead of what the budget leaves.
     prefix_cache: share KV between requests with equal prefixes.
     graphs: record decode steps as CUDA graphs when the engine starts, and replay them; without, every kernel is launched by itself.
+    tensor_parallel: devices among which the model is divided, a process for each; all of its ranks carry out the same steps.
     check: prove the ledger's invariants after every step (slow; for tests and hunting faults).
     """
 
@@ -69,6 +70,7 @@ class Config:
     kv_blocks: int | None = None
     prefix_cache: bool = True
     graphs: bool = True
+    tensor_parallel: int = 1
     cache: Path = CACHE
     check: bool = False
 
@@ -84,7 +86,7 @@ class Config:
             raise ConfigError(f"device {self.device!r} is not known; choose auto, cpu, cuda or cuda:N")
         if self.missed_limit is not None and not 0 <= self.missed_limit <= 1:
             raise ConfigError(f"missed_limit {self.missed_limit!r} must be a fraction, from 0 to 1")
-        for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks", "kv_tile"):
+        for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks", "kv_tile", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} {value!r} must be a whole number above zero")

@@ -4,18 +4,23 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
+from penstock.base.errors import DeviceError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size
 from penstock.engine.budget import Budget, Demand, divide, least_activations, weights_room
 from penstock.engine.contexts import LongRoom, keeps
-from penstock.engine.engine import Engine
+from penstock.engine.engine import Engine, Ranks
 from penstock.engine.placing import Model, Override, Placed, Say, place
 from penstock.engine.settling import Settled, settle
+from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
 from penstock.kv.carrier import Carrier, Streams
 from penstock.kv.keys import root_key
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
@@ -31,12 +36,17 @@ from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
 from penstock.weights.loading import Loading, counted
 from penstock.weights.residency import padded
+from penstock.weights.shape import Shape
 from penstock.weights.stream import Blank, WeightStream
 from penstock.weights.waits import Waits
 from penstock.worker.graphs import graph_bytes, why_not
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, largest_step
 from penstock.worker.sampler import Sampler
+
+if TYPE_CHECKING:  # Needed by several ranks alone.
+    from penstock.parallel.seat import Seat
+    from penstock.worker.rank import Leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +79,13 @@ def boot(
     """
     begin = time.perf_counter()
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it
-        device = choose_device(config.device)
-        opened.callback(lift_cap, device)
-        settled = settle(config, model, device, say)
-        runner = _runner(settled)
-        demand = _demand(config, settled, runner)
-        placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
-        weights = _weights(settled, placed, trace)
-        opened.callback(weights.close)
-        budget = divide(settled.total, weights.bytes + placed.beside, demand)
-        weights.load(loading)
-        carrier, far, root = None, settled.far, _root(config, model, settled)
-        if far:
-            carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
-            opened.callback(carrier.close)
-        runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
-        _record(config, settled, runner, say)
-        engine = Engine(_scheduler(config, settled, budget, root, store if far else None), runner)
+        if config.tensor_parallel == 1:
+            part = _part(config, model, Place(choose_device(config.device)), opened, say, trace, override, loading)
+            ranks: Ranks = part.runner
+        else:
+            part, ranks = _team(team_config(config, model), model, opened, say, trace, override, loading)
+        settled, budget, far = part.settled, part.budget, part.settled.far
+        engine = Engine(_scheduler(config, settled, budget, part.root, part.store), ranks)
         opened.pop_all()
     say(f"memory {budget}")
     if far:
@@ -93,10 +93,91 @@ def boot(
     longest, length = engine.scheduler.longest, settled.limits.max_length
     if longest < length:
         say(f"the longest request is {longest:,} tokens, less than the context of {length:,}: KV has no room for more")
-    return Booted(engine, settled.spec, device, settled.dtype, budget, settled.limits, weights, time.perf_counter() - begin)
+    return Booted(engine, settled.spec, settled.device, settled.dtype, budget, settled.limits, part.weights, time.perf_counter() - begin)
 
 
-def _runner(settled: Settled) -> Runner:
+def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override | None) -> None:
+    """All that another rank does, in a process of its own: its part of the model, and then what rank 0 says."""
+    from penstock.worker.rank import serve
+
+    with ExitStack() as opened:
+        device = device_of(config, seat.local)
+        share_threads(seat.ranks)
+        model = open_described(what)
+        place = Place(device, Shard(seat.rank, seat.ranks), seat.group(device))
+        part = _part(config, model, place, opened, lambda _: None, None, override, None)
+        assert place.group is not None
+        serve(seat.receive, part.runner, place.group)
+        opened.pop_all()
+
+
+def _team(
+    config: Config, model: Model, opened: ExitStack, say: Say, trace: Trace | None, override: Override | None, loading: Loading | None
+) -> "tuple[_Part, Leader]":
+    """Rank 0's part, and all ranks as one. The processes of the others have been started, unless torchrun has."""
+    from penstock.parallel.launch import launch
+    from penstock.worker.rank import Leader
+
+    crew = launch(config.tensor_parallel, follow, config, described(model), override)
+    opened.callback(crew.close)
+    try:
+        device = device_of(config, crew.local)
+        share_threads(crew.ranks)
+        group = crew.group(device)
+        part = _part(config, model, Place(device, Shard(0, crew.ranks), group), opened, say, trace, override, loading)
+    except Exception as fault:
+        told = crew.verdict(fault) if isinstance(fault, DeviceError) else fault
+        if told is fault:
+            raise
+        raise told from fault
+    say(f"tensor parallel: {crew.ranks} ranks, this one with {format_size(part.weights.bytes + part.weights.host_bytes)} of weights")
+    return part, Leader(part.runner, crew, group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One rank's part of the model, ready to compute."""
+
+    settled: Settled
+    runner: Runner
+    weights: WeightStream
+    budget: Budget
+    root: bytes
+    store: BlockStore | None
+
+
+def _part(
+    config: Config,
+    model: Model,
+    place: Place,
+    opened: ExitStack,
+    say: Say,
+    trace: Trace | None,
+    override: Override | None,
+    loading: Loading | None,
+) -> _Part:
+    """Closed with `opened`. Every rank's is made in the same steps, since they compute together when the largest step is measured."""
+    device = place.device
+    opened.callback(lift_cap, device)
+    settled = settle(config, model, device, say, place.shard)
+    runner = _runner(settled, place)
+    demand = _demand(config, settled, runner)
+    placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
+    weights = _weights(settled, placed, trace)
+    opened.callback(weights.close)
+    budget = divide(settled.total, weights.bytes + placed.beside, demand)
+    budget = replace(budget, blocks=place.least(budget.blocks))
+    weights.load(loading)
+    carrier, store, far, root = None, None, settled.far, _root(config, model, settled)
+    if far:
+        carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
+        opened.callback(carrier.close)
+    runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
+    _record(config, settled, runner, say)
+    return _Part(settled, runner, weights, budget, root, store)
+
+
+def _runner(settled: Settled, place: Place) -> Runner:
     """Without weights and KV, which are attached when there are any."""
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     policies = far.policies if far else None
@@ -109,7 +190,8 @@ def _runner(settled: Settled) -> Runner:
         tile_tokens=far.tile_tokens if far else PAST_TILE,
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
     )
-    return Runner(Decoder(spec), inputs, Sampler(spec.vocab_size, settled.limits.max_sequences, device), device)
+    decoder = Decoder(spec, place.shard, place.collectives(spec.vocab_size))
+    return Runner(decoder, inputs, Sampler(spec.vocab_size, settled.limits.max_sequences, device), device)
 
 
 def _record(config: Config, settled: Settled, runner: Runner, say: Say) -> None:
@@ -192,6 +274,7 @@ def _placed(
         say=say,
         progress=counted("packing", sum(map(padded, layouts)), loading),
         override=override,
+        shard=settled.shard,
     )
 
 

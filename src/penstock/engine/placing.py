@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from penstock.arch.layout import GroupLayout
+from penstock.arch.shards import WHOLE, Shard
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_rate, format_size, parse_size
@@ -96,6 +97,7 @@ def place(
     say: Say,
     progress: Progress | None = None,
     override: Override | None = None,
+    shard: Shard = WHOLE,
 ) -> Placed:
     """Where each group rests, with `room` bytes of the device for weights and rings, and what host memory has beside `taken` bytes.
 
@@ -121,7 +123,7 @@ def place(
     _, _, needs_disk = solve_model(layouts, tied, limits, _USUAL, disk_there)
     if needs_disk and store is None:
         if isinstance(model, Checkpoint):
-            source = disk = PackSource(cached_pack(model, dtype, config.cache.expanduser(), progress, say))
+            source = disk = PackSource(cached_pack(model, dtype, config.cache.expanduser(), progress, say, shard))
         assert isinstance(source, PackSource)
         store = source.pack.store.path
     say("measuring what links and disk can do" if needs_disk else "measuring what the link can do")

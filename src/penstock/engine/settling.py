@@ -7,6 +7,7 @@ from math import ceil
 import torch
 
 from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
+from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
@@ -39,6 +40,9 @@ class Settled:
     """What is known of an engine before anything of it is constructed."""
 
     spec: ModelSpec
+    """Of the whole model."""
+    shard: Shard
+    """The part of it that is this rank's, of which all that follows speaks."""
     device: torch.device
     one_memory: bool
     """Whether host memory is no more than the device: on a CPU, unless host_memory allows more."""
@@ -56,23 +60,25 @@ class Settled:
         return -(-self.limits.max_length // self.limits.block_size)
 
 
-def settle(config: Config, model: Model, device: torch.device, say: Say) -> Settled:
+def settle(config: Config, model: Model, device: torch.device, say: Say, shard: Shard = WHOLE) -> Settled:
     """All that is known before the first part is there. The memory of a CUDA device is capped if a size was asked for.
 
-    Raises ConfigError, BudgetError, and CheckpointError if the model lacks a tensor.
+    shard: the part of the model that is this rank's. Raises ConfigError, BudgetError, and CheckpointError if the model lacks a tensor.
     """
     spec = model.spec
     dtype = choose_dtype(config, model, device)
     limits = choose_limits(config, spec, device)
     total = device_budget(config, device)
+    if device.type == "cpu":
+        total //= shard.ranks  # One memory for all.
     give_back(device)
     if device.type == "cuda" and config.device_memory is not None:
         total = cap_memory(device, total, host_room(config, device))
-    layouts = group_layouts(spec, model.names, dtype)
     if isinstance(model, Checkpoint):
-        model.verify(layouts)
+        model.verify(group_layouts(spec, model.names, dtype))
+    layouts = group_layouts(spec, model.names, dtype, shard)
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
-    kv = kv_layout(spec, dtype, config.block_size)
+    kv = kv_layout(spec, dtype, config.block_size, shard)
     resident = sum(map(padded, layouts)) + usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     far = long_room(config, spec, limits, kv, device, total, resident)
     if far and device.type == "cuda" and config.max_step_tokens is None:
@@ -83,7 +89,7 @@ def settle(config: Config, model: Model, device: torch.device, say: Say) -> Sett
     one_memory = device.type == "cpu" and host_room(config, device) == 0
     if far and one_memory:
         total -= far.host_bytes
-    return Settled(spec, device, one_memory, dtype, limits, total, layouts, kv, far)
+    return Settled(spec, shard, device, one_memory, dtype, limits, total, layouts, kv, far)
 
 
 def choose_dtype(config: Config, model: Model, device: torch.device) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.arch.layout import group_layouts
+from penstock.arch.shards import WHOLE, Shard
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
 from penstock.weights.checkpoint import Checkpoint
@@ -21,8 +22,10 @@ from penstock.weights.shards import INDEX, SINGLE
 _UNFIT = re.compile(r"[^\w.-]", re.ASCII)
 
 
-def cached_pack(checkpoint: Checkpoint, dtype: str, directory: Path, progress: Progress | None, say: Callable[[str], None]) -> Pack:
-    """The pack of a checkpoint's weights as `dtype` under `directory`, written first if it is not there, or not all of it.
+def cached_pack(
+    checkpoint: Checkpoint, dtype: str, directory: Path, progress: Progress | None, say: Callable[[str], None], shard: Shard = WHOLE
+) -> Pack:
+    """The pack of a checkpoint's weights, or a shard's, as `dtype` under `directory`, written first if it is not there, or not all of it.
 
     `say` is told in one line what takes so long, before it is begun: writing, or waiting for another process that does. `progress` is told
     of bytes as write_pack does. What is not weights, which the model's fingerprint does not cover, is the checkpoint's own in the pack that
@@ -30,15 +33,17 @@ def cached_pack(checkpoint: Checkpoint, dtype: str, directory: Path, progress: P
     """
     fingerprint = checkpoint.fingerprint()
     path = directory / f"{_UNFIT.sub('_', checkpoint.path.resolve().name)[:80]}-{fingerprint.hex()}-{dtype}"
+    if shard.ranks > 1:
+        path = path.with_name(f"{path.name}-{shard.rank}-of-{shard.ranks}")
     if not os.path.lexists(path / MANIFEST):
         with locked(path, lambda: say(f"another process is packing this model into {path}; waiting for it")):
             if not os.path.lexists(path / MANIFEST):
-                size = format_size(place(group_layouts(checkpoint.spec, checkpoint.names, dtype))[-1].end)
+                size = format_size(place(group_layouts(checkpoint.spec, checkpoint.names, dtype, shard))[-1].end)
                 packing = "going on with packing them" if os.path.lexists(path / JOURNAL) else "packing them once"
                 say(f"weights of {size} in {dtype} do not fit into device and host memory; {packing} into {path}")
-                write_locked(checkpoint, path, dtype, progress=progress)
+                write_locked(checkpoint, path, dtype, progress=progress, shard=shard)
     try:
-        pack = Pack.open(path)
+        pack = Pack.open(path, shard)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; it is a pack that penstock made: remove {path}, and the next run makes it anew") from error
     if (pack.fingerprint(), pack.dtype) != (fingerprint, dtype):

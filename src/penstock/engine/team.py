@@ -1,0 +1,97 @@
+"""An engine on several devices: which part of the model each rank has, on which device, and what it exchanges with the others."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.arch.shards import WHOLE, Shard, cut, held
+from penstock.base.config import Config
+from penstock.base.errors import ConfigError, DeviceError
+from penstock.engine.placing import Model
+from penstock.memory.device import choose_device
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.pack import Pack
+from penstock.weights.shape import Shape
+
+if TYPE_CHECKING:  # Needed by several ranks alone.
+    from penstock.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process's part of the model, and where it computes. `group`: of all ranks, if there are others."""
+
+    device: torch.device
+    shard: Shard = WHOLE
+    group: "Group | None" = None
+
+    def least(self, value: int) -> int:
+        """The smallest that any rank says, which all of them then go by."""
+        return self.group.least(value) if self.group is not None else value
+
+    def collectives(self, vocabulary: int) -> "Collectives | None":
+        return Collectives(self.group, vocabulary) if self.group is not None else None
+
+
+class Collectives:
+    """What a decoder asks of the others. Of the group, which knows nothing of models, with the widths of every rank's logits."""
+
+    def __init__(self, group: "Group", vocabulary: int) -> None:
+        self._group = group
+        self._widths = [len(cut(vocabulary, Shard(rank, group.ranks))) for rank in range(group.ranks)]
+
+    def all_reduce(self, x: Tensor) -> None:
+        self._group.all_reduce(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._group.gather(x, self._widths)
+
+
+def device_of(config: Config, local: int) -> torch.device:
+    """The device of the `local`th rank of a machine. Raises DeviceError if it is not there, ConfigError if one device was named for all."""
+    device = choose_device(config.device)
+    if device.type == "cpu" or config.tensor_parallel == 1:
+        return device
+    if ":" in config.device:
+        raise ConfigError(
+            f"device {config.device} was asked for, but tensor_parallel={config.tensor_parallel} takes one device for each rank, from "
+            "cuda:0 on; give device cuda, and choose devices by CUDA_VISIBLE_DEVICES"
+        )
+    there = torch.cuda.device_count()
+    if local >= there:
+        raise DeviceError(
+            f"tensor_parallel={config.tensor_parallel} was asked for, but {there} CUDA devices are there; ask for as many, or for the CPU"
+        )
+    return torch.device("cuda", local)
+
+
+def team_config(config: Config, model: Model) -> Config:
+    """The settings of each rank. Raises ConfigError for what several ranks, or so many of this model, cannot do."""
+    held(model.spec, Shard(0, config.tensor_parallel))
+    if isinstance(model, Pack):
+        raise ConfigError(
+            f"tensor_parallel={config.tensor_parallel} needs a checkpoint, of which each rank reads its part, but {model.path} is a pack; "
+            "give the checkpoint it was made of"
+        )
+    far = {"host_kv_memory": config.host_kv_memory, "disk_kv_memory": config.disk_kv_memory}
+    for name, value in far.items():
+        if value not in (None, 0, "0"):
+            raise ConfigError(f"{name} {value} goes with a single device so far; leave it, or tensor_parallel")
+    return replace(config, host_kv_memory=0)
+
+
+def share_threads(ranks: int) -> None:
+    """Of this process: as many ranks compute on the machine's cores at once. Threads that wait for each other take far longer."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+
+
+def described(model: Model) -> Path | Shape:
+    """By which another process opens the same model."""
+    return model if isinstance(model, Shape) else model.path.resolve()
+
+
+def open_described(what: Path | Shape) -> Checkpoint | Shape:
+    return what if isinstance(what, Shape) else Checkpoint.open(what)

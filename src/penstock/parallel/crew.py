@@ -1,0 +1,309 @@
+"""Followers in processes of their own, started and watched by rank 0: each has a control socket and a pipe for what it prints, and one
+thread here looks after all of them.
+
+What ends how:
+- A follower that ends or is killed closes its control socket, which the watcher sees at once. One that is stopped, or stuck in a call that
+  lets no other thread run, sends no pulse, and is taken for hung after `patience` seconds; one that is stuck in its work, but pulses, is
+  noticed by the time limit of the next collective.
+- The watcher then notes a failure that says which rank, how it ended and what it printed last, kills all followers, and aborts the
+  collectives of this process. So whoever waits for a follower gets an error: gloo's sockets are closed, NCCL is aborted.
+- A follower dies with rank 0, however that ends: the kernel kills it when the thread that started it is gone (PR_SET_PDEATHSIG), which is
+  the watcher, as that lives as long as there are followers. It would also fail to send its next pulse.
+- An interrupt from the terminal reaches all processes of its foreground group. Followers are started with SIGINT blocked, and ignore it.
+
+Nothing has a name that could be left behind: shared memory and the store in which ranks find each other are anonymous files, sockets are
+pairs, and what gloo and NCCL listen at on the loopback goes with the processes.
+"""
+
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.base.errors import DeviceError
+from penstock.parallel.channel import Writer
+from penstock.parallel.group import Group
+from penstock.parallel.seat import JOINED, PULSE, Start, Target, anonymous_store
+
+_LOG = logging.getLogger("penstock")
+PATIENCE = 10.0
+"""Seconds without a sign of life after which a follower is taken for hung. It gives them while it computes and waits, too."""
+_START = 120.0
+"""Seconds until a new process must give its first one: it imports much, perhaps from a slow disk."""
+_BOOT = 600.0
+"""Seconds between the first follower that comes to the meeting and the last."""
+_TAIL = 40
+"""Lines kept of what a follower has printed."""
+_SHOWN = 3
+_DYING = 2.0
+"""Seconds that a process takes to end, at most."""
+_VERDICT = 2.0
+"""Seconds in which a follower's end is noticed, once a collective with it has failed."""
+_CHILD = "import sys; sys.path[:] = sys.argv[3:]; from penstock.parallel.seat import follow; follow(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+@dataclass(slots=True)
+class _Child:
+    """A follower, as its watcher sees it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    output: int
+    """A pipe's descriptor, of all that it prints."""
+    seen: float
+    """When it gave its last sign of life, in seconds of time.monotonic()."""
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
+    partial: bytes = b""
+    begun: bool = False
+    joined: bool = False
+    gone: bool = False
+
+    def read(self) -> bool:
+        """Take what it has printed. False if there is no more to come."""
+        try:
+            text = os.read(self.output, 1 << 16)
+        except OSError:
+            return False
+        *lines, self.partial = (self.partial + text).split(b"\n")
+        for line in lines if text else [self.partial]:
+            if shown := line.decode(errors="replace").rstrip():
+                self.lines.append(shown)
+                _LOG.info("rank %d: %s", self.rank, shown)
+        return bool(text)
+
+    def ending(self) -> str:
+        """How it ended, and what it printed last, in one line."""
+        code = self.process.returncode
+        if code is None:
+            return "does not end, though it was killed"
+        how = f"was killed by {_signal(-code)}" if code < 0 else f"ended with exit code {code}"
+        said = " | ".join(line.strip() for line in list(self.lines)[-_SHOWN:])
+        return f"{how}: {said}" if said else how
+
+
+class StartedCrew:
+    """A crew of processes that were started here. Its thread does all that concerns them; others look at `failure` and ask it to end."""
+
+    local = 0
+
+    def __init__(self, ranks: int, patience: float, timeout: float) -> None:
+        self.ranks = ranks
+        self.failure: DeviceError | None = None
+        self._patience, self._timeout = patience, timeout
+        self._store = os.memfd_create("penstock store")
+        self._writer = Writer(ranks - 1)
+        self._near, self._far = socket.socketpair()
+        """By which the watcher is woken to end."""
+        self._children: list[_Child] = []
+        self._group: Group | None = None
+        self._grace: float | None = None
+        """Seconds that followers have to end; None as long as they shall not."""
+        self._ready, self._over = False, False
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+
+    def start(self, target: Target, args: tuple[object, ...]) -> None:
+        self._thread = threading.Thread(target=self._watch, args=(target, args), name="penstock watcher", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._over = True
+            raise
+        while not (self._ready or self._over):
+            time.sleep(1e-3)
+        if self._fault is not None:
+            raise DeviceError(f"{self.ranks - 1} more processes were asked for, and one cannot be started: {self._fault}") from self._fault
+
+    def group(self, device: torch.device) -> Group:
+        late: float | None = None
+        while not all(child.joined for child in self._children):
+            if self.failure is not None:
+                raise self.failure
+            if late is None and any(child.joined for child in self._children):
+                late = time.monotonic() + _BOOT
+            if late is not None and time.monotonic() > late:
+                missing = [child.rank for child in self._children if not child.joined]
+                raise DeviceError(f"ranks {missing} have not come within {_BOOT:g} s of the first; see what they wait for")
+            time.sleep(5e-3)
+        try:
+            self._group = Group(anonymous_store(self._store, self.ranks), 0, self.ranks, device, timeout=self._timeout)
+        except DeviceError as fault:
+            raise self.verdict(fault) from fault
+        return self._group
+
+    def send(self, message: bytes) -> None:
+        self._writer.send(message)
+
+    def verdict(self, fault: BaseException) -> BaseException:
+        until = time.monotonic() + _VERDICT
+        while self.failure is None and time.monotonic() < until:
+            time.sleep(5e-3)
+        return self.failure or fault
+
+    def close(self, grace: float = 0.0) -> None:
+        """To be called again if it was interrupted."""
+        if self._grace is None:
+            self._grace = grace
+        with suppress(OSError):
+            self._near.send(b"!")
+        while self._thread is not None and not self._over:
+            time.sleep(1e-3)
+        self._writer.close()
+        self._near.close()
+        self._far.close()
+        store, self._store = self._store, -1
+        if store >= 0:
+            os.close(store)
+
+    # ---- on the watcher's thread
+
+    def _watch(self, target: Target, args: tuple[object, ...]) -> None:
+        try:
+            # What is blocked here is blocked in processes that are started here, from their first instruction on.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            for rank in range(1, self.ranks):
+                self._spawn(rank, target, args)
+            self._writer.handed_over()
+            self._ready = True
+            self._look_after()
+        except BaseException as fault:
+            self._fault = fault
+            self.failure = self.failure or DeviceError(f"the watcher of {self.ranks - 1} processes failed: {fault!r}")
+            self._kill()
+        finally:
+            for child in self._children:
+                child.control.close()
+                os.close(child.output)
+            self._over = True
+
+    def _spawn(self, rank: int, target: Target, args: tuple[object, ...]) -> None:
+        near, far = socket.socketpair()
+        output, printed = os.pipe()
+        line = self._writer.ends[rank - 1].fileno()
+        start = pickle.dumps(Start(rank, self.ranks, self._writer.memory, line, self._store, self._timeout, target, args))
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, str(far.fileno()), str(os.getpid()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                pass_fds=(far.fileno(), self._writer.memory, line, self._store),
+            )
+        except BaseException:
+            near.close()
+            os.close(output)
+            raise
+        finally:
+            far.close()
+            os.close(printed)
+        self._children.append(_Child(rank, process, near, output, time.monotonic()))
+        with suppress(OSError):  # If it has ended already, that is noticed like every other end.
+            near.sendall(len(start).to_bytes(8, "little") + start)
+
+    def _look_after(self) -> None:
+        with selectors.DefaultSelector() as eyes:
+            eyes.register(self._far, selectors.EVENT_READ)
+            for child in self._children:
+                eyes.register(child.control, selectors.EVENT_READ, child)
+                eyes.register(child.output, selectors.EVENT_READ, child)
+            looked = time.monotonic()
+            while True:
+                for key, _ in eyes.select(PULSE):
+                    child = key.data
+                    if child is None:
+                        self._far.recv(64)
+                    elif key.fileobj is child.control:
+                        self._hear(child)
+                    elif not child.read():
+                        eyes.unregister(child.output)
+                if self._grace is not None:
+                    break
+                now = time.monotonic()
+                if now - looked > 4 * PULSE:  # This process itself has been stopped, and the others may have been with it.
+                    for child in self._children:
+                        child.seen = now
+                looked = now
+                if self._judge(now):
+                    return
+        self._end()
+
+    def _hear(self, child: _Child) -> None:
+        try:
+            signs = child.control.recv(4096)
+        except OSError:
+            signs = b""
+        child.gone = not signs
+        child.begun = True
+        child.joined = child.joined or JOINED in signs
+        child.seen = time.monotonic()
+
+    def _judge(self, now: float) -> bool:
+        """Whether the run is over, because of a follower: if so all are killed."""
+        gone = [child for child in self._children if child.gone]
+        hung = [child for child in self._children if now - child.seen > (self._patience if child.begun else _START)]
+        if not gone and not hung:
+            return False
+        if gone:
+            for child in gone:
+                _reap(child)
+            # One that was killed takes others with it, which end with an error of their own; not the other way round.
+            first = min(gone, key=lambda child: (child.process.returncode or 0) >= 0)
+            why = f"rank {first.rank} of {self.ranks} {first.ending()}"
+        else:
+            why = f"rank {hung[0].rank} of {self.ranks} (process {hung[0].process.pid}) has given no sign for {now - hung[0].seen:.0f} s"
+        self._kill()
+        self.failure = DeviceError(f"{why}; the other ranks were ended too")
+        if self._group is not None:
+            self._group.abort()
+        return True
+
+    def _end(self) -> None:
+        """Followers end by themselves, or are killed when their time is over."""
+        late = time.monotonic() + (self._grace or 0.0)
+        while any(child.process.poll() is None for child in self._children) and time.monotonic() < late:
+            for child in self._children:  # One whose pipe is full would wait for ever.
+                os.set_blocking(child.output, False)
+                child.read()
+            time.sleep(5e-3)
+        self._kill()
+        for child in self._children:
+            if self._grace and child.process.returncode:
+                _LOG.warning("rank %d did not close: it %s", child.rank, child.ending())
+
+    def _kill(self) -> None:
+        for child in self._children:
+            child.process.kill()
+        for child in self._children:
+            _reap(child)
+
+
+def _reap(child: _Child) -> None:
+    """Wait for the end of one that is dead or dying, and read what it has left."""
+    for _ in range(2):
+        try:
+            child.process.wait(_DYING)
+            break
+        except subprocess.TimeoutExpired:  # It has closed its socket, and does not end.
+            child.process.kill()
+    os.set_blocking(child.output, False)
+    while child.read():
+        pass
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,184 @@
+"""What ranks do together: sums and gathers of tensors, and agreement on plain numbers."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+    Work,
+)
+
+from penstock.base.errors import DeviceError
+
+TIMEOUT = 120.0
+"""Seconds that a rank waits for the others in a collective: as much as one may be slower than another in one layer, and far more."""
+_EVER = timedelta(days=1000)
+_SHORT = 1024
+"""Bytes that ranks exchange in one round, with their number."""
+
+
+class Group:
+    """The ranks of one engine, of which this process is one. All of them call the same methods in the same order, each from one thread at a
+    time; a rank that does not come, or is gone, is a DeviceError within `timeout` seconds.
+
+    Tensors on a CUDA device go by NCCL, in the order of the device's current stream, without waiting on the host; those on a CPU by gloo.
+    Plain values go by gloo on both. On one machine (`near`) all of that stays on its loopback.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, *, near: bool = True, timeout: float = TIMEOUT) -> None:
+        """Returns when all ranks have come. `store`: by which they find each other."""
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self._timeout = timeout
+        limit = timedelta(seconds=timeout)
+        self._sum, self._least, self._every = AllreduceOptions(), AllreduceOptions(), AllgatherOptions()
+        self._least.reduceOp = cast(ReduceOp, ReduceOp.MIN)
+        self._sum.asyncOp = self._every.asyncOp = False  # On the current stream itself: no second one and no events between.
+        with _Named(self, "meeting"):
+            named = PrefixStore("gloo", store)
+            if near:
+                gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                gloo._devices, gloo._timeout = [ProcessGroupGloo.create_device(hostname="127.0.0.1")], limit
+                plain = ProcessGroupGloo(named, rank, ranks, gloo)
+            else:
+                plain = ProcessGroupGloo(named, rank, ranks, limit)
+        # A backend itself, which has a group's methods, and not the process's default group: nobody else's is disturbed.
+        self._plain: ProcessGroup | None = cast(ProcessGroup, plain)
+        self._tensors: ProcessGroup | None = self._plain
+        if device.type == "cuda":
+            self.barrier()  # Who waits for a rank here can be told that it is gone.
+            if near:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # A late rank is an error that `check` finds, not an abort().
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            with _Named(self, "meeting"):
+                nccl = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), rank, ranks, options)
+                nccl.eager_connect_single_device(device)
+            self._tensors = cast(ProcessGroup, nccl)
+            self.all_reduce(torch.zeros(1, device=device))
+            torch.cuda.synchronize(device)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """The sum over all ranks, in place and to the same bits on each. `x` is contiguous, and of one shape and dtype on all ranks."""
+        assert x.is_contiguous(), "a sum in place needs a contiguous tensor"
+        with _Named(self, "a sum"):
+            _wait(_open(self._tensors).allreduce([x], self._sum))
+
+    def gather(self, x: Tensor, widths: Sequence[int] | None = None) -> Tensor:
+        """All ranks' `[..., width]` beside each other, in order of rank: `[..., sum of widths]`, on every rank.
+
+        The ranks tell each other their widths first, which the host waits for, unless they are given."""
+        if widths is None:
+            widths = [int.from_bytes(one, "little") for one in self.exchange(x.shape[-1].to_bytes(8, "little"))]
+        assert widths[self.rank] == x.shape[-1], "a width other than was said"
+        rows, widest = x.shape[:-1], max(widths)
+        mine = x.contiguous()
+        if x.shape[-1] < widest:
+            mine = x.new_zeros(*rows, widest)
+            mine[..., : x.shape[-1]] = x
+        every = x.new_empty(self.ranks, *rows, widest)
+        with _Named(self, "a gather"):
+            _wait(_open(self._tensors)._allgather_base(every.view(-1), mine.view(-1), self._every))
+        return torch.cat([part[..., :width] for part, width in zip(every, widths, strict=True)], dim=-1)
+
+    def barrier(self) -> None:
+        """Until all ranks' hosts have come; what their devices have been given may still run."""
+        self.least(0)
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values, of 64 bits."""
+        cell = torch.tensor([value])
+        with _Named(self, "an agreement"):
+            _wait(_open(self._plain).allreduce([cell], self._least))
+        return int(cell)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """All ranks' messages, in order of rank. In one round if they are short."""
+        size, room = len(message), _SHORT
+        with _Named(self, "an exchange"):
+            while True:
+                every, own = torch.empty(self.ranks, room, dtype=torch.uint8), torch.zeros(room, dtype=torch.uint8)
+                own[: min(size + 8, room)] = _tensor(size.to_bytes(8, "little") + message)[:room]
+                _wait(_open(self._plain)._allgather_base(every.view(-1), own))
+                parts = [part.numpy().tobytes() for part in every]
+                sizes = [int.from_bytes(part[:8], "little") for part in parts]
+                if max(sizes) + 8 <= room:
+                    return [part[8 : 8 + one] for part, one in zip(parts, sizes, strict=True)]
+                room = max(sizes) + 8
+
+    def broadcast(self, message: bytes | None = None) -> bytes:
+        """Rank 0's message, on all ranks. The others wait for as long as it takes to come; once rank 0 is gone they learn of that."""
+        size = torch.tensor([len(message or b"")])
+        with _Named(self, "a broadcast"):
+            _wait(_open(self._plain).broadcast(size, 0, _EVER))
+            bytes_ = _tensor(message) if message else torch.empty(int(size), dtype=torch.uint8)
+            if len(bytes_):
+                _wait(_open(self._plain).broadcast(bytes_, 0))
+        return bytes_.numpy().tobytes()
+
+    def check(self) -> None:
+        """Raises DeviceError if a collective on the device has failed, which leaves its results without meaning."""
+        if self.device.type == "cuda":
+            error = cast(c10d.Backend, _open(self._tensors)).get_error()
+            if error.name != "SUCCESS":
+                raise DeviceError(
+                    f"a collective of rank {self.rank} with {self.ranks - 1} others failed: {error.name}; see NCCL_DEBUG=INFO"
+                )
+
+    def abort(self) -> None:
+        """From any thread: whatever waits for other ranks on the device ends, with results without meaning. What waits for them on the host
+        ends when they are gone."""
+        if self.device.type == "cuda" and self._tensors is not None:
+            self._tensors.abort()
+
+    def close(self) -> None:
+        """Threads and sockets end. A second call does nothing."""
+        tensors, self._tensors, self._plain = self._tensors, None, None
+        if tensors is not None and self.device.type == "cuda":
+            tensors.shutdown()
+
+
+class _Named:
+    """Errors of the library as ours."""
+
+    def __init__(self, group: Group, what: str) -> None:
+        self._group, self._what = group, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
+        if isinstance(fault, RuntimeError) and not isinstance(fault, torch.OutOfMemoryError):
+            why = str(fault).strip().splitlines()
+            raise DeviceError(
+                f"{self._what} of rank {self._group.rank} with {self._group.ranks - 1} others failed: {why[0] if why else fault!r}"
+            ) from fault
+
+
+def _open(backend: ProcessGroup | None) -> ProcessGroup:
+    if backend is None:
+        raise DeviceError("a collective was asked of a group that is closed")
+    return backend
+
+
+def _wait(work: Work | None) -> None:
+    try:
+        if work is not None:
+            work.wait()
+    finally:
+        del work  # A fault holds this frame, and the work holds sockets.
+
+
+def _tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)

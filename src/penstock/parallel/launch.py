@@ -1,0 +1,112 @@
+"""One process for each rank: rank 0 is the process that the user has started, and starts the others.
+
+Under torchrun all of them are there already, and torchrun watches them. Nothing is started then: rank 0 goes on as if it had started the
+others, and those become followers where they call `launch` too, which does not return there.
+"""
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.base.errors import ConfigError, DeviceError
+from penstock.parallel.crew import PATIENCE, StartedCrew
+from penstock.parallel.group import TIMEOUT, Group
+from penstock.parallel.seat import Target
+
+_MEETING = 600.0
+"""Seconds until all ranks must have come."""
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Crew(Protocol):
+    """Rank 0's followers. All but `failure` is used by one thread at a time."""
+
+    ranks: int
+    local: int
+
+    def group(self, device: torch.device) -> Group:
+        """Meet the others, once. Raises DeviceError if one of them does not come."""
+
+    def send(self, message: bytes) -> None:
+        """To all followers, after `group`. Not to be interrupted."""
+
+    @property
+    def failure(self) -> DeviceError | None:
+        """How the run has ended, if a follower is dead or hung."""
+
+    def verdict(self, fault: BaseException) -> BaseException:
+        """What is to be said of a fault here: what came of a follower, if that explains it."""
+
+    def close(self, grace: float = 0.0) -> None:
+        """Followers that have been told have `grace` seconds to end by themselves. Afterwards none is left."""
+
+
+def launch(ranks: int, target: Target, *args: object, patience: float = PATIENCE, timeout: float = TIMEOUT) -> Crew:
+    """Start ranks 1 and up, each of which calls `target(seat, *args)`, and return to rank 0. `timeout`: of collectives, in seconds.
+
+    Under torchrun nothing is started, and ranks 1 and up call `target` here and exit. Raises ConfigError if torchrun has started another
+    number of processes, and DeviceError if a process cannot be started.
+    """
+    if all(name in os.environ for name in _ENVIRONMENT):
+        return _launched(ranks, target, args, timeout)
+    crew = StartedCrew(ranks, patience, timeout)
+    try:
+        crew.start(target, args)
+    except BaseException:
+        crew.close()
+        raise
+    return crew
+
+
+# ---- under torchrun
+
+
+class _Launched:
+    """A process that was there already: the crew of rank 0, or the seat of another. Messages go through the group, which reaches other
+    machines too."""
+
+    failure: DeviceError | None = None
+
+    def __init__(self, timeout: float) -> None:
+        self.rank, self.ranks, self.local = (int(os.environ[name]) for name in _ENVIRONMENT[:3])
+        self._timeout = timeout
+        self._group: Group | None = None
+
+    def group(self, device: torch.device) -> Group:
+        near = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING)))
+        self._group = Group(PrefixStore("penstock", store), self.rank, self.ranks, device, near=near, timeout=self._timeout)
+        return self._group
+
+    def send(self, message: bytes) -> None:
+        assert self._group is not None, "a message before the ranks have met"
+        self._group.broadcast(message)
+
+    def receive(self) -> bytes:
+        assert self._group is not None, "a message before the ranks have met"
+        return self._group.broadcast()
+
+    def verdict(self, fault: BaseException) -> BaseException:
+        return fault
+
+    def close(self, grace: float = 0.0) -> None:
+        """Nothing: torchrun ends the others, if they do not end by themselves."""
+
+
+def _launched(ranks: int, target: Target, args: tuple[object, ...], timeout: float) -> Crew:
+    crew = _Launched(timeout)
+    if crew.ranks != ranks:
+        raise ConfigError(
+            f"{ranks} ranks were asked for, but torchrun has started {crew.ranks} processes; start as many as there are ranks"
+        )
+    if crew.rank == 0:
+        return crew
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    target(crew, *args)
+    sys.exit(0)

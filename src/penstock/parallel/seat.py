@@ -1,0 +1,125 @@
+"""A follower's place among the ranks, and the life of a process that rank 0 has started."""
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import torch
+from torch._C._distributed_c10d import FileStore, Store
+
+from penstock.base.errors import PenstockError
+from penstock.parallel.channel import Reader
+from penstock.parallel.group import Group
+
+PULSE = 0.5
+"""Seconds between two signs of life."""
+JOINED = b"J"
+"""Sent by a follower that is about to meet the others; all else are signs of life."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Seat(Protocol):
+    """A rank's place among the others."""
+
+    rank: int
+    ranks: int
+    local: int
+    """Its place among those of its machine: the index of its device."""
+
+    def group(self, device: torch.device) -> Group:
+        """Meet the others, once. On every rank; returns when all have come."""
+
+    def receive(self) -> bytes:
+        """A follower's next message from rank 0, however long it takes to come."""
+
+
+Target = Callable[..., None]
+"""What a follower does, from its seat and the other arguments of `launch`: a function of a module, as it is named in another process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a follower is told first."""
+
+    rank: int
+    ranks: int
+    memory: int
+    line: int
+    store: int
+    timeout: float
+    target: Target
+    args: tuple[object, ...]
+
+
+class _Follower:
+    """The seat of one."""
+
+    def __init__(self, control: socket.socket, start: Start) -> None:
+        self.rank, self.ranks, self.local = start.rank, start.ranks, start.rank
+        self._control, self._store, self._timeout = control, start.store, start.timeout
+        self._reader = Reader(start.memory, socket.socket(fileno=start.line))
+
+    def group(self, device: torch.device) -> Group:
+        self._control.sendall(JOINED)
+        return Group(anonymous_store(self._store, self.ranks), self.rank, self.ranks, device, timeout=self._timeout)
+
+    def receive(self) -> bytes:
+        return self._reader.receive()
+
+
+def follow(control: int, parent: int) -> NoReturn:
+    """All that a started process does. It ends without tidying up: that might wait for other ranks, and the kernel does it as well."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # It was gone before.
+        os._exit(1)
+    code = 1
+    try:
+        line = socket.socket(fileno=control)
+        start: Start = pickle.loads(_read(line, int.from_bytes(_read(line, 8), "little")))
+        threading.Thread(target=_pulse, args=(line,), name="penstock pulse", daemon=True).start()
+        start.target(_Follower(line, start), *start.args)
+        code = 0
+    except PenstockError as fault:
+        print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _pulse(line: socket.socket) -> None:
+    while True:
+        try:
+            line.send(b".")
+        except OSError:
+            os._exit(1)
+        time.sleep(PULSE)
+
+
+def _read(line: socket.socket, size: int) -> bytes:
+    parts = b""
+    while len(parts) < size:
+        part = line.recv(size - len(parts))
+        if not part:
+            os._exit(1)
+        parts += part
+    return parts
+
+
+def anonymous_store(descriptor: int, ranks: int) -> Store:
+    """In a file without a name, which every rank has open."""
+    return FileStore(f"/proc/self/fd/{descriptor}", ranks)

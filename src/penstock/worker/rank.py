@@ -1,0 +1,280 @@
+"""One engine on several devices: rank 0 leads, the others carry out the same plans in the same order.
+
+How all ranks stay in agreement. Every message has a number, and a follower takes only the next one. A plan has collectives in its midst, so
+a rank cannot leave it half done: rank 0 sends and runs it on a thread of its own, which no interrupt reaches. An interrupt strikes the
+thread that called `run`, wherever it may: either the plan has not been put for that other thread, which is one call, and then no rank ever
+gets it; or it has, and then all ranks run it to its end, behind which `settle` is put. Nothing in between can be seen.
+
+A transfer between tiers has landed when it has on every rank: each copies its own part of a block, at its own pace. As long as any is
+under way, ranks exchange what has landed at the end of each step. A block that any of them has lost is lost.
+
+A failure on any rank is the end of all: the others would wait for it. It is raised by every call from then on, but `close`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Protocol, TypeVar
+
+from penstock.base.errors import DeviceError
+from penstock.kv.carrier import Carrier
+from penstock.memory.tasks import Task, Workers
+from penstock.parallel.codec import Codec
+from penstock.parallel.group import Group
+from penstock.parallel.launch import Crew
+from penstock.step.plan import Landed, Outcome, Plan, TransferId
+
+T = TypeVar("T")
+
+_GLANCE = 0.5
+"""Seconds between two looks at the followers, while rank 0 computes."""
+_LET_GO = 10.0
+"""Seconds in which what computes here must end once a follower has failed, before it is left to itself."""
+_GRACE = 20.0
+"""Seconds that followers have to close."""
+
+
+class Part(Protocol):
+    """What a rank does of the work: a Runner."""
+
+    @property
+    def carrier(self) -> Carrier | None: ...
+
+    def run(self, plan: Plan) -> Outcome: ...
+
+    def settle(self) -> tuple[Landed, ...]: ...
+
+    def close(self) -> None: ...
+
+
+class _Kind(Enum):
+    RUN = "run"
+    SETTLE = "settle"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """From rank 0 to all others."""
+
+    number: int
+    kind: _Kind
+    plan: Plan | None
+    collect: bool
+    """Whether the ranks exchange what has landed, at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    landed: tuple[Landed, ...]
+
+
+_MESSAGES, _REPORTS = Codec(_Message), Codec(_Report)
+
+
+def serve(receive: Callable[[], bytes], part: Part, group: Group) -> None:
+    """A follower: do what rank 0 says until it says that it is over, and close. Raises whatever the work does, and DeviceError if messages
+    are not in order; then this process must end, from which the others learn of it."""
+    landed: tuple[Landed, ...] = ()
+    number = 0
+    while True:
+        message = _MESSAGES.decode(receive())
+        if message.number != number:
+            raise DeviceError(f"rank {group.rank} was sent message {message.number} where message {number} comes next")
+        number += 1
+        if message.kind is _Kind.CLOSE:
+            break
+        if message.kind is _Kind.SETTLE:
+            landed += part.settle()
+        else:
+            assert message.plan is not None, "a run without a plan"
+            landed += part.run(message.plan).landed
+        group.check()
+        if message.collect:
+            group.exchange(_REPORTS.encode(_Report(landed)))
+            landed = ()
+    part.close()
+    group.close()
+
+
+class _Job(Task):
+    """One whose caller may wait for a while at a time."""
+
+    __slots__ = ("_woken",)
+
+    def __init__(self, work: Callable[[], object], woken: "SimpleQueue[None]") -> None:
+        super().__init__(work)
+        self._woken = woken
+
+    def do(self) -> None:
+        super().do()
+        self._woken.put(None)
+
+
+class Leader:
+    """Rank 0, as an engine's ranks: all of them together. Takes over its part of the work, the crew and the group."""
+
+    def __init__(self, part: Part, crew: Crew, group: Group) -> None:
+        self._part, self._crew, self._group = part, crew, group
+        self._workers = Workers(1, "rank 0")
+        self._job: _Job | None = None
+        """Given to the thread last."""
+        self._woken: SimpleQueue[None] = SimpleQueue()
+        self._closed = self._ended = False
+        # The other thread's, as long as it has a job:
+        self._number = 0
+        self._broken: DeviceError | None = None
+        self._going: dict[TransferId, list[Landed]] = {}
+        """Of transfers that have not landed on all ranks, what those say on which they have."""
+        self._told: list[Landed] = []
+        """Handed out by the last step, which may have been cut short before anybody took it."""
+
+    @property
+    def carrier(self) -> Carrier | None:
+        """Rank 0's own."""
+        return self._part.carrier
+
+    ahead = False
+    """A step is over on all ranks before the next is begun."""
+
+    def begin(self, plan: Plan) -> "_Over":
+        """As `run`."""
+        return _Over(self.run(plan))
+
+    def run(self, plan: Plan) -> Outcome:
+        """On all ranks. Raises DeviceError when one of them has failed."""
+        self._told = []
+        return self._do(partial(self._run, plan))
+
+    def settle(self) -> tuple[Landed, ...]:
+        """After a call that was cut short: all ranks have run its plan, or none has, and nothing is under way any more. What came of
+        transfers, those included that an interrupted call has not told of. Raises DeviceError when a rank has failed."""
+        return self._do(self._settle)
+
+    def close(self) -> None:
+        """All ranks close, and the other processes end. To be called again if it was interrupted; else that does nothing."""
+        if self._closed:
+            return
+        if not (self._ended and self._job is not None and self._job.done):
+            with suppress(DeviceError):  # It has been raised before, where somebody could be told of it.
+                self._do(self._end)
+        self._crew.close()
+        if self._job is None or self._job.done:  # Else it hangs in a device that cannot be had back.
+            self._workers.close()
+        self._closed = True
+
+    def _do(self, work: Callable[[], T]) -> T:
+        """On the other thread, behind what an interrupted call may have left to it."""
+        results: list[T] = []
+        job = self._job = _Job(lambda: results.append(work()), self._woken)
+        self._workers.put(job)
+        self._await(job)
+        job.result()
+        return results[0]
+
+    def _await(self, job: _Job) -> None:
+        late: float | None = None
+        while not job.done:
+            with suppress(Empty):
+                self._woken.get(timeout=_GLANCE)
+            failure = self._crew.failure
+            if failure is None or job.done:
+                continue
+            late = late or monotonic() + _LET_GO
+            if monotonic() > late:
+                raise failure
+
+    # ---- on the other thread
+
+    def _run(self, plan: Plan) -> Outcome:
+        with self._unbroken():
+            collect = bool(plan.transfers or self._going)
+            self._send(_Kind.RUN, plan, collect)
+            self._going.update((transfer.id, []) for transfer in plan.transfers)
+            outcome = self._part.run(plan)
+            self._group.check()
+            if not collect:
+                assert not outcome.landed, "what has landed has set out before"
+                return outcome
+            self._told = self._landed(outcome.landed)
+            return replace(outcome, landed=tuple(self._told))
+
+    def _settle(self) -> tuple[Landed, ...]:
+        with self._unbroken():
+            self._send(_Kind.SETTLE, None, True)
+            self._told += self._landed(self._part.settle())
+            assert not self._going, "a transfer that a rank does not know of"
+            return tuple(self._told)
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended, grace = True, 0.0
+        try:
+            with suppress(DeviceError), self._unbroken():
+                self._send(_Kind.CLOSE, None, False)
+                grace = _GRACE
+            if not grace:
+                self._group.abort()
+            self._part.close()
+            self._group.close()
+        finally:
+            self._crew.close(grace)
+
+    def _send(self, kind: _Kind, plan: Plan | None, collect: bool) -> None:
+        self._crew.send(_MESSAGES.encode(_Message(self._number, kind, plan, collect)))
+        self._number += 1
+
+    def _landed(self, own: tuple[Landed, ...]) -> list[Landed]:
+        """Transfers that have landed on all ranks, and were not known to have."""
+        everywhere = []
+        for report in self._group.exchange(_REPORTS.encode(_Report(own))):
+            for landed in _REPORTS.decode(report).landed:
+                reports = self._going[landed.id]
+                reports.append(landed)
+                if len(reports) == self._group.ranks:
+                    everywhere.append(_joined(self._going.pop(landed.id)))
+        return everywhere
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Whatever fails within is the end of all ranks, and so is a rank that has failed meanwhile."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._check()
+            yield
+            self._check()
+        except BaseException as fault:
+            error = self._crew.verdict(fault)
+            if not isinstance(error, DeviceError):
+                error = DeviceError(f"rank 0 of {self._group.ranks} failed with {type(fault).__name__}: {fault}; the others cannot go on")
+            self._broken = error
+            if error is fault:
+                raise
+            raise error from fault
+
+    def _check(self) -> None:
+        if self._crew.failure is not None:
+            raise self._crew.failure
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """A step that has been done."""
+
+    _outcome: Outcome
+
+    def outcome(self) -> Outcome:
+        return self._outcome
+
+
+def _joined(reports: Sequence[Landed]) -> Landed:
+    """One transfer's, of all ranks: it took as long as the slowest did, and lost what any of them has lost."""
+    lost = sorted({index for report in reports for index in report.lost})
+    gone = dict.fromkeys(key for report in reports for key in report.gone)
+    return Landed(reports[0].id, max(report.seconds for report in reports), tuple(lost), tuple(gone))

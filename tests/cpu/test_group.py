@@ -1,0 +1,102 @@
+"""What two and three processes compute together: the same on each, and what one would have computed."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from crews import CPU, follow_cases
+from penstock.base.errors import DeviceError
+from penstock.parallel.group import Group
+from penstock.parallel.launch import Crew, launch
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32]
+Case = Callable[[Group], None]
+
+
+def parts(ranks: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """One for each rank, the same on every rank; small whole numbers, which every dtype adds exactly."""
+    return [torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(ranks)]
+
+
+def sums(group: Group) -> None:
+    for dtype in DTYPES:
+        for shape in ((1,), (3, 5), (2, 0), (700, 70)):
+            every = parts(group.ranks, *shape, dtype=dtype)
+            mine = every[group.rank].clone()
+            group.all_reduce(mine)
+            assert mine.dtype == dtype
+            assert torch.equal(mine, torch.stack(every).sum(0).to(dtype))
+
+
+def rounded_sums(group: Group) -> None:
+    """Halves that do not add exactly: the same bits on each rank, near the sum."""
+    for dtype in (torch.bfloat16, torch.float16):
+        every = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(group.ranks)]
+        mine = every[group.rank].clone()
+        group.all_reduce(mine)
+        torch.testing.assert_close(mine.float(), torch.stack(every).float().sum(0), atol=0.05, rtol=0.02)
+        assert len(set(group.exchange(mine.view(torch.uint8).numpy().tobytes()))) == 1
+
+
+def gathers(group: Group) -> None:
+    for dtype in DTYPES:
+        for rows in ((), (3,), (2, 4), (0,)):
+            for widths in ([5] * group.ranks, [4 - rank for rank in range(group.ranks)], [7 * (rank == 1) for rank in range(group.ranks)]):
+                every = [part[..., :width] for part, width in zip(parts(group.ranks, *rows, 9, dtype=dtype), widths, strict=True)]
+                for given in (None, widths):
+                    whole = group.gather(every[group.rank], given)
+                    assert whole.dtype == dtype
+                    assert torch.equal(whole, torch.cat(every, -1))
+
+
+def within_inference(group: Group) -> None:
+    with torch.inference_mode():
+        sums(group)
+        gathers(group)
+
+
+def agreements(group: Group) -> None:
+    rank, ranks = group.rank, group.ranks
+    assert group.least(1000 - rank) == 1001 - ranks
+    assert group.least(2**62 + rank) == 2**62
+    assert group.least(-rank) == 1 - ranks
+    group.barrier()
+
+
+def messages(group: Group) -> None:
+    for size in (0, 1, 1015, 1016, 1017, 100_000):
+        every = [bytes([65 + rank]) * (size * rank // (group.ranks - 1)) for rank in range(group.ranks)]
+        assert group.exchange(every[group.rank]) == every
+        said = bytes(range(256)) * (size // 256)
+        assert group.broadcast(said if group.rank == 0 else None) == said
+
+
+CASES: dict[str, Case] = {case.__name__: case for case in (sums, rounded_sums, gathers, within_inference, agreements, messages)}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def crew(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, Group]]:
+    crew = launch(request.param, follow_cases, __file__)
+    try:
+        group = crew.group(CPU)
+        yield crew, group
+        crew.send(b"")
+        group.close()
+        with pytest.raises(DeviceError, match="closed"):
+            group.barrier()
+    finally:
+        crew.close(10.0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_every_rank(crew: tuple[Crew, Group], case: str) -> None:
+    """The same is asserted on each: one that fails ends, and its error is raised here."""
+    followers, group = crew
+    followers.send(case.encode())
+    try:
+        CASES[case](group)
+        group.barrier()
+    except DeviceError as fault:
+        raise followers.verdict(fault) from fault
+    assert followers.failure is None

@@ -1,0 +1,321 @@
+"""Ranks carry out the same plans, whatever strikes the thread that asks for them; and whatever befalls one of them, the run ends with an
+error that says so, and nothing is left behind."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from crews import CPU, NOTHING, Sums, children, led, nothing_left, order, work
+from penstock.base.errors import ConfigError, DeviceError
+from penstock.parallel.launch import launch
+from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Route, Transfer, TransferId
+from penstock.worker.rank import _MESSAGES, Leader, _Kind, _Message, serve
+from streams import LONG, OURS_AND_LOCKS, cut_short, everywhere, within
+
+TESTS = Path(__file__).resolve().parents[1]
+RANKS = 3
+
+
+def transfer(id: int) -> Transfer:
+    return Transfer(TransferId(id), Route.DOWN, (BlockId(1), BlockId(2)), (HostBlockId(3), HostBlockId(4)))
+
+
+def landed(id: int) -> Landed:
+    """As ranks 0 to 2 together say it: see Sums."""
+    return Landed(TransferId(id), 2.0, (0, 1), (b"0", b"1"))
+
+
+@pytest.fixture(scope="module")
+def leader() -> Iterator[Leader]:
+    with nothing_left():
+        leader, _ = led(RANKS)
+        yield leader
+        assert within(LONG, leader.close)
+        leader.close()
+        part = leader._part
+        assert isinstance(part, Sums)
+        assert part.closed == 1
+
+
+def ran(outcome: Outcome) -> int:
+    """How many plans each rank had run before; it is the same on all of them, and they are all there."""
+    total, ones = (result.token for result in outcome.results)
+    assert ones == RANKS
+    assert total is not None
+    assert total % RANKS == 0
+    return total // RANKS
+
+
+def test_all_ranks_run_every_plan(leader: Leader) -> None:
+    before = ran(leader.run(NOTHING))
+    assert [ran(leader.run(NOTHING)) for _ in range(20)] == [before + 1 + step for step in range(20)]
+
+
+def test_a_transfer_has_landed_when_it_has_on_all_ranks(leader: Leader) -> None:
+    """Two steps after its own on the last; of its blocks those are lost which any rank has lost."""
+    plans = [Plan((), (), transfers=(transfer(1),)), Plan((), (), transfers=(transfer(2), transfer(3))), NOTHING, NOTHING, NOTHING]
+    assert [leader.run(plan).landed for plan in plans] == [(), (), (landed(1),), (landed(2), landed(3)), ()]
+    leader.run(plans[0])
+    assert leader.settle() == (landed(1),)
+    assert leader.run(NOTHING).landed == ()
+    assert leader.settle() == ()
+
+
+def test_an_interrupt_anywhere_in_a_step_leaves_all_ranks_with_its_plan_or_none(leader: Leader) -> None:
+    """And one anywhere in settling, which is then done again; no transfer is forgotten that was begun, nor made up."""
+    seen = {False: 0, True: 0}
+
+    def strike(where: int) -> bool:
+        early, late = 2 * where, 2 * where + 1
+        leader.run(Plan((), (), transfers=(transfer(early),)))
+        before = ran(leader.run(NOTHING))
+        got: list[Outcome] = []
+        struck: bool = cut_short(lambda: got.append(leader.run(Plan((), (), transfers=(transfer(late),)))), where, OURS_AND_LOCKS)
+        cut_short(leader.settle, where % 23, OURS_AND_LOCKS)
+        last = leader.settle()
+        after = ran(leader.run(NOTHING))
+        has_run = after == before + 2
+        assert has_run or after == before + 1
+        assert has_run or not got
+        assert last == (landed(early), landed(late))[: 1 + has_run]
+        if struck:
+            seen[has_run] += 1
+        return struck
+
+    assert everywhere(strike) > 10
+    assert all(seen.values()), "some plans were run and some not, or nothing is shown"
+
+
+def test_a_message_that_is_missing_or_comes_twice_is_an_error(leader: Leader) -> None:
+    """And not another order of plans than on other ranks."""
+    for numbers in ((1,), (0, 0), (0, 2)):
+        sent = iter([_MESSAGES.encode(_Message(number, _Kind.SETTLE, None, False)) for number in numbers])
+        with pytest.raises(DeviceError, match=rf"was sent message {numbers[-1]} where message {len(numbers) - 1} comes next"):
+            serve(partial(next, sent), Sums(leader._group), leader._group)
+
+
+def test_a_signal_while_ranks_compute_changes_nothing(leader: Leader) -> None:
+    """It comes to a thread that waits, not behind an instruction; and an interrupt from the terminal reaches the followers too."""
+    before = ran(leader.run(NOTHING))
+    for child in children():
+        os.kill(child, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        leader.run(order("interrupt", 0))
+    leader.settle()
+    assert ran(leader.run(NOTHING)) == before + 2
+
+
+def test_an_interrupt_anywhere_in_closing_leaves_it_to_be_done_again() -> None:
+    """Of a leader without followers: more of them would take their time to start, for each place."""
+
+    def strike(where: int) -> bool:
+        with nothing_left():
+            leader, _ = led(1)
+            struck: bool = cut_short(leader.close, where, OURS_AND_LOCKS)
+            assert within(LONG, leader.close)
+            part = leader._part
+            assert isinstance(part, Sums)
+            assert part.closed == 1
+        return struck
+
+    assert everywhere(strike) > 10
+
+
+# ---- failures
+
+
+def failing(call: Callable[[], object], text: str, others: list[int]) -> None:
+    """The call ends in time with an error of this text in one line, when no follower is left but the others."""
+
+    def run() -> None:
+        with pytest.raises(DeviceError, match=text) as error:
+            call()
+        assert "\n" not in str(error.value)
+        assert children() == others
+
+    assert within(2 * LONG, run)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("kill", "rank 1 of 3 was killed by SIGKILL; the other ranks were ended too"),
+        ("raise", "rank 1 of 3 ended with exit code 1: .*ValueError: a fault of the test's own; the other ranks were ended too"),
+        ("stop", r"rank 1 of 3 \(process \d+\) has given no sign for \d s; the other ranks were ended too"),
+    ],
+    ids=["kill", "raise", "stop"],
+)
+def test_what_befalls_a_follower_in_the_midst_of_a_step_is_everybodys_end(what: str, text: str) -> None:
+    with nothing_left():
+        others = children()
+        leader, crew = led(RANKS, patience=2.0)
+        leader.run(NOTHING)
+        failing(lambda: leader.run(order(what, 1)), text, others)
+        for again in (partial(leader.run, NOTHING), leader.settle):
+            failing(again, text, others)
+        assert re.search(text, str(crew.failure))
+        assert within(LONG, leader.close)
+
+
+def test_a_rank_that_lives_but_does_not_come_is_everybodys_end() -> None:
+    """And so is a fault of rank 0, for which the others would wait."""
+    with nothing_left():
+        leader, _ = led(2, timeout=2.0)
+        leader.run(NOTHING)
+        with pytest.raises(DeviceError, match=r"a sum of rank 0 with 1 others failed: .*Timed out"):
+            leader.run(order("sleep", 1))
+        assert within(LONG, leader.close)
+    with nothing_left():
+        leader, _ = led(2)
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="rank 0 of 2 failed with ValueError: a fault of the test's own"):
+                leader.run(order("raise", 0))
+        assert within(LONG, leader.close)
+
+
+def test_a_follower_that_ends_before_it_has_come_is_noticed() -> None:
+    with nothing_left():
+        others, text = children(), "rank 1 of 2 ended with exit code 1: ConfigError: a setting that does not suit; choose another; the"
+        crew = launch(2, work, "refuse")
+        try:
+            failing(lambda: crew.group(CPU), text, others)
+        finally:
+            crew.close()
+
+
+def test_what_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/there/is/no/such/python")
+    with nothing_left(), pytest.raises(DeviceError, match=r"2 more processes were asked for, and one cannot be started: .*no/such"):
+        launch(3, work)
+
+
+@pytest.mark.parametrize("what", ["kill", "end"])
+def test_followers_end_with_rank_0(what: str) -> None:
+    """Though it closes nothing, and though one of them is stopped."""
+    code = """
+import os, signal, sys
+from crews import NOTHING, children, led
+leader, crew = led(3)
+leader.run(NOTHING)
+os.kill(children()[0], signal.SIGSTOP)
+print(*children(), flush=True)
+sys.stdin.readline()
+"""
+    with nothing_left(), _python("-c", code, stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        followers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(followers) == 2
+        if what == "kill":
+            process.kill()
+            process.wait()
+        else:
+            process.communicate("\n", timeout=LONG)
+        assert not psutil.wait_procs(followers, LONG)[1]
+
+
+def test_ranks_that_were_all_stopped_for_a_while_go_on() -> None:
+    """As from a terminal, for longer than a rank may be silent."""
+    code = """
+import sys
+from crews import NOTHING, children, led
+leader, crew = led(2, patience=1.0)
+leader.run(NOTHING)
+print(*children(), flush=True)
+sys.stdin.readline()
+print(leader.run(NOTHING).results[0].token)
+leader.close()
+"""
+    with nothing_left(), _python("-c", code, stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        ranks = [process.pid, int(process.stdout.readline())]
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        for pid in ranks:  # Rank 0 looks before the other can give a sign.
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.5)
+        output, error = process.communicate("\n", timeout=LONG)
+        assert (output, process.returncode) == ("2\n", 0), error
+
+
+# ---- processes that others have started
+
+UNDER_TORCHRUN = """
+import sys
+from crews import NOTHING, led, order
+leader, crew = led(2)
+print(*(leader.run(NOTHING).results[0].token for _ in range(3)), flush=True)
+if len(sys.argv) > 1:
+    leader.run(order(sys.argv[1], 1))
+leader.close()
+print("closed", flush=True)
+"""
+
+
+def test_under_torchrun_nothing_is_started_and_others_follow(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    with nothing_left(), _torchrun(script) as process:
+        output, error = process.communicate(timeout=4 * LONG)
+        assert (process.returncode, output.split()) == (0, ["0", "2", "4", "closed"]), error
+
+
+def test_without_an_agent_a_rank_that_dies_ends_the_other(tmp_path: Path) -> None:
+    """As on two machines: each process has only the environment, and the loopback is not known to be enough."""
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    with nothing_left(), contextlib.ExitStack() as stack:
+        places = [{**place, "RANK": str(rank), "LOCAL_RANK": "0"} for rank in (0, 1)]
+        first, second = (stack.enter_context(_python(str(script), "kill", environment=one)) for one in places)
+        output, error = first.communicate(timeout=4 * LONG)
+        assert first.returncode == 1
+        assert output.split() == ["0", "2", "4"]
+        assert re.search("DeviceError: a sum of rank 0 with 1 others failed: ", error), error
+        assert second.wait(LONG) == -signal.SIGKILL
+
+
+def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="2 ranks were asked for, but torchrun has started 4 processes"):
+        launch(2, work)
+
+
+def _torchrun(script: Path) -> contextlib.AbstractContextManager["subprocess.Popen[str]"]:
+    return _python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+
+
+@contextlib.contextmanager
+def _python(
+    *arguments: str, environment: dict[str, str] | None = None, stdin: int = subprocess.DEVNULL
+) -> Iterator["subprocess.Popen[str]"]:
+    """A Python that can import what tests share, killed in the end."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, **paths, **(environment or {})},
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,152 @@
+"""A model divided among processes says what it says in one: all families, streamed weights, preemptions, and an end for every failure."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+import pytest
+
+import tiny
+from penstock import LLM, Completion, SamplingParams
+from penstock.base.errors import ConfigError, DeviceError, EngineClosedError
+from penstock.cli.main import main
+from penstock.engine.boot import boot
+from penstock.engine.placing import Override
+from penstock.weights.residency import Limits
+
+SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 5}
+GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=0)
+USUAL = ["llama_biases", "llama_yarn", "llama_tied", "mistral", "qwen2_windows", "qwen3", "mixtral", "qwen3_moe_dense_layer"]
+"""One of each kind; the others' parts are those of tests/cpu/test_sharded.py."""
+EVERY = sorted(set(tiny.CASES) - {"llama_dynamic"}) if os.environ.get("PENSTOCK_THOROUGH") else USUAL
+
+
+def asked(llm: LLM, params: SamplingParams = GREEDY) -> list[Completion]:
+    return llm.generate(tiny.prompts(), params)
+
+
+def as_one(found: Sequence[Completion], name: str) -> None:
+    for one, reference in zip(found, tiny.references(name), strict=True):
+        assert list(one.tokens) == reference.tokens
+        expected = reference.after_prompt[range(tiny.OUTPUT), reference.tokens]
+        assert one.logprobs is not None
+        assert max(abs(mine.logprob - float(other)) for mine, other in zip(one.logprobs, expected, strict=True)) < 1e-4
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_two_ranks_say_what_one_does(name: str) -> None:
+    before = children()
+    with LLM(tiny.checkpoint(name), **SETTINGS, tensor_parallel=2) as llm:
+        assert len(children() - before) == 1
+        as_one(asked(llm), name)
+        again = asked(llm)
+        as_one(again, name)
+        assert max(one.cached_tokens for one in again) > 0
+    assert children() <= before
+
+
+def test_three_ranks_whose_parts_are_uneven_and_requests_that_push_each_other_out() -> None:
+    few = SETTINGS | {"kv_blocks": 16, "max_length": 60}
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=10, top_p=0.9)
+    with LLM(tiny.checkpoint("qwen3"), **few, tensor_parallel=3) as llm:
+        found = [one.tokens for one in llm.generate(tiny.prompts(), params)]
+        assert llm.stats().preemptions > 0
+    with LLM(tiny.checkpoint("qwen3"), **few) as llm:
+        assert found == [one.tokens for one in llm.generate(tiny.prompts(), params)]
+
+
+def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
+    """From a pack of its own, which is made once."""
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2) as llm:
+        whole = llm.booted.weights.bytes
+    some = Override(limits=Limits(whole // 2, whole // 2))
+    with patch("penstock.api.llm.boot", partial(boot, override=some)):
+        for _ in range(2):
+            with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, cache=tmp_path) as llm:
+                as_one(asked(llm), "llama")
+                stats = llm.booted.weights.stats()
+                assert stats.read > 0
+                assert stats.copied > 10 * whole // 2
+                assert stats.device + stats.host + stats.disk == whole
+    assert sorted(path.name[-6:] for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
+
+
+def test_a_rank_that_is_killed_is_an_error_that_says_so_and_leaves_nothing() -> None:
+    before = children()
+    with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2) as llm:
+        [follower] = children() - before
+        stream = llm.stream(tiny.prompts()[0], SamplingParams(max_tokens=60, ignore_eos=True))
+        next(stream)
+        threading.Timer(0.02, lambda: psutil.Process(follower).kill()).start()
+        began = time.monotonic()
+        with pytest.raises(DeviceError, match=r"rank 1 of 2 was killed by SIGKILL"):
+            llm.generate(tiny.prompts() * 100, GREEDY)
+        assert time.monotonic() - began < 60
+        with pytest.raises(EngineClosedError, match="rank 1 of 2"):
+            llm.generate([1, 2], GREEDY)
+    assert children() <= before
+
+
+def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+    what = "def fail(what):\n    raise OSError('no such disk')\n\nimport penstock.engine.team as team\nteam.open_described = fail\n"
+    follower = "any('penstock.parallel.seat' in one for one in sys.orig_argv)"
+    (tmp_path / "broken.py").write_text(what)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif {follower}:\n    import broken\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(DeviceError, match=r"rank 1 of 2 .*no such disk"):
+        LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2)
+    assert children() <= before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel": 2, "host_kv_memory": "1MiB"}, "host_kv_memory 1MiB goes with a single device"),
+        ({"tensor_parallel": 2, "disk_kv_memory": "1MiB"}, "disk_kv_memory 1MiB goes with a single device"),
+        ({"tensor_parallel": 0}, "tensor_parallel 0 must be a whole number above zero"),
+        ({"tensor_parallel": 64}, "64 ranks"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused(settings: dict[str, object], message: str) -> None:
+    before = children()
+    with pytest.raises((ConfigError, DeviceError), match=message):
+        LLM(tiny.checkpoint("llama"), **(SETTINGS | settings))
+    assert children() <= before
+
+
+def test_the_command_line_divides_too(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--max-tokens", "6", "--temperature", "0", "--device", "cpu", "--dtype", "float32", "--quiet"]
+    said = []
+    for ranks in ("1", "2"):
+        assert main(["run", "Once upon a time", *given, "--tensor-parallel", ranks]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from penstock import LLM, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        "    with LLM(device='cpu', dtype='float32', tensor_parallel=2) as llm:\n"
+        "        print(llm.generate('Once upon a time', SamplingParams(temperature=0, max_tokens=6))[0].text)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    with LLM(device="cpu", dtype="float32") as llm:
+        [expected] = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=6))
+    assert done.stdout == f"{expected.text}\n"

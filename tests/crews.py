@@ -1,0 +1,143 @@
+"""What ranks do in tests: sums over all of them, and on demand whatever may befall a process. Followers import this too."""
+
+import contextlib
+import os
+import runpy
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from penstock.base.errors import ConfigError
+from penstock.parallel.group import Group
+from penstock.parallel.launch import Crew, launch
+from penstock.parallel.seat import Seat
+from penstock.step.plan import Landed, Outcome, Plan, Result
+from penstock.worker.rank import Leader, serve
+from streams import LONG
+
+CPU = torch.device("cpu")
+NOTHING = Plan((), ())
+
+
+def order(what: str, rank: int) -> Plan:
+    """A plan in whose midst something befalls a rank."""
+    return Plan((), (), forget=(f"{what}:{rank}".encode(),))
+
+
+class Sums:
+    """A rank's part: every plan sums, over the ranks, how many plans each has run before, and ones. A transfer lands on rank r in the r-th
+    step behind its own, in r seconds, and without its r-th block."""
+
+    carrier = None
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.ran, self.closed = group, 0, 0
+        self._going: dict[int, tuple[int, Landed]] = {}
+
+    def run(self, plan: Plan) -> Outcome:
+        rank = self.group.rank
+        for transfer in plan.transfers:
+            lost = (rank,) if rank < len(transfer.blocks) else ()
+            self._going[transfer.id] = self.ran + rank, Landed(transfer.id, float(rank), lost, tuple(b"%d" % one for one in lost))
+        for text in plan.forget:
+            what, _, whom = text.decode().partition(":")
+            if int(whom) == rank:
+                befall(what)
+        total = torch.tensor([self.ran, 1])
+        self.group.all_reduce(total)
+        landed = [one for when, one in self._going.values() if when <= self.ran]
+        for one in landed:
+            del self._going[one.id]
+        self.ran += 1
+        return Outcome((Result(int(total[0])), Result(int(total[1]))), tuple(landed))
+
+    def settle(self) -> tuple[Landed, ...]:
+        landed = tuple(one for _, one in self._going.values())
+        self._going.clear()
+        return landed
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def befall(what: str) -> None:
+    match what:
+        case "raise":
+            raise ValueError("a fault of the test's own")
+        case "refuse":
+            raise ConfigError("a setting that does not suit; choose another")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "interrupt":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.1)
+        case "sleep":
+            time.sleep(1000)
+        case _:
+            raise AssertionError(what)
+
+
+def work(seat: Seat, first: str = "") -> None:
+    """A follower. `first` befalls rank 1 before it meets the others."""
+    if first and seat.rank == 1:
+        befall(first)
+    group = seat.group(CPU)
+    serve(seat.receive, Sums(group), group)
+
+
+def led(ranks: int, *, patience: float = LONG, timeout: float = 60.0) -> tuple[Leader, Crew]:
+    """Rank 0 here, and the others."""
+    crew = launch(ranks, work, patience=patience, timeout=timeout)
+    try:
+        group = crew.group(CPU)
+        return Leader(Sums(group), crew, group), crew
+    except BaseException:
+        crew.close()
+        raise
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """No process, thread, descriptor, port or name is there that was not there before."""
+    before = _there()
+    yield
+    late = time.monotonic() + LONG
+    while left := {kind: more for kind, there in _there().items() if (more := there - before[kind])}:
+        assert time.monotonic() < late, f"left behind: {left}"
+        time.sleep(1e-2)
+
+
+def _there() -> dict[str, set[object]]:
+    me = psutil.Process()
+    targets = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            targets.add((path.name, os.readlink(path)))
+    return {
+        "processes": set(children()),
+        "descriptors": {one for one in targets if not one[1].startswith(("/proc", "/dev/null"))},
+        "ports": {(one.laddr, one.status) for one in me.net_connections()},
+        "names": set(os.listdir("/dev/shm")),
+        "threads": {thread.id for thread in me.threads()},
+    }
+
+
+def follow_cases(seat: Seat, path: str) -> None:
+    """A follower that does the cases of a test's file, by their names."""
+    cases = runpy.run_path(path)["CASES"]
+    group = seat.group(CPU)
+    while name := seat.receive().decode():
+        cases[name](group)
+        group.barrier()
+    group.close()
