@@ -129,7 +129,7 @@ class Rank:
             step = self._inputs.build(plan, torch.zeros(4, dtype=torch.int64))
             hidden = self._decoder.forward(self.weights, self.pool.layers, step.inputs)
             with self._decoder.head(self.weights, hidden) as logits_of:
-                parts = [logits_of(slice(step.samples)), logits_of(slice(step.samples, len(hidden)))]
+                parts = [logits_of(part).float() for part in (slice(step.samples), slice(step.samples, len(hidden)))]
             assert all(part.dtype is torch.float32 for part in parts)
             found.append(torch.cat(parts))
         return found

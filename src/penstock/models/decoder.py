@@ -69,8 +69,8 @@ class Decoder:
 
     @contextmanager
     def head(self, weights: Weights, hidden: Tensor) -> Iterator[Callable[[slice], Tensor]]:
-        """Lends the head for `hidden`, which `forward` returned: a function from a slice of its rows to their logits, float32
-        `[rows, vocab]`. The end of a pass, and to be entered at most once in it: what streams passes by only once."""
+        """Lends the head for `hidden`, which `forward` returned: a function from a slice of its rows to their logits `[rows, vocab]`, of the
+        activations' dtype. The end of a pass, and to be entered at most once in it: what streams passes by only once."""
         norm = weights.take(HEAD)
         normed = rms_norm(hidden, norm["norm"], self.spec.norm_eps)
         if self.spec.tied_embeddings:
@@ -82,7 +82,7 @@ class Decoder:
 
         def logits(rows: slice) -> Tensor:
             part = linear(normed[rows], matrix)
-            return (part if collectives is None else collectives.gather(part)).float()
+            return part if collectives is None else collectives.gather(part)
 
         yield logits
         weights.release(group)

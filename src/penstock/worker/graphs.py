@@ -37,6 +37,7 @@ _FIELDS = 6
 _FLOAT = 4
 _GRAPH_BYTES = 16 << 20
 """Of a recorded step, beside what passes through it."""
+_MANY = 32
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
 
@@ -53,12 +54,13 @@ def why_not(spec: ModelSpec, device: torch.device) -> str | None:
 
 
 def row_counts(most: int) -> tuple[int, ...]:
-    """Numbers of rows for which steps are recorded, the largest first: each is at most half as large again as the next."""
-    counts, count = [most], 1
+    """Numbers of rows for which steps are recorded, the largest first: each at most half as large again as the next, later a quarter."""
+    counts, count = {most}, 1
     while count < most:
-        counts.append(count)
-        count += max(1, count // 4) if count >= 16 else max(1, count // 2)
-    return tuple(sorted(set(counts), reverse=True))
+        counts.add(count)
+        power = 1 << (count.bit_length() - 1)
+        count += max(1, power // (4 if count >= _MANY else 2))
+    return tuple(sorted(counts, reverse=True))
 
 
 def graph_bytes(spec: ModelSpec, dtype: str, rows: int) -> int:

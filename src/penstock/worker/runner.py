@@ -150,12 +150,12 @@ class Runner:
         logits: Tensor | None = None
         with self._decoder.head(weights, hidden) as logits_of:
             if step.samples:
-                logits = logits_of(slice(step.samples))
+                logits = logits_of(slice(step.samples)).float()
             first = step.samples
             for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
                 for start in range(0, positions, _HEAD_ROWS):
                     end = min(start + _HEAD_ROWS, positions)
-                    part = logits_of(slice(first + start, first + end))
+                    part = logits_of(slice(first + start, first + end)).float()
                     found += self._sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
                 first += positions
         return None if logits is None else self._sampler.sample(logits, [share for share in plan.shares if share.sample]), prompts

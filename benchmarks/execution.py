@@ -1,0 +1,201 @@
+"""The engine where everything fits, beside what the machine allows in the same run: decode, prompts, many requests, start, idle time.
+
+    PYTHONPATH=src python3 benchmarks/execution.py --out execution.json
+    PYTHONPATH=src python3 benchmarks/execution.py --parts decode,idle --graphs off
+    PYTHONPATH=src python3 benchmarks/execution.py --tiny --device cpu      the same code over tiny shapes
+
+Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, idle. `idle` traces steady decode steps
+and gives the share of them in which no kernel runs. Random weights in real shapes, bfloat16.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.base.config import Config
+from penstock.bench import measure, run, serving
+from penstock.bench.machine import machine
+from penstock.bench.report import Kind
+from penstock.bench.shapes import SHAPES
+from penstock.engine.boot import Booted, boot
+from penstock.memory.device import give_back
+from penstock.weights.shape import Shape
+
+TINY = SHAPES["100M"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
+Found = dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    device: str
+    tiny: bool
+    graphs: bool
+
+    def shape(self, name: str) -> Mapping[str, object]:
+        return TINY if self.tiny else SHAPES[name]
+
+    def config(self, **more: object) -> Config:
+        return Config(Path(), device=self.device, graphs=self.graphs, **more)  # type: ignore[arg-type]
+
+
+def row(what: str, text: str) -> None:
+    print(f"  {what:<44} {text}", flush=True)
+
+
+def part_equal(place: Place) -> Found:
+    """Greedy tokens with graphs and without, and with steps that wait for each other."""
+    said = []
+    for graphs in (True, False):
+        config = dataclasses.replace(place.config(max_length=512, max_sequences=8, dtype="float32"), graphs=graphs)
+        booted = boot(config, Shape.of(place.shape("0.6B") | {"num_hidden_layers": 4}))
+        with closing(booted.engine):
+            rng = random.Random(0)
+            prompts = [[rng.randrange(200) for _ in range(length)] for length in (1, 7, 40, 100, 33, 5)]
+            said.append(answers(booted, prompts, 60))
+        give_back(booted.device)
+    row("greedy tokens, graphs and none", f"{sum(a == b for a, b in zip(*said, strict=True))} of {len(said[0])} alike")
+    return {"alike": said[0] == said[1], "requests": len(said[0])}
+
+
+def answers(booted: Booted, prompts: list[list[int]], output: int) -> list[list[int]]:
+    engine = booted.engine
+    got = {engine.submit(prompt, measure._GREEDY, output): list[int]() for prompt in prompts}
+    while engine.busy:
+        for event in engine.step():
+            if event.token is not None:
+                got[event.request].append(event.token)
+    return list(got.values())
+
+
+def part_decode(place: Place) -> Found:
+    found: Found = {}
+    for name, batch, target in (("8B", 1, 4.35), ("8B", 64, 9.1), ("0.6B", 1, 1.0), ("8B", 16, None), ("0.6B", 64, None)):
+        context, output = (20, 8) if place.tiny else (2048, 64)
+        job = run.Job(
+            Kind.DECODE, name, place.shape(name), place.config(), 2 if place.tiny else batch, context, output, 1 if place.tiny else 2
+        )
+        report = run.run(job)
+        found[f"{name}, batch {batch}"] = json.loads(report.line())
+        aim = f", target {target} ms" if target else ""
+        row(f"decode, {name}, batch {batch}, {context:,} of context", f"{report.ms}; {report.of_bound:.1%} of the bound{aim}")
+    return found
+
+
+def part_prefill(place: Place) -> Found:
+    context = 40 if place.tiny else 16384
+    job = run.Job(Kind.PREFILL, "8B", place.shape("8B"), place.config(), 1, context, 1, 1 if place.tiny else 3)
+    report = run.run(job)
+    row(f"prompt of {context:,} tokens, 8B", f"{report.ms}; {report.of_bound:.1%} of the bound, target 475 ms")
+    return {"8B": json.loads(report.line())}
+
+
+def part_serve(place: Place) -> Found:
+    found: Found = {}
+    for temperature in (0.0, 0.6):
+        span, requests = ((5, 20), 6) if place.tiny else ((100, 1024), 256)
+        job = serving.Job("0.6B", place.shape("0.6B"), place.config(), requests, span, span, temperature, repeat=1 if place.tiny else 2)
+        report = serving.serve(job)
+        found[f"temperature {temperature}"] = json.loads(report.line())
+        rate = f"{report.output_tokens_per_second:,.0f} output tokens/s, {report.of_bound:.1%} of the bound, target 25,000"
+        row(f"{requests} requests, 0.6B, temperature {temperature}", f"{report.ms.median / 1e3:.3g} s, {rate}")
+    return found
+
+
+def part_start(place: Place) -> Found:
+    said: list[str] = []
+    begin = time.perf_counter()
+    booted = boot(place.config(max_length=4096), Shape.of(place.shape("8B")), say=said.append)
+    seconds = time.perf_counter() - begin
+    with closing(booted.engine):
+        booted.engine.submit([1, 2, 3], measure._GREEDY, 1)
+        while booted.engine.busy:
+            booted.engine.step()
+    first = time.perf_counter() - begin
+    give_back(booted.device)
+    row("start, 8B, random weights", f"{seconds:.2f} s, first token after {first:.2f} s, target 10 s")
+    for line in said:
+        print(f"    {line}")
+    return {"boot_s": seconds, "first_token_s": first, "said": said}
+
+
+def part_idle(place: Place) -> Found:
+    found: Found = {}
+    for name, batch in (("8B", 1), ("0.6B", 1), ("0.6B", 64)):
+        booted = boot(place.config(max_length=2048, max_sequences=batch, prefix_cache=False), Shape.of(place.shape(name)))
+        with closing(booted.engine):
+            rng, steps = random.Random(0), 6 if place.tiny else 40
+            for _ in range(batch):
+                booted.engine.submit([rng.randrange(200) for _ in range(64)], measure._GREEDY, 4 * steps)
+            for _ in range(steps):
+                booted.engine.step()
+            found[f"{name}, batch {batch}"] = one = traced(booted.engine.step, steps, booted.device)
+        give_back(booted.device)
+        row(f"idle share of decode, {name}, batch {batch}", f"{one['idle']:.1%} of {one['wall_s'] * 1e3:.1f} ms, {steps} steps, target 5%")
+    return found
+
+
+def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
+    """Share of the time between the first kernel's start and the last one's end in which none runs."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=kinds) as trace:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        wall = time.perf_counter() - begin
+    kind = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
+    spans = sorted((event.time_range.start, event.time_range.end) for event in trace.events() or () if event.device_type == kind)
+    busy, until = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    length = until - spans[0][0]
+    return {"idle": 1 - busy / length, "busy_s": busy / 1e6, "span_s": length / 1e6, "wall_s": wall, "events": len(spans)}
+
+
+PARTS: dict[str, Callable[[Place], Found]] = {
+    "equal": part_equal,
+    "decode": part_decode,
+    "prefill": part_prefill,
+    "serve": part_serve,
+    "start": part_start,
+    "idle": part_idle,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, in this order")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--graphs", choices=("on", "off"), default="on")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    place = Place(given.device, given.tiny, given.graphs == "on")
+    found: Found = {"machine": dataclasses.asdict(machine()), "graphs": place.graphs}
+    failed = 0
+    for name in given.parts.split(","):
+        print(name, flush=True)
+        try:
+            found[name] = PARTS[name](place)
+        except Exception as fault:
+            found[name], failed = {"failed": repr(fault)}, failed + 1
+            row("failed", repr(fault))
+        give_back(torch.device(given.device))
+        if given.out:
+            given.out.write_text(json.dumps(found, indent=1) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
