@@ -69,7 +69,7 @@ class Decoder:
 
     @contextmanager
     def head(self, weights: Weights, hidden: Tensor) -> Iterator[Callable[[slice], Tensor]]:
-        """Lends the head for `hidden`, which `forward` returned: a function from a slice of its rows to their logits `[rows, vocab]`, of the
+        """Lends the head for `hidden`, from `forward`: a function from a slice of its rows to their logits `[rows, vocab]`, of the
         activations' dtype. The end of a pass, and to be entered at most once in it: what streams passes by only once."""
         norm = weights.take(HEAD)
         normed = rms_norm(hidden, norm["norm"], self.spec.norm_eps)
