@@ -1,5 +1,6 @@
 """Steps that are planned before the last is over: whatever is asked for, the answers are those of steps that wait for one another."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from unittest.mock import patch
@@ -136,6 +137,33 @@ def test_an_interrupt_anywhere_loses_no_token(steps: list[int]) -> None:
                 list(stream)
                 assert list(stream.completion.tokens) == reference.tokens
         assert strikes > 5
+
+
+def test_no_garbage_is_collected_in_a_step(steps: list[int]) -> None:
+    collected: list[bool] = []
+    within = False
+    begin = Runner.begin
+
+    def noted(self: Runner, plan: object) -> object:
+        nonlocal within
+        within = True
+        kept = [[] for _ in range(5000)]  # Enough that something would be due.
+        begun = begin(self, plan)  # type: ignore[arg-type]
+        within = False
+        return kept and begun
+
+    def told(phase: str, info: object) -> None:
+        collected.append(within)
+
+    with LLM(tiny.checkpoint("llama"), **SETTINGS) as llm, patch.object(Runner, "begin", noted):
+        gc.callbacks.append(told)
+        try:
+            llm.generate(tiny.prompts(), SamplingParams(temperature=0, max_tokens=20))
+        finally:
+            gc.callbacks.remove(told)
+    assert collected, "nothing was ever collected"
+    assert not any(collected)
+    assert gc.isenabled()
 
 
 def test_prefixes_are_found_and_weights_may_stream(steps: list[int]) -> None:

@@ -7,6 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.base.errors import EngineClosedError
+from penstock.base.garbage import no_collection
 from penstock.base.meter import Direction, KVStats, TierStats
 from penstock.kv.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
@@ -115,7 +116,10 @@ class Engine:
         Where ranks compute by themselves the next step is begun first, and then the events of the one before it are returned: while a step
         is computed the next is planned, and what the last has yielded is looked at.
         """
-        ranks = self._open()
+        with no_collection():
+            return self._step(self._open())
+
+    def _step(self, ranks: Ranks) -> list[Event]:
         if self._torn:
             self._recover(ranks)
         self._torn = True

@@ -10,8 +10,7 @@ every pass. Whatever a pass must wait for on the host, such as which experts a r
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
+from penstock.base.garbage import no_collection
 from penstock.kv.pool import KVPool
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
@@ -147,8 +147,9 @@ class DecodeGraphs:
         begin, device = perf_counter(), self._step.tokens.device
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
+        gc.collect()  # What is collected in the midst of a recording may free what it must not.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream), _no_collection():
+        with torch.cuda.stream(stream), no_collection():
             for count in self._counts:
                 self._step.give(Plan((), ()), count)
                 # What is compiled, planned and allocated once is so before the recording.
@@ -232,16 +233,3 @@ class _Program:
     def _take(self, group: GroupId, recorded: Mapping[str, Tensor]) -> None:
         lent = self._weights.take(group)
         assert lent is recorded, f"{group} is not where it was when the step was recorded"
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage that is collected in the midst of a recording may free what it must not."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
