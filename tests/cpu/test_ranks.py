@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from crews import CPU, NOTHING, Sums, children, led, nothing_left, order, work
+from penstock.base.config import launched
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.parallel.launch import launch
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Route, Transfer, TransferId
@@ -294,6 +295,15 @@ def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytes
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="2 ranks were asked for, but torchrun has started 4 processes"):
         launch(2, work)
+
+
+def test_an_environment_that_is_half_torchruns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "first", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="RANK=first"):
+        launch(2, work)
+    monkeypatch.delenv("MASTER_PORT")
+    assert launched() is None
 
 
 def _torchrun(script: Path) -> contextlib.AbstractContextManager["subprocess.Popen[str]"]:

@@ -105,3 +105,27 @@ def debug_requested() -> bool:
 def terminal_kind() -> str:
     """What TERM says of the terminal; "dumb", which can only be written to line by line, where it says nothing."""
     return os.environ.get("TERM") or "dumb"
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A process that torchrun has started: which it is of how many, and which of those on its machine."""
+
+    rank: int
+    ranks: int
+    local: int
+    one_machine: bool
+    """Whether all of them are known to be on this machine."""
+
+
+def launched() -> Launched | None:
+    """What torchrun says of this process; None where it has not started it. Raises ConfigError if that is no number."""
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    if not all(name in os.environ for name in (*names, "MASTER_ADDR", "MASTER_PORT")):
+        return None
+    try:
+        rank, ranks, local = (int(os.environ[name]) for name in names)
+    except ValueError as error:
+        said = ", ".join(f"{name}={os.environ[name]}" for name in names)
+        raise ConfigError(f"the environment is that of torchrun, but for numbers in {said}; start with torchrun, or unset them") from error
+    return Launched(rank, ranks, local, os.environ.get("LOCAL_WORLD_SIZE") == str(ranks))

@@ -4,7 +4,6 @@ Under torchrun all of them are there already, and torchrun watches them. Nothing
 others, and those become followers where they call `launch` too, which does not return there.
 """
 
-import os
 import signal
 import sys
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from penstock.base.config import Launched, launched
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.parallel.crew import PATIENCE, StartedCrew
 from penstock.parallel.group import TIMEOUT, Group
@@ -21,7 +21,6 @@ from penstock.parallel.seat import Target
 
 _MEETING = 600.0
 """Seconds until all ranks must have come."""
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Crew(Protocol):
@@ -53,8 +52,9 @@ def launch(ranks: int, target: Target, *args: object, patience: float = PATIENCE
     Under torchrun nothing is started, and ranks 1 and up call `target` here and exit. Raises ConfigError if torchrun has started another
     number of processes, and DeviceError if a process cannot be started.
     """
-    if all(name in os.environ for name in _ENVIRONMENT):
-        return _launched(ranks, target, args, timeout)
+    place = launched()
+    if place is not None:
+        return _launched(place, ranks, target, args, timeout)
     crew = StartedCrew(ranks, patience, timeout)
     try:
         crew.start(target, args)
@@ -73,15 +73,14 @@ class _Launched:
 
     failure: DeviceError | None = None
 
-    def __init__(self, timeout: float) -> None:
-        self.rank, self.ranks, self.local = (int(os.environ[name]) for name in _ENVIRONMENT[:3])
+    def __init__(self, place: Launched, timeout: float) -> None:
+        self.rank, self.ranks, self.local, self._near = place.rank, place.ranks, place.local, place.one_machine
         self._timeout = timeout
         self._group: Group | None = None
 
     def group(self, device: torch.device) -> Group:
-        near = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING)))
-        self._group = Group(PrefixStore("penstock", store), self.rank, self.ranks, device, near=near, timeout=self._timeout)
+        self._group = Group(PrefixStore("penstock", store), self.rank, self.ranks, device, near=self._near, timeout=self._timeout)
         return self._group
 
     def send(self, message: bytes) -> None:
@@ -99,8 +98,8 @@ class _Launched:
         """Nothing: torchrun ends the others, if they do not end by themselves."""
 
 
-def _launched(ranks: int, target: Target, args: tuple[object, ...], timeout: float) -> Crew:
-    crew = _Launched(timeout)
+def _launched(place: Launched, ranks: int, target: Target, args: tuple[object, ...], timeout: float) -> Crew:
+    crew = _Launched(place, timeout)
     if crew.ranks != ranks:
         raise ConfigError(
             f"{ranks} ranks were asked for, but torchrun has started {crew.ranks} processes; start as many as there are ranks"
