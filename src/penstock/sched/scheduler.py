@@ -157,7 +157,8 @@ class Scheduler:
             sampling=sampling,
             share_prefix=self.prefixes.share and sampling.prompt_logprobs is None,
         )
-        request.long = self._becomes_long(request, len(prompt) + (max_tokens or _EARLY))
+        # When its first token is known, a step that runs ahead has the second.
+        request.long = self._becomes_long(request, len(prompt) + (max_tokens or _EARLY + 1))
         self._next_id += 1
         self._requests[request.id] = request
         self._waiting.append(request)
@@ -255,6 +256,10 @@ class Scheduler:
                 # Whoever is still under way afterwards leaves no tokens to those behind, nor to newcomers.
                 budget = budget - count if request.computed + count == self._needs.goal(request) else 0
             if count:
+                lacking = self._needs.pages(request, count) - self.ledger.available
+                if 0 < lacking <= sum(len(other.blocks) for other in self._running if other.ending):
+                    position += 1  # They will be free when the step under way is over.
+                    continue
                 if self._needs.is_chunk(request) and not request.blocks:
                     request.near -= min(request.near, max(0, self._needs.pages(request, count) - self.ledger.available))
                 if not self._make_room(position, count):

@@ -138,6 +138,11 @@ class WeightStream:
         assert self._feeder is not None
         self._feeder.release(self._next - 1)
 
+    def begin_pass(self) -> None:
+        """What is taken next is the first of a pass, wherever the last one ended: a group that a pass uses twice is lent where its first use is
+        laid."""
+        self._next = 0
+
     def moves(self, group: GroupId) -> bool:
         """Whether the group is not on the device for good."""
         return group not in self._views

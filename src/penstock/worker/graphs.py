@@ -175,6 +175,7 @@ class DecodeGraphs:
         used = len(plan.shares)
         count = min(count for count in self._counts if count >= used)
         self._step.give(plan, count)
+        self._weights.begin_pass()
         self._programs[count].replay()
         return self._step.logits[:used], self._step.tokens[:used]
 

@@ -115,7 +115,9 @@ class Runner:
         return Outcome(results, landed, self._ended - since)
 
     def settle(self) -> tuple[Landed, ...]:
-        """After a step that was broken off: wait for all transfers that are under way. What came of them."""
+        """After a step that was broken off: wait for all that is under way. What came of transfers."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         if self._carrier is None or self._carrier.transfers is None:
             return ()
         return self._carrier.transfers.settle()
