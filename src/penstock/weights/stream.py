@@ -139,8 +139,8 @@ class WeightStream:
         self._feeder.release(self._next - 1)
 
     def begin_pass(self) -> None:
-        """What is taken next is the first of a pass, wherever the last one ended: a group that a pass uses twice is lent where its first use is
-        laid."""
+        """What is taken next is the first of a pass, wherever the last one ended. A group that a pass uses twice is lent where its first
+        use is laid."""
         self._next = 0
 
     def moves(self, group: GroupId) -> bool:
