@@ -12,10 +12,11 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 
 import tiny
 from penstock import LLM, Completion, SamplingParams
-from penstock.base.errors import ConfigError, DeviceError, EngineClosedError
+from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineClosedError
 from penstock.cli.main import main
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
@@ -125,6 +126,22 @@ def test_what_several_ranks_cannot_do_is_refused(settings: dict[str, object], me
     with pytest.raises((ConfigError, DeviceError), match=message):
         LLM(tiny.checkpoint("llama"), **(SETTINGS | settings))
     assert children() <= before
+
+
+@pytest.mark.parametrize("ends", ["well", "ill"])
+def test_ranks_share_the_threads_of_a_cpu_and_give_them_back(ends: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        if ends == "ill":
+            with pytest.raises(BudgetError):
+                LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, kv_blocks=10**9)
+        else:
+            with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2):
+                assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_command_line_divides_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override 
 
     with ExitStack() as opened:
         device = device_of(config, seat.local)
-        share_threads(seat.ranks)
+        share_threads(device, seat.ranks)
         model = open_described(what)
         place = Place(device, Shard(seat.rank, seat.ranks), seat.group(device))
         part = _part(config, model, place, opened, lambda _: None, None, override, None)
@@ -122,8 +122,9 @@ def _team(
     opened.callback(crew.close)
     try:
         device = device_of(config, crew.local)
-        share_threads(crew.ranks)
+        opened.callback(alone := share_threads(device, crew.ranks))
         group = crew.group(device)
+        opened.callback(group.close)
         part = _part(config, model, Place(device, Shard(0, crew.ranks), group), opened, say, trace, override, loading)
     except Exception as fault:
         told = crew.verdict(fault) if isinstance(fault, DeviceError) else fault
@@ -131,7 +132,7 @@ def _team(
             raise
         raise told from fault
     say(f"tensor parallel: {crew.ranks} ranks, this one with {format_size(part.weights.bytes + part.weights.host_bytes)} of weights")
-    return part, Leader(part.runner, crew, group)
+    return part, Leader(part.runner, crew, group, alone)
 
 
 @dataclass(frozen=True, slots=True)

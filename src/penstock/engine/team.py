@@ -1,5 +1,6 @@
 """An engine on several devices: which part of the model each rank has, on which device, and what it exchanges with the others."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,9 +84,13 @@ def team_config(config: Config, model: Model) -> Config:
     return replace(config, host_kv_memory=0)
 
 
-def share_threads(ranks: int) -> None:
-    """Of this process: as many ranks compute on the machine's cores at once. Threads that wait for each other take far longer."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
+    """Where ranks compute on the same cores: this process's part of its threads, since threads that wait for each other take far longer.
+    Returns what gives it back all that it had."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, before // ranks))
+    return lambda: torch.set_num_threads(before)
 
 
 def described(model: Model) -> Path | Shape:

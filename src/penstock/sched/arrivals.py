@@ -62,8 +62,7 @@ class Arrivals:
             self._decline(request, first + count)
             rates.declined(Route.UP)
             return False
-        id, _ = self._tiers.bring_up(names_of(request, first, count), blocks)
-        self._wait(request, id)
+        self._wait(request, self._tiers.bring_up(names_of(request, first, count), blocks))
         return True
 
     def _bring_in(self, request: Request, first: int, count: int) -> bool:
@@ -76,10 +75,9 @@ class Arrivals:
             rates.declined(Route.IN)
             request.patient = False
             return False
-        begun = self._tiers.bring_in(names.part(front), self._promised())
-        if begun is None:
+        id = self._tiers.bring_in(names.part(front), self._promised())
+        if id is None:
             return False
-        id, _ = begun
         if front:
             request.meets, request.meeting = first + front, id
             return False

@@ -150,15 +150,15 @@ class Tiers:
 
     # ---- setting out
 
-    def bring_up(self, names: Names, blocks: Sequence[HostBlockId]) -> tuple[TransferId, list[BlockId]]:
+    def bring_up(self, names: Names, blocks: Sequence[HostBlockId]) -> TransferId:
         """From host blocks to as many new pages, which the caller has seen to be available. They are the transfer's."""
         self.host.hold_run(names.keys, blocks)
         self._found += names.keys
         pages = self.pages.allocate(len(blocks))
-        return self._go(Route.UP, names, pages, blocks), pages
+        return self._go(Route.UP, names, pages, blocks)
 
-    def bring_in(self, names: Names, promised: int = 0) -> tuple[TransferId, int] | None:
-        """From the disk to the host, as many as there is room for, and how many; None if there is none, or one is on its way.
+    def bring_in(self, names: Names, promised: int = 0) -> TransferId | None:
+        """From the disk to the host, as many as there is room for; None if there is none, or one is on its way.
 
         promised: host blocks that others will need.
         """
@@ -171,7 +171,7 @@ class Tiers:
             return None
         names = names.part(0, len(blocks))
         self.disk.hold(names.keys)
-        return self._go(Route.IN, names, (), blocks), len(blocks)
+        return self._go(Route.IN, names, (), blocks)
 
     def _room(self, promised: int) -> int:
         """Host blocks that transfers may take."""

@@ -95,7 +95,7 @@ class DecodeStep:
         staging = self._staging[self._turn][: _FIELDS * count]
         fields = staging.numpy().reshape(_FIELDS, count)
         used, shares = len(plan.shares), plan.shares
-        fields[0, :used] = fields[3, :used] = [share.row for share in shares]
+        fields[0, :used] = [share.row for share in shares]
         fields[1, :used] = [share.start for share in shares]
         fields[2, :used] = [share.tokens[0] for share in shares]
         fields[3, :used] = [share.row if share.new_blocks else self._nobody for share in shares]

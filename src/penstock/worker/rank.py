@@ -118,8 +118,9 @@ class _Job(Task):
 class Leader:
     """Rank 0, as an engine's ranks: all of them together. Takes over its part of the work, the crew and the group."""
 
-    def __init__(self, part: Part, crew: Crew, group: Group) -> None:
-        self._part, self._crew, self._group = part, crew, group
+    def __init__(self, part: Part, crew: Crew, group: Group, alone: Callable[[], object] = lambda: None) -> None:
+        """alone: to be called when this process is the only one again."""
+        self._part, self._crew, self._group, self._alone = part, crew, group, alone
         self._workers = Workers(1, "rank 0")
         self._job: _Job | None = None
         """Given to the thread last."""
@@ -165,6 +166,7 @@ class Leader:
         self._crew.close()
         if self._job is None or self._job.done:  # Else it hangs in a device that cannot be had back.
             self._workers.close()
+        self._alone()
         self._closed = True
 
     def _do(self, work: Callable[[], T]) -> T:
