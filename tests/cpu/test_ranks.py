@@ -257,9 +257,11 @@ import sys
 from crews import NOTHING, led, order
 leader, crew = led(2)
 print(*(leader.run(NOTHING).results[0].token for _ in range(3)), flush=True)
-if len(sys.argv) > 1:
-    leader.run(order(sys.argv[1], 1))
-leader.close()
+try:
+    if len(sys.argv) > 1:
+        leader.run(order(sys.argv[1], 1))
+finally:  # As an engine does after a failure.
+    leader.close()
 print("closed", flush=True)
 """
 
