@@ -318,6 +318,16 @@ def test_a_flipped_bit_in_a_record_is_a_miss_and_stays_one(tmp_path: Path) -> No
         assert holds(store, 5)
 
 
+def put_when_there_is_room(store: BlockStore, number: int) -> None:
+    """Room that was forgotten is there once compaction has made it."""
+    late = time.monotonic() + LONG
+    while isinstance((task := store.write(key_of(number), payload(number), nothing)).fault, StoreFull):
+        assert time.monotonic() < late
+        finish(store)
+    task.result()
+    store.poll()
+
+
 def test_what_is_in_quarantine_goes_when_its_room_is_needed(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, range(16))
@@ -327,15 +337,10 @@ def test_what_is_in_quarantine_goes_when_its_room_is_needed(tmp_path: Path) -> N
         finish(store)
         assert store.stats.quarantined == 1
         assert len(files(tmp_path)) == 2
-        late = time.monotonic() + LONG
         for number in range(100, 100 + store.capacity - 8):
-            while isinstance((task := store.write(key_of(number), payload(number), nothing)).fault, StoreFull):
-                assert time.monotonic() < late
-                finish(store)
-            task.result()
-            store.poll()
+            put_when_there_is_room(store, number)
         store.forget([key_of(100)])
-        put(store, [900])
+        put_when_there_is_room(store, 900)
         assert store.stats.quarantined == 0
         assert held(store, range(8, 16)) == set(range(8, 16))
 
