@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -30,16 +31,17 @@ def order(what: str, rank: int) -> Plan:
 
 
 class Sums:
-    """A rank's part: every plan sums, over the ranks, how many plans each has run before, and ones. A transfer lands on rank r in the r-th
-    step behind its own, in r seconds, and without its r-th block."""
+    """A rank's part: every plan sums, over the ranks, how many plans each has begun before, and ones, and is at its end as many behind as
+    it was begun behind. A transfer lands on rank r in the r-th step behind its own, in r seconds, and without its r-th block."""
 
     carrier = None
+    ahead = True
 
     def __init__(self, group: Group) -> None:
-        self.group, self.ran, self.closed = group, 0, 0
+        self.group, self.ran, self.ended, self.closed = group, 0, 0, 0
         self._going: dict[int, tuple[int, Landed]] = {}
 
-    def run(self, plan: Plan) -> Outcome:
+    def begin(self, plan: Plan) -> "Sum":
         rank = self.group.rank
         for transfer in plan.transfers:
             lost = (rank,) if rank < len(transfer.blocks) else ()
@@ -50,19 +52,35 @@ class Sums:
                 befall(what)
         total = torch.tensor([self.ran, 1])
         self.group.all_reduce(total)
-        landed = [one for when, one in self._going.values() if when <= self.ran]
-        for one in landed:
-            del self._going[one.id]
         self.ran += 1
-        return Outcome((Result(int(total[0])), Result(int(total[1]))), tuple(landed))
+        return Sum(self, self.ran, total)
 
     def settle(self) -> tuple[Landed, ...]:
+        self.ended = self.ran
         landed = tuple(one for _, one in self._going.values())
         self._going.clear()
         return landed
 
     def close(self) -> None:
         self.closed += 1
+
+
+@dataclass
+class Sum:
+    """A step of a rank's, its arithmetic given to the device. They end in their order."""
+
+    part: Sums
+    number: int
+    total: torch.Tensor
+
+    def outcome(self) -> Outcome:
+        part = self.part
+        part.ended += 1
+        assert part.ended == self.number, "another step than the first that has not ended"
+        landed = [one for when, one in part._going.values() if when < part.ended]
+        for one in landed:
+            del part._going[one.id]
+        return Outcome((Result(int(self.total[0])), Result(int(self.total[1]))), tuple(landed))
 
 
 def befall(what: str) -> None:

@@ -9,6 +9,9 @@ from crews import CPU, follow_cases
 from penstock.base.errors import DeviceError
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew, launch
+from penstock.step.params import Sampling
+from penstock.step.plan import Admission, Row, Share
+from penstock.worker.sampler import Sampler
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32]
 Case = Callable[[Group], None]
@@ -50,6 +53,38 @@ def gathers(group: Group) -> None:
                     assert torch.equal(whole, torch.cat(every, -1))
 
 
+def copies(group: Group) -> None:
+    for dtype in DTYPES:
+        for shape in ((1,), (3, 5), (2, 0)):
+            every = parts(group.ranks, *shape, dtype=dtype)
+            mine = every[group.rank].clone()
+            group.follow(mine)
+            assert torch.equal(mine, every[0])
+
+
+def draws(group: Group) -> None:
+    """What rank 0 draws is every rank's newest, even where the last bits of its logits are others."""
+    settings = [tiny_sampling(temperature) for temperature in (0.0, 1.0, 0.0, 0.7)]
+    for rows in (range(4), range(0, 4, 2)):
+        sampler = Sampler(50, 4, CPU, group.follow)
+        for row, sampling in enumerate(settings):
+            sampler.admit(Admission(Row(row), sampling, (1, 2), ()))
+        logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(7))
+        random = [index for index, row in enumerate(rows) if row % 2]
+        logits[random] = torch.randn(len(random), 50, generator=torch.Generator().manual_seed(group.rank))
+        tokens, _ = sampler.sample(logits, [share_of(row) for row in rows]).read()
+        assert sampler.newest[list(rows)].tolist() == tokens
+        assert len(set(group.exchange(bytes(tokens)))) == 1
+
+
+def tiny_sampling(temperature: float) -> Sampling:
+    return Sampling(temperature, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 5, None, None)
+
+
+def share_of(row: int) -> Share:
+    return Share(Row(row), 3, (1,), 0, (), sample=True, prompt_length=2)
+
+
 def within_inference(group: Group) -> None:
     with torch.inference_mode():
         sums(group)
@@ -72,7 +107,9 @@ def messages(group: Group) -> None:
         assert group.broadcast(said if group.rank == 0 else None) == said
 
 
-CASES: dict[str, Case] = {case.__name__: case for case in (sums, rounded_sums, gathers, within_inference, agreements, messages)}
+CASES: dict[str, Case] = {
+    case.__name__: case for case in (sums, rounded_sums, gathers, copies, draws, within_inference, agreements, messages)
+}
 
 
 @pytest.fixture(scope="module", params=[2, 3])

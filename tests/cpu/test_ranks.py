@@ -73,6 +73,24 @@ def test_a_transfer_has_landed_when_it_has_on_all_ranks(leader: Leader) -> None:
     assert leader.settle() == ()
 
 
+def test_a_step_may_be_begun_before_the_last_has_ended(leader: Leader) -> None:
+    """They end in their order, on all ranks; what has landed is told once."""
+    assert leader.ahead
+    before = ran(leader.run(NOTHING))
+    for count in range(1, 20):
+        first = leader.begin(Plan((), (), transfers=(transfer(100 + count),)))
+        second = leader.begin(NOTHING)
+        assert ran(first.outcome()) == before + 1
+        third = leader.begin(NOTHING)
+        outcomes = second.outcome(), third.outcome()
+        assert [ran(outcome) for outcome in outcomes] == [before + 2, before + 3]
+        assert [outcome.landed for outcome in outcomes] == [(), (landed(100 + count),)]
+        before += 3
+    leader.begin(Plan((), (), transfers=(transfer(120),)))
+    assert leader.settle() == (landed(120),), "told of what was taken, or not of what was begun"
+    assert ran(leader.run(NOTHING)) == before + 2
+
+
 def test_an_interrupt_anywhere_in_a_step_leaves_all_ranks_with_its_plan_or_none(leader: Leader) -> None:
     """And one anywhere in settling, which is then done again; no transfer is forgotten that was begun, nor made up."""
     seen = {False: 0, True: 0}
@@ -81,13 +99,19 @@ def test_an_interrupt_anywhere_in_a_step_leaves_all_ranks_with_its_plan_or_none(
         early, late = 2 * where, 2 * where + 1
         leader.run(Plan((), (), transfers=(transfer(early),)))
         before = ran(leader.run(NOTHING))
-        got: list[Outcome] = []
-        struck: bool = cut_short(lambda: got.append(leader.run(Plan((), (), transfers=(transfer(late),)))), where, OURS_AND_LOCKS)
+        flight, got = leader.begin(NOTHING), list[Outcome]()
+
+        def step() -> None:
+            under_way = leader.begin(Plan((), (), transfers=(transfer(late),)))
+            flight.outcome()
+            got.append(under_way.outcome())
+
+        struck: bool = cut_short(step, where, OURS_AND_LOCKS)
         cut_short(leader.settle, where % 23, OURS_AND_LOCKS)
         last = leader.settle()
         after = ran(leader.run(NOTHING))
-        has_run = after == before + 2
-        assert has_run or after == before + 1
+        has_run = after == before + 3
+        assert has_run or after == before + 2
         assert has_run or not got
         assert last == (landed(early), landed(late))[: 1 + has_run]
         if struck:

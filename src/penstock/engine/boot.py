@@ -192,7 +192,8 @@ def _runner(settled: Settled, place: Place) -> Runner:
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
     )
     decoder = Decoder(spec, place.shard, place.collectives(spec.vocab_size))
-    return Runner(decoder, inputs, Sampler(spec.vocab_size, settled.limits.max_sequences, device), device)
+    sampler = Sampler(spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None)
+    return Runner(decoder, inputs, sampler, device)
 
 
 def _record(config: Config, settled: Settled, runner: Runner, say: Say) -> None:

@@ -12,7 +12,7 @@ from penstock.base.meter import Direction, KVStats, TierStats
 from penstock.kv.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
-from penstock.step.plan import Landed, Outcome, Plan, RequestId, Route
+from penstock.step.plan import Landed, Outcome, Plan, RequestId, Route, Step
 from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:
@@ -23,14 +23,6 @@ _LAST = 5.0
 """Seconds that the end waits for blocks on their way."""
 _MOST_LOST = 8
 """Times that KV may be lost: a disk that loses more of it will not stop to."""
-
-
-class Step(Protocol):
-    """A plan that is being carried out."""
-
-    def outcome(self) -> Outcome:
-        """Waits until it has been. To be called once, in the order in which plans were begun."""
-        ...
 
 
 class Ranks(Protocol):

@@ -11,6 +11,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    BroadcastOptions,
     PrefixStore,
     ProcessGroup,
     ProcessGroupGloo,
@@ -43,7 +44,10 @@ class Group:
         limit = timedelta(seconds=timeout)
         self._sum, self._least, self._every = AllreduceOptions(), AllreduceOptions(), AllgatherOptions()
         self._least.reduceOp = cast(ReduceOp, ReduceOp.MIN)
-        self._sum.asyncOp = self._every.asyncOp = False  # On the current stream itself: no second one and no events between.
+        self._first = BroadcastOptions()
+        self._sum.asyncOp = self._every.asyncOp = self._first.asyncOp = (
+            False  # On the current stream itself: no second one and no events between.
+        )
         with _Named(self, "meeting"):
             named = PrefixStore("gloo", store)
             if near:
@@ -74,6 +78,12 @@ class Group:
         assert x.is_contiguous(), "a sum in place needs a contiguous tensor"
         with _Named(self, "a sum"):
             _wait(_open(self._tensors).allreduce([x], self._sum))
+
+    def follow(self, x: Tensor) -> None:
+        """Rank 0's tensor, in place on all ranks. `x` is contiguous, and of one shape and dtype on all ranks."""
+        assert x.is_contiguous(), "a copy in place needs a contiguous tensor"
+        with _Named(self, "a copy"):
+            _wait(_open(self._tensors).broadcast([x], self._first))
 
     def gather(self, x: Tensor, widths: Sequence[int] | None = None) -> Tensor:
         """All ranks' `[..., width]` beside each other, in order of rank: `[..., sum of widths]`, on every rank.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NewType, Protocol
 
 from penstock.step.params import Sampling
 
@@ -158,3 +158,11 @@ class Outcome:
     landed: tuple[Landed, ...] = ()
     seconds: float = 0.0
     """That the step took."""
+
+
+class Step(Protocol):
+    """A plan that is being carried out."""
+
+    def outcome(self) -> Outcome:
+        """Waits until it has been. To be called once, in the order in which plans were begun."""
+        ...

@@ -1,9 +1,15 @@
 """One engine on several devices: rank 0 leads, the others carry out the same plans in the same order.
 
 How all ranks stay in agreement. Every message has a number, and a follower takes only the next one. A plan has collectives in its midst, so
-a rank cannot leave it half done: rank 0 sends and runs it on a thread of its own, which no interrupt reaches. An interrupt strikes the
-thread that called `run`, wherever it may: either the plan has not been put for that other thread, which is one call, and then no rank ever
-gets it; or it has, and then all ranks run it to its end, behind which `settle` is put. Nothing in between can be seen.
+a rank cannot leave it half done: rank 0 sends and begins it on a thread of its own, which no interrupt reaches. An interrupt strikes the
+thread that called `begin`, wherever it may: either the plan has not been put for that other thread, which is one call, and then no rank
+ever gets it; or it has, and then all ranks begin it, behind which `settle` is put. Nothing in between can be seen.
+
+A step may be begun before the one before it has ended. Rank 0 says both, the begin and the end, and the others do the same in the same
+order, so none of them is ever further ahead than rank 0, and all of them call their collectives in one order. A follower waits at an end as
+rank 0 does: a step that uses memory again which the one before the last has read, as that of staging, is begun behind its end on every rank.
+Tokens that a plan does not know are drawn on every rank from logits of the same bits, and where more than the likeliest is wanted they are
+rank 0's.
 
 A transfer between tiers has landed when it has on every rank: each copies its own part of a block, at its own pace. As long as any is
 under way, ranks exchange what has landed at the end of each step. A block that any of them has lost is lost.
@@ -11,6 +17,7 @@ under way, ranks exchange what has landed at the end of each step. A block that 
 A failure on any rank is the end of all: the others would wait for it. It is raised by every call from then on, but `close`.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,7 +33,7 @@ from penstock.memory.tasks import Task, Workers
 from penstock.parallel.codec import Codec
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew
-from penstock.step.plan import Landed, Outcome, Plan, TransferId
+from penstock.step.plan import Landed, Outcome, Plan, Step, TransferId
 
 T = TypeVar("T")
 
@@ -44,7 +51,10 @@ class Part(Protocol):
     @property
     def carrier(self) -> Carrier | None: ...
 
-    def run(self, plan: Plan) -> Outcome: ...
+    @property
+    def ahead(self) -> bool: ...
+
+    def begin(self, plan: Plan) -> Step: ...
 
     def settle(self) -> tuple[Landed, ...]: ...
 
@@ -52,7 +62,8 @@ class Part(Protocol):
 
 
 class _Kind(Enum):
-    RUN = "run"
+    BEGIN = "begin"
+    END = "end"
     SETTLE = "settle"
     CLOSE = "close"
 
@@ -80,6 +91,7 @@ def serve(receive: Callable[[], bytes], part: Part, group: Group) -> None:
     """A follower: do what rank 0 says until it says that it is over, and close. Raises whatever the work does, and DeviceError if messages
     are not in order; then this process must end, from which the others learn of it."""
     landed: tuple[Landed, ...] = ()
+    under_way = deque[Step]()
     number = 0
     while True:
         message = _MESSAGES.decode(receive())
@@ -88,11 +100,15 @@ def serve(receive: Callable[[], bytes], part: Part, group: Group) -> None:
         number += 1
         if message.kind is _Kind.CLOSE:
             break
-        if message.kind is _Kind.SETTLE:
-            landed += part.settle()
-        else:
-            assert message.plan is not None, "a run without a plan"
-            landed += part.run(message.plan).landed
+        match message.kind:
+            case _Kind.BEGIN:
+                assert message.plan is not None, "a begin without a plan"
+                under_way.append(part.begin(message.plan))
+            case _Kind.END:
+                landed += under_way.popleft().outcome().landed
+            case _Kind.SETTLE:
+                under_way.clear()
+                landed += part.settle()
         group.check()
         if message.collect:
             group.exchange(_REPORTS.encode(_Report(landed)))
@@ -123,7 +139,7 @@ class Leader:
         self._part, self._crew, self._group, self._alone = part, crew, group, alone
         self._workers = Workers(1, "rank 0")
         self._job: _Job | None = None
-        """Given to the thread last."""
+        """Given to the thread last, among those that somebody waits for."""
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._closed = self._ended = False
         # The other thread's, as long as it has a job:
@@ -131,25 +147,33 @@ class Leader:
         self._broken: DeviceError | None = None
         self._going: dict[TransferId, list[Landed]] = {}
         """Of transfers that have not landed on all ranks, what those say on which they have."""
+        self._under_way = deque[Step]()
+        """Begun and not ended, on this rank."""
         self._told: list[Landed] = []
-        """Handed out by the last step, which may have been cut short before anybody took it."""
+        """Handed out since the last step was begun: a call may have been cut short before anybody took it."""
 
     @property
     def carrier(self) -> Carrier | None:
         """Rank 0's own."""
         return self._part.carrier
 
-    ahead = False
-    """A step is over on all ranks before the next is begun."""
+    @property
+    def ahead(self) -> bool:
+        return self._part.ahead
 
-    def begin(self, plan: Plan) -> "_Over":
-        """As `run`."""
-        return _Over(self.run(plan))
+    def begin(self, plan: Plan) -> Step:
+        """Have it begun on all ranks. What fails is raised where its outcome is asked for."""
+        self._told = []
+        self._workers.put(Task(partial(self._begin, plan)))
+        return _UnderWay(self)
 
     def run(self, plan: Plan) -> Outcome:
-        """On all ranks. Raises DeviceError when one of them has failed."""
-        self._told = []
-        return self._do(partial(self._run, plan))
+        """On all ranks, to its end. Raises DeviceError when one of them has failed."""
+        return self.begin(plan).outcome()
+
+    def end(self) -> Outcome:
+        """Of the step that was begun first, of those that have not ended. Raises DeviceError when a rank has failed."""
+        return self._do(self._finish)
 
     def settle(self) -> tuple[Landed, ...]:
         """After a call that was cut short: all ranks have run its plan, or none has, and nothing is under way any more. What came of
@@ -192,22 +216,30 @@ class Leader:
 
     # ---- on the other thread
 
-    def _run(self, plan: Plan) -> Outcome:
+    def _begin(self, plan: Plan) -> None:
         with self._unbroken():
-            collect = bool(plan.transfers or self._going)
-            self._send(_Kind.RUN, plan, collect)
+            self._send(_Kind.BEGIN, plan)
             self._going.update((transfer.id, []) for transfer in plan.transfers)
-            outcome = self._part.run(plan)
+            self._under_way.append(self._part.begin(plan))
+            self._group.check()
+
+    def _finish(self) -> Outcome:
+        with self._unbroken():
+            collect = bool(self._going)
+            self._send(_Kind.END, collect=collect)
+            outcome = self._under_way.popleft().outcome()
             self._group.check()
             if not collect:
                 assert not outcome.landed, "what has landed has set out before"
                 return outcome
-            self._told = self._landed(outcome.landed)
-            return replace(outcome, landed=tuple(self._told))
+            landed = self._landed(outcome.landed)
+            self._told += landed
+            return replace(outcome, landed=tuple(landed))
 
     def _settle(self) -> tuple[Landed, ...]:
         with self._unbroken():
-            self._send(_Kind.SETTLE, None, True)
+            self._send(_Kind.SETTLE, collect=True)
+            self._under_way.clear()
             self._told += self._landed(self._part.settle())
             assert not self._going, "a transfer that a rank does not know of"
             return tuple(self._told)
@@ -218,7 +250,7 @@ class Leader:
         self._ended, grace = True, 0.0
         try:
             with suppress(DeviceError), self._unbroken():
-                self._send(_Kind.CLOSE, None, False)
+                self._send(_Kind.CLOSE)
                 grace = _GRACE
             if not grace:
                 self._group.abort()
@@ -227,7 +259,7 @@ class Leader:
         finally:
             self._crew.close(grace)
 
-    def _send(self, kind: _Kind, plan: Plan | None, collect: bool) -> None:
+    def _send(self, kind: _Kind, plan: Plan | None = None, collect: bool = False) -> None:
         self._crew.send(_MESSAGES.encode(_Message(self._number, kind, plan, collect)))
         self._number += 1
 
@@ -266,13 +298,13 @@ class Leader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Over:
-    """A step that has been done."""
+class _UnderWay:
+    """A step that all ranks have been told to begin."""
 
-    _outcome: Outcome
+    _leader: Leader
 
     def outcome(self) -> Outcome:
-        return self._outcome
+        return self._leader.end()
 
 
 def _joined(reports: Sequence[Landed]) -> Landed:

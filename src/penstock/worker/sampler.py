@@ -1,6 +1,6 @@
 """Chooses the tokens of a step: per-row settings and penalty counts, kept between steps; log-probabilities where asked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,10 @@ class _RowState:
 class Sampler:
     """Owns what sampling must remember of each row. A row's state lasts until the row is given to another request."""
 
-    def __init__(self, vocab_size: int, rows: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, rows: int, device: torch.device, agree: Callable[[Tensor], None] | None = None) -> None:
+        """agree: puts rank 0's tokens in the place of this rank's, if there are several."""
         self._vocab = vocab_size
+        self._agree = agree
         self._device = device
         self._rows: dict[Row, _RowState] = {}
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -55,6 +57,9 @@ class Sampler:
         for row, (state, share) in enumerate(zip(states, shares, strict=True)):
             self._adjust(logits[row], state, share)
         tokens = draw(logits, [state.sampling for state in states], [share.stop for share in shares])
+        # Logits are the same on all ranks, but sums over a vocabulary are not to the last bit, not even twice on one device.
+        if self._agree is not None and not all(is_greedy(state.sampling) for state in states):
+            self._agree(tokens)
         self.newest[self._ids([share.row for share in shares])] = tokens
         scores: list[_Score | None] = []
         for row, state in enumerate(states):
