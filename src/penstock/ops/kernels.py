@@ -17,6 +17,11 @@ def attention_kernels() -> ModuleType | None:
 
 
 @functools.cache
+def expert_kernels() -> ModuleType | None:
+    return _kernels("triton_experts")
+
+
+@functools.cache
 def tile_kernels() -> ModuleType | None:
     return _kernels("triton_tiles")
 

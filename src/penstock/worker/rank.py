@@ -7,7 +7,7 @@ ever gets it; or it has, and then all ranks begin it, behind which `settle` is p
 
 A step may be begun before the one before it has ended. Rank 0 says both, the begin and the end, and the others do the same in the same
 order, so none of them is ever further ahead than rank 0, and all of them call their collectives in one order. A follower waits at an end as
-rank 0 does: a step that uses memory again which the one before the last has read, as that of staging, is begun behind its end on every rank.
+rank 0 does: a step that uses memory again which the one before the last has read, as staging, is begun behind its end on every rank.
 Tokens that a plan does not know are drawn on every rank from logits of the same bits, and where more than the likeliest is wanted they are
 rank 0's.
 
