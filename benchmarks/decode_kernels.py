@@ -1,4 +1,5 @@
-"""The kernels of one layer of a decode step: what each takes inside a CUDA graph, beside the bytes it must move and the device's best.
+"""The kernels of one layer of a decode step, and the draw behind them: what each takes inside a CUDA graph, beside the bytes it must move
+and the device's best.
 
     PYTHONPATH=src python3 benchmarks/decode_kernels.py --out decode_kernels.json
     PYTHONPATH=src python3 benchmarks/decode_kernels.py --tiny --device cpu      the same code over tiny shapes, interpreted
@@ -28,8 +29,10 @@ from torch.nn import functional as F
 from penstock.ops.activation import silu_mul as silu_mul_plainly
 from penstock.ops.norm import add_rms_norm as add_rms_norm_plainly
 from penstock.ops.project import HeadNorms, project_reference
+from penstock.ops.sampling import draw_reference
 from penstock.ops.triton_attention import DecodeTuning, decode_tuning, paged_decode, write_kv
 from penstock.ops.triton_pointwise import project, rms_norm, rope_, silu_mul
+from penstock.ops.triton_sampling import draw
 
 DTYPE, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 64
 AT_LEAST = 1 << 30
@@ -47,14 +50,15 @@ class Shape:
     hidden: int
     inner: int
     qk_norm: bool
+    vocab: int
 
     @property
     def qkv(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.dim
 
 
-SHAPES = (Shape("8B", 32, 8, 128, 4096, 14336, False), Shape("0.6B", 16, 8, 128, 1024, 3072, True))
-TINY = (Shape("tiny", 4, 2, 32, 64, 96, False), Shape("tiny, norms", 6, 3, 16, 48, 80, True))
+SHAPES = (Shape("8B", 32, 8, 128, 4096, 14336, False, 128256), Shape("0.6B", 16, 8, 128, 1024, 3072, True, 151936))
+TINY = (Shape("tiny", 4, 2, 32, 64, 96, False, 90), Shape("tiny, norms", 6, 3, 16, 48, 80, True, 200))
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,26 @@ class Bench:
             found = worst(call(0, counters, tuned))
             yield Work(name, variant, moved, [lambda i=i, c=counters, t=tuned: call(i, c, t) for i in range(layers)], found)
 
+    def draws(self) -> Iterator[Work]:
+        """Of tokens, where no row takes the likeliest, by the kernel and by sorting. A look at the logits is all they must move."""
+        batch, vocab = self.batch, self.shape.vocab
+        moved = batch * vocab * 4
+        buffers = [torch.randn(batch, vocab, generator=self.generator, device=self.device) * 3 for _ in range(self.sets(moved))]
+        numbers = torch.rand(batch, generator=self.generator, device=self.device, dtype=torch.float64)
+        for name, top_k, top_p in (("all", 0, 1.0), ("top-p", 0, 0.95), ("top-k, top-p", 20, 0.95)):
+            asked = torch.zeros(batch, 6, dtype=torch.float64, device=self.device)
+            asked[:, 0] = torch.arange(batch)
+            asked[:, 1], asked[:, 2], asked[:, 3], asked[:, 5] = 0.7, top_k, top_p, numbers
+            tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
+            draw(buffers[0], asked, tokens)
+            others = sum(int(a) != int(b) for a, b in zip(tokens, draw_reference(buffers[0], asked), strict=True))
+            worst = 0.0 if others <= 1 else 1.0  # One may be next to the number that decides.
+            sorts = top_k > 0 or top_p < 1
+            calls = [lambda x=x, a=asked, t=tokens: draw(x, a, t) for x in buffers]
+            yield Work(f"draw, {name}", "kernel", moved, calls, worst)
+            calls = [lambda x=x, a=asked, s=sorts: draw_reference(x, a, sorts=s) for x in buffers]
+            yield Work(f"draw, {name}", "sorted" if sorts else "by steps", moved, calls, 0.0)
+
 
 def on_host(x: Tensor) -> Tensor:
     """A copy, where the ops are plain torch."""
@@ -235,6 +259,8 @@ def rows_of(
             sums[0] += work.times * row["us"]
             sums[1] += work.times * row["ideal_us"]
         yield row
+    for work in bench.draws():
+        yield reading(bench, work, ceiling)
     for context in contexts:
         for work in bench.attentions(context, bound):
             row = reading(bench, work, ceiling)

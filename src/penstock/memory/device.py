@@ -5,9 +5,11 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from penstock.base.errors import DeviceError
 
@@ -38,6 +40,14 @@ def choose_device(asked: str) -> torch.device:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def send(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array on the device, in the order of its current stream; waits for nothing."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)  # The allocator gives pinned memory to nobody else before it has been read.
 
 
 def native_half(device: torch.device) -> bool:

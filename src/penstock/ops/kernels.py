@@ -26,6 +26,11 @@ def tile_kernels() -> ModuleType | None:
     return _kernels("triton_tiles")
 
 
+@functools.cache
+def sampling_kernels() -> ModuleType | None:
+    return _kernels("triton_sampling")
+
+
 def _kernels(name: str) -> ModuleType | None:
     """None where Triton is not installed: then the plain-torch references do the work."""
     if importlib.util.find_spec("triton") is None:

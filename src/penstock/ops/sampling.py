@@ -1,23 +1,26 @@
 """From logits to tokens: penalties, truncation and the draw, for a batch in which every row has its own settings.
 
-No row's result depends on another row. The draw is the inverse of the cumulative distribution at a number that the request's seed and
-the token's position alone decide, so a seed means the same draws whatever else is in the batch.
+No row's result depends on another row. The draw is the inverse of the cumulative distribution, in the order of the vocabulary, at a number
+that the request's seed and the token's position alone decide, so a seed means the same draws whatever else is in the batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.ops.kernels import sampling_kernels
 from penstock.step.params import Sampling
 
 _COLDEST = 1e-30
 """Temperatures below it are taken as 0: logits divided by them may be infinite, and then have no softmax."""
 
-_ROWS = 32
-"""Rows drawn at a time: sorted with their order and sums in float64 they take six times their logits."""
+_ROWS = 16
+"""Rows drawn at a time where there are no kernels: sorted, with their order and sums in float64, they take ten times their logits."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -50,57 +53,47 @@ def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature <= _COLDEST or sampling.top_k == 1
 
 
-def draw(logits: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """One token per row: logits float32 `[rows, vocab]`, and the position of each row's token; result int64 `[rows]` on the device.
+def wishes(rows: Sequence[int], settings: Sequence[Sampling], positions: Sequence[int]) -> NDArray[np.float64]:
+    """What a draw of these rows of logits goes by, `[rows, 6]`: row, temperature, top-k, top-p, min-p, and the number that decides."""
+    of = zip(rows, settings, positions, strict=True)
+    table = [(row, one.temperature, one.top_k, one.top_p, one.min_p, uniform(one.seed, position)) for row, one, position in of]
+    return np.array(table, dtype=np.float64).reshape(-1, 6)
 
-    In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it.
+
+def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
+    """Draw a token for each of the `wishes` that were asked: logits float32 `[rows, vocab]`, asked float64 `[draws, 6]`; tokens int64
+    `[rows]`, of which only the rows that were named change.
+
+    In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it. Of tokens that are equally likely the
+    first come first. Waits for nothing where there are kernels.
     """
-    tokens = logits.argmax(-1)
-    random = [row for row, one in enumerate(settings) if not is_greedy(one)]
-    # Sorting a vocabulary is dear, so rows that need no order go without; the choice depends on the row's own settings only.
-    ordered = [row for row in random if settings[row].top_k > 0 or settings[row].top_p < 1]
-    plain = [row for row in random if not (settings[row].top_k > 0 or settings[row].top_p < 1)]
-    for rows, draw_rows in ((ordered, _draw_ordered), (plain, _draw_plain)):
-        for first in range(0, len(rows), _ROWS):
-            some = rows[first : first + _ROWS]
-            index = torch.tensor(some, device=logits.device)
-            chosen = [settings[row] for row in some]
-            heat = _column([one.temperature for one in chosen], logits)
-            at = _column([uniform(settings[row].seed, positions[row]) for row in some], logits, torch.float64)
-            tokens[index] = draw_rows(logits[index] / heat, chosen, at)
-    return tokens
+    if logits.is_cuda and (kernels := sampling_kernels()):
+        kernels.draw(logits, asked, tokens)
+        return
+    ordered = (asked[:, 2] > 0) | (asked[:, 3] < 1)
+    # Sorting a vocabulary is dear, so rows that need no order go without.
+    for some, sorts in ((asked[ordered], True), (asked[~ordered], False)):
+        for first in range(0, len(some), _ROWS):
+            part = some[first : first + _ROWS]
+            rows = part[:, 0].long()
+            tokens[rows] = draw_reference(logits[rows], part, sorts=sorts)
 
 
-def _draw_plain(logits: Tensor, settings: Sequence[Sampling], numbers: Tensor) -> Tensor:
-    return _invert(_min_p(logits.softmax(-1), settings), numbers)
-
-
-def _draw_ordered(logits: Tensor, settings: Sequence[Sampling], numbers: Tensor) -> Tensor:
-    logits, order = logits.sort(dim=-1, descending=True, stable=True)
-    vocab = logits.shape[-1]
-    most = _column([one.top_k if one.top_k > 0 else vocab for one in settings], logits)
-    logits = logits.masked_fill(torch.arange(vocab, device=logits.device) >= most, -torch.inf)
-    probabilities = logits.softmax(-1)
-    before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
-    nucleus = _column([one.top_p for one in settings], logits, torch.float64)
-    probabilities = probabilities.masked_fill((before >= nucleus) & (nucleus < 1), 0)
-    place = _invert(_min_p(probabilities, settings), numbers)
-    return order.gather(-1, place[:, None])[:, 0]
-
-
-def _min_p(probabilities: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    if not any(one.min_p for one in settings):
-        return probabilities
-    least = _column([one.min_p for one in settings], probabilities) * probabilities.amax(-1, keepdim=True)
-    return probabilities.masked_fill(probabilities < least, 0)
-
-
-def _invert(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """The first place at which the cumulative sum exceeds the number's share of the whole."""
-    sums = probabilities.cumsum(-1, dtype=torch.float64)
-    places = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0]
-    return places.clamp_(max=probabilities.shape[-1] - 1)
-
-
-def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tensor:
+    """`draw` step by step: logits float32 `[draws, vocab]`, a row for each; result int64 `[draws]`. sorts: False where no row needs it."""
+    heat, most, nucleus, least, number = (asked[:, column, None] for column in range(1, 6))
+    warm = logits / heat.float()
+    likelihood = (warm - warm.amax(-1, keepdim=True)).exp()  # Relative to the likeliest.
+    kept = likelihood.double()
+    if sorts:
+        order = warm.sort(dim=-1, descending=True, stable=True).indices
+        best = likelihood.gather(-1, order).double()
+        best.masked_fill_((torch.arange(best.shape[-1], device=best.device) >= most) & (most > 0), 0)
+        sums = best.cumsum(-1)
+        best.masked_fill_((sums - best >= nucleus * sums[:, -1:]) & (nucleus < 1), 0)
+        kept = torch.zeros_like(best).scatter_(-1, order, best)
+    kept.masked_fill_(likelihood < least, 0)
+    sums = kept.cumsum(-1)
+    places = torch.searchsorted(sums, number * sums[:, -1:], right=True)
+    last = sums.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)  # A sum may come out below the number's share of itself.
+    return torch.minimum(places[:, 0], last)

@@ -12,6 +12,7 @@ from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.kv.carrier import Send
 from penstock.kv.chosen import Reader
 from penstock.kv.tiles import Tile
+from penstock.memory.device import send
 from penstock.models.inputs import StepInputs
 from penstock.ops.attention import PAST_TILE, AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, reads_pages
 from penstock.ops.rope import RotaryAngles
@@ -201,7 +202,7 @@ class InputBuilder:
         }
 
     def _send(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return send(values, self._device)
 
     def _rope_lengths(self, shares: Sequence[Share]) -> list[int]:
         """Dynamic scaling makes a prompt's frequencies for the prompt's length, and each later token's for its own position's."""

@@ -1,12 +1,17 @@
-"""Chooses the tokens of a step: per-row settings and penalty counts, kept between steps; log-probabilities where asked."""
+"""Chooses the tokens of a step: per-row settings and penalty counts, kept between steps; log-probabilities where asked.
+
+Nothing here waits for the device but who reads what was drawn, and `prompt_logprobs`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise
+from penstock.memory.device import send
+from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise, wishes
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
 
@@ -15,9 +20,16 @@ from penstock.step.plan import Admission, Row, Share, TokenLogprob
 class _RowState:
     sampling: Sampling
     prompt_length: int
-    counts: TokenCounts | None
     greedy: bool
     """Whether it takes the likeliest token, whatever else there is."""
+    counts: TokenCounts | None = None
+    bias: tuple[Tensor, Tensor] | None = None
+    """Tokens and what is added to their logits."""
+    ends: Tensor | None = None
+    """Tokens that it may not choose before it has as many as it must."""
+
+    def bans_ends(self, share: Share) -> bool:
+        return self.ends is not None and share.stop - self.prompt_length < self.sampling.min_tokens
 
 
 class Sampler:
@@ -34,59 +46,71 @@ class Sampler:
         self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def admit(self, admission: Admission) -> None:
-        counts = None
-        if admission.sampling.penalised:
-            output = torch.bincount(self._ids(admission.output), minlength=self._vocab).to(torch.int32)
-            prompt = torch.bincount(self._ids(admission.prompt), minlength=self._vocab) > 0
-            counts = TokenCounts(output, prompt)
-        self._rows[admission.row] = _RowState(admission.sampling, len(admission.prompt), counts, is_plain(admission.sampling))
+        sampling = admission.sampling
+        state = self._rows[admission.row] = _RowState(sampling, len(admission.prompt), is_plain(sampling))
+        if sampling.penalised:
+            output = torch.zeros(self._vocab, dtype=torch.int32, device=self._device)
+            output.index_add_(0, self._ids(admission.output), self._one.expand(len(admission.output)))
+            prompt = torch.zeros(self._vocab, dtype=torch.bool, device=self._device).index_fill_(0, self._ids(admission.prompt), True)
+            state.counts = TokenCounts(output, prompt)
+        if sampling.logit_bias:
+            tokens, biases = zip(*sampling.logit_bias, strict=True)
+            state.bias = self._ids(tokens), send(np.array(biases, dtype=np.float32), self._device)
+        if sampling.min_tokens and sampling.end_tokens:
+            state.ends = self._ids(sorted(sampling.end_tokens))
 
-    def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self._device)
+    def _ids(self, numbers: Sequence[int]) -> Tensor:
+        return send(np.array(numbers, dtype=np.int64), self._device)
 
     def choose(self, logits: Tensor, likeliest: Tensor, shares: Sequence[Share]) -> "Drawn":
         """As `sample`, where the likeliest tokens are known and are the rows' newest."""
         if all(self._rows[share.row].greedy for share in shares):
-            return Drawn(likeliest, (None,) * len(shares))
+            return Drawn(likeliest)
         return self.sample(logits, shares)
 
     def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
-        """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of their last positions."""
+        """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of their last positions, perhaps
+        overwritten."""
         states = [self._rows[share.row] for share in shares]
-        raw = logits.log_softmax(-1) if any(state.sampling.logprobs is not None for state in states) else None
+        curious = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+        scored = self._ids(curious)
+        raw = logits[scored].log_softmax(-1) if curious else None
         for row, (state, share) in enumerate(zip(states, shares, strict=True)):
-            self._adjust(logits[row], state, share)
-        tokens = draw(logits, [state.sampling for state in states], [share.stop for share in shares])
-        # Logits are the same on all ranks, but sums over a vocabulary are not to the last bit, not even twice on one device.
-        if self._agree is not None and not all(is_greedy(state.sampling) for state in states):
-            self._agree(tokens)
+            if state.bias is not None or state.counts is not None or state.bans_ends(share):
+                self._adjust(logits[row], state, share)
+        tokens = logits.argmax(-1)
+        random = [row for row, state in enumerate(states) if not is_greedy(state.sampling)]
+        if random:
+            asked = wishes(random, [states[row].sampling for row in random], [shares[row].stop for row in random])
+            draw(logits, send(asked, self._device), tokens)
+            # Logits are the same on all ranks, but sums over a vocabulary are not to the last bit, not even twice on one device.
+            if self._agree is not None:
+                self._agree(tokens)
         self.newest[self._ids([share.row for share in shares])] = tokens
-        scores: list[_Score | None] = []
         for row, state in enumerate(states):
             if state.counts is not None:
                 state.counts.output.index_add_(0, tokens[row : row + 1], self._one)
-            wanted = state.sampling.logprobs
-            scores.append(None if raw is None or wanted is None else _Score.of(raw[row], tokens[row : row + 1], wanted))
-        return Drawn(tokens, scores)
+        if raw is None:
+            return Drawn(tokens)
+        wanted = [states[row].sampling.logprobs or 0 for row in curious]
+        return Drawn(tokens, _Scores(raw, tokens[scored], dict(zip(curious, wanted, strict=True))))
 
     def _adjust(self, logits: Tensor, state: _RowState, share: Share) -> None:
         """Bias, penalties and the ban on early ends, in place on a row's logits `[vocab]`."""
-        sampling = state.sampling
-        if sampling.logit_bias:
-            ids, biases = zip(*sampling.logit_bias, strict=True)
-            logits.index_add_(0, self._ids(ids), torch.tensor(biases, dtype=torch.float32, device=self._device))
+        if state.bias is not None:
+            logits.index_add_(0, *state.bias)
         if state.counts is not None:
-            penalise(logits, sampling, state.counts)
-        if share.stop - state.prompt_length < sampling.min_tokens and sampling.end_tokens:
-            logits[self._ids(sorted(sampling.end_tokens))] = -torch.inf
+            penalise(logits, state.sampling, state.counts)
+        if state.ends is not None and state.bans_ends(share):
+            logits.index_fill_(0, state.ends, -torch.inf)
 
     def prompt_logprobs(self, logits: Tensor, share: Share, following: Sequence[int]) -> list[TokenLogprob]:
         """The log-probability of each following prompt token; logits float32 `[positions, vocab]`."""
         wanted = self._rows[share.row].sampling.prompt_logprobs
         assert wanted is not None
-        raw = logits.log_softmax(-1)
         tokens = self._ids(following)
-        return [_Score.of(raw[row], tokens[row : row + 1], wanted).read(token) for row, token in enumerate(following)]
+        scores = _Scores(logits.log_softmax(-1), tokens, dict.fromkeys(range(len(following)), wanted))
+        return [score for score in Drawn(tokens, scores).read()[1] if score is not None]
 
 
 def is_plain(sampling: Sampling) -> bool:
@@ -95,36 +119,34 @@ def is_plain(sampling: Sampling) -> bool:
     return is_greedy(sampling) and not adjusted and sampling.logprobs is None
 
 
-@dataclass(frozen=True, slots=True)
-class _Score:
-    """A token's place in a distribution, on the device."""
+class _Scores:
+    """Tokens' places in distributions, on their way to the host."""
 
-    own: Tensor
-    rank: Tensor
-    values: Tensor
-    ids: Tensor
+    def __init__(self, logprobs: Tensor, tokens: Tensor, wanted: dict[int, int]) -> None:
+        """logprobs float32 `[scores, vocab]`; tokens int64 `[scores]`. wanted: for each of them, whose it is, and how many of the likeliest
+        tokens, -1 for all."""
+        vocab = logprobs.shape[1]
+        self._wanted = {share: min(count, vocab) if count >= 0 else vocab for share, count in wanted.items()}
+        own = logprobs.gather(1, tokens[:, None])
+        values, ids = logprobs.topk(max(self._wanted.values()))
+        self._parts = [_fetched(part) for part in (own[:, 0], (logprobs > own).sum(-1) + 1, values, ids)]
 
-    @classmethod
-    def of(cls, logprobs: Tensor, token: Tensor, wanted: int) -> "_Score":
-        """logprobs `[vocab]`; token int64 `[1]`; `wanted`: of the likeliest tokens, -1 is all of them."""
-        vocab = logprobs.shape[0]
-        own = logprobs.gather(0, token)
-        values, ids = logprobs.topk(min(wanted, vocab) if wanted >= 0 else vocab)
-        return cls(own, (logprobs > own).sum() + 1, values, ids)
-
-    def read(self, token: int) -> TokenLogprob:
-        top = tuple(zip(self.ids.tolist(), self.values.tolist(), strict=True))
-        return TokenLogprob(token, self.own.item(), int(self.rank.item()), top)
+    def read(self, tokens: Sequence[int]) -> list[TokenLogprob | None]:
+        """Those of a step's tokens, when all has arrived."""
+        scores: list[TokenLogprob | None] = [None] * len(tokens)
+        parts = (part.tolist() for part in self._parts)
+        for (share, count), own, rank, values, ids in zip(self._wanted.items(), *parts, strict=True):
+            scores[share] = TokenLogprob(tokens[share], own, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+        return scores
 
 
 class Drawn:
     """What a step has drawn. It may be made before that is known, and waits for it where it is read."""
 
-    def __init__(self, tokens: Tensor, scores: Sequence[_Score | None]) -> None:
+    def __init__(self, tokens: Tensor, scores: _Scores | None = None) -> None:
         """tokens: int64 `[shares]`."""
         self._scores = scores
-        # A copy: the next step may draw into the same place.
-        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda).copy_(tokens, non_blocking=True)
+        self._tokens = _fetched(tokens)
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -134,4 +156,9 @@ class Drawn:
         if self._done is not None:
             self._done.synchronize()
         tokens: list[int] = self._tokens.tolist()
-        return tokens, [None if score is None else score.read(token) for score, token in zip(self._scores, tokens, strict=True)]
+        return tokens, self._scores.read(tokens) if self._scores is not None else [None] * len(tokens)
+
+
+def _fetched(x: Tensor) -> Tensor:
+    """A copy on the host, there when the stream has come to this place: whatever is computed behind it may use the same memory."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)

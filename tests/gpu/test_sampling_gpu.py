@@ -1,0 +1,100 @@
+"""Draws as a GPU compiles them, over whole vocabularies; and steps that sample are begun without waiting for the device."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from penstock.ops.sampling import draw, draw_reference, wishes
+from penstock.ops.triton_sampling import draw as draw_kernel
+from penstock.step.params import Sampling
+from penstock.step.plan import Admission, Row, Share
+from penstock.worker.sampler import Sampler
+
+DEVICE = "cuda"
+NEAR = 1e-6
+"""By how much sums of float32 exponentials may differ, of a whole."""
+
+
+def sampling(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, **more: object) -> Sampling:
+    settings: dict[str, object] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "logit_bias": (), "seed": seed, "end_tokens": frozenset(), "min_tokens": 0, "logprobs": None,
+        "prompt_logprobs": None,
+    }  # fmt: skip
+    return Sampling(**(settings | more))  # type: ignore[arg-type]
+
+
+def possible(logits: Tensor, asked: Tensor) -> list[set[int]]:
+    """What the reference draws for each number and nucleus, or ones as good as equal to them."""
+    found: list[set[int]] = [set() for _ in asked]
+    for nucleus in (-NEAR, 0.0, NEAR):
+        for number in (-NEAR, 0.0, NEAR):
+            near = asked.clone()
+            near[:, 3] += nucleus * (near[:, 3] < 1)
+            near[:, 5] = (near[:, 5] + number).clamp(0, 1 - 2.0**-52)
+            for tokens, token in zip(found, draw_reference(logits[asked[:, 0].long()], near).tolist(), strict=True):
+                tokens.add(token)
+    return found
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("vocab", [1000, 32000, 151936])
+def test_draws(vocab: int, rounded: bool) -> None:
+    """Rounded as bfloat16 logits are, so that many are equal."""
+    logits = torch.randn(48, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    logits = (logits.bfloat16().float() if rounded else logits).to(DEVICE)
+    each = [
+        (0, 1.0, 0.0),
+        (20, 0.95, 0.0),
+        (0, 0.9, 0.0),
+        (50, 1.0, 0.05),
+        (0, 0.3, 0.1),
+        (vocab, 0.999, 0.0),
+        (1000, 0.99, 0.0),
+        (2, 1.0, 0.0),
+    ]
+    settings = [sampling(0.6 + row / 50, *each[row % len(each)], seed=row) for row in range(48)]
+    rows = [row for row in range(48) if row % 7]
+    asked = torch.from_numpy(wishes(rows, [settings[row] for row in rows], rows)).to(DEVICE)
+    tokens = torch.full((48,), -7, device=DEVICE)
+    draw(logits, asked, tokens)
+    assert all(token == -7 for row, token in enumerate(tokens.tolist()) if row not in rows)
+    found = tokens[rows].tolist()
+    for token, tokens_of in zip(found, possible(logits, asked), strict=True):
+        assert token in tokens_of
+    assert len(set(found)) > len(rows) // 3
+    again = torch.full((48,), -7, device=DEVICE)
+    for one in asked.flip(0):  # Whatever else is in the batch.
+        draw_kernel(logits, one[None].contiguous(), again)
+    assert torch.equal(again, tokens)
+
+
+def test_a_step_that_samples_waits_for_nothing() -> None:
+    """Whatever is asked for, the host comes back while the device still computes; what is drawn is right all the same."""
+    wanted = [
+        sampling(0.0), sampling(0.8, 20, 0.95, seed=1), sampling(1.0, seed=2, logprobs=5), sampling(0.0, logprobs=0),
+        sampling(0.7, seed=3, repetition_penalty=1.2, frequency_penalty=0.3), sampling(1.0, seed=4, logit_bias=((5, 100.0),)),
+        sampling(1.0, 0, 0.9, seed=5, min_tokens=4, end_tokens=frozenset((7, 9))),
+    ]  # fmt: skip
+    logits = torch.randn(len(wanted), 50_000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    shares = [Share(Row(row), 10, (1,), 0, (), sample=True, prompt_length=10) for row in range(len(wanted))]
+    admissions = [Admission(Row(row), one, tuple(range(10)), (3, 3, 4)) for row, one in enumerate(wanted)]
+    found = []
+    for busy in (False, False, True):
+        sampler = Sampler(50_000, len(wanted), torch.device(DEVICE))
+        torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(2_000_000_000)  # About a second.
+        done = torch.cuda.Event()
+        done.record()
+        for admission in admissions:
+            sampler.admit(admission)
+        drawn = sampler.sample(logits.clone(), shares)
+        assert not (busy and done.query()), "it has waited for the device"
+        found.append(drawn.read())
+    assert found[0] == found[1] == found[2]
+    tokens, scores = found[0]
+    assert tokens[5] == 5
+    assert [score is not None for score in scores] == [one.logprobs is not None for one in wanted]
