@@ -707,6 +707,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    given.directory.mkdir(parents=True, exist_ok=True)
     device, scale = torch.device(given.device), Scale(given.tiny)
     found: dict[str, object] = {"environment": dataclasses.asdict(machine()), "tiny": given.tiny, "host": total_memory(torch.device("cpu"))}
     work: dict[str, Callable[[], object]] = {
