@@ -39,6 +39,13 @@ from streams import (
 )
 
 SIZE = 3 * UNIT
+WIDE = {
+    "host": (0, 12, 4, 0),
+    "disk": (0, 0, 6, 4),
+    "all tiers": (3, 4, 4, 4),
+    "all tiers, few host slots": (3, 4, 6, 2),
+}
+"""Rooms in which several come in a wave."""
 ROOMS = {
     "host": (4, 8, 2, 0),
     "host, ring of one": (0, 12, 1, 0),
@@ -101,6 +108,19 @@ class World:
         for id in ids:
             self.take(id)
             self.experts.release(id)
+
+    def waves(self, ids: Sequence[GroupId], broken_off: Callable[[], bool] = lambda: False) -> None:
+        """The same in waves: kernels only when all of a wave have been taken."""
+        for wave in self.experts.waves(ids):
+            slots = [self.experts.slot(id) for id in wave]
+            self.experts.take_wave(wave)
+            for id, slot in zip(wave, slots, strict=True):
+                if broken_off():
+                    return
+                self.expected[self.visit] = id
+                self.computing.kernel(self.visit, id, slot)
+                self.visit += 1
+            self.experts.release_wave(wave)
 
     def every(self) -> None:
         """A pass that needs all of them."""
@@ -234,6 +254,62 @@ def test_reads_and_copies_are_counted() -> None:
         assert world.experts.copied_bytes == world.experts.read_bytes == 3 * 12 * SIZE
 
 
+# ---- in waves
+
+
+@pytest.mark.parametrize("room", [*ROOMS.values(), *WIDE.values()], ids=[*ROOMS, *(f"wide, {name}" for name in WIDE)])
+@pytest.mark.parametrize("late", ["nothing", "copy", "kernel", "read", 1, 2])
+def test_every_kernel_of_a_wave_sees_its_expert(room: tuple[int, int, int, int], late: str | int) -> None:
+    """With exchanges, which `check` finds done."""
+    rng = np.random.default_rng(len(str(late)))
+    with no_thread_left(), World(room, Gates(delay=every(late) if isinstance(late, str) else random_delays(late))) as world:
+        first = list(world.experts.homes.items())
+        for _ in range(12):
+            for layer in range(3):
+                world.waves(routed(rng, layer, skew=0.8))
+        assert world.wrong() == []
+        world.check()
+        assert not room[0] or list(world.experts.homes.items()) != first
+
+
+@pytest.mark.parametrize("room", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("seed", range(3))
+def test_waves_may_be_broken_off(room: tuple[int, int, int, int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with World(room, Gates(delay=random_delays(seed, longest=1e-3))) as world:
+        for turn in range(60):
+            ids = routed(rng, turn % 3, skew=0.5)
+            (world.waves if rng.random() < 0.8 else lambda ids, _: world.layer(ids))(ids, lambda: bool(rng.random() < 0.05))
+        assert world.wrong() == []
+        world.check()
+
+
+@pytest.mark.parametrize("room", [*ROOMS.values(), *WIDE.values()], ids=[*ROOMS, *(f"wide, {name}" for name in WIDE)])
+def test_the_next_wave_comes_while_one_is_computed(room: tuple[int, int, int, int]) -> None:
+    """Those that stay come first and count for nothing; of the others there are as many at a time as leave the next as many slots."""
+    on_device, _, ring, host_ring = room
+    with World(room, each=12, layers=1) as world:
+        experts = world.experts
+        waves = []
+        for wave in experts.waves(world.ids):
+            waves.append(list(wave))
+            held = {id for id in wave if experts.homes[id].tier is not Tier.DEVICE}
+            assert held <= experts._coming.keys()
+            if held and world.ids[-1] not in wave and ring > 1 and host_ring != 1:
+                left = [id for id in world.ids if id not in (one for every in waves for one in every)]
+                assert left[0] in experts._coming
+            experts.take_wave(wave)
+            experts.release_wave(wave)
+        here = [id for id in world.ids if experts.homes[id].tier is Tier.DEVICE]
+        assert (waves.pop(0) if on_device else []) == here
+        assert [id for wave in waves for id in wave] == [id for id in world.ids if id not in here]
+        assert max(map(len, waves)) <= max(1, ring // 2)
+        for wave in waves:
+            assert sum(experts.homes[id].tier is Tier.DISK for id in wave) <= max(1, host_ring // 2)
+        if not host_ring:
+            assert len(waves[0]) == max(1, ring // 2)
+
+
 # ---- without one of its waits
 
 
@@ -261,8 +337,9 @@ def test_a_copy_must_wait_for_the_kernel_on_what_it_writes_over(room: tuple[int,
     assert not right(mutant=True)
 
 
+@pytest.mark.parametrize("waves", [False, True])
 @pytest.mark.parametrize("name", ["host", "all tiers", "all tiers, rings of one", "disk, the larger host ring"])
-def test_a_slot_that_is_given_up_must_not_be_written_over_while_its_expert_is_used(name: str) -> None:
+def test_a_slot_that_is_given_up_must_not_be_written_over_while_its_expert_is_used(name: str, waves: bool) -> None:
     """A newcomer stays in the slot it came in, and the next one comes to that of whom it has replaced, whose kernel still runs."""
 
     def right(mutant: bool) -> bool:
@@ -275,10 +352,11 @@ def test_a_slot_that_is_given_up_must_not_be_written_over_while_its_expert_is_us
             experts._used[newcomer] = 100
             experts._least[Tier.DEVICE] = [resident]
             world.copies.never_waits = left if mutant else None
-            world.layer([resident])
-            world.layer([newcomer])
+            use = world.waves if waves else world.layer
+            use([resident])
+            use([newcomer])
             assert experts.homes[newcomer].tier is Tier.DEVICE
-            host = threading.Thread(target=lambda: [world.layer(others) for _ in range(3)])
+            host = threading.Thread(target=lambda: [use(others) for _ in range(3)])
             host.start()
             assert gates.passes(("copy", left, 0), LONG if mutant else BRIEF) == mutant
             gates.open()
@@ -304,6 +382,61 @@ def test_arithmetic_must_wait_for_its_copies(room: tuple[int, int, int, int]) ->
 
     assert right(mutant=False)
     assert not right(mutant=True)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_wave_must_wait_for_the_last_of_its_copies(name: str) -> None:
+    """Those of its experts that come from one tier are copied in their order; the last of them is held."""
+
+    def right(mutant: bool) -> bool:
+        gates = Gates()
+        with World(WIDE[name], gates, each=12, layers=1) as world:
+            experts, tier = world.experts, Tier.DISK if name == "disk" else Tier.HOST
+            experts.expect([])
+            wave = [id for id in world.ids if experts.homes[id].tier is tier][:2]
+            gates.shut(("copy", ("device", experts._ring[1]), 0))
+            world.computing.never_waits = 1 if mutant else None
+            world.waves(wave)
+            assert gates.passes(("kernel", 0), LONG if mutant else BRIEF) == mutant
+            gates.open()
+            return not world.wrong()
+
+    assert right(mutant=False)
+    assert not right(mutant=True)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_no_slot_of_a_wave_is_written_over_while_any_of_it_is_computed(name: str, which: int) -> None:
+    """A kernel of the first wave is held, and so are all that come to its slot. There are more experts than slots."""
+
+    class Early(Experts):
+        """Leaves its marks when a wave has been taken, not when it has been computed."""
+
+        def take_wave(self, ids: Sequence[GroupId]) -> None:
+            super().take_wave(ids)
+            mark = self._compute.mark()
+            self.marks = {self._coming[id].slot: mark for id in ids if id in self._coming}
+
+        def _fetch(self) -> None:
+            for slot, mark in getattr(self, "marks", {}).items():
+                self._done[slot] = mark
+            super()._fetch()
+
+    def right(experts_class: type[Experts]) -> bool:
+        early, gates = experts_class is Early, Gates([("kernel", which)])
+        with World(WIDE[name], gates, each=12, layers=1, experts_class=experts_class) as world:
+            world.experts.expect([])
+            slot = "device", world.experts._ring[which]
+            host = threading.Thread(target=world.waves, args=(world.ids,))
+            host.start()
+            assert gates.passes(("copy", slot, 1), LONG if early else BRIEF) == early
+            gates.open()
+            host.join()
+            return not world.wrong()
+
+    assert right(Experts)
+    assert not right(Early)
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS.values() if room[3]], ids=[name for name, room in ROOMS.items() if room[3]])
@@ -409,14 +542,15 @@ def prepared(room: tuple[int, int, int, int], *, threads: bool, seed: int) -> Wo
         ("all tiers", True),
         ("all tiers, the larger host ring", False),
         ("disk", True),
+        ("wide, all tiers", True),
     ],
 )
-@pytest.mark.parametrize("name", ["expect", "expect anew", "take", "take unexpectedly", "release"])
+@pytest.mark.parametrize("name", ["expect", "expect anew", "take", "take unexpectedly", "release", "take a wave", "release a wave"])
 def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool) -> None:
     """Every place in which an interrupt can strike, and a second one where the first is being mended."""
     place, interrupted = 0, True
     while interrupted:
-        world = prepared(ROOMS[room], threads=threads, seed=place)
+        world = prepared(WIDE[room[6:]] if room.startswith("wide, ") else ROOMS[room], threads=threads, seed=place)
         experts = world.experts
         ids = [expert(2, number) for number in range(4)]
         away = next(id for id in ids if experts.homes[id].tier is not Tier.DEVICE)
@@ -435,6 +569,12 @@ def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool)
                 experts.release(id)
             world.take(away)
             call = partial(experts.release, away)
+        elif "wave" in name:
+            wave = next(wave for wave in experts.waves(ids) if experts.homes[wave[0]].tier is not Tier.DEVICE)
+            call = partial(experts.take_wave, wave)
+            if name == "release a wave":
+                call()
+                call = partial(experts.release_wave, wave)
         interrupted = cut_short(call, place, OURS_AND_LOCKS)
         cut_short(partial(experts.expect, [expert(0, 1)]), place % 23, OURS_AND_LOCKS)
         try:

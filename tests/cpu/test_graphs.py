@@ -77,7 +77,7 @@ def opened(name: str, **more: object) -> LLM:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "qwen2_windows"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "qwen2_windows", "qwen3_moe"])
 def test_greedy_tokens_are_the_same(name: str, ahead: bool) -> None:
     references = tiny.references(name)
     with patch.object(Runner, "ahead", ahead), opened(name) as llm:
@@ -151,10 +151,11 @@ def test_what_cannot_be_recorded_says_why() -> None:
             return llm.booted.spec
 
     cuda = torch.device("cuda", 0)
-    assert "no CUDA device" in str(why_not(spec("llama"), torch.device("cpu")))
-    assert "experts" in str(why_not(spec("mixtral"), cuda))
-    assert "length" in str(why_not(spec("llama_dynamic"), cuda))
-    assert why_not(spec("llama"), cuda) is None
+    assert "no CUDA device" in str(why_not(spec("llama"), torch.device("cpu"), experts_rest=True))
+    assert "experts stream" in str(why_not(spec("mixtral"), cuda, experts_rest=False))
+    assert "length" in str(why_not(spec("llama_dynamic"), cuda, experts_rest=True))
+    assert why_not(spec("mixtral"), cuda, experts_rest=True) is None
+    assert why_not(spec("llama"), cuda, experts_rest=False) is None
 
 
 def test_steps_share_the_inputs_that_two_in_flight_need() -> None:

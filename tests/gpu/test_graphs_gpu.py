@@ -27,7 +27,7 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(name: str) -> None:
         return run(self, plan)  # type: ignore[arg-type]
 
     with LLM(tiny.checkpoint(name), **SETTINGS) as llm, patch.object(DecodeGraphs, "run", noted):
-        recordable = why_not(llm.booted.spec, torch.device("cuda", 0)) is None
+        recordable = why_not(llm.booted.spec, torch.device("cuda", 0), experts_rest=llm.booted.weights.experts_rest) is None
         for params in (QUICK, GREEDY, QUICK):
             for one, reference in zip(llm.generate(prompts, params), references, strict=True):
                 assert list(one.tokens) == reference.tokens

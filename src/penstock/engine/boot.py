@@ -174,7 +174,7 @@ def _part(
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
-    _record(config, settled, runner, say)
+    _record(config, settled, runner, weights, say)
     return _Part(settled, runner, weights, budget, root, store)
 
 
@@ -196,12 +196,12 @@ def _runner(settled: Settled, place: Place) -> Runner:
     return Runner(decoder, inputs, sampler, device)
 
 
-def _record(config: Config, settled: Settled, runner: Runner, say: Say) -> None:
+def _record(config: Config, settled: Settled, runner: Runner, weights: WeightStream, say: Say) -> None:
     """Graphs of decode steps, where there may be any."""
     device, limits = settled.device, settled.limits
     if device.type != "cuda" or not config.graphs:
         return
-    reason = why_not(settled.spec, device)
+    reason = why_not(settled.spec, device, experts_rest=weights.experts_rest)
     if reason:
         say(f"graphs: none; every kernel is launched by itself, since {reason}")
         return
@@ -216,7 +216,8 @@ def _record(config: Config, settled: Settled, runner: Runner, say: Say) -> None:
 def _demand(config: Config, settled: Settled, runner: Runner) -> Demand:
     limits, far = settled.limits, settled.far
     graphs = 0
-    if config.graphs and why_not(settled.spec, settled.device) is None:
+    may_rest = sum(map(padded, settled.layouts)) <= settled.total
+    if config.graphs and why_not(settled.spec, settled.device, experts_rest=may_rest) is None:
         graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences)
     return Demand(
         activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0) + graphs,

@@ -135,8 +135,8 @@ class Decoder:
             normed = self._norm(x, residual, w["norm"])
             scores = linear(normed, w["router"])
             weights.release(router)
-            assert self.spec.moe is not None
-            mixed = mixture(normed, scores, self.spec.moe, layer, weights)
+            assert self._local.moe is not None
+            mixed = mixture(normed, scores, self._local.moe, layer, weights)
             self._sum(mixed)
             return mixed
         group = GroupId(GroupKind.FFN, layer)

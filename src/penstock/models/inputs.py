@@ -1,6 +1,6 @@
 """What a forward pass reads besides weights and KV, and how it reaches those without knowing where they rest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,14 @@ class Weights(Protocol):
     def take(self, group: GroupId) -> Mapping[str, Tensor]: ...
 
     def release(self, group: GroupId) -> None: ...
+
+    def table(self, layer: int) -> Tensor | None:
+        """Where all experts of a layer lie: addresses of gate_up and down, int64 `[experts, 2]` on the device. None if some of them come
+        and go: then `waves` lends them."""
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        """Lend these experts of one layer, in its order, several at a time: those, and the layer's table, with 0 for all others. What is
+        to be computed with a wave is queued before the next is asked for; those not asked for are lent no more."""
 
 
 class Collectives(Protocol):

@@ -9,14 +9,18 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import MoeSpec
 from penstock.models.inputs import Weights
 from penstock.ops.activation import silu_mul
+from penstock.ops.experts import Grouped, grouped
 from penstock.ops.linear import linear
 
 
 def mixture(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights) -> Tensor:
     """The weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores `[tokens, experts]`.
 
-    Only experts that some token chose are taken, each once for all its tokens.
+    moe: of the rank, whose experts may be narrower than the model's. Only experts that some token chose are taken, each once for all its
+    tokens; where all are at hand the host does not learn which these are.
     """
+    if grouped(x.device):
+        return _many_at_a_time(x, scores, moe, layer, weights)
     shares, chosen = scores.float().softmax(-1).topk(moe.top_k)
     if moe.normalise:
         shares = shares / shares.sum(-1, keepdim=True)
@@ -34,6 +38,18 @@ def mixture(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weight
         weights.release(group)
         start += count
     return torch.bmm(shares.to(x.dtype).unsqueeze(1), y.view(-1, moe.top_k, x.shape[1])).squeeze(1)
+
+
+def _many_at_a_time(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights) -> Tensor:
+    mixed = Grouped(x, scores, moe.top_k, moe.intermediate_size, normalise=moe.normalise)
+    table = weights.table(layer)
+    if table is not None:
+        mixed.compute(table)
+        return mixed.total()
+    groups = _groups(layer, moe.experts)
+    for wave, table in weights.waves([groups[expert] for expert in mixed.used()]):
+        mixed.compute(table, range(wave[0].expert, wave[-1].expert + 1))
+    return mixed.total()
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 All experts are of one size, so a tier is a row of equal slots. Most of them are homes; through the others, the ring, experts come for one
 use. When one that came is used clearly more often than one that stays, they change places: the slot it came in becomes its home, and the
 other's home becomes a slot of the ring. Tiers stay exclusive: what leaves DEVICE takes the newcomer's home on HOST; what leaves HOST is
-forgotten, since the store holds everything.
+forgotten, since the store holds everything. Several may be taken before any is released: a wave, of those that were expected next.
 
 Why this is safe. All bookkeeping is done by the thread that computes. One stream copies, in order. Its copy into a slot waits for the mark
 that the last release of the slot left on the compute stream; arithmetic waits for the mark behind the copy. A slot on HOST is read into
@@ -12,6 +12,12 @@ will be used, so the one that is needed first never waits for one that is needed
 stream: behind the copy by which the newcomer came from there, and before any copy into the slot that it empties. An interrupt in the midst
 of an exchange leaves it to be done again, from bytes that are all still there; one anywhere else, slots to be found again, when the reads
 that were noted before they were put (`memory.tasks`) are over or called off.
+
+A wave holds at most half of the slots of either ring, and the experts that come with it are those whose turn for a slot is next: when it
+is taken nothing else is held, so each of them has a slot or gets one without a release, and none waits for one that is behind it. The
+arithmetic waits for the mark behind the copy of each; all their slots get the mark that is left when all of the wave's arithmetic has been
+queued, before the first of them is given back or exchanged. None of them can be the one that leaves in an exchange: that is never an
+expert of the layer at hand. An interrupt between two of them leaves the rest to be given back like experts that were never released.
 """
 
 from collections import Counter, deque
@@ -79,6 +85,8 @@ class Experts:
         self._host_ring: deque[int] = deque()
         self._sound = False
         """Whether the rings are as they should be: every slot that is nobody's home."""
+        self._together, self._from_disk_together = max(room.device_ring // 2, 1), max(room.host_ring // 2, 1)
+        """Of a wave, at most: experts that come, and those of them that come from DISK."""
         self._done: list[Ticket | None] = [None] * len(device_slots)
         self._empty: list[Ticket | None] = [None] * len(host_slots)
         self._queue: deque[GroupId] = deque()
@@ -119,31 +127,65 @@ class Experts:
         """The expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError if it cannot be read."""
         if id not in self._coming and self.homes[id].tier is not Tier.DEVICE:
             self.expect([id])
-        coming = self._coming.get(id)
-        if coming is None:
-            assert self.homes[id].tier is Tier.DEVICE, f"no slot for {id}"
-            return self._device[self.homes[id].slot]
-        taken = self._compute.mark()
-        if coming.ready is None:
-            coming.ready = self._bring(id, coming)
-        self._compute.wait(coming.ready)
-        self._waits.begin(str(id), taken, self._compute.mark())
-        return self._device[coming.slot]
+        self.take_wave([id])
+        return self.slot(id)
 
     def release(self, id: GroupId) -> None:
         """The arithmetic that was queued until now was the last to need it."""
+        self.release_wave([id])
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[Sequence[GroupId]]:
+        """Expect these, and divide them: those that are on DEVICE, then in their order as many of the others at a time as leave half of
+        the slots to those behind them. Each wave is to be taken and released before the next is asked for."""
+        self.expect(experts)
+        here = [id for id in experts if self.homes[id].tier is Tier.DEVICE]
+        if here:
+            yield here
+        wave = list[GroupId]()
+        for id in [id for id in experts if self.homes[id].tier is not Tier.DEVICE]:
+            from_disk = sum(self.homes[one].tier is Tier.DISK for one in (*wave, id))
+            if len(wave) == self._together or from_disk > self._from_disk_together:
+                yield wave
+                wave = []
+            wave.append(id)
+        if wave:
+            yield wave
+
+    def slot(self, id: GroupId) -> Tensor:
+        """Where an expert of the wave at hand is, or will be when it is taken."""
         coming = self._coming.get(id)
-        if coming is None:
+        assert coming is not None or self.homes[id].tier is Tier.DEVICE, f"no slot for {id}"
+        return self._device[self.homes[id].slot if coming is None else coming.slot]
+
+    def take_wave(self, ids: Sequence[GroupId]) -> None:
+        """What is computed from now on finds these in their slots. Raises CheckpointError for one that cannot be read."""
+        coming = [(id, one) for id in ids if (one := self._coming.get(id)) is not None]
+        if not coming:
+            return
+        taken = self._compute.mark()
+        for id, one in coming:
+            if one.ready is None:
+                one.ready = self._bring(id, one)
+            self._compute.wait(one.ready)
+        first, more = coming[0][0], len(coming) - 1
+        self._waits.begin(f"{first} and {more} more" if more else str(first), taken, self._compute.mark())
+
+    def release_wave(self, ids: Sequence[GroupId]) -> None:
+        """The arithmetic that was queued until now was the last to need these, which were taken together."""
+        coming = [(id, one) for id in ids if (one := self._coming.get(id)) is not None]
+        if not coming:
             return
         mark = self._compute.mark()
         self._waits.end(mark)
         self._sound = False
-        self._done[coming.slot] = mark
-        if not self._stay(id, coming):
-            self._ring.append(coming.slot)
-            if coming.host_slot >= 0:
-                self._host_ring.append(coming.host_slot)
-        del self._coming[id]
+        for _, one in coming:
+            self._done[one.slot] = mark
+        for id, one in coming:
+            if not self._stay(id, one):
+                self._ring.append(one.slot)
+                if one.host_slot >= 0:
+                    self._host_ring.append(one.host_slot)
+            del self._coming[id]
         self._fetch()
         self._sound = True
 

@@ -1,7 +1,8 @@
 """Weights as the decoder borrows them: `take` a group, `release` it. Whether it rests on the device or streams to it cannot be told."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -76,6 +77,11 @@ class WeightStream:
         self._experts: Experts | None = None
         self._in_slots: dict[int, Mapping[str, Tensor]] = {}
         """Views of the slots for experts, whose fields all lie alike, by the slot's address."""
+        self._tables: dict[int, Tensor] = {}
+        self._experts_of: dict[int, list[GroupId]] = {}
+        for id in self._layouts:
+            if id.kind is GroupKind.EXPERT:
+                self._experts_of.setdefault(id.layer, []).append(id)
         if experts is not None:
             on_each = self._arena.bytes[on_device:].view(-1, experts.size), self._host.bytes[on_host:].view(-1, experts.size)
             those = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
@@ -145,16 +151,44 @@ class WeightStream:
 
     def moves(self, group: GroupId) -> bool:
         """Whether the group is not on the device for good."""
-        return group not in self._views
+        return group not in self._views and not (group.kind is GroupKind.EXPERT and self.experts_rest)
+
+    @property
+    def experts_rest(self) -> bool:
+        """Whether all experts of all layers are on the device for good."""
+        if self._room is not None:
+            return self._room.on_device == self._room.experts
+        return all(id in self._views for ids in self._experts_of.values() for id in ids)
 
     def standing(self) -> "Standing":
         """Where groups are lent in a pass, lent without being there."""
-        return Standing(self._views, self._runs_of, self._in_ring)
+        return Standing(self._views, self._runs_of, self._in_ring, self.table)
 
     def expect(self, experts: Sequence[GroupId]) -> None:
         """These experts will be taken next, in this order: those that are not on the device set out for it."""
         if self._experts is not None:
             self._experts.expect(experts)
+
+    def table(self, layer: int) -> Tensor | None:
+        """Addresses of all experts of a layer, int64 `[experts, 2]`, the same tensor each time; None unless all are on the device for
+        good."""
+        if layer not in self._tables and self.experts_rest:
+            self._tables[layer] = self._addresses(self._experts_of[layer])
+        return self._tables.get(layer)
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        """Some experts of one layer, in order, as many at a time as can be on the device while others are on their way: a wave and its
+        table, as `table` has it, with 0 for all others. Released when the next is asked for. Raises CheckpointError.
+
+        Nothing is waited for on the host but what comes from DISK.
+        """
+        assert self._experts is not None, "waves of experts that are not lent as such"
+        for wave in self._experts.waves(experts):
+            # Sent ahead of the wait for the wave itself, among whose copies it has its turn on the link.
+            table = self._addresses(self._experts_of[wave[0].layer], frozenset(wave))
+            self._experts.take_wave(wave)
+            yield wave, table
+            self._experts.release_wave(wave)
 
     def stats(self) -> WeightStats:
         placement, rates, room, moving = self.placement, self.rates, self._room, self._moving
@@ -191,6 +225,20 @@ class WeightStream:
             views = self._in_slots[slot.data_ptr()] = group_views(self._layouts[expert], slot, self._dtype)
         return views
 
+    def _addresses(self, experts: Sequence[GroupId], lent: "frozenset[GroupId] | None" = None) -> Tensor:
+        """Of those that are lent, all if nothing is said; 0 for the others."""
+
+        def of(id: GroupId) -> tuple[int, int]:
+            if lent is not None and id not in lent:
+                return 0, 0
+            views = self._views.get(id)
+            if views is None:
+                assert self._experts is not None
+                views = self._in_slot(id, self._experts.slot(id))
+            return views["gate_up"].data_ptr(), views["down"].data_ptr()
+
+        return _sent([of(id) for id in experts], self._device)
+
     def _feed(self) -> Feeder:
         ring, host_ring = self.placement.device_ring, self.placement.host_ring
         pieces, of_use = list[Piece](), dict[int, list[tuple[Run, int]]]()
@@ -222,9 +270,13 @@ class Standing:
     """Lends the places at which groups will be lent in a pass from its beginning; nothing moves, and those that stream are not there."""
 
     def __init__(
-        self, views: Mapping[GroupId, Mapping[str, Tensor]], runs: Mapping[GroupId, Sequence[int]], in_ring: Sequence[Mapping[str, Tensor]]
+        self,
+        views: Mapping[GroupId, Mapping[str, Tensor]],
+        runs: Mapping[GroupId, Sequence[int]],
+        in_ring: Sequence[Mapping[str, Tensor]],
+        table: Callable[[int], Tensor | None],
     ) -> None:
-        self._views, self._runs, self._in_ring = views, runs, in_ring
+        self._views, self._runs, self._in_ring, self.table = views, runs, in_ring, table
         self._next = 0
 
     def take(self, group: GroupId) -> Mapping[str, Tensor]:
@@ -241,6 +293,9 @@ class Standing:
     def expect(self, experts: Sequence[GroupId]) -> None:
         pass
 
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        raise AssertionError("experts that stream have no places of their own")
+
 
 class Blank:
     """Zeros in place of all weights, in memory for the largest group: what the activations of a step are measured with."""
@@ -248,6 +303,7 @@ class Blank:
     def __init__(self, layouts: Sequence[GroupLayout], dtype: str, device: torch.device) -> None:
         self._layouts, self._dtype = {layout.id: layout for layout in layouts}, dtype
         self._bytes = torch.zeros(max(layout.size for layout in layouts), dtype=torch.uint8, device=device)
+        self._experts = Counter(layout.id.layer for layout in layouts if layout.id.kind is GroupKind.EXPERT)
 
     def take(self, group: GroupId) -> Mapping[str, Tensor]:
         return group_views(self._layouts[group], self._bytes, self._dtype)
@@ -258,6 +314,13 @@ class Blank:
     def expect(self, experts: Sequence[GroupId]) -> None:
         pass
 
+    def table(self, layer: int) -> Tensor:
+        views = self.take(GroupId(GroupKind.EXPERT, layer, 0))
+        return _sent([(views["gate_up"].data_ptr(), views["down"].data_ptr())] * self._experts[layer], self._bytes.device)
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        raise AssertionError("all experts are lent at once")
+
 
 def group_views(layout: GroupLayout, place: Tensor, dtype: str) -> Mapping[str, Tensor]:
     """A group's fields as typed views of its bytes, a flat uint8 tensor."""
@@ -267,6 +330,11 @@ def group_views(layout: GroupLayout, place: Tensor, dtype: str) -> Mapping[str, 
         size = prod(field.shape) * kind.itemsize
         views[field.name] = place[field.offset : field.offset + size].view(kind).view(field.shape)
     return views
+
+
+def _sent(addresses: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """`[experts, 2]` on the device, without waiting for it: its pinned memory is given to nobody else before the copy is over."""
+    return torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _next_run(runs: Sequence[int], at: int, ring: int) -> int:

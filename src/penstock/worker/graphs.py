@@ -6,11 +6,12 @@ recorded for a few numbers of rows; a plan takes the smallest that it fits, and 
 position, so that it writes to no page and attends to nothing.
 
 A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group lies at the same address in
-every pass. Whatever a pass must wait for on the host, such as which experts a router has chosen, cannot be recorded: `why_not`.
+every pass. Whatever a pass must wait for on the host, such as which experts a router has chosen where these stream, cannot be recorded:
+`why_not`. Experts that all rest on the device are found by a table, which lies where it lay when the step was recorded.
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -42,12 +43,13 @@ _IN_FLIGHT = 2
 """Steps that may be under way at once."""
 
 
-def why_not(spec: ModelSpec, device: torch.device) -> str | None:
-    """Why decode steps of this model cannot be recorded on this device; None if they can."""
+def why_not(spec: ModelSpec, device: torch.device, *, experts_rest: bool) -> str | None:
+    """Why decode steps of this model cannot be recorded on this device; None if they can. experts_rest: whether all experts, if it has
+    any, are on the device for good."""
     if not reads_pages(device):
         return "there is no kernel that reads pages" if device.type == "cuda" else "there is no CUDA device"
-    if spec.moe is not None:
-        return "the host has to know which experts a router chooses"
+    if spec.moe is not None and not experts_rest:
+        return "experts stream, and the host has to know which of them a router chooses"
     if spec.rope.kind is RopeKind.DYNAMIC:
         return "frequencies depend on each request's length"
     return None
@@ -66,6 +68,8 @@ def row_counts(most: int) -> tuple[int, ...]:
 def graph_bytes(spec: ModelSpec, dtype: str, rows: int) -> int:
     """Bytes that recorded steps of up to `rows` rows take, at most."""
     wide = max(2 * spec.intermediate_size + spec.hidden_size, spec.query_size + 2 * spec.kv_size + 3 * spec.hidden_size)
+    if spec.moe is not None:
+        wide = max(wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size)
     passing = rows * (2 * wide * DTYPE_BYTES[dtype] + spec.vocab_size * (DTYPE_BYTES[dtype] + _FLOAT))
     return rows * spec.vocab_size * _FLOAT + passing + len(row_counts(rows)) * _GRAPH_BYTES
 
@@ -217,6 +221,12 @@ class _Program:
 
     def expect(self, experts: Sequence[GroupId]) -> None:
         raise AssertionError("experts are chosen while a step is recorded")
+
+    def table(self, layer: int) -> Tensor | None:
+        return self._standing.table(layer)
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        raise AssertionError("experts stream while a step is recorded")
 
     def end(self) -> None:
         """Recording is over."""

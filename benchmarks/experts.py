@@ -1,0 +1,233 @@
+"""One layer's mixture of experts: what it takes by kernels, in all and step by step, beside what it must move and compute, and a loop.
+
+    PYTHONPATH=src python3 benchmarks/experts.py --out experts.json
+    PYTHONPATH=src python3 benchmarks/experts.py --sweep                     products with other tunings too
+    PYTHONPATH=src python3 benchmarks/experts.py --tiny --device cpu         the same code over tiny shapes, interpreted
+
+The whole is checked against plain arithmetic before it is timed. A graph holds calls for several steps with tokens of their own, so that
+experts are not found in the L2 cache. `ideal` is the larger of two: each used expert's weights, and what passes between the products,
+at the read bandwidth, or the operations at the rate of a large product, both measured in the same run. The loop takes one expert at a time
+and waits for the host to learn which are used, as is done where there are no kernels; it is timed by the clock, for no graph can hold it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("TRITON_INTERPRET", str(int("cpu" in sys.argv)))  # read when kernels are imported
+
+import torch
+from decode_attention import read_ceiling, seconds_each
+from torch import Tensor
+
+from penstock.arch.layout import GroupId
+from penstock.arch.spec import MoeSpec
+from penstock.memory.probe import matmul_rate
+from penstock.models.moe import mixture
+from penstock.ops import experts, triton_experts
+from penstock.ops.experts import experts_reference
+from penstock.ops.triton_experts import ExpertTuning, arrange, choose, combine, expert_tuning, products
+
+DTYPE = torch.bfloat16
+MAX_ERROR = 4e-2
+"""Of the whole, relative to the largest value: a few roundings of what is between the products."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+
+
+SHAPES = (Shape("Qwen3-30B-A3B", 2048, 768, 128, 8), Shape("Mixtral-8x7B", 4096, 14336, 8, 2))
+TINY = (Shape("tiny", 64, 24, 12, 3), Shape("tiny, odd", 50, 33, 4, 2))
+
+
+class Layer:
+    """Random experts, and what is borrowed of them."""
+
+    def __init__(self, shape: Shape, device: str) -> None:
+        self.shape, self.device = shape, device
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.weights = [
+            {"gate_up": self.random(2 * shape.inner, shape.hidden), "down": self.random(shape.hidden, shape.inner)}
+            for _ in range(shape.experts)
+        ]
+        for one in self.weights:
+            for matrix in one.values():
+                matrix.mul_(matrix.shape[1] ** -0.5)
+        self.addresses = torch.tensor([[w.data_ptr() for w in one.values()] for one in self.weights], device=device)
+        self.moe = MoeSpec(shape.experts, shape.top_k, shape.inner, normalise=True)
+
+    def random(self, *size: int) -> Tensor:
+        return torch.empty(size, dtype=DTYPE, device=self.device).normal_(generator=self.generator)
+
+    def expect(self, experts: Sequence[GroupId]) -> None:
+        pass
+
+    def take(self, group: GroupId) -> Mapping[str, Tensor]:
+        return self.weights[group.expert]
+
+    def release(self, group: GroupId) -> None:
+        pass
+
+    def table(self, layer: int) -> Tensor:
+        return self.addresses
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
+        raise AssertionError("all experts are here")
+
+
+class Bench:
+    """Some steps of so many tokens."""
+
+    def __init__(self, layer: Layer, tokens: int, steps: int) -> None:
+        self.layer, self.shape, self.tokens = layer, layer.shape, tokens
+        self.steps = [(layer.random(tokens, self.shape.hidden), layer.random(tokens, self.shape.experts)) for _ in range(steps)]
+        self.pairs = tokens * self.shape.top_k
+        self.tuning = expert_tuning(self.pairs, self.shape.experts, DTYPE)
+
+    def whole(self, step: tuple[Tensor, Tensor]) -> Tensor:
+        return mixture(*step, self.layer.moe, 0, self.layer)
+
+    def loop(self, step: tuple[Tensor, Tensor]) -> Tensor:
+        with patch.object(experts, "_kernels", lambda device: None):
+            return self.whole(step)
+
+    def error(self) -> float:
+        """Of the first step, relative to the largest value."""
+        (x, scores), weights = self.steps[0], [(one["gate_up"], one["down"]) for one in self.layer.weights]
+        _, want = experts_reference(x, scores, self.shape.top_k, weights, normalise=True)
+        return float((self.whole((x, scores)).float() - want.float()).abs().max() / want.float().abs().max())
+
+    def bounds(self) -> tuple[float, float]:
+        """Bytes that a step must move, on average, and operations."""
+        shape, item = self.shape, DTYPE.itemsize
+        used = statistics.mean(int((choose(scores, shape.top_k, normalise=True)[0].unique()).numel()) for _, scores in self.steps)
+        weights = used * 3 * shape.hidden * shape.inner
+        between = self.pairs * (2 * shape.inner + 2 * shape.hidden) + 2 * self.tokens * shape.hidden
+        return (weights + between) * item, 6.0 * self.pairs * shape.hidden * shape.inner
+
+    def parts(self) -> Iterator[tuple[str, Callable[[int], object]]]:
+        """Each kernel, or two, by itself."""
+        shape, (x, _) = self.shape, self.steps[0]
+        routed = [choose(scores, shape.top_k, normalise=True) for _, scores in self.steps]
+        h, y = x.new_empty(self.pairs, shape.inner), x.new_zeros(self.pairs, shape.hidden)
+        yield "choose", lambda i: choose(self.steps[i][1], shape.top_k, normalise=True)
+        yield "arrange", lambda i: arrange(routed[i][0], shape.experts, self.tuning.rows)
+        yield "products", self.products(self.tuning, h, y)
+        yield "combine", lambda i: combine(y, routed[i][1])
+
+    def products(self, tuning: ExpertTuning, h: Tensor, y: Tensor) -> Callable[[int], object]:
+        shape = self.shape
+        placed = [arrange(choose(scores, shape.top_k, normalise=True)[0], shape.experts, tuning.rows)[:2] for _, scores in self.steps]
+
+        def call(i: int) -> None:
+            order, blocks = placed[i]
+            products(self.steps[i][0], order, blocks, self.layer.addresses, h, y, tuning, 0, blocks.shape[1])
+
+        return call
+
+    def sweep(self, tiny: bool) -> Iterator[tuple[ExpertTuning, float]]:
+        """Tunings that a device takes, and the seconds of their products."""
+        own, (x, _) = self.tuning, self.steps[0]
+        h, y = x.new_empty(self.pairs, self.shape.inner), x.new_zeros(self.pairs, self.shape.hidden)
+        near = [rows for rows in (16, 32, 64, 128) if own.rows / 2 <= rows <= 2 * own.rows]
+        every = [ExpertTuning(*one, own.group) for one in product(near, (64, 128, 256), (64, 128), (4, 8), (3, 4))]
+        for tuning in every[: 2 if tiny else None]:
+            if (tuning.rows + tuning.columns) * tuning.depth <= 384 * 64 and tuning.rows * tuning.columns <= 4096 * tuning.warps:
+                yield tuning, seconds(self.products(tuning, h, y), len(self.steps))
+
+
+def seconds(call: Callable[[int], object], steps: int) -> float:
+    def turns() -> None:
+        for i in range(steps):
+            call(i)
+
+    return seconds_each(turns, steps)
+
+
+def by_the_clock(call: Callable[[int], object], steps: int) -> float:
+    """Seconds of a call, in the best of a few turns."""
+
+    def turn() -> float:
+        begin = time.perf_counter()
+        for i in range(steps):
+            call(i)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / steps
+
+    return min(turn() for _ in range(3))
+
+
+def rows_of(bench: Bench, rates: tuple[float, float], sweep: bool, tiny: bool) -> Iterator[dict[str, Any]]:
+    error, steps = bench.error(), len(bench.steps)
+    if not error < MAX_ERROR:
+        sys.exit(f"{bench.shape.name}, {bench.tokens} tokens: error {error:.2e}, allowed {MAX_ERROR:.0e}; nothing was timed")
+    moved, operations = bench.bounds()
+    ideal = max(moved / rates[0], operations / rates[1])
+    named = {"shape": bench.shape.name, "tokens": bench.tokens, "mb": moved / 1e6, "gflop": operations / 1e9, "ideal_us": ideal * 1e6}
+    whole = seconds(lambda i: bench.whole(bench.steps[i]), steps)
+    yield {**named, "step": "whole", "us": whole * 1e6, "error": error, "tuning": asdict(bench.tuning)}
+    for step, call in bench.parts():
+        yield {**named, "step": step, "us": seconds(call, steps) * 1e6}
+    yield {**named, "step": "loop", "us": by_the_clock(lambda i: bench.loop(bench.steps[i]), steps) * 1e6}
+    if sweep:
+        found = sorted(bench.sweep(tiny), key=lambda one: one[1])
+        for tuning, took in found[:3]:
+            text = f"{tuning.rows} x {tuning.columns} x {tuning.depth}, {tuning.warps} warps, {tuning.stages} stages, by {tuning.group}"
+            yield {**named, "step": f"products {text}", "us": took * 1e6, "tuning": asdict(tuning)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write all readings to this JSON file")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tokens", type=int, nargs="+", help="[1 16 64 256 8192]")
+    parser.add_argument("--shapes", nargs="+", help="names, or parts of them")
+    parser.add_argument("--sweep", action="store_true", help="try other tunings; the best three of each are told")
+    args = parser.parse_args()
+    counts = args.tokens or ([1, 7] if args.tiny else [1, 16, 64, 256, 8192])
+    on_device = args.device == "cuda"
+    rates = (read_ceiling(), matmul_rate(torch.device("cuda"), DTYPE)) if on_device else (1e9, 1e9)
+    told = f"device read ceiling {rates[0] / 1e12:.3f} TB/s, products {rates[1] / 1e12:.0f} TFLOP/s"
+    print(told if on_device else "interpreted: times mean nothing")
+    print(f"{'shape':<14} {'tokens':>6} {'step':<10} {'us':>10} {'ideal us':>9} {'ratio':>6}")
+    rows = []
+    if not on_device:
+        patch.object(experts, "_kernels", lambda device: triton_experts).start()
+    with torch.inference_mode():
+        for shape in TINY if args.tiny else SHAPES:
+            if args.shapes and not any(name in shape.name for name in args.shapes):
+                continue
+            layer = Layer(shape, args.device)
+            for tokens in counts:
+                bench = Bench(layer, tokens, (20 if tokens <= 256 else 3) if on_device else 2)
+                for row in rows_of(bench, rates, args.sweep, args.tiny):
+                    rows.append(row)
+                    print(
+                        f"{row['shape']:<14} {row['tokens']:>6} {row['step']:<10} {row['us']:>10.1f} {row['ideal_us']:>9.1f} "
+                        f"{row['us'] / row['ideal_us']:>6.2f}",
+                        flush=True,
+                    )
+            del layer
+    if args.out:
+        args.out.write_text(json.dumps({"read_bytes_s": rates[0], "operations_s": rates[1], "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

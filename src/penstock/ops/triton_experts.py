@@ -1,0 +1,442 @@
+"""Kernels for a mixture of experts: which experts each token takes, and products with all of them at once, wherever they lie.
+
+A pair is a token and one of its experts, numbered token * top_k + rank. Pairs are put in the order of their experts, and those of an
+expert cut into blocks of rows, all on the device: a product's grid covers as many blocks as there could be, and programs beyond those
+that there are end at once. So do those of an expert whose address is 0, so that some experts may be computed now and others later.
+
+A row's numbers are its own: they depend on the tuning, which is chosen by the step's tokens and the shapes, and neither on the other rows
+of its block nor on which experts are computed in the same call.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTuning:
+    """rows: of a block, a power of two from 16. columns: rows of a weight matrix for one program (of gate and up together), `depth`
+    elements of each at a time. group: blocks that neighbouring programs compute with the same columns."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int
+
+
+_TUNINGS = {
+    2: (
+        (4, ExpertTuning(16, 64, 128, warps=4, stages=4, group=1)),
+        (16, ExpertTuning(32, 128, 64, warps=4, stages=4, group=1)),
+        (64, ExpertTuning(64, 128, 64, warps=4, stages=4, group=4)),
+        (None, ExpertTuning(128, 256, 64, warps=8, stages=3, group=8)),
+    ),
+    4: (
+        (4, ExpertTuning(16, 32, 64, warps=4, stages=2, group=1)),
+        (None, ExpertTuning(32, 64, 32, warps=4, stages=2, group=8)),
+    ),
+}
+"""By bytes of the dtype: up to so many pairs for each expert, on average. Rows are few where weights are what there is to read."""
+_PROGRAMS = 3 * 132
+"""Below which columns are divided further: three for each multiprocessor of an H200."""
+_FEW_COLUMNS, _FEW_ROWS, _DEEPEST = 32, 32, 256
+_CHUNK = 8192
+"""Pairs that a program arranges at a time."""
+
+
+def expert_tuning(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
+    """The built-in tuning of a step with so many pairs."""
+    return next(tuning for most, tuning in _TUNINGS[dtype.itemsize] if most is None or pairs <= most * experts)
+
+
+def most_blocks(pairs: int, experts: int, rows: int) -> int:
+    """Blocks there can be of so many pairs, however they fall on experts."""
+    used = min(pairs, experts)
+    return used + (pairs - used) // rows
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _choose(  # type: ignore[no-untyped-def]
+    scores,
+    chosen,
+    shares,
+    tokens,
+    s_scores,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    TOP: tl.constexpr,
+    TOP_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+) -> None:
+    """The experts of ROWS tokens. Scores are compared as integers of the same order, with the expert below: no two are alike."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols, ranks = tl.arange(0, COLS)[None, :], tl.arange(0, TOP_COLS)[None, :]
+    there, inside = (row < tokens)[:, None], cols < EXPERTS
+    score = tl.load(scores + row.to(tl.int64)[:, None] * s_scores + cols, mask=there & inside, other=0.0).to(tl.float32)
+    score = tl.where(score == 0.0, 0.0, score)  # one zero, not two
+    bits = score.to(tl.int32, bitcast=True)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    LEAST: tl.constexpr = -(1 << 63)
+    key = tl.where(inside, (order << 32) | (EXPERTS - cols).to(tl.int64), LEAST)
+    best = tl.full([ROWS, TOP_COLS], LEAST, tl.int64)
+    for rank in tl.static_range(TOP):
+        highest = tl.max(key, 1)[:, None]
+        best = tl.where(ranks == rank, highest, best)
+        key = tl.where(key == highest, LEAST, key)
+    order = (best >> 32).to(tl.int32)
+    value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    taken = (ranks < TOP) & there
+    most = tl.max(tl.where(inside, score, float("-inf")), 1)[:, None]
+    weight = tl.where(ranks < TOP, tl.exp(value - most), 0.0)
+    total = tl.sum(weight if NORMALISE else tl.where(inside, tl.exp(score - most), 0.0), 1)[:, None]
+    at = row.to(tl.int64)[:, None] * TOP + ranks
+    tl.store(chosen + at, EXPERTS - (best & 0xFFFFFFFF).to(tl.int32), mask=taken)
+    tl.store(shares + at, (weight / total).to(shares.dtype.element_ty), mask=taken)
+
+
+def choose(scores: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token by scores `[tokens, experts]`, the best first: int32 and their shares, both `[tokens, top_k]`.
+
+    Shares are probabilities, in fp32 and rounded once to the dtype of scores; normalised, they sum to one. Of equal scores the lower
+    expert wins.
+    """
+    tokens, experts = scores.shape
+    assert 0 < top_k <= experts, (top_k, experts)
+    assert scores.stride(1) == 1, scores.stride()
+    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=scores.device)
+    shares = torch.empty(tokens, top_k, dtype=scores.dtype, device=scores.device)
+    if tokens == 0:
+        return chosen, shares
+    cols = triton.next_power_of_2(experts)
+    rows = max(1, min(8, 1024 // cols)) if tokens > 256 else 1
+    _choose[(triton.cdiv(tokens, rows),)](
+        scores,
+        chosen,
+        shares,
+        tokens,
+        scores.stride(0),
+        EXPERTS=experts,
+        COLS=cols,
+        TOP=top_k,
+        TOP_COLS=triton.next_power_of_2(top_k),
+        ROWS=rows,
+        NORMALISE=normalise,
+        num_warps=4 if rows * cols >= 512 else 1,
+    )
+    return chosen, shares
+
+
+@triton.jit(do_not_specialize=["pairs", "bound"])  # type: ignore[untyped-decorator]
+def _arrange(  # type: ignore[no-untyped-def]
+    chosen,
+    order,
+    blocks,
+    counts,
+    pairs,
+    bound,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """One expert's pairs, and its blocks. Every program counts all pairs, to know where its own begin; the first ends the list."""
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    found = tl.zeros([BINS], tl.int32)
+    for first in range(0, pairs, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        found += tl.histogram(tl.load(chosen + at, mask=at < pairs, other=EXPERTS), BINS)
+    found = tl.where(bins < EXPERTS, found, 0)
+    cut = (found + ROWS - 1) // ROWS
+    count = tl.sum(tl.where(bins == expert, found, 0))
+    start = tl.sum(tl.where(bins < expert, found, 0))
+    block = tl.sum(tl.where(bins < expert, cut, 0))
+    tl.store(counts + expert, count)
+    ahead = tl.arange(0, WIDE)
+    for number in range(0, tl.cdiv(count, ROWS), WIDE):
+        one = number + ahead
+        mine = one < tl.cdiv(count, ROWS)
+        tl.store(blocks + block + one, expert + tl.zeros([WIDE], tl.int32), mask=mine)
+        tl.store(blocks + bound + block + one, start + one * ROWS, mask=mine)
+        tl.store(blocks + 2 * bound + block + one, tl.minimum(start + (one + 1) * ROWS, start + count), mask=mine)
+    if expert == 0:
+        for number in range(tl.sum(cut), bound, WIDE):
+            tl.store(blocks + number + ahead, tl.full([WIDE], -1, tl.int32), mask=number + ahead < bound)
+    if count > 0:
+        for first in range(0, pairs, CHUNK):
+            at = first + tl.arange(0, CHUNK)
+            mine = (tl.load(chosen + at, mask=at < pairs, other=EXPERTS) == expert).to(tl.int32)
+            tl.store(order + start + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
+            start += tl.sum(mine)
+
+
+def arrange(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs by expert, chosen int32 `[tokens, top_k]` contiguous: their order int32 `[pairs]`, blocks int32 `[3, most_blocks]`, and how
+    many each expert has, int32 `[experts]`.
+
+    A block is an expert, -1 behind the last block, and where in the order its pairs begin and end: at most `rows`. Experts, and the pairs
+    of each, keep their order.
+    """
+    pairs, device = chosen.numel(), chosen.device
+    assert chosen.dtype == torch.int32, chosen.dtype
+    assert chosen.is_contiguous()
+    bound = most_blocks(pairs, experts, rows)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    blocks = torch.empty(3, bound, dtype=torch.int32, device=device)
+    counts = torch.empty(experts, dtype=torch.int32, device=device)
+    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+    _arrange[(experts,)](
+        chosen,
+        order,
+        blocks,
+        counts,
+        pairs,
+        bound,
+        EXPERTS=experts,
+        BINS=max(32, triton.next_power_of_2(experts + 1)),
+        CHUNK=chunk,
+        ROWS=rows,
+        WIDE=32,
+        num_warps=8 if chunk > 1024 else 4,
+    )
+    return order, blocks, counts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place(first, count, PARTS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's block and its part of the columns: GROUP blocks have the same part one after another, while it is in the cache."""
+    program = tl.program_id(0)
+    group = program // (GROUP * PARTS)
+    size = tl.minimum(count - group * GROUP, GROUP)
+    within = program % (GROUP * PARTS)
+    return first + group * GROUP + within % size, within // size
+
+
+@triton.jit(do_not_specialize=["first", "count", "bound"])  # type: ignore[untyped-decorator]
+def _gate_up(  # type: ignore[no-untyped-def]
+    x,
+    table,
+    order,
+    blocks,
+    h,
+    first,
+    count,
+    bound,
+    s_x,
+    TOP: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """COLS columns of `silu(gate) * up` of one block's pairs."""
+    block, part = _place(first, count, tl.cdiv(INNER, COLS), GROUP)
+    expert = tl.load(blocks + block)
+    if expert < 0:
+        return
+    address = tl.load(table + 2 * expert)
+    if address == 0:
+        return
+    row = tl.load(blocks + bound + block) + tl.arange(0, ROWS)
+    there = row < tl.load(blocks + 2 * bound + block)
+    token = (tl.load(order + row, mask=there, other=0) // TOP).to(tl.int64)
+    col = part * COLS + tl.arange(0, COLS)
+    deep = tl.arange(0, DEPTH)
+    matrix = address.to(tl.pointer_type(x.dtype.element_ty))
+    # Columns beyond the last are the last again, and nobody sees them.
+    at = matrix + tl.minimum(col, INNER - 1).to(tl.int64)[:, None] * HIDDEN + deep[None, :]
+    if HIDDEN % 8 == 0:  # Of an address from memory the compiler does not know that it is a multiple of 16.
+        at = tl.multiple_of(at, [16, 16])
+    x_at = x + token[:, None] * s_x + deep[None, :]
+    gate, up = tl.zeros([ROWS, COLS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
+    for begin in tl.range(0, HIDDEN, DEPTH, num_stages=STAGES):
+        if HIDDEN % DEPTH == 0:
+            a = tl.load(x_at + begin, mask=there[:, None], other=0.0)
+            g = tl.load(at + begin)
+            u = tl.load(at + INNER * HIDDEN + begin)
+        else:
+            left = (begin + deep < HIDDEN)[None, :]
+            a = tl.load(x_at + begin, mask=there[:, None] & left, other=0.0)
+            g = tl.load(at + begin, mask=left, other=0.0)
+            u = tl.load(at + INNER * HIDDEN + begin, mask=left, other=0.0)
+        if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
+            a, g, u = a.to(tl.float32), g.to(tl.float32), u.to(tl.float32)
+        gate = tl.dot(a, g.T, gate, input_precision="ieee")
+        up = tl.dot(a, u.T, up, input_precision="ieee")
+    dtype: tl.constexpr = h.dtype.element_ty
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    tail = tl.exp(-tl.abs(gate))  # at most 1: no overflow on either side
+    active = (gate * tl.where(gate >= 0.0, 1.0, tail) / (1.0 + tail)).to(dtype).to(tl.float32)
+    to = h + row.to(tl.int64)[:, None] * INNER + col[None, :]
+    tl.store(to, (active * up).to(dtype), mask=there[:, None] & (col < INNER)[None, :])
+
+
+@triton.jit(do_not_specialize=["first", "count", "bound"])  # type: ignore[untyped-decorator]
+def _down(  # type: ignore[no-untyped-def]
+    h,
+    table,
+    order,
+    blocks,
+    y,
+    first,
+    count,
+    bound,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """COLS columns of one block's outputs, each to its pair's row."""
+    block, part = _place(first, count, tl.cdiv(HIDDEN, COLS), GROUP)
+    expert = tl.load(blocks + block)
+    if expert < 0:
+        return
+    address = tl.load(table + 2 * expert + 1)
+    if address == 0:
+        return
+    row = tl.load(blocks + bound + block) + tl.arange(0, ROWS)
+    there = row < tl.load(blocks + 2 * bound + block)
+    pair = tl.load(order + row, mask=there, other=0).to(tl.int64)
+    col = part * COLS + tl.arange(0, COLS)
+    deep = tl.arange(0, DEPTH)
+    matrix = address.to(tl.pointer_type(h.dtype.element_ty))
+    at = matrix + tl.minimum(col, HIDDEN - 1).to(tl.int64)[:, None] * INNER + deep[None, :]
+    if INNER % 8 == 0:
+        at = tl.multiple_of(at, [16, 16])
+    h_at = h + row.to(tl.int64)[:, None] * INNER + deep[None, :]
+    out = tl.zeros([ROWS, COLS], tl.float32)
+    for begin in tl.range(0, INNER, DEPTH, num_stages=STAGES):
+        if INNER % DEPTH == 0:
+            a = tl.load(h_at + begin, mask=there[:, None], other=0.0)
+            w = tl.load(at + begin)
+        else:
+            left = (begin + deep < INNER)[None, :]
+            a = tl.load(h_at + begin, mask=there[:, None] & left, other=0.0)
+            w = tl.load(at + begin, mask=left, other=0.0)
+        if WIDEN:
+            a, w = a.to(tl.float32), w.to(tl.float32)
+        out = tl.dot(a, w.T, out, input_precision="ieee")
+    to = y + pair[:, None] * HIDDEN + col[None, :]
+    tl.store(to, out.to(y.dtype.element_ty), mask=there[:, None] & (col < HIDDEN)[None, :])
+
+
+def products(
+    x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, y: Tensor, tuning: ExpertTuning, first: int, count: int
+) -> None:
+    """Blocks [first, first + count) through those of their experts that have an address: their pairs' rows of y are written, no others.
+
+    x `[tokens, hidden]` (rows strided); order, blocks from `arrange`; table int64 `[experts, 2]`, addresses of gate_up
+    `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`, contiguous, of x's dtype, at multiples of 16, 0 for an expert that is
+    not there; h `[pairs, inner]`, overwritten; y `[pairs, hidden]`.
+    Products are summed up in fp32. Rounded are gate and up, the activation, its product with up, and the output.
+    """
+    (pairs, inner), (tokens, hidden) = h.shape, x.shape
+    bound, likely = blocks.shape[1], max(min(pairs, len(table)), pairs // tuning.rows)
+    assert len(order) == pairs, (order.shape, h.shape)
+    assert y.shape == (pairs, hidden), (y.shape, h.shape, x.shape)
+    assert table.shape == (len(table), 2), table.shape
+    assert table.dtype == torch.int64, table.dtype
+    assert x.dtype == h.dtype == y.dtype, (x.dtype, h.dtype, y.dtype)
+    assert x.stride(1) == 1, x.stride()
+    assert all(one.is_contiguous() for one in (order, blocks, table, h, y))
+    assert 0 <= first <= first + count <= bound, (first, count, bound)
+    if count == 0:
+        return
+    more = {"ROWS": tuning.rows, "GROUP": tuning.group, "WIDEN": x.device.type == "cpu", "num_warps": tuning.warps}
+    columns, depth, stages = _divided(tuning, 2 * inner, likely, x)
+    _gate_up[(count * triton.cdiv(inner, columns // 2),)](
+        x,
+        table,
+        order,
+        blocks,
+        h,
+        first,
+        count,
+        bound,
+        x.stride(0),
+        TOP=pairs // tokens,
+        HIDDEN=hidden,
+        INNER=inner,
+        COLS=columns // 2,
+        DEPTH=depth,
+        STAGES=stages,
+        **more,
+    )
+    columns, depth, stages = _divided(tuning, hidden, likely, x)
+    _down[(count * triton.cdiv(hidden, columns),)](
+        h,
+        table,
+        order,
+        blocks,
+        y,
+        first,
+        count,
+        bound,
+        HIDDEN=hidden,
+        INNER=inner,
+        COLS=columns,
+        DEPTH=depth,
+        STAGES=stages,
+        **more,
+    )
+
+
+def _divided(tuning: ExpertTuning, width: int, blocks: int, x: Tensor) -> tuple[int, int, int]:
+    """Columns, depth and stages where a matrix has `width` rows: of few blocks fewer columns each, and more of these at a time. As many
+    stages as the device's shared memory holds."""
+    columns, depth = tuning.columns, tuning.depth
+    while columns > _FEW_COLUMNS and blocks * triton.cdiv(width, columns) < _PROGRAMS:
+        columns //= 2
+        if tuning.rows <= _FEW_ROWS and 2 * depth <= _DEEPEST:
+            depth *= 2
+    stage = (tuning.rows + columns) * depth * x.element_size()
+    return columns, depth, max(1, min(tuning.stages, _shared_memory(x.device) // stage))
+
+
+@lru_cache(maxsize=16)
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    return 1 << 30 if device.type == "cpu" else int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine(y, shares, out, HIDDEN: tl.constexpr, TOP: tl.constexpr, COLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """COLS columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = cols < HIDDEN
+    total = tl.zeros([COLS], tl.float32)
+    for rank in tl.static_range(TOP):
+        share = tl.load(shares + token * TOP + rank).to(tl.float32)
+        total += share * tl.load(y + (token * TOP + rank) * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + cols, total.to(out.dtype.element_ty), mask=inside)
+
+
+def combine(y: Tensor, shares: Tensor) -> Tensor:
+    """The sum of each token's y `[tokens * top_k, hidden]` by its shares `[tokens, top_k]`, in fp32, rounded once: `[tokens, hidden]`."""
+    (tokens, top_k), hidden = shares.shape, y.shape[1]
+    assert len(y) == tokens * top_k, (y.shape, shares.shape)
+    assert y.is_contiguous()
+    assert shares.is_contiguous()
+    out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
+    if tokens:
+        cols = min(512, triton.next_power_of_2(hidden))
+        _combine[(tokens, triton.cdiv(hidden, cols))](y, shares, out, HIDDEN=hidden, TOP=top_k, COLS=cols, num_warps=2)
+    return out

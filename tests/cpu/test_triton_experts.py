@@ -1,0 +1,269 @@
+"""A mixture of experts by kernels, interpreted on the CPU: against the steps one by one, in one call and in waves, in a whole engine."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+
+import tiny
+from penstock import LLM, SamplingParams
+from penstock.arch.layout import GroupId, GroupKind
+from penstock.engine import boot as booting
+from penstock.engine import placing
+from penstock.memory.device import peak_of
+from penstock.ops import experts, triton_experts
+from penstock.ops.experts import Grouped, experts_reference
+from penstock.ops.triton_experts import arrange, choose, expert_tuning, most_blocks
+from penstock.weights.stream import WeightStream
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
+"""Of the largest number; the interpreter truncates to bf16 where a GPU rounds."""
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    with patch.object(experts, "_kernels", lambda device: triton_experts):
+        yield
+
+
+@dataclass
+class Case:
+    """Random experts, each in memory of its own, and tokens whose rows stand apart. levels: how many different scores there may be."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype = torch.float32
+    normalise: bool = True
+    levels: int | None = None
+
+    def __post_init__(self) -> None:
+        rng = torch.Generator().manual_seed(self.tokens * 1000 + self.hidden)
+        self.x = torch.randn(self.tokens, self.hidden + 8, generator=rng).to(self.dtype)[:, 4:-4]
+        scores = torch.randn(self.tokens, self.experts + 3, generator=rng)[:, : self.experts]
+        self.scores = (scores if self.levels is None else (scores * self.levels / 4).round()).to(self.dtype)
+        sizes = (2 * self.inner, self.hidden), (self.hidden, self.inner)
+        self.weights = [[(torch.randn(size, generator=rng) / size[1] ** 0.5).to(self.dtype) for size in sizes] for _ in range(self.experts)]
+
+    def grouped(self) -> Grouped:
+        mixed = Grouped(self.x, self.scores, self.top_k, self.inner, normalise=self.normalise)
+        mixed._h.fill_(math.nan)
+        mixed._y.fill_(math.nan)
+        return mixed
+
+    def table(self, lent: Sequence[int]) -> Tensor:
+        every = range(self.experts)
+        return torch.tensor([[w.data_ptr() if expert in lent else 0 for w in self.weights[expert]] for expert in every], dtype=torch.int64)
+
+    def reference(self) -> tuple[Tensor, Tensor]:
+        weights = [(gate_up, down) for gate_up, down in self.weights]
+        return experts_reference(self.x, self.scores, self.top_k, weights, normalise=self.normalise)
+
+    def check(self) -> None:
+        mixed = self.grouped()
+        mixed.compute(self.table(range(self.experts)))
+        chosen, want = self.reference()
+        assert mixed.used() == chosen.unique().tolist()
+        got = mixed.total()
+        assert got.dtype == self.dtype
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[self.dtype] * float(want.abs().amax()))
+
+
+class TestChoose:
+    @pytest.mark.parametrize("normalise", [False, True])
+    @pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 6, 2), (9, 128, 8), (3, 5, 5), (7, 60, 1), (300, 8, 3)])
+    def test_as_the_reference_does(self, tokens: int, count: int, top_k: int, normalise: bool) -> None:
+        scores = torch.randn(tokens, count + 5, generator=torch.Generator().manual_seed(count))[:, 2:-3] * 4
+        chosen, shares = choose(scores, top_k, normalise=normalise)
+        probabilities = scores.double().softmax(-1)
+        want, best = probabilities.topk(top_k)
+        assert torch.equal(chosen.long(), best)
+        torch.testing.assert_close(shares.double(), want / want.sum(-1, keepdim=True) if normalise else want, rtol=2e-6, atol=1e-9)
+
+    @given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, 3e-39]), min_size=1, max_size=9), st.integers(1, 9))
+    @settings(max_examples=25)
+    def test_of_equal_scores_the_lower_expert_wins(self, row: list[float], top_k: int) -> None:
+        top_k = min(top_k, len(row))
+        with np.errstate(invalid="ignore"):
+            chosen, _ = choose(torch.tensor([row]), top_k, normalise=True)
+        assert chosen[0].tolist() == sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
+
+    def test_whatever_the_scores_are_the_experts_exist_and_differ(self) -> None:
+        scores = torch.tensor([[math.nan, 1.0, -math.nan], [math.nan] * 3, [math.inf] * 3, [-math.inf] * 3])
+        with np.errstate(invalid="ignore"):
+            chosen, _ = choose(scores, 2, normalise=False)
+        for row in chosen.tolist():
+            assert len(set(row)) == 2
+            assert set(row) <= {0, 1, 2}
+
+
+@settings(max_examples=20)
+@given(
+    tokens=st.integers(0, 90), count=st.integers(1, 9), top_k=st.integers(1, 4), rows=st.sampled_from([1, 4, 16]), seed=st.integers(0, 9)
+)
+def test_pairs_by_expert(tokens: int, count: int, top_k: int, rows: int, seed: int) -> None:
+    """Some experts are used by nobody, some by almost all; pairs are arranged in several turns."""
+    top_k = min(top_k, count)
+    rng = torch.Generator().manual_seed(seed)
+    likely = torch.rand(tokens, count, generator=rng) * torch.linspace(0, 1, count) ** seed
+    chosen = likely.topk(top_k).indices.int() if tokens else torch.empty(0, top_k, dtype=torch.int32)
+    with patch.object(triton_experts, "_CHUNK", 64):
+        order, blocks, counts = arrange(chosen, count, rows)
+    flat = chosen.flatten().tolist()
+    assert order.tolist() == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
+    assert counts.tolist() == [flat.count(expert) for expert in range(count)]
+    want, start = [], 0
+    for expert in range(count):
+        end = start + flat.count(expert)
+        want += [(expert, first, min(first + rows, end)) for first in range(start, end, rows)]
+        start = end
+    assert len(want) <= blocks.shape[1] == most_blocks(len(flat), count, rows)
+    found = list(zip(*blocks.tolist(), strict=True))
+    assert found[: len(want)] == want
+    assert all(expert == -1 for expert, _, _ in found[len(want) :])
+
+
+@pytest.mark.parametrize(("pairs", "count", "rows"), [(1, 8, 16), (7, 3, 4), (8, 128, 16), (100, 4, 16), (40, 1, 16)])
+def test_blocks_are_never_more_than_there_is_room_for(pairs: int, count: int, rows: int) -> None:
+    """The most there can be: every expert has one pair beyond full blocks, as far as pairs go."""
+    used = min(pairs, count)
+    counts = [1] * used
+    counts[0] += (pairs - used) // rows * rows
+    assert sum(-(-n // rows) for n in counts) == most_blocks(pairs, count, rows)
+
+
+class TestProducts:
+    @pytest.mark.parametrize("dtype", TOLERANCE)
+    @pytest.mark.parametrize(
+        ("tokens", "hidden", "inner", "count", "top_k"), [(1, 48, 40, 6, 2), (7, 65, 33, 5, 3), (37, 40, 13, 9, 4), (5, 300, 17, 3, 1)]
+    )
+    def test_against_the_steps(self, tokens: int, hidden: int, inner: int, count: int, top_k: int, dtype: torch.dtype) -> None:
+        Case(tokens, hidden, inner, count, top_k, dtype, normalise=bool(tokens % 2)).check()
+
+    @pytest.mark.parametrize("tokens", [1, 9, 40, 80])
+    def test_every_size_of_blocks(self, tokens: int) -> None:
+        case = Case(tokens, 48, 24, 2, 2, torch.float16)
+        case.check()
+        assert expert_tuning(2 * tokens, 2, torch.float16).rows == {1: 16, 9: 32, 40: 64, 80: 128}[tokens]
+
+    def test_ties(self) -> None:
+        case = Case(24, 40, 24, 6, 3, levels=3)
+        assert all(len(row.unique()) < 6 for row in case.scores)
+        case.check()
+
+    def test_nobody(self) -> None:
+        case = Case(0, 40, 24, 6, 3)
+        mixed = case.grouped()
+        mixed.compute(case.table(range(6)))
+        assert mixed.used() == []
+        assert mixed.total().shape == (0, 40)
+
+    def test_experts_that_nobody_takes_are_not_read(self) -> None:
+        """They lie where there is no memory at all."""
+        case = Case(3, 40, 24, 12, 2)
+        taken = case.reference()[0].unique().tolist()
+        assert len(taken) < 12
+        table = case.table(taken)
+        table[table == 0] = 1 << 62
+        mixed = case.grouped()
+        mixed.compute(table)
+        assert torch.equal(mixed.total(), all_at_once(case))
+
+    @pytest.mark.parametrize("tokens", [1, 13])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_waves_compute_the_same(self, tokens: int, seed: int) -> None:
+        """Random experts at a time, some of them used by nobody; those that are not there have the address 0, where nothing can be read."""
+        case, rng = Case(tokens, 65, 33, 7, 3, levels=2 if seed % 2 else None), torch.Generator().manual_seed(seed)
+        mixed, left = case.grouped(), torch.randperm(7, generator=rng).tolist()
+        mixed.used()
+        while left:
+            count = int(torch.randint(1, 4, (), generator=rng))
+            wave, left = sorted(left[:count]), left[count:]
+            before = mixed._y.clone()
+            mixed.compute(case.table(wave), range(wave[0], wave[-1] + 1) if seed < 2 else None)
+            chosen = case.reference()[0].flatten()
+            others = ~torch.isin(chosen, torch.tensor(wave))
+            torch.testing.assert_close(mixed._y[others], before[others], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(mixed.total(), all_at_once(case))
+
+
+def all_at_once(case: Case) -> Tensor:
+    mixed = case.grouped()
+    mixed.compute(case.table(range(case.experts)))
+    return mixed.total()
+
+
+# ---- in an engine
+
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_length": 128, "block_size": 4, "max_step_tokens": 16, "max_sequences": 3}
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=-1)
+
+
+@pytest.fixture
+def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
+    monkeypatch.setattr(placing, "copy_rate", lambda *_: 25e9)
+    monkeypatch.setattr(placing, "memory_read", lambda *_: 40e9)
+
+
+@pytest.mark.usefixtures("_lean")
+def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
+    """Resident, from one table for each layer; then with most experts on the host; tokens are the reference model's."""
+    name = "qwen3_moe_dense_layer"
+    references = tiny.references(name)[:3]
+    prompts = [one.prompt for one in references]
+
+    def run(**more: object) -> tuple[object, int, LLM]:
+        with (
+            LLM(tiny.checkpoint(name), **(SETTINGS | more), cache=tmp_path, kv_blocks=60) as llm,
+            patch.object(WeightStream, "take", _no_experts(WeightStream.take)),
+        ):
+            found = llm.generate(prompts, GREEDY)
+            for one, reference in zip(found, references, strict=True):
+                assert list(one.tokens) == reference.tokens[:3]
+            return found, llm.booted.weights.stats().copied, llm
+
+    whole, copied, llm = run()
+    assert copied == 0
+    assert llm.booted.weights.experts_rest
+    budget = llm.booted.budget
+    beside = budget.activations + budget.kv
+    streamed, copied, llm = run(device_memory=beside + int(0.6 * budget.weights), host_memory=beside + 2 * budget.weights)
+    assert copied > 0
+    assert not llm.booted.weights.experts_rest
+    assert streamed == whole
+
+
+def _no_experts(take: object) -> object:
+    def taken(self: WeightStream, group: GroupId) -> object:
+        assert group.kind is not GroupKind.EXPERT, "an expert was taken by itself"
+        return take(self, group)  # type: ignore[operator]
+
+    return taken
+
+
+def test_a_table_says_where_experts_are_lent() -> None:
+    with LLM(tiny.checkpoint("mixtral"), **SETTINGS) as llm:
+        weights = llm.booted.weights
+        for layer in range(3):
+            table = weights.table(layer)
+            assert table is not None
+            assert table is weights.table(layer)
+            assert table is weights.standing().table(layer)
+            for expert, row in enumerate(table.tolist()):
+                views = weights.take(GroupId(GroupKind.EXPERT, layer, expert))
+                assert row == [views["gate_up"].data_ptr(), views["down"].data_ptr()]
