@@ -50,7 +50,7 @@ def _top_level(tree: ast.Module) -> Iterator[str]:
 
 
 def _defined(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
     elif isinstance(node, ast.Assign):
         yield from (target.id for target in node.targets if isinstance(target, ast.Name))
@@ -70,7 +70,7 @@ def fields() -> set[str]:
         argument.arg
         for path in SOURCE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for argument in (*node.args.args, *node.args.kwonlyargs)
     }
     return {name.partition(".")[2] for name in names().files if "." in name} | parameters
@@ -99,7 +99,7 @@ def file_exists(token: str) -> bool:
 
 def known(token: str, document: Path) -> bool:
     """Whether `token` is something of this package's, or something the document itself shows in code."""
-    if token.startswith("~"):
+    if token.startswith(("~", "/")):  # A place in somebody's home, or on the server.
         return token in names().strings
     if is_path(token):
         return file_exists(token)
@@ -132,7 +132,7 @@ def is_size(token: str) -> bool:
 @DOCUMENTS
 def test_everything_in_backticks_is_known(document: Path) -> None:
     # A command line that only sets things up, and a path that setting up makes, are nothing of the package's.
-    foreign = {"python3 -m venv .venv", ".venv", 'config.only("key", supported)'}
+    foreign = {"python3 -m venv .venv", ".venv", 'config.only("key", supported)', "pip install 'penstock[serve]'"}
     assert [token for token in quoted(document) if token not in foreign and not known(token, document)] == []
 
 

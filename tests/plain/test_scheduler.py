@@ -24,6 +24,11 @@ def brief(plan: Plan) -> list[tuple[int, int, int, tuple[int, ...], bool]]:
     return [(share.row, share.start, share.stop, share.new_blocks, share.sample) for share in plan.shares]
 
 
+def parts(plan: Plan) -> dict[int, tuple[int, int]]:
+    """Which positions each row computes."""
+    return {share.row: (share.start, share.stop) for share in plan.shares}
+
+
 def finished(world: World, *prompts: list[int]) -> None:
     """Serves the prompts one after the other, one token each."""
     for prompt in prompts:
@@ -248,13 +253,38 @@ def test_decodes_come_first_and_a_prompt_takes_what_is_left() -> None:
     world.drain()
 
 
-def test_nobody_is_admitted_before_the_prompt_ahead_is_complete() -> None:
-    world = World(max_step_tokens=4)
-    world.submit(NINE, 1)
+def test_a_long_prompt_leaves_half_of_a_step_to_those_who_can_be_done_with_theirs() -> None:
+    """First come, first served: who cannot holds up those behind."""
+    world = World(blocks=20, max_step_tokens=8)
+    world.submit([0] * 20, 1)
+    world.submit([1] * 3, 1)
+    world.submit([2], 2)
+    world.submit([1, 2] * 3, 1)
     world.submit([2], 1)
-    assert brief(world.step()) == [(0, 0, 4, (0,), False)]
-    assert brief(world.step()) == [(0, 4, 8, (1,), False)]
-    assert brief(world.step()) == [(0, 8, 9, (2,), True), (1, 0, 1, (3,), True)]
+    assert parts(world.step()) == {0: (0, 4), 1: (0, 3), 2: (0, 1)}
+    assert parts(world.step()) == {0: (4, 11), 2: (1, 2)}, "six tokens are more than half of seven"
+    assert parts(world.step()) == {0: (11, 19)}
+    assert parts(world.step()) == {0: (19, 20), 1: (0, 1), 2: (0, 6)}
+    world.drain()
+
+
+def test_nothing_is_left_to_those_for_whom_there_is_no_room() -> None:
+    world = World(blocks=6, max_step_tokens=8)
+    world.submit([0] * 20, 2)
+    world.submit([1] * 5, 1)
+    assert parts(world.step()) == {0: (0, 8)}
+    assert parts(world.step()) == {0: (8, 16)}
+    world.drain()
+
+
+def test_what_is_found_needs_no_tokens_of_the_step() -> None:
+    """Sixteen tokens of a conversation so far, and two new ones, beside a long prompt."""
+    world = World(blocks=30, max_step_tokens=8)
+    finished(world, [1] * 16)
+    world.submit([0] * 30, 1)
+    world.submit([*[1] * 16, 2, 0], 1)
+    assert parts(world.step()) == {0: (0, 6), 1: (16, 18)}
+    world.drain()
 
 
 def test_one_token_a_step_is_enough() -> None:

@@ -421,15 +421,15 @@ def test_a_prompt_of_whole_blocks_leaves_no_tail() -> None:
     assert cold(hall.step()) == [(20, 21, 20, 20, (0,), ())]
 
 
-def test_chunks_are_whole_blocks_and_what_a_step_has_left_over_is_not_used() -> None:
+def test_chunks_are_whole_blocks_and_what_a_step_has_left_over_is_for_short_prompts() -> None:
     hall = Hall(max_step_tokens=11)
     short = hall.submit([1], 9)
     hall.step()
     hall.submit([0] * 19, 1)
     hall.submit([2], 1)
-    assert [(share.start, share.stop) for share in hall.step().shares] == [(1, 2), (0, 8)]
+    assert [(share.start, share.stop) for share in hall.step().shares] == [(1, 2), (0, 1), (0, 8)]
     assert [(share.start, share.stop) for share in hall.step().shares] == [(2, 3), (8, 16)]
-    assert [(share.start, share.stop) for share in hall.step().shares] == [(3, 4), (0, 1), (16, 19)]
+    assert [(share.start, share.stop) for share in hall.step().shares] == [(3, 4), (16, 19)]
     assert short in hall.live
     hall.drain()
 

@@ -1,6 +1,7 @@
 """Prompts at work: what has come of each of their outputs so far."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.api.detokenize import Detokenizer
@@ -9,6 +10,18 @@ from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId, TokenLogprob
 from penstock.step.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A prompt that has been read and checked, with the settings of each of its outputs: all that the engine is to be told."""
+
+    prompt: str | None
+    tokens: tuple[int, ...]
+    samplings: tuple[Sampling, ...]
+    max_tokens: int | None
+    detokenizer: Callable[[], Detokenizer | None]
+    """A new one for each output."""
 
 
 @dataclass(slots=True)

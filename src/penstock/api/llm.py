@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.api.jobs import Job, Sequel
+from penstock.api.detokenize import Detokenizer
+from penstock.api.jobs import Job, Ready, Sequel
 from penstock.api.outputs import Completion, Delta
 from penstock.api.text import Tokenizer
 from penstock.arch.spec import ModelSpec
@@ -153,6 +154,10 @@ class LLM:
         return self._tokenizer
 
     @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
     def booted(self) -> Booted:
         """Facts about the loaded model: spec, device, dtype, limits, memory budget."""
         return self._booted
@@ -193,14 +198,14 @@ class LLM:
         jobs: list[Job] = []
         try:
             for prompt, one in zip(several, settings, strict=True):
-                jobs.append(self._submit(prompt, one))
+                jobs.append(self.begin(self.read(prompt, one)))
             with self._bar(len(jobs)) as advance:
                 for job in jobs:
                     while not job.done:
                         self._pump()
                         advance(sum(job.done for job in jobs))
         finally:
-            self._abandon(jobs)
+            self.abandon(jobs)
         return [job.completion() for job in jobs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, until: Callable[[], bool] = lambda: False) -> "Stream":
@@ -209,7 +214,7 @@ class LLM:
 
         Raises RequestError at once, not at the first piece.
         """
-        return Stream(self, self._submit(prompt, params), until)
+        return Stream(self, self.begin(self.read(prompt, params)), until)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The model's answer to a conversation: messages with a "role" and a "content"."""
@@ -230,35 +235,61 @@ class LLM:
                     if sequence.deltas:
                         return sequence.deltas.popleft()
                 if not job.done and until():
-                    self._abandon([job])
+                    self.abandon([job])
                 if job.done:
                     return None
                 self._pump()
 
-    def _submit(self, prompt: Prompt, params: SamplingParams | None) -> Job:
+    # -- one by one ----------------------------------------------------------------------------------------------------------
+
+    def read(self, prompt: Prompt, params: SamplingParams | None = None) -> Ready:
+        """What can be said of a prompt before the engine is told of it. From any thread, also while steps run.
+
+        Raises RequestError if it could never be served.
+        """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params are SamplingParams, one for all prompts or a list of them; got {type(params).__name__}")
         text, tokens = self._read(prompt)
         sampling = self._sampling(params)
-        sequences: list[Sequel] = []
-        job = Job(text, tuple(tokens), sequences)
+        self._engine.scheduler.admissible(len(tokens), params.max_tokens)
         continues = isinstance(prompt, str) and bool(prompt)
+
+        def detokenizer() -> Detokenizer | None:
+            if self._tokenizer is None:
+                return None
+            return self._tokenizer.detokenizer(params.stop_strings, params.include_stop, continues=continues)
+
+        return Ready(text, tuple(tokens), tuple(map(sampling, range(params.n))), params.max_tokens, detokenizer)
+
+    def begin(self, ready: Ready) -> Job:
+        """Queue all outputs of a prompt. They are computed as `advance` is called, and end as `abandon` is."""
+        sequences: list[Sequel] = []
+        job = Job(ready.prompt, ready.tokens, sequences)
         with self._lock:
             try:
-                for index in range(params.n):
-                    own = sampling(index)
-                    detokenizer = None
-                    if self._tokenizer is not None:
-                        stop = params.stop_strings
-                        detokenizer = self._tokenizer.detokenizer(stop, params.include_stop, continues=continues)
-                    request = self._engine.submit(tokens, own, params.max_tokens)
+                for index, own in enumerate(ready.samplings):
+                    detokenizer = ready.detokenizer()
+                    request = self._engine.submit(ready.tokens, own, ready.max_tokens)
                     sequences.append(Sequel(index, request, own, detokenizer))
                     self._live[request] = sequences[-1]
             except BaseException:
-                self._abandon([job])
+                self.abandon([job])
                 raise
         return job
+
+    def advance(self) -> None:
+        """One step for all jobs: what it yields is in their sequences' deltas. Without any job, a look at what moves between tiers."""
+        if self._live:
+            self._pump()
+        else:
+            with self._lock:
+                self._engine.tend()
+
+    @property
+    def moving(self) -> bool:
+        """Whether blocks are on their way between tiers, or about to be: then `advance` is worth calling without any job."""
+        return self._engine.scheduler.tiers.moving or self._engine.scheduler.tiers.ready
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its tokens."""
@@ -342,7 +373,7 @@ class LLM:
         if sequence.finish is not None:
             del self._live[event.request]
 
-    def _abandon(self, jobs: Sequence[Job]) -> None:
+    def abandon(self, jobs: Sequence[Job]) -> None:
         """End whatever of these jobs still runs."""
         with self._lock:
             if self._stepping:  # The garbage collector, in this very thread, has found a stream in the midst of a step.
@@ -357,7 +388,7 @@ class LLM:
     def _sweep(self) -> None:
         """Abandon what was dropped without being closed. That may happen anywhere, also within a step, so it is only noted then."""
         while self._dropped:
-            self._abandon([self._dropped.popleft()])
+            self.abandon([self._dropped.popleft()])
 
     @contextmanager
     def _bar(self, prompts: int) -> Iterator[Callable[[int], None]]:
@@ -435,7 +466,7 @@ class Stream:
         return self._job.completion()
 
     def close(self) -> None:
-        self._llm._abandon([self._job])
+        self._llm.abandon([self._job])
 
     def __enter__(self) -> Self:
         return self

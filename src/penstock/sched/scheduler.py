@@ -12,7 +12,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from time import monotonic
 
 from penstock.base.errors import RequestError
@@ -43,6 +43,9 @@ _AHEAD = 4
 """Host blocks of a long request that no transfer takes."""
 _EARLY = 2
 """Tokens before a request would be too long for the device it becomes long: its newest one still has a place there, and the next not."""
+
+_LOOKED_AT = 8
+"""Requests in the queue for which one in the midst of its prompt makes room, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +147,7 @@ class Scheduler:
 
         Without `max_tokens` it may have all the room there is, and is long at once for its prompt, or when its output has grown.
         """
-        room = self.longest - len(prompt)
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            raise RequestError(self._refusal(len(prompt), max_tokens))
+        room = self.admissible(len(prompt), max_tokens)
         request = Request(
             id=RequestId(self._next_id),
             tokens=list(prompt),
@@ -163,6 +162,15 @@ class Scheduler:
         self._requests[request.id] = request
         self._waiting.append(request)
         return request.id
+
+    def admissible(self, prompt: int, max_tokens: int | None) -> int:
+        """Most tokens of output that a prompt of so many may have. From any thread. Raises RequestError if it could never be served."""
+        room = self.longest - prompt
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            raise RequestError(self._refusal(prompt, max_tokens))
+        return room
 
     def _becomes_long(self, request: Request, reach: int) -> bool:
         """Whether a request that comes to `reach` tokens, if it may have so many, is long: it is not if it does not fit as such."""
@@ -204,8 +212,8 @@ class Scheduler:
         self._orders = []
         shares: list[Share] = []
         self._free_near()
-        budget, preempted = self._plan_running(shares)
-        admissions = [] if preempted else list(self._admit(shares, budget))
+        budget, whole, preempted = self._plan_running(shares)
+        admissions = [] if preempted else list(self._admit(shares, budget, whole))
         shares.sort(key=lambda share: len(share.tokens) > 1)
         plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan(self._cold_promised()))
         if shares:
@@ -230,16 +238,19 @@ class Scheduler:
                 request.unknown += 1
                 request.ending = request.output_length >= request.max_tokens
 
-    def _plan_running(self, shares: list[Share]) -> tuple[int, bool]:
-        """Shares for the running, oldest first. Returns the tokens left in the step, and whether anyone had to go.
+    def _plan_running(self, shares: list[Share]) -> tuple[int, bool, bool]:
+        """Shares for the running, oldest first. Returns the tokens left in the step, whether these are only for prompts that they finish,
+        and whether anyone had to go.
 
-        Every request that only lacks its newest token gets it, so a long prompt never holds up others: chunks take what is left.
+        Every request that only lacks its newest token gets it, so a long prompt never holds up others: chunks take what is left. One that
+        is not finished in this step leaves up to half of that to prompts which can be, behind it or in the queue: so there is never more
+        than one in the midst of its prompt, and nobody waits for that one.
         """
         budget = self.limits.max_step_tokens - sum(
             request.length - request.computed == 1 for request in self._running if not request.ending
         )
         before = self.preemptions
-        position = 0
+        position, whole = 0, False
         while position < len(self._running):
             request = self._running[position]
             if request.ending or (request.arriving is not None and not self._arrivals.is_late(request)):
@@ -252,9 +263,12 @@ class Scheduler:
                 if self._arrivals.meet(request) or self._arrivals.fetch(request):
                     position += 1
                     continue
-                count = self._needs.chunk(request, budget)
-                # Whoever is still under way afterwards leaves no tokens to those behind, nor to newcomers.
-                budget = budget - count if request.computed + count == self._needs.goal(request) else 0
+                count = self._chunk(request, budget, whole)
+                unfinished = request.computed + count < self._needs.goal(request)
+                if unfinished and not whole:
+                    whole = True
+                    count = self._needs.chunk(request, budget - self._wanted(budget // 2)) or count
+                budget -= count
             if count:
                 lacking = self._needs.pages(request, count) - self.ledger.available
                 if 0 < lacking <= sum(len(other.blocks) for other in self._running if other.ending):
@@ -271,7 +285,31 @@ class Scheduler:
                     continue
                 shares.append(self._share(request, count))
             position += 1
-        return budget, self.preemptions > before
+        return budget, whole, self.preemptions > before
+
+    def _chunk(self, request: Request, budget: int, whole: bool) -> int:
+        """Tokens that a request computes of its prompt; none if they do not finish it where only `whole` prompts go on."""
+        count = self._needs.chunk(request, max(budget, 0))
+        return count if not whole or request.computed + count == self._needs.goal(request) else 0
+
+    def _wanted(self, most: int) -> int:
+        """Of at most so many tokens, those that the first in the queue want whose prompts are finished by them, if there is room for these."""
+        wanted, pages = 0, self.ledger.available - sum(map(self._tail, self._running))
+        for request in islice(self._waiting, min(_LOOKED_AT, len(self._rows))):
+            lacking = request.length - self._found(request)
+            pages -= -(-request.length // self.limits.block_size)
+            if request.long or wanted + lacking > most or pages < 0:
+                break
+            wanted += lacking
+        return wanted
+
+    def _found(self, request: Request) -> int:
+        """Tokens at its beginning whose blocks it would find, each with the one before."""
+        size = self.limits.block_size
+        if not request.share_prefix:
+            return 0
+        keys = self.prefixes.next_keys(request, 0, size)
+        return size * sum(1 for _ in takewhile(lambda key: self.ledger.find(key) is not None, keys))
 
     def _make_room(self, position: int, count: int) -> bool:
         """Preempts until the running request has the blocks for `count` more positions. False if it has to go itself.
@@ -292,17 +330,17 @@ class Scheduler:
                 return False
             self._preempt(max(behind, key=lambda other: (lacks_pages and not other.long, other.id)))
 
-    def _admit(self, shares: list[Share], budget: int) -> Iterator[Admission]:
+    def _admit(self, shares: list[Share], budget: int, whole: bool) -> Iterator[Admission]:
         """Requests from the queue, first come first served, while tokens, rows and blocks for their whole length are there.
 
-        Whose prompt comes from another tier is admitted without tokens.
+        Whose prompt comes from another tier is admitted without tokens. whole: whether tokens are only for prompts that they finish.
         """
         while self._waiting and self._rows:
             request = self._waiting[0]
             self._reuse(request)
             room = self._has_room(request)
             comes = room and not self._is_full(request) and self._arrivals.fetch(request)
-            count = 0 if comes else self._needs.chunk(request, max(budget, 0))
+            count = 0 if comes else self._chunk(request, budget, whole)
             if not room or not (comes or (count and not self._is_full())):
                 self._let_go(request)
                 return
@@ -315,7 +353,10 @@ class Scheduler:
             yield Admission(request.row, request.sampling, request.prompt, tuple(request.tokens[request.prompt_length :]))
             if comes:
                 continue
-            budget = budget - count if request.computed + count == self._needs.goal(request) else 0
+            if request.computed + count < self._needs.goal(request):
+                whole = True
+                count = self._needs.chunk(request, budget - self._wanted(budget // 2)) or count
+            budget -= count
             shares.append(self._share(request, count))
 
     def _is_full(self, *newcomers: Request) -> bool:
