@@ -14,6 +14,7 @@ import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ README, ADDING = ROOT / "README.md", ROOT / "docs" / "adding-a-model.md"
 ENTRY = "import sys; from penstock.cli.main import main; sys.exit(main())"
 INSTALLED = ".venv/bin/"
 """Where `make` puts commands."""
+SERVED = "penstock serve "
 KV = "./kv"
 """Where README keeps KV."""
 LARGE, TRACE = "--device-memory 16GiB --host-memory 100GiB", "trace.json"
@@ -140,7 +142,28 @@ def test_a_prefix_is_found_in_the_next_run_as_readme_says(tmp_path: Path) -> Non
     assert re.search(r"(\d+) of \1 records are as they were written", verified.stdout)
 
 
-@pytest.mark.parametrize("command", [line for line in commands(README) if KV not in line])
+def test_the_server_answers_as_readme_says(tmp_path: Path) -> None:
+    """At a port that is free, and asked by Python for what curl asks."""
+    pytest.importorskip("uvicorn")
+    serve, ask = [filled(line) for line in commands(README) if SERVED in line or line.startswith("curl")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    words = [sys.executable, "-c", ENTRY, *shlex.split(serve.replace("--port 8000", "--port 0 --device-memory 1GiB"))[1:]]
+    with subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            said = next(line for line in server.stderr if line.startswith("serving my-model at "))
+            address = said.split()[-1]
+            [_, url, _, body] = shlex.split(ask)
+            with urlopen(url.replace("http://127.0.0.1:8000", address), body.encode(), timeout=60) as answered:
+                answer = json.load(answered)
+            assert answer["model"] == "my-model"
+            assert answer["choices"][0]["message"]["content"].strip()
+        finally:
+            server.terminate()
+        assert server.wait(60) == 0
+
+
+@pytest.mark.parametrize("command", [line for line in commands(README) if not any(one in line for one in (KV, SERVED, "curl"))])
 def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     if memory := needed_memory(command):

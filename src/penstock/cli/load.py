@@ -31,7 +31,31 @@ _EMPTY = "a trace with nothing in it: all weights are on the device, nothing str
 
 class _Remarks(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage(), faint=True)
+        say(self.format(record), faint=True)
+
+
+@contextmanager
+def told(quiet: bool) -> Iterator[None]:
+    """Unless `quiet`, what is decided goes to stderr: device, dtype, memory sizing."""
+    log, remarks = logging.getLogger("penstock"), _Remarks(logging.INFO)
+    before = log.level
+    if not quiet:
+        log.addHandler(remarks)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(remarks)
+        log.setLevel(before)
+
+
+def load(config: Config, *, quiet: bool, trace: Trace | None = None) -> "LLM":
+    """The model, to be closed by the caller. Raises PenstockErrors."""
+    from penstock.api.llm import LLM  # torch: 1.2 s on two cores; whatever could be checked before has been
+
+    settings = {field.name: getattr(config, field.name) for field in fields(Config)}
+    with loading_bar(quiet) as loading:
+        return LLM(**settings, progress=False, trace=trace, loading=loading)
 
 
 @contextmanager
@@ -42,18 +66,9 @@ def loaded(config: Config, *, quiet: bool, trace: Path | None = None) -> Iterato
     """
     if trace is not None:
         Trace.check(trace)
-    log, remarks = logging.getLogger("penstock"), _Remarks(logging.INFO)
-    before = log.level
-    if not quiet:
-        log.addHandler(remarks)
-        log.setLevel(logging.INFO)
     spans = None if trace is None else Trace()
-    try:
-        from penstock.api.llm import LLM  # torch: 1.2 s on two cores; whatever could be checked before has been
-
-        settings = {field.name: getattr(config, field.name) for field in fields(Config)}
-        with loading_bar(quiet) as loading:
-            llm = LLM(**settings, progress=False, trace=spans, loading=loading)
+    with told(quiet):
+        llm = load(config, quiet=quiet, trace=spans)
         try:
             with llm:
                 yield llm
@@ -63,9 +78,6 @@ def loaded(config: Config, *, quiet: bool, trace: Path | None = None) -> Iterato
                 spans.write(trace)
                 if not quiet:
                     say(f"{trace}: {_EMPTY if spans.empty else _WRITTEN}", faint=True)
-    finally:
-        log.removeHandler(remarks)
-        log.setLevel(before)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from penstock.cli.terminal import one_line, say
 COMMANDS = {
     "run": "Continue a prompt, or answer it with --chat.",
     "chat": "Talk with a model in the terminal.",
+    "serve": "Serve a model to OpenAI's clients.",
     "bench": "Measure this machine's limits and how close a model comes.",
     "eval": "Measure how well a model finds what stands in a long text.",
     "pack": "Lay a model's weights out to be streamed from disk.",

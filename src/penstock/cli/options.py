@@ -134,6 +134,11 @@ _ENGINE = (
 )
 
 
+def engine_options(function: Callable[..., object]) -> Callable[..., object]:
+    """What a command takes that keeps a model for a while, without any sampling of its own."""
+    return with_options(*_ENGINE, debug_option)(function)
+
+
 def with_options(*options: Decorator) -> Decorator:
     """All of them, in this order in the help."""
     return lambda function: reduce(lambda inner, one: one(inner), reversed(options), function)  # click lists the last applied first
@@ -155,10 +160,12 @@ def sampling_params(ctx: click.Context) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def engine_config(ctx: click.Context, model: Path, sequences: int) -> Config:
-    """The command's engine flags. `sequences`: how many there will ever be at once, which bounds the useful KV. Raises ConfigError."""
+def engine_config(ctx: click.Context, model: Path, sequences: int | None) -> Config:
+    """The command's engine flags. `sequences`: how many there will ever be at once, if that is known, which bounds the useful KV.
+
+    Raises ConfigError."""
     values = {field.name: ctx.params[field.name] for field in fields(Config) if field.name in ctx.params}
-    few = min(sequences, values["max_step_tokens"] or sequences)
-    if values["max_sequences"] is None and few <= _FEW:
-        values["max_sequences"] = few
+    if sequences is not None and values["max_sequences"] is None:
+        few = min(sequences, values["max_step_tokens"] or sequences)
+        values["max_sequences"] = few if few <= _FEW else None
     return Config(**values | {"model": model})

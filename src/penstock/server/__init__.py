@@ -1,0 +1,1 @@
+"""A model behind HTTP: many clients at once on one engine."""

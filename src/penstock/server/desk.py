@@ -1,0 +1,244 @@
+"""Between an event loop with many clients and the one thread that drives the engine.
+
+Why this is safe. Two threads, and between them two queues whose every operation is done or not done. The loop's thread alone knows which
+calls there are, how many, and who waits for what; the driver alone touches the model. Whatever the driver has for a call it hands to the
+loop once after each step, for all calls at once, and the last it hands over of a call is its end: its outputs are complete, or a fault.
+A call that its client has left is put in the queue like a new one and met in that order, so it is ended behind its own beginning; what
+comes of it meanwhile reaches nobody. When the driver fails, or has ended, every call that it has not ended is told so, those too that it
+had not met yet: `_over` is set on the loop, behind everything that was handed over before, and no call is taken after it.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+from penstock.api.jobs import Job, Ready
+from penstock.api.llm import LLM
+from penstock.api.outputs import Completion, Delta
+from penstock.base.errors import EngineClosedError, PenstockError
+from penstock.engine.engine import Stats
+
+_LOG = logging.getLogger("penstock")
+_NAP = 0.02
+"""Seconds between two looks at blocks that move between tiers while nobody asks for anything."""
+_FIRST_GUESS = 1.0
+"""Seconds that an output takes, before any has ended."""
+_LONGEST_WAIT = 60.0
+
+
+class BusyError(PenstockError):
+    """There is no room for another request now. `seconds`: after which there may be."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class Call:
+    """A client's prompt: pieces of its outputs as they come, from the loop that has asked."""
+
+    def __init__(self, desk: "Desk", ready: Ready) -> None:
+        self.ready = ready
+        self.begun = monotonic()
+        self._desk = desk
+        self._job: Job | None = None
+        """The driver's."""
+        self._come: list[Delta] = []
+        self._news = asyncio.Event()
+        self._fault: BaseException | None = None
+        self._over = False
+
+    async def pieces(self) -> AsyncIterator[Sequence[Delta]]:
+        """All that has come since the last time, until the outputs are complete. Raises what has kept them from being so."""
+        while True:
+            while not (self._come or self._over):
+                self._news.clear()
+                await self._news.wait()
+            come, self._come = self._come, []
+            if come:
+                yield come
+            elif self._fault is not None:
+                raise self._fault
+            else:
+                return
+
+    async def completion(self) -> Completion:
+        """When it is complete."""
+        async for _ in self.pieces():
+            pass
+        return self.so_far()
+
+    def so_far(self) -> Completion:
+        """What has come of it; to be asked when it is complete, or for what does not change once there is a piece."""
+        assert self._job is not None, "asked before the first piece"
+        return self._job.completion()
+
+    def leave(self) -> None:
+        """The client wants nothing more of it. What has ended is not disturbed."""
+        self._desk._leave(self)
+
+    def _take(self, deltas: Sequence[Delta], over: bool, fault: BaseException | None) -> None:
+        self._come.extend(deltas)
+        self._over, self._fault = self._over or over, self._fault or fault
+        self._news.set()
+
+
+class Desk:
+    """Takes calls for a model, on the running loop, and drives it on a thread of its own."""
+
+    def __init__(self, llm: LLM, *, queue: int) -> None:
+        """queue: outputs that may wait, beside those that the model computes at a time."""
+        self._llm = llm
+        self._rows = llm.booted.limits.max_sequences
+        self._most = self._rows + queue
+        self._loop = asyncio.get_running_loop()
+        self._calls: set[Call] = set()
+        """Taken and not ended."""
+        self._outputs = 0
+        """Of all calls."""
+        self._seconds = _FIRST_GUESS
+        """That an output takes, lately."""
+        self._closing = False
+        self._fault: BaseException | None = None
+        self._over = asyncio.Event()
+        self._mail: SimpleQueue[Call | None] = SimpleQueue()
+        """Calls to begin or, when they were met before, to end; None is the end of all."""
+        self.stats: Stats = llm.stats()
+        """After the last step. The driver puts a new one in its place."""
+        self._thread = threading.Thread(target=self._drive, name="penstock driver", daemon=True)
+        self._thread.start()
+
+    # ---- on the loop
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are taken."""
+        return not (self._closing or self._over.is_set())
+
+    @property
+    def outputs(self) -> int:
+        """Under way, and waiting."""
+        return self._outputs
+
+    def check_room(self, asked: int) -> None:
+        """For so many outputs. Raises BusyError if there is none, EngineClosedError if there never will be."""
+        if not self.open:
+            why = f"it has failed: {self._fault}" if self._fault else "the server is shutting down"
+            raise EngineClosedError(f"the model takes no more requests, as {why}; try another server, or this one later")
+        if asked > self._most:
+            raise BusyError(f"{asked} outputs were asked for, but there is room for {self._most} at a time; ask for fewer", 0.0)
+        if self._outputs + asked > self._most:
+            seconds = min(max(1.0, self._seconds * (self._outputs + asked - self._most) / self._rows), _LONGEST_WAIT)
+            raise BusyError(f"{self._outputs} outputs are under way or waiting, and {self._most} can at most; try again later", seconds)
+
+    def ask(self, ready: Sequence[Ready]) -> list[Call]:
+        """A call for each prompt of a request; none is begun unless all are. Raises what `check_room` does."""
+        asked = sum(len(one.samplings) for one in ready)
+        self.check_room(asked)
+        calls = [Call(self, one) for one in ready]
+        self._calls.update(calls)
+        self._outputs += asked
+        for call in calls:
+            self._mail.put(call)
+        return calls
+
+    async def close(self, patience: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Take no more calls, let those that there are end for so many seconds, or until there is hurry, then end them."""
+        self._closing = True
+        late = monotonic() + patience
+        while self._calls and monotonic() < late and not (hurry() or self._over.is_set()):
+            await asyncio.sleep(0.01)
+        self._mail.put(None)
+        await self._over.wait()
+        await asyncio.to_thread(self._thread.join)
+
+    async def failure(self) -> BaseException | None:
+        """When the driver has ended: why, unless it was told to."""
+        await self._over.wait()
+        return self._fault
+
+    def _leave(self, call: Call) -> None:
+        if call in self._calls and not call._over:
+            call._over = True
+            self._calls.discard(call)
+            self._outputs -= len(call.ready.samplings)
+            self._mail.put(call)
+
+    def _deliver(self, news: Sequence[tuple[Call, Sequence[Delta], bool, BaseException | None]]) -> None:
+        for call, deltas, over, fault in news:
+            if call not in self._calls:
+                continue
+            call._take(deltas, over, fault)
+            if over:
+                self._calls.discard(call)
+                self._outputs -= len(call.ready.samplings)
+                if fault is None:
+                    self._seconds += (monotonic() - call.begun - self._seconds) / 16
+
+    def _end(self, fault: BaseException | None) -> None:
+        self._fault = fault
+        what = f"the engine has failed: {fault}" if fault else "the server was shut down before this request was complete"
+        for call in self._calls:
+            call._take((), True, EngineClosedError(f"{what}; send it again"))
+        self._calls.clear()
+        self._outputs = 0
+        self._over.set()
+
+    # ---- on the driver's thread
+
+    def _drive(self) -> None:
+        fault: BaseException | None = None
+        active: dict[Call, Job] = {}
+        try:
+            while self._meet(active):
+                self._llm.advance()
+                self.stats = self._llm.stats()
+                self._hand_over(active)
+        except BaseException as error:
+            fault = error
+            _LOG.exception("the engine has failed")
+        finally:
+            self._tell(self._end, fault)
+
+    def _meet(self, active: dict[Call, Job]) -> bool:
+        """Begin and end what was asked for; wait for it if there is nothing else to do. False when all is over."""
+        refused: list[tuple[Call, Sequence[Delta], bool, BaseException | None]] = []
+        while True:
+            idle = not active and not refused
+            try:
+                call = self._mail.get(block=idle, timeout=_NAP if self._llm.moving else None)
+            except Empty:
+                break
+            if call is None:
+                self._llm.abandon(list(active.values()))
+                return False
+            if (job := active.pop(call, None)) is not None:
+                self._llm.abandon([job])
+            elif not call._over:
+                try:
+                    active[call] = call._job = self._llm.begin(call.ready)
+                except PenstockError as fault:
+                    refused.append((call, (), True, fault))
+        if refused:
+            self._tell(self._deliver, refused)
+        return True
+
+    def _hand_over(self, active: dict[Call, Job]) -> None:
+        news: list[tuple[Call, Sequence[Delta], bool, BaseException | None]] = []
+        for call, job in list(active.items()):
+            deltas = [sequence.deltas.popleft() for sequence in job.sequences for _ in range(len(sequence.deltas))]
+            if deltas or job.done:
+                news.append((call, deltas, job.done, None))
+            if job.done:
+                del active[call]
+        if news:
+            self._tell(self._deliver, news)
+
+    def _tell(self, what: object, *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(what, *args)  # type: ignore[arg-type]
+        except RuntimeError:  # The loop has been closed, and nobody is there to be told.
+            _LOG.debug("nobody is told of what has come")

@@ -1,0 +1,135 @@
+"""The life of a server: it listens at once, loads its model, serves, and lets what is under way end before it does."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from penstock.api.llm import LLM
+from penstock.base.errors import ConfigError
+from penstock.server.app import House, Settings, application
+from penstock.server.desk import Desk
+
+_LOG = logging.getLogger("penstock")
+_LAST = 5
+"""Seconds in which the last answers must have been read, at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """queue: outputs that may wait. patience: seconds that requests under way are given when the server is told to end."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    queue: int = 256
+    patience: float = 30.0
+
+
+def serve(load: Callable[[], LLM], settings: Settings, listening: Listening, *, ready: Callable[[str], object] = lambda _: None) -> None:
+    """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one waits for nothing.
+
+    ready: is told the address when the model is there. Raises ConfigError if the address is not to be had, and whatever has ended the
+    server besides a signal: what loading or the engine has raised.
+    """
+    bound = _bind(listening)
+    with bound:
+        asyncio.run(_Life(load, settings, listening, ready).run(bound))
+
+
+class _Life:
+    def __init__(self, load: Callable[[], LLM], settings: Settings, listening: Listening, ready: Callable[[str], object]) -> None:
+        self._load, self._listening, self._ready = load, listening, ready
+        self._house = House(settings)
+        self._enough = asyncio.Event()
+        self._signals = 0
+        config = uvicorn.Config(
+            application(self._house),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=_LAST,
+        )
+        self._server = _Server(config)
+
+    async def run(self, bound: socket.socket) -> None:
+        server = self._server
+        loop = asyncio.get_running_loop()
+        for one in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(one, self._enough_of_it)
+        serving = asyncio.ensure_future(server.serve([bound]))
+        try:
+            async with self._opened() as failed:
+                if self._house.desk is not None:
+                    host, port = bound.getsockname()[:2]
+                    self._ready(f"http://{'[' + host + ']' if ':' in host else host}:{port}")
+                enough = asyncio.ensure_future(self._enough.wait())
+                await asyncio.wait((enough, failed, serving), return_when=asyncio.FIRST_COMPLETED)
+                enough.cancel()
+        finally:
+            server.should_exit = True
+            await serving
+            for one in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(one)
+        if failed.done() and (fault := failed.result()) is not None:
+            raise fault
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator["asyncio.Future[BaseException | None]"]:
+        """The model, at the desk. Gives a task that ends when the desk has failed."""
+        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        enough = asyncio.ensure_future(self._enough.wait())
+        await asyncio.wait((loading, enough), return_when=asyncio.FIRST_COMPLETED)
+        enough.cancel()
+        llm = await loading  # It cannot be broken off.
+        try:
+            desk = Desk(llm, queue=self._listening.queue)
+            failed = asyncio.ensure_future(desk.failure())
+            try:
+                if not self._enough.is_set():
+                    self._house.open(llm, desk)
+                yield failed
+            finally:
+                await desk.close(self._listening.patience, hurry=lambda: self._signals > 1)
+                await failed
+        finally:
+            await asyncio.to_thread(llm.close)
+
+    def _enough_of_it(self) -> None:
+        self._signals += 1
+        self._enough.set()
+        self._server.force_exit = self._signals > 1
+        if self._signals > 1 and self._house.desk is None:
+            _LOG.warning("ended while the model was being loaded")
+            os._exit(1)  # Loading cannot be broken off, and has nothing to save.
+        if self._signals > 2:
+            _LOG.warning("ended in the midst of a step")
+            os._exit(1)  # It may be one that never ends.
+
+
+class _Server(uvicorn.Server):
+    """One whose signals are somebody else's."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def _bind(listening: Listening) -> socket.socket:
+    family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((listening.host, listening.port))
+        bound.listen()  # Until then, somebody else might.
+    except (OSError, OverflowError, UnicodeError) as fault:
+        bound.close()
+        raise ConfigError(f"{listening.host}:{listening.port} cannot be listened at: {fault}; choose another host or port") from fault
+    return bound

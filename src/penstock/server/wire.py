@@ -1,0 +1,264 @@
+"""What clients may send, field by field, and what of it the engine is asked.
+
+The fields are OpenAI's, and beside them those of SamplingParams. One that would change the answer and cannot be honoured is refused, and so
+is one that nobody knows; what only labels a request, or suits what is done anyway, is taken and has no effect.
+"""
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from penstock.base.errors import PenstockError, RequestError
+from penstock.step.params import SamplingParams
+
+T = TypeVar("T")
+MOST_LOGPROBS = 20
+"""Of the likeliest tokens, that a client may ask for with each."""
+MOST_PROMPTS = 256
+"""In one request."""
+MOST_STOPS, LONGEST_STOP = 32, 1024
+"""Stop strings of a request, and characters of one: they are looked for with every token, while all others wait."""
+_OWN = ("messages", "add_generation_prompt", "tools", "self")
+"""What a template is told by other fields."""
+
+
+class FieldError(PenstockError):
+    """A request that is not what it must be. `param`: the field, if it is one's fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of completion have."""
+
+    model: str
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # Beside OpenAI's:
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def tells_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def most_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    def params(self) -> SamplingParams:
+        """Raises FieldError."""
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options are for a stream; set stream, or leave them out", "stream_options")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+            raise FieldError(f"stop may have {MOST_STOPS} strings of {LONGEST_STOP} characters; give fewer, or shorter ones", "stop")
+        try:
+            return SamplingParams(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                logit_bias={_token(key): bias for key, bias in (self.logit_bias or {}).items()},
+                seed=self.seed,
+                stop=self.stop or (),
+                include_stop=self.include_stop_str_in_output,
+                stop_token_ids=self.stop_token_ids or (),
+                min_tokens=self.min_tokens or 0,
+                max_tokens=self.most_tokens,
+                ignore_eos=self.ignore_eos,
+                n=1 if self.n is None else self.n,
+                logprobs=self.most_logprobs,
+            )
+        except RequestError as error:
+            name = str(error).split(" ", 1)[0]
+            raise FieldError(str(error), name if name in self.__struct_fields__ else None) from error
+
+
+class TextPart(Struct, tag="text", tag_field="type", forbid_unknown_fields=True):
+    text: str
+
+
+class Message(Struct, kw_only=True):
+    """Of a conversation. What else it has is for the model's template."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | UnsetType | None = UNSET
+    refusal: str | UnsetType | None = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType | None = UNSET
+    tool_call_id: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+
+    def plain(self) -> dict[str, object]:
+        """As a template reads it: text in one piece."""
+        content = self.content if not isinstance(self.content, list) else "".join(part.text for part in self.content)
+        fields = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
+        return fields | {"content": content or ""}
+
+
+class ResponseFormat(Struct):
+    type: str
+
+
+class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    # Labels, and what suits whatever is answered:
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Beside OpenAI's:
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_logprobs(self) -> int | None:
+        return _logprobs(self.top_logprobs or 0, "top_logprobs") if self.logprobs else None
+
+    def check(self) -> None:
+        """Raises FieldError for what the fields do not allow together, or this server at all."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs need logprobs: set it to true, or leave top_logprobs out", "top_logprobs")
+        _check_variables(self.chat_template_kwargs)
+        if self.response_format is not None and self.response_format.type != "text":
+            kind = self.response_format.type[:40]
+            raise FieldError(f"response_format {kind!r} was asked for, but answers are plain text; leave it out", "response_format")
+
+
+class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[Any]
+    """Text or token ids, or a list of these."""
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def most_tokens(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def most_logprobs(self) -> int | None:
+        return None if self.logprobs is None else _logprobs(self.logprobs, "logprobs")
+
+    def check(self) -> None:
+        """Raises FieldError for what the fields do not allow together, or this server at all."""
+        if self.suffix:
+            raise FieldError("a suffix was given, but text is only continued at its end; leave it out", "suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise FieldError("best_of was asked for, but outputs are not chosen from; ask for n of them", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise FieldError("echo and logprobs were both asked for, but a prompt's own are not told; leave one of them out", "echo")
+        if not self.prompts:
+            raise FieldError("the prompt is an empty list; give at least one", "prompt")
+        if len(self.prompts) > MOST_PROMPTS:
+            raise FieldError(f"{len(self.prompts)} prompts are more than {MOST_PROMPTS}; send several requests", "prompt")
+        for prompt in self.prompts:
+            if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
+                raise FieldError("a prompt is text or a list of token ids, and there may be a list of prompts of both kinds", "prompt")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        given = self.prompt
+        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("give either a prompt or messages", "prompt")
+        _check_variables(self.chat_template_kwargs)
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    """A request's body. Raises FieldError that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        unknown = re.search(r"unknown field `([^`]*)`", text)
+        place = re.search(r"at `\$\.?([^`\[.]*)", text)
+        name = unknown[1] if unknown else place[1] if place and place[1] else None
+        if missing := re.search(r"missing required field `([^`]*)`", text):
+            name = missing[1]
+        raise FieldError(f"the request is not valid: {text[:1].lower()}{text[1:]}", name) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FieldError(f"the request's body is not JSON: {error}") from error
+
+
+def _check_variables(variables: dict[str, Any] | None) -> None:
+    if taken := [name for name in _OWN if name in (variables or ())]:
+        message = f"chat_template_kwargs have {taken[0]!r}, which a template has from elsewhere; leave it out"
+        raise FieldError(message, "chat_template_kwargs")
+
+
+def _logprobs(count: int, name: str) -> int:
+    if not 0 <= count <= MOST_LOGPROBS:
+        raise FieldError(f"{name} {count} must be from 0 to {MOST_LOGPROBS}", name)
+    return count
+
+
+def _token(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 20):
+        raise FieldError(f"logit_bias has key {key[:40]!r}, but its keys are token ids", "logit_bias")
+    return int(key)
