@@ -293,7 +293,7 @@ class Scheduler:
         return count if not whole or request.computed + count == self._needs.goal(request) else 0
 
     def _wanted(self, most: int) -> int:
-        """Of at most so many tokens, those that the first in the queue want whose prompts are finished by them, if there is room for these."""
+        """Of at most so many tokens, those that the first in the queue want, whose prompts are finished by them and have room."""
         wanted, pages = 0, self.ledger.available - sum(map(self._tail, self._running))
         for request in islice(self._waiting, min(_LOOKED_AT, len(self._rows))):
             lacking = request.length - self._found(request)
