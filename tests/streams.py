@@ -33,8 +33,8 @@ from penstock.weights.stream import WeightStream
 
 UNIT = 256
 CPU = torch.device("cpu")
-LONG = 10.0
-"""Seconds after which what must happen is taken not to."""
+LONG = 30.0
+"""Seconds after which what must happen is taken not to. On a machine that does nothing else it happens within one or two."""
 BRIEF = 0.02
 """Seconds given to what must not happen."""
 

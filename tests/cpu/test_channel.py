@@ -199,8 +199,9 @@ class SlowReader(Reader):
         return super()._copy(length)
 
 
-def through(writers: type[Writer], readers: type[Reader]) -> tuple[bool, bool]:
-    """Whether a message of more than a ring was through while the gate was shut, and whether it was right in the end."""
+def through(writers: type[Writer], readers: type[Reader], mutant: bool = False) -> tuple[bool, bool]:
+    """Whether a message of more than a ring was through while the gate was shut, and whether it was right in the end. mutant: the gate is
+    shut until a part has been taken, or one has been written over, which both should be held from."""
     GATE.clear()
     message, got = random.Random(2).randbytes(2 * PARTS * BYTES), []
     with world(writers, readers) as (writer, reader):
@@ -208,7 +209,11 @@ def through(writers: type[Writer], readers: type[Reader]) -> tuple[bool, bool]:
         taking = threading.Thread(target=lambda: got.append(reader.receive()))
         sending.start()
         taking.start()
-        sending.join(5 * BRIEF)
+        late = time.monotonic() + LONG
+        while mutant and not (reader._next or writer._sent > PARTS):
+            assert time.monotonic() < late, "everybody waits"
+            time.sleep(1e-4)
+        sending.join(0 if mutant else 5 * BRIEF)
         passed = not sending.is_alive()
         GATE.set()
         sending.join(LONG)
@@ -255,5 +260,5 @@ class Hasty(SlowReader):
 @pytest.mark.parametrize(("writers", "readers"), [(EarlyNotice, Reader), (Heedless, SlowReader), (Writer, Hasty)])
 def test_each_wait_and_order_is_needed(writers: type[Writer], readers: type[Reader]) -> None:
     with suppress(Closed):
-        _, right = through(writers, readers)
+        _, right = through(writers, readers, mutant=True)
         assert not right

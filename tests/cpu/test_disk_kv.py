@@ -547,6 +547,9 @@ def test_reads_that_have_not_begun_are_called_off_with_their_step(tmp_path: Path
     gates = Gates([("read", place(0, block)) for block in range(READERS)])
     with Reading(tmp_path, len(wanted), gates=gates) as reading:
         reading.ahead.begin(wanted)
+        limit = time.monotonic() + LONG
+        while any(task._work for tasks in reading.ahead._tasks[:READERS] for task in tasks):  # Or whoever wakes late is free too soon.
+            assert time.monotonic() < limit
         reading.ahead.begin([(0, [(0, 20, 1)])])
         gates.open()
         reading.visit(0, (0, [(0, 20, 1)]))

@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import tiny
-from far import LIMIT, SETTINGS, Ask, Caller, Line, Room, answers, apart, check, expected, layout_of, lines, opened, struck
+from far import LIMIT, SETTINGS, Ask, Caller, Line, Room, answers, apart, check, expected, layout_of, lines, opened, resident, struck
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineClosedError, RequestError
@@ -587,6 +587,7 @@ def test_nothing_is_left_behind(end: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(arena.Arena, "__init__", made)
     monkeypatch.setattr(arena.Arena, "close", closed)
     prompt, params = [words(random.Random(1), 90)], SamplingParams(temperature=0, max_tokens=9)
+    resident("llama")  # Stays open, whichever test is the first to ask for it.
     with no_thread_left(), lines("in"), opened("llama", Room(disk=10)) as llm:
         assert any("under test" in name for name in threads())
         assert pinned
