@@ -36,6 +36,7 @@ ENTRY = "import sys; from penstock.cli.main import main; sys.exit(main())"
 INSTALLED = ".venv/bin/"
 """Where `make` puts commands."""
 SERVED = "penstock serve "
+BATCH = "requests.jsonl"
 KV = "./kv"
 """Where README keeps KV."""
 LARGE, TRACE = "--device-memory 16GiB --host-memory 100GiB", "trace.json"
@@ -163,7 +164,15 @@ def test_the_server_answers_as_readme_says(tmp_path: Path) -> None:
         assert server.wait(60) == 0
 
 
-@pytest.mark.parametrize("command", [line for line in commands(README) if not any(one in line for one in (KV, SERVED, "curl"))])
+def test_a_batch_is_answered_as_readme_says(tmp_path: Path) -> None:
+    lines = [filled(line) for line in commands(README) if BATCH in line]
+    assert len(lines) == 2
+    in_shell(f"cd {shlex.quote(str(tmp_path))}; {lines[0]}; {lines[1]} --device-memory 1GiB", tmp_path)
+    [answer] = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert json.loads(answer)["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize("command", [line for line in commands(README) if not any(one in line for one in (KV, SERVED, BATCH, "curl"))])
 def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     if memory := needed_memory(command):

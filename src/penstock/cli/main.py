@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "Continue a prompt, or answer it with --chat.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model to OpenAI's clients.",
+    "batch": "Answer a file of requests.",
     "bench": "Measure this machine's limits and how close a model comes.",
     "eval": "Measure how well a model finds what stands in a long text.",
     "pack": "Lay a model's weights out to be streamed from disk.",

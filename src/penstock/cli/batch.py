@@ -1,0 +1,72 @@
+"""`penstock batch`: a file of requests in, a file of answers out."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.api.llm import SHIPPED_MODEL
+from penstock.base.errors import ConfigError
+from penstock.cli.command import Command, option
+from penstock.cli.load import loaded
+from penstock.cli.options import OUTPUT, engine_config, engine_options
+from penstock.cli.terminal import is_terminal, say
+
+if TYPE_CHECKING:
+    from penstock.server.batch import Tally
+
+FAILED = 3
+"""The exit code where some lines could not be served."""
+EXAMPLES = """
+  penstock batch requests.jsonl answers.jsonl                    with the model that comes with penstock
+  penstock batch requests.jsonl answers.jsonl --model ./my-model
+  penstock batch requests.jsonl answers.jsonl                    once more: goes on where it was ended
+"""
+
+
+@click.command(cls=Command, examples=EXAMPLES)
+@click.argument("requests", type=click.Path(path_type=Path))
+@click.argument("answers", type=click.Path(path_type=Path))
+@click.option("--model", type=click.Path(path_type=Path), metavar="MODEL", help="A checkpoint directory. [the model that comes along]")
+@click.option("--name", "names", multiple=True, metavar="NAME", help="What requests call the model; may be repeated. [its directory's]")
+@option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and progress.")
+@engine_options
+@click.pass_context
+def command(ctx: click.Context, /, **settings: object) -> None:
+    """Answer all REQUESTS, a file in OpenAI's batch format with a JSON object a line, in ANSWERS, a line each as it is done.
+
+    They are taken in the order in which they share most of their prompts, not in that of the file. What ANSWERS has already is not asked
+    again. The exit code is 3 if some of them could not be served; their lines say why.
+    """
+    asked = ctx.params
+    try:
+        from penstock.server.batch import Batch
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'") from missing
+    model = SHIPPED_MODEL if asked["model"] is None else asked["model"]
+    config = engine_config(ctx, model, None)
+    with loaded(config, quiet=asked["quiet"]) as llm:
+        batch = Batch(llm, asked["requests"], asked["answers"], asked["names"] or (model.resolve().name,))
+        with _bar(asked["quiet"]) as told:
+            tally = batch.run(told)
+    if not asked["quiet"]:
+        say(f"{tally.lines} requests, {tally.answered - tally.failed} answered, {tally.failed} refused: {asked['answers']}", faint=True)
+    if tally.failed:
+        ctx.exit(FAILED)
+
+
+@contextmanager
+def _bar(quiet: bool) -> "Iterator[Callable[[Tally], None]]":
+    if quiet or not is_terminal(sys.stderr):
+        yield lambda tally: None
+        return
+    from rich.console import Console  # 40 ms, and only a terminal wants it
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda tally: bar.update(task, completed=tally.answered, total=tally.lines)

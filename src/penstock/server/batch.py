@@ -1,0 +1,180 @@
+"""Files of requests, answered one line for each: OpenAI's batch format.
+
+What has been answered is in the output file, a line at a time, so a run that was ended goes on where it was: it reads the lines that are
+there, drops one that was cut short, and does the rest.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec import Struct
+
+from penstock.api.jobs import Job, Ready
+from penstock.api.llm import LLM
+from penstock.base.errors import ConfigError, PenstockError
+from penstock.server.answers import Answer, error, new_id
+from penstock.server.prompts import Telling, read
+from penstock.server.wire import ChatRequest, CompletionRequest, FieldError, decoded
+
+KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+_AHEAD = 2
+"""Outputs that are queued at a time, for each that the engine computes at a time: enough that it never waits."""
+
+
+class _Line(Struct, kw_only=True):
+    custom_id: str
+    method: str = "POST"
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Lines of the input; those answered, before this run too; those of them that could not be served."""
+
+    lines: int
+    answered: int
+    failed: int
+
+
+@dataclass(slots=True)
+class _Task:
+    custom_id: str
+    ready: Sequence[Ready]
+    telling: Telling
+    jobs: list[Job] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> int:
+        return sum(len(one.samplings) for one in self.ready)
+
+    @property
+    def done(self) -> bool:
+        return all(job.done for job in self.jobs)
+
+
+class Batch:
+    """The requests of a file, in the order in which they share most, and where their answers go."""
+
+    def __init__(self, llm: LLM, source: Path, target: Path, names: Sequence[str]) -> None:
+        """names: of the model; the first is meant where a request names none. Raises ConfigError for files that cannot be used."""
+        self._llm, self._names = llm, names
+        self._source, self._target = source, target
+        self.answered, self.failed = 0, 0
+        self._seen = self._resumed()
+        self.lines = 0
+
+    def run(self, told: Callable[[Tally], object] = lambda _: None) -> Tally:
+        """Answer what is not answered yet. To be ended at any moment, and begun again. Raises ConfigError and what the engine does."""
+        refused: list[bytes] = []
+        tasks = self._tasks(refused)
+        with self._target.open("ab") as out:
+            for line in refused:
+                self._put(out, line, failed=True)
+            told(self._tally())
+            waiting, active = deque(sorted(tasks, key=lambda task: task.ready[0].tokens)), list[_Task]()
+            del tasks
+            most = _AHEAD * self._llm.booted.limits.max_sequences
+            try:
+                while waiting or active:
+                    while waiting and sum(task.outputs for task in active) < most:
+                        task = waiting.popleft()
+                        active.append(task)
+                        task.jobs.extend(map(self._llm.begin, task.ready))
+                    self._llm.advance()
+                    for task in [task for task in active if task.done]:
+                        active.remove(task)
+                        body = task.telling.whole([job.completion() for job in task.jobs])
+                        self._put(out, _line(task.custom_id, 200, body))
+                        told(self._tally())
+            finally:
+                self._llm.abandon([job for task in active for job in task.jobs])
+                out.flush()
+                with suppress(OSError):
+                    os.fsync(out.fileno())
+        return self._tally()
+
+    def _tally(self) -> Tally:
+        return Tally(self.lines, self.answered, self.failed)
+
+    def _put(self, out: BinaryIO, line: bytes, *, failed: bool = False) -> None:
+        out.write(line + b"\n")
+        out.flush()
+        self.answered += 1
+        self.failed += failed
+
+    def _resumed(self) -> set[str]:
+        """What has been answered; a last line that was cut short is dropped."""
+        seen, whole = set[str](), 0
+        if not self._target.exists():
+            return seen
+        try:
+            with self._target.open("rb+") as out:
+                for line in out:
+                    try:
+                        found = msgspec.json.decode(line)
+                    except msgspec.DecodeError:
+                        found = None
+                    if line[-1:] != b"\n":
+                        break
+                    if not isinstance(found, dict) or not isinstance(found.get("custom_id"), str):
+                        raise ConfigError(f"{self._target} has a line that is no answer; name another file, or one to go on with")
+                    seen.add(found["custom_id"])
+                    self.answered += 1
+                    self.failed += found.get("error") is not None or found.get("response", {}).get("status_code") != 200
+                    whole += len(line)
+                out.truncate(whole)
+        except OSError as fault:
+            raise ConfigError(f"{self._target} cannot be written: {fault}; name another file") from fault
+        return seen
+
+    def _tasks(self, refused: list[bytes]) -> list[_Task]:
+        """What there is to do. Lines that cannot be served are answered at once."""
+        tasks, ids = list[_Task](), set[str]()
+        for number, line in self._lines():
+            self.lines += 1
+            name = f"line {number}"
+            try:
+                asked = decoded(line, _Line)
+                name = asked.custom_id
+                if name in ids:
+                    raise FieldError(f"custom_id {name!r} is that of another line too; give each its own", "custom_id")
+                ids.add(name)
+                if name not in self._seen:
+                    tasks.append(_Task(name, *self._read(asked)))
+            except PenstockError as fault:
+                if name not in self._seen:
+                    param = fault.param if isinstance(fault, FieldError) else None
+                    refused.append(_line(name, 400, error(str(fault), "invalid_request_error", param)))
+        return tasks
+
+    def _read(self, asked: _Line) -> tuple[list[Ready], Telling]:
+        kind = KINDS.get(asked.url)
+        if asked.method != "POST" or kind is None:
+            raise FieldError(f"{asked.method} {asked.url} was asked for, but a batch may POST to {' and '.join(KINDS)}", "url")
+        request = decoded(msgspec.json.encode({"model": self._names[0], **asked.body}), kind)
+        if request.model not in self._names:
+            raise FieldError(f"the model {request.model[:200]!r} is not the one that runs here: {', '.join(self._names)}", "model")
+        if request.streams:
+            raise FieldError("a batch has no streams; leave stream out", "stream")
+        return read(self._llm, request)
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        try:
+            with self._source.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield number, line
+        except OSError as fault:
+            raise ConfigError(f"{self._source} cannot be read: {fault}; give a file of requests, one a line") from fault
+
+
+def _line(custom_id: str, status: int, body: Answer) -> bytes:
+    response = {"status_code": status, "request_id": new_id("req"), "body": body}
+    return msgspec.json.encode({"id": new_id("batch_req"), "custom_id": custom_id, "response": response, "error": None})

@@ -1,0 +1,185 @@
+"""Files of requests: every line is answered once, right, in whatever order and however often the run is ended."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.base.errors import ConfigError
+from penstock.cli.main import main
+from penstock.server.batch import Batch, Tally
+from streams import LONG
+
+NAMES = ("shipped",)
+FEW = ["--device", "cpu", "--dtype", "float32", "--device-memory", "400MiB", "--max-sequences", "3"]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(None, device="cpu", dtype="float32", device_memory="400MiB", max_sequences=3, block_size=16) as llm:
+        yield llm
+
+
+def line(custom_id: str, url: str = TEXT, **body: object) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "shipped", "temperature": 0} | body})
+
+
+def requests(count: int) -> dict[str, str]:
+    """By their ids. Those that begin alike stand apart."""
+    beginnings = ["Once upon a time there was a fox", "The sun was shining", "One rainy morning the owl"]
+    asked = {}
+    for number in range(count):
+        prompt = f"{8 * beginnings[number % 3]} and {number // 3} friends"
+        own = {"prompt": prompt} if number % 4 else {"messages": [{"role": "user", "content": prompt}]}
+        asked[f"id {number}"] = line(f"id {number}", TEXT if number % 4 else CHAT, max_tokens=5 + number % 7, **own)
+    return asked
+
+
+def expected(llm: LLM, asked: str) -> str:
+    body = json.loads(asked)["body"]
+    params = SamplingParams(temperature=0, max_tokens=body["max_tokens"])
+    return llm.generate(body["prompt"], params)[0].text if "prompt" in body else llm.chat(body["messages"], params).text
+
+
+def answers(path: Path) -> dict[str, dict[str, object]]:
+    """Each id once, and whole lines."""
+    found: dict[str, dict[str, object]] = {}
+    text = path.read_text()
+    assert not text or text.endswith("\n")
+    for one in text.splitlines():
+        answer = json.loads(one)
+        assert answer["custom_id"] not in found, "answered twice"
+        found[answer["custom_id"]] = answer["response"]
+    return found
+
+
+def said(response: dict[str, object]) -> str:
+    assert response["status_code"] == 200
+    body = response["body"]
+    assert isinstance(body, dict)
+    choice = body["choices"][0]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    assert isinstance(text, str)
+    return text
+
+
+def test_every_line_is_answered_as_if_it_were_alone(llm: LLM, tmp_path: Path) -> None:
+    """And where prompts begin alike, what they share is computed once, though they stand apart in the file."""
+    source, target, asked = tmp_path / "in", tmp_path / "out", requests(24)
+    source.write_text("\n".join(asked.values()) + "\n\n")
+    llm.clear_prefix_cache()
+    seen: list[Tally] = []
+    tally = Batch(llm, source, target, NAMES).run(seen.append)
+    assert tally == Tally(24, 24, 0) == seen[-1]
+    assert [one.answered for one in seen] == sorted(one.answered for one in seen)
+    found = answers(target)
+    cached = [one["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found.values()]  # type: ignore[index]
+    assert sum(count >= 32 for count in cached) >= 24 - 2 * 3 - 3, "three beginnings of two kinds, and three at once that share the first"
+    assert {name: said(one) for name, one in found.items()} == {name: expected(llm, one) for name, one in asked.items()}
+    assert llm.stats().running == llm.stats().waiting == 0
+
+
+def test_what_cannot_be_served_is_said_in_its_line(llm: LLM, tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    lines = {
+        "a": line("a", prompt="Hello", max_tokens=3),
+        "many": line("many", prompt="Hello", max_tokens=10**6),
+        "b": line("b", prompt="Hello", max_tokens=-1),
+        "c": line("c", "/v1/embeddings", prompt="Hello"),
+        "d": line("d", prompt="Hello", stream=True),
+        "e": line("e", prompt="Hello", modell="x"),
+        "f": line("f", prompt="Hello", max_tokens=3, **{"model": "another"}),
+        "line 8": "{nonsense",
+        "line 9": '{"url": "/v1/completions", "body": {}}',
+    }
+    source.write_text("\n".join([*lines.values(), lines["a"]]))
+    assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 9)
+    texts = [json.loads(one) for one in target.read_text().splitlines()]
+    bad = {one["custom_id"]: one["response"] for one in texts if one["response"]["status_code"] != 200}
+    assert set(bad) == {*lines}, "the second line of that id among them"
+    for name, part in {
+        "many": "context", "b": "max_tokens -1", "c": "/v1/embeddings", "d": "stream", "e": "modell", "f": "'another'", "line 8": "JSON",
+        "line 9": "custom_id", "a": "another line",
+    }.items():  # fmt: skip
+        assert part in bad[name]["body"]["error"]["message"], name
+    assert sum(one["response"]["status_code"] == 200 for one in texts) == 1
+
+
+def test_a_run_that_was_ended_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> None:
+    """By an interrupt after any number of answers, with the last line cut short."""
+    source, target, asked = tmp_path / "in", tmp_path / "out", requests(9)
+    source.write_text("\n".join([*asked.values(), line("bad", prompt="a", n=0)]))
+
+    def stop_after(count: int) -> None:
+        def told(tally: Tally) -> None:
+            if tally.answered >= count:
+                raise KeyboardInterrupt
+
+        Batch(llm, source, target, NAMES).run(told)
+
+    for count in (1, 3, 3, 4, 8):
+        with pytest.raises(KeyboardInterrupt):
+            stop_after(count)
+        assert llm.stats().running == llm.stats().waiting == 0
+        before = target.read_bytes()
+        target.write_bytes(before + before[: len(before) // 3].rsplit(b"\n", 1)[-1][:40])
+    assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 1)
+    found = answers(target)
+    assert found.pop("bad")["status_code"] == 400
+    assert {name: said(one) for name, one in found.items()} == {name: expected(llm, one) for name, one in asked.items()}
+    with patch.object(LLM, "advance", side_effect=AssertionError("nothing is left to do")):
+        assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 1)
+
+
+def test_a_run_that_was_killed_goes_on(llm: LLM, tmp_path: Path) -> None:
+    """Twice, as soon as there is an answer more; then the command answers the rest."""
+    source, target, asked = tmp_path / "in", tmp_path / "out", requests(12)
+    source.write_text("\n".join(asked.values()))
+    command = [sys.executable, "-m", "penstock", "batch", str(source), str(target), "--quiet", *FEW]
+    seen = 0
+    for _ in range(2):
+        with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+            late = time.monotonic() + 3 * LONG
+            while (not target.exists() or target.read_bytes().count(b"\n") <= seen) and process.poll() is None:
+                assert time.monotonic() < late
+                time.sleep(1e-3)
+            process.kill()
+        seen = target.read_bytes().count(b"\n")
+    assert main(["batch", str(source), str(target), "--quiet", *FEW]) == 0
+    found = answers(target)
+    assert {name: said(one) for name, one in found.items()} == {name: expected(llm, one) for name, one in asked.items()}
+
+
+def test_the_command_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text(line("a", prompt="Hello", max_tokens=2) + "\n" + line("b", prompt="a", n=0))
+    assert main(["batch", str(source), str(target), *FEW]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"2 requests, 1 answered, 1 refused: {target}" in err
+
+
+@pytest.mark.parametrize("what", ["nothing to read", "no answers", "a folder"])
+def test_files_that_cannot_be_used_are_refused(llm: LLM, tmp_path: Path, what: str) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    if what == "nothing to read":
+        message = "in cannot be read: .*; give a file of requests"
+    elif what == "no answers":
+        source.write_text(line("a", prompt="Hello"))
+        target.write_text('{"precious": "data"}\n')
+        message = "out has a line that is no answer; name another file"
+    else:
+        target.mkdir()
+        message = "out cannot be written: .*; name another file"
+    with pytest.raises(ConfigError, match=message):
+        Batch(llm, source, target, NAMES).run()
+    if what == "no answers":
+        assert target.read_text() == '{"precious": "data"}\n'
