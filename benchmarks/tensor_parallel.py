@@ -1,0 +1,196 @@
+"""A model on two devices beside the same on one, in the same run: tokens, decode steps, streamed layers, and what a sum over ranks costs.
+
+    PYTHONPATH=src python3 benchmarks/tensor_parallel.py --out tensor_parallel.json
+    PYTHONPATH=src python3 benchmarks/tensor_parallel.py --tiny --device cpu     the same course on processes of a CPU
+
+Parts: equal, sums, decode, stream. Random weights in real shapes, bfloat16, but for `equal`, which is float32.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from execution import row
+
+from penstock import LLM, SamplingParams
+from penstock.base.config import Config
+from penstock.bench import run
+from penstock.bench.machine import machine
+from penstock.bench.report import Kind
+from penstock.bench.shapes import SHAPES
+from penstock.bench.times import Times
+from penstock.parallel.group import Group
+from penstock.parallel.launch import launch
+from penstock.parallel.seat import Seat
+
+TINY = SHAPES["100M"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
+Found = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    device: str
+    tiny: bool
+    ranks: int
+
+    def config(self, ranks: int, **more: object) -> Config:
+        return Config(Path(), device=self.device, tensor_parallel=ranks, host_kv_memory=0, **more)  # type: ignore[arg-type]
+
+    def shape(self, name: str, **more: object) -> Mapping[str, object]:
+        return TINY if self.tiny else SHAPES[name] | more
+
+
+def part_equal(place: Place) -> Found:
+    """Greedy tokens of the model that comes with the package, on one rank and on several, with graphs and without. Random weights would be
+    others on each rank."""
+    texts = ("Once upon a time", "The little fox", "One rainy morning", "A", "The sun was shining and all the animals " * 12)
+    said = {}
+    for ranks in (1, place.ranks):
+        for graphs in (True, False):
+            config = place.config(ranks, max_length=1024, max_sequences=8, dtype="float32", graphs=graphs)
+            settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | {"model": None}
+            with LLM(**settings) as llm:
+                params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+                said[ranks, graphs] = [one.tokens for one in llm.generate(texts, params)]
+    one = said[1, True]
+    for (ranks, graphs), tokens in said.items():
+        alike = sum(a == b for a, b in zip(one, tokens, strict=True))
+        row(f"greedy tokens, {ranks} ranks, graphs {'on' if graphs else 'off'}", f"{alike} of {len(texts)} as on one")
+    return {f"{ranks} ranks, graphs {graphs}": tokens == one for (ranks, graphs), tokens in said.items()}
+
+
+def sum_often(group: Group, sizes: list[int], device: torch.device) -> Found:
+    """Microseconds of a sum, by its bytes: alone, and inside a CUDA graph of a hundred."""
+    found: Found = {}
+    for size in sizes:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        repeats = 100 if device.type == "cuda" else 10
+        for _ in range(10):
+            group.all_reduce(x)
+
+        def turns(x: torch.Tensor = x, repeats: int = repeats) -> None:
+            for _ in range(repeats):
+                group.all_reduce(x)
+
+        if device.type != "cuda":
+            turns()
+            found[str(size)] = None
+            continue
+        alone = timed(turns) / repeats
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            turns()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                turns()
+        recorded = timed(graph.replay) / repeats
+        found[str(size)] = {"alone_us": alone * 1e6, "recorded_us": recorded * 1e6}
+    group.barrier()
+    return found
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds on the device, the least of five."""
+    least = float("inf")
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        least = min(least, begin.elapsed_time(end) / 1e3)
+    return least
+
+
+def sums_here(seat: Seat, device: str, sizes: tuple[int, ...]) -> None:
+    """On the other ranks."""
+    where = torch.device("cpu") if device == "cpu" else torch.device("cuda", seat.rank)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    group = seat.group(where)
+    sum_often(group, list(sizes), where)
+    group.close()
+
+
+def part_sums(place: Place) -> Found:
+    sizes = (8192, 8192 * 16, 8192 * 64, 1 << 20, 1 << 26)
+    device = torch.device("cpu") if place.device == "cpu" else torch.device("cuda", 0)
+    crew = launch(place.ranks, importlib.import_module("tensor_parallel").sums_here, place.device, sizes)  # By a name that others know.
+    try:
+        group = crew.group(device)
+        found = sum_often(group, list(sizes), device)
+        group.close()
+    finally:
+        crew.close(10.0)
+    for size, one in found.items():
+        row(f"a sum of {int(size):,} bytes", json.dumps(one))
+    return found
+
+
+def part_decode(place: Place) -> Found:
+    found: Found = {}
+    for batch, target in ((1, 1.5), (64, 1.7)):
+        times = {}
+        for ranks in (1, place.ranks):
+            context, output = (20, 8) if place.tiny else (2048, 64)
+            sequences, repeat = (2, 1) if place.tiny else (batch, 2)
+            job = run.Job(Kind.DECODE, "8B", place.shape("8B"), place.config(ranks), sequences, context, output, repeat)
+            report = run.run(job)
+            times[ranks] = report.ms
+            found[f"batch {batch}, {ranks} ranks"] = json.loads(report.line())
+        told(f"decode, 8B, batch {batch}", times, target, found)
+    return found
+
+
+def part_stream(place: Place) -> Found:
+    """Layers of a 70B, all of them in host memory but for a ring."""
+    found: Found = {}
+    layers, room = (2, None) if place.tiny else (16, "6GiB")
+    times = {}
+    for ranks in (1, place.ranks):
+        config = place.config(ranks, device_memory=room, max_length=256, max_step_tokens=128)
+        job = run.Job(Kind.DECODE, "70B", place.shape("70B", num_hidden_layers=layers), config, 1, 20, 8 if place.tiny else 12, 1)
+        report = run.run(job)
+        times[ranks] = report.ms
+        found[f"{ranks} ranks"] = json.loads(report.line())
+        if report.streaming is None and not place.tiny:
+            sys.exit("the layers do not stream: allow less device memory")
+    told(f"decode, {layers} layers of a 70B, streamed", times, 1.9, found)
+    return found
+
+
+def told(what: str, times: dict[int, Times], target: float, found: Found) -> None:
+    (_, one), (ranks, several) = times.items()
+    found[f"{what}: times as fast"] = one.median / several.median
+    row(what, f"{one} on one, {several} on {ranks}: {one.median / several.median:.2f} times as fast, target {target}")
+
+
+PARTS: dict[str, Callable[[Place], Found]] = {"equal": part_equal, "sums": part_sums, "decode": part_decode, "stream": part_stream}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, in this order")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    place = Place(args.device, args.tiny, args.ranks)
+    found: Found = {"environment": dataclasses.asdict(machine()), "ranks": args.ranks}
+    for part in args.parts.split(","):
+        print(part, flush=True)
+        found[part] = PARTS[part](place)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
