@@ -60,7 +60,7 @@ def test_only_the_command_that_is_called_is_imported() -> None:
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(COMMANDS) == ["run", "chat", "bench", "eval", "pack", "plan", "cache", "doctor"]
+    assert list(COMMANDS) == ["run", "chat", "serve", "batch", "bench", "eval", "pack", "plan", "cache", "doctor"]
     assert main(["--help"]) == 0
     shown = capsys.readouterr()
     for name, purpose in COMMANDS.items():

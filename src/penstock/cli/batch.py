@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.errors import ConfigError
 from penstock.cli.command import Command, option
 from penstock.cli.load import loaded
@@ -46,6 +45,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         from penstock.server.batch import Batch
     except ModuleNotFoundError as missing:
         raise ConfigError(f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'") from missing
+    from penstock.api.llm import SHIPPED_MODEL  # torch, after what could be checked without it
+
     model = SHIPPED_MODEL if asked["model"] is None else asked["model"]
     config = engine_config(ctx, model, None)
     with loaded(config, quiet=asked["quiet"]) as llm:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.errors import ConfigError
 from penstock.cli.command import Command, option
 from penstock.cli.load import load, told
@@ -55,6 +54,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         from penstock.server.run import Listening, serve
     except ModuleNotFoundError as missing:
         raise ConfigError(f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'") from missing
+    from penstock.api.llm import SHIPPED_MODEL  # torch, after what could be checked without it
+
     model = SHIPPED_MODEL if asked["model"] is None else asked["model"]
     config = engine_config(ctx, model, None)
     names = asked["names"] or (model.resolve().name,)
