@@ -4,8 +4,8 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import dataclass, field
 from time import time
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +30,7 @@ from penstock.server.wire import (
     DetokenizeRequest,
     FieldError,
     TokenizeRequest,
+    blamed,
     decoded,
 )
 
@@ -37,6 +38,8 @@ T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
 _GONE = 499
 """What is noted of a request whose client has gone."""
+_LARGE = 1 << 20
+"""Bytes of a request from which on it is read when no other such is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class House:
     desk: Desk | None = None
     loaded: int = 0
     """When, in seconds since 1970."""
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """Held while a large request is read."""
 
     def open(self, llm: LLM, desk: Desk) -> None:
         self.llm, self.desk, self.loaded = llm, desk, int(time())
@@ -108,8 +113,8 @@ def _told(house: House, handler: Handler) -> Callable[[Request], Awaitable[Respo
             if request.scope["path"] not in _OPEN:
                 _check_key(house.settings, request)
             return await handler(house, request)
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError:  # The end of the server has not waited for this, such as for a body that does not come.
+            return _refusal(EngineClosedError("the server is shutting down; send the request again, to another one or later"))
         except ClientDisconnect:
             return Response(status_code=_GONE)
         except Exception as fault:
@@ -134,7 +139,9 @@ def _refusal(fault: Exception) -> Response:
     match fault:
         case FieldError():
             return _json(error(str(fault), "invalid_request_error", fault.param), 400)
-        case RequestError() | CheckpointError():  # It lacks a tokenizer, and token ids would do.
+        case RequestError():
+            return _json(error(str(fault), "invalid_request_error", blamed(fault)), 400)
+        case CheckpointError():  # It lacks a tokenizer; token ids would do.
             return _json(error(str(fault), "invalid_request_error"), 400)
         case BusyError() if not fault.seconds:
             return _json(error(str(fault), "invalid_request_error", "n"), 400)
@@ -143,9 +150,9 @@ def _refusal(fault: Exception) -> Response:
         case EngineClosedError():
             return _json(error(str(fault), "server_error", code="unavailable"), 503, {"Retry-After": "5"})
         case HTTPException():
-            kinds = {401: ("authentication_error", "invalid_api_key"), 404: ("invalid_request_error", "model_not_found")}
-            kind, code = kinds.get(fault.status_code, ("invalid_request_error", None))
-            return _json(error(str(fault.detail), kind, code=code), fault.status_code)
+            invalid = "invalid_request_error"
+            kinds = {401: ("authentication_error", None, "invalid_api_key"), 404: (invalid, "model", "model_not_found")}
+            return _json(error(str(fault.detail), *kinds.get(fault.status_code, (invalid, None, None))), fault.status_code)
         case PenstockError():
             return _json(error(str(fault), "server_error"), 500)
     _LOG.error("a request has failed", exc_info=fault)
@@ -159,10 +166,8 @@ def _said(fault: Exception) -> str:
 
 def _no_route(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, HTTPException)
-    if fault.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
-    else:
-        message = f"there is nothing at {request.url.path}"
+    path = request.scope["path"][:200]
+    message = f"{path} does not take {request.method}" if fault.status_code == 405 else f"there is nothing at {path}"
     return _json(error(message, "invalid_request_error"), fault.status_code, fault.headers)
 
 
@@ -178,7 +183,14 @@ async def _body(house: House, request: Request, kind: type[T]) -> T:
         if size > most:
             raise HTTPException(413, f"the request has more than {most} bytes, which is all this server reads of one; send less")
         parts.append(part)
+    request.state.size = size
     return decoded(b"".join(parts), kind)
+
+
+async def _aside(house: House, request: Request, read: Callable[[], T]) -> T:
+    """Done on another thread. Large requests, which may take ten seconds and gigabytes, come one by one: small ones find a thread."""
+    async with house.large if request.state.size > _LARGE else nullcontext():
+        return await asyncio.to_thread(read)
 
 
 def _check_model(house: House, name: str) -> None:
@@ -229,7 +241,7 @@ async def _chat(house: House, request: Request) -> Response:
         tokens = llm.tokenizer.encode_chat(messages, add_generation_prompt=asked.add_generation_prompt, **variables)
         return [llm.read(tokens, params)]
 
-    ready = await asyncio.to_thread(read)
+    ready = await _aside(house, request, read)
     return await _answered(request, desk, ready, Chat(asked.model, llm.tokenizer), asked)
 
 
@@ -248,7 +260,7 @@ async def _complete(house: House, request: Request) -> Response:
         ready = [llm.read(prompt_of(given), params) for given in asked.prompts]
         return ready, [given if isinstance(given, str) else llm.decode(given) for given in asked.prompts] if asked.echo else None
 
-    ready, echoes = await asyncio.to_thread(read)
+    ready, echoes = await _aside(house, request, read)
     tokenizer = llm.tokenizer if llm.has_tokenizer else None
     return await _answered(request, desk, ready, Texts(asked.model, tokenizer, echoes, params.n), asked)
 
@@ -271,14 +283,14 @@ async def _tokenize(house: House, request: Request) -> Response:
             answer["token_strs"] = [llm.tokenizer.token_text(token) for token in tokens]
         return answer
 
-    return _json(await asyncio.to_thread(read))
+    return _json(await _aside(house, request, read))
 
 
 async def _detokenize(house: House, request: Request) -> Response:
     asked = await _body(house, request, DetokenizeRequest)
     llm, _ = house.model()
     _check_model(house, asked.model or house.settings.names[0])
-    return _json({"prompt": await asyncio.to_thread(llm.decode, asked.tokens)})
+    return _json({"prompt": await _aside(house, request, lambda: llm.decode(asked.tokens))})
 
 
 # ---- answers
@@ -371,6 +383,8 @@ class _Live(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await _unless_gone(receive, self._send(send))
+        except asyncio.CancelledError:
+            _LOG.info("a client has not read its answer to the end")
         finally:
             self._over()
             await self._events.aclose()

@@ -199,7 +199,7 @@ class Desk:
                 self._hand_over(active)
         except BaseException as error:
             fault = error
-            _LOG.exception("the engine has failed")
+            _LOG.error("the engine has failed: %s", error, exc_info=not isinstance(error, PenstockError))
         finally:
             self._tell(self._end, fault)
 

@@ -106,8 +106,10 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
                 logprobs=self.most_logprobs,
             )
         except RequestError as error:
-            name = str(error).split(" ", 1)[0]
-            raise FieldError(str(error), name if name in self.__struct_fields__ else None) from error
+            name = blamed(error)
+            if name == "max_tokens" and self.max_tokens is None:
+                name = "max_completion_tokens"
+            raise FieldError(str(error), name) from error
 
 
 class TextPart(Struct, tag="text", tag_field="type", forbid_unknown_fields=True):
@@ -228,6 +230,12 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+
+def blamed(error: RequestError) -> str | None:
+    """The field that the engine's message is about: those begin with it."""
+    name = str(error).split(" ", 1)[0]
+    return name if name in CompletionRequest.__struct_fields__ else None
 
 
 def decoded(body: bytes, kind: type[T]) -> T:

@@ -1,0 +1,788 @@
+"""`penstock serve` as its clients see it: the real command in a process of its own, OpenAI's client, and clients that misbehave."""
+
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs the client that the server is for")
+
+from penstock import LLM, Completion, SamplingParams  # noqa: E402
+from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
+from streams import LONG  # noqa: E402
+
+SETTINGS = {"device": "cpu", "dtype": "float32", "device_memory": "600MiB", "max_sequences": 4}
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--device-memory", "600MiB", "--max-sequences", "4", "--queue", "3")
+ROOM = 4 + 3
+"""Outputs that such a server takes."""
+STORY, TALK = "Once upon a time", [{"role": "user", "content": "Tell me a story about a boat."}]
+COUNT = 12
+"""Tokens of most answers."""
+ENDLESS = {"model": "shipped", "prompt": "The sea", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+Answer = tuple[int, Mapping[str, str], Any]
+
+
+# ---- the server and its clients
+
+
+class Server:
+    """The command, started at once; what it says on stderr is in a file."""
+
+    def __init__(self, log: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "penstock", "serve", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            )
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def wait(self) -> "Server":
+        """Until it serves."""
+        until(lambda: self.process.poll() is not None or re.search(r"^serving \S+ at http\S+\n", self.said(), re.MULTILINE), 3 * LONG)
+        assert self.process.poll() is None, self.said()
+        found = re.search(r"^serving (\S+) at (http\S+)\n", self.said(), re.MULTILINE)
+        assert found is not None
+        self.name, self.url = found.groups()
+        return self
+
+    def connection(self) -> http.client.HTTPConnection:
+        place = urlsplit(self.url)
+        return http.client.HTTPConnection(place.hostname or "", place.port, timeout=LONG)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+        """Status, headers and body, read as JSON where it is. body: bytes, or what JSON can hold."""
+        connection = self.connection()
+        try:
+            raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, raw, dict(headers or {}))
+            answer = connection.getresponse()
+            said = answer.read()
+            kind = answer.headers.get("content-type", "")
+            return answer.status, answer.headers, json.loads(said) if kind == "application/json" else said
+        finally:
+            connection.close()
+
+    def complete(self, **fields: Any) -> Answer:
+        usual = {"model": "shipped", "prompt": STORY, "max_tokens": COUNT, "temperature": 0}
+        return self.ask("POST", "/v1/completions", usual | fields)
+
+    def insist(self, body: Any) -> Answer:
+        """A whole completion, whatever is there before it."""
+        while (answer := self.ask("POST", "/v1/completions", body))[0] == 429:
+            time.sleep(0.001)
+        return answer
+
+    def signal(self, which: signal.Signals) -> None:
+        self.process.send_signal(which)
+
+    def ended(self) -> int:
+        return self.process.wait(LONG)
+
+
+def until(happens: Callable[[], object], seconds: float = LONG) -> None:
+    late = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < late, "it does not happen"
+        time.sleep(0.01)
+
+
+@contextmanager
+def serving(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    server = Server(folder / "said.txt", *flags, environment=environment)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait()
+
+
+@contextmanager
+def client_of(server: Server, key: str = "none") -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=LONG) as client:
+        yield client
+
+
+class Stream:
+    """A completion that is being streamed to a client that reads when it likes."""
+
+    def __init__(self, server: Server, body: Mapping[str, Any] = ENDLESS, path: str = "/v1/completions") -> None:
+        self._connection = server.connection()
+        try:
+            self._connection.request("POST", path, json.dumps(body).encode())
+            self._answer = self._connection.getresponse()
+        except BaseException:
+            self._connection.close()
+            raise
+        self.status = self._answer.status
+
+    def event(self) -> Any:
+        """The next one; None when it is the last, or there is none."""
+        while line := self._answer.readline():
+            if line.startswith(b"data: "):
+                return None if line == b"data: [DONE]\n" else json.loads(line.removeprefix(b"data: "))
+        return None
+
+    def events(self) -> list[Any]:
+        return list(iter(self.event, None))
+
+    def close(self) -> None:
+        self._answer.close()
+        self._connection.close()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def full(server: Server) -> Iterator[list[Stream]]:
+    """As many streams as there is room for, and proof that there is no more. Who has left a moment ago may still be there; in the end
+    nobody is."""
+    with ExitStack() as opened:
+        streams: list[Stream] = []
+
+        def one_more() -> bool:
+            stream = Stream(server)
+            if stream.status == 200:
+                streams.append(opened.enter_context(stream))
+            else:
+                assert stream.status == 429
+                stream.close()
+            return len(streams) == ROOM
+
+        until(one_more)
+        status, _, said = server.complete()
+        assert (status, said["error"]["code"]) == (429, "queue_full")
+        yield streams
+    until(lambda: server.complete(prompt=["a"] * ROOM, max_tokens=1)[0] == 200)
+
+
+def is_taken(server: Server) -> bool:
+    """Whether a stream has room now."""
+    with Stream(server) as stream:
+        assert stream.status in (200, 429)
+        return stream.status == 200
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), "--port", "0", *FLAGS) as server:
+        yield server.wait()
+        server.signal(signal.SIGTERM)
+        assert server.ended() == 0
+        assert "Traceback" not in server.said()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Any]:
+    with client_of(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(None, **SETTINGS) as llm:
+        yield llm
+
+
+def greedy(**settings: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": COUNT} | settings)
+
+
+def right(server: Server, offline: Completion) -> bool:
+    status, _, said = server.complete()
+    return bool(status == 200 and said["choices"][0]["text"] == offline.text)
+
+
+@pytest.fixture(scope="module")
+def story(llm: LLM) -> Completion:
+    """What `Server.complete` asks for."""
+    return llm.generate(STORY, greedy())[0]
+
+
+# ---- answers
+
+
+def test_a_chat_says_what_the_model_says_offline_whole_and_streamed(client: Any, llm: LLM) -> None:
+    offline = llm.chat(TALK, greedy(max_tokens=30))
+    asked = {"model": "shipped", "messages": TALK, "temperature": 0, "max_completion_tokens": 30}
+    whole = client.chat.completions.create(**asked)
+    assert (whole.object, whole.model, whole.choices[0].message.role) == ("chat.completion", "shipped", "assistant")
+    assert whole.choices[0].message.content == offline.text
+    assert whole.choices[0].finish_reason == ("length" if len(offline.tokens) == 30 else "stop")
+    assert whole.usage.prompt_tokens == len(offline.prompt_tokens)
+    assert whole.usage.completion_tokens == len(offline.tokens)
+    with client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream:
+        *chunks, last = stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == offline.text
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert {chunk.id for chunk in [*chunks, last]} == {last.id}
+    assert last.choices == []
+    assert last.usage.total_tokens == whole.usage.total_tokens
+    assert len(chunks) > 3
+
+
+def test_parts_of_text_and_a_system_message_reach_the_template(client: Any, llm: LLM) -> None:
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    parts = [talk[0], {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    found = client.chat.completions.create(model="shipped", messages=parts, temperature=0, max_tokens=8)
+    assert found.choices[0].message.content == llm.chat(talk, greedy(max_tokens=8)).text
+
+
+def test_completions_of_texts_and_of_tokens_in_the_order_of_their_prompts(client: Any, llm: LLM) -> None:
+    prompts: list[Any] = [STORY, "The sea", llm.encode("A dog")]
+    offline = llm.generate(prompts, greedy())
+    whole = client.completions.create(model="shipped", prompt=prompts, temperature=0, max_tokens=COUNT)
+    assert [(choice.index, choice.text) for choice in whole.choices] == [(n, one.text) for n, one in enumerate(offline)]
+    assert whole.usage.prompt_tokens == sum(len(one.prompt_tokens) for one in offline)
+    asked = {"model": "shipped", "prompt": prompts, "temperature": 0, "max_tokens": COUNT, "stream": True}
+    with client.completions.create(**asked, stream_options={"include_usage": True}) as stream:
+        *chunks, last = stream
+    texts = ["".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(3)]
+    assert texts == [one.text for one in offline]
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    alone = client.completions.create(model="shipped", prompt=prompts[2], temperature=0, max_tokens=COUNT)
+    assert alone.choices[0].text == offline[2].text
+    assert len(client.completions.create(model="shipped", prompt=STORY, temperature=0).choices[0].text) > 0
+
+
+def test_several_outputs_of_a_seed_are_those_of_the_seed_offline(client: Any, llm: LLM) -> None:
+    offline = llm.generate(STORY, SamplingParams(temperature=0.9, top_p=0.95, seed=11, n=3, max_tokens=COUNT))[0]
+    asked = {"model": "shipped", "prompt": STORY, "temperature": 0.9, "top_p": 0.95, "seed": 11, "n": 3, "max_tokens": COUNT}
+    whole = client.completions.create(**asked)
+    assert [choice.text for choice in whole.choices] == [output.text for output in offline.outputs]
+    assert len({choice.text for choice in whole.choices}) > 1
+    with client.completions.create(**asked, stream=True) as stream:
+        chunks = list(stream)
+    texts = ["".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(3)]
+    assert texts == [output.text for output in offline.outputs]
+    two = client.completions.create(**asked | {"prompt": [STORY, "The sea"]})
+    assert [choice.index for choice in two.choices] == list(range(6))
+    assert [choice.text for choice in two.choices[:3]] == texts
+
+
+def test_a_stop_string_ends_the_text_before_it_also_in_a_stream(client: Any, llm: LLM) -> None:
+    text = llm.generate(STORY, greedy(max_tokens=40))[0].text
+    stop = text[len(text) // 2 :][:5]
+    asked = {"model": "shipped", "prompt": STORY, "temperature": 0, "max_tokens": 40, "stop": ["never there", stop]}
+    whole = client.completions.create(**asked)
+    assert whole.choices[0].text == text[: text.index(stop)]
+    assert whole.choices[0].finish_reason == "stop"
+    with client.completions.create(**asked, stream=True) as stream:
+        chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[: text.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    kept = client.completions.create(**asked, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == text[: text.index(stop)] + stop
+
+
+def test_log_probabilities_are_those_offline_whole_and_streamed(client: Any, llm: LLM) -> None:
+    offline = llm.chat(TALK, greedy(logprobs=3))
+    assert offline.logprobs is not None
+    asked = {"model": "shipped", "messages": TALK, "temperature": 0, "max_tokens": COUNT, "logprobs": True, "top_logprobs": 3}
+    whole = client.chat.completions.create(**asked).choices[0].logprobs.content
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        streamed = [entry for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    for found in (whole, streamed):
+        assert [entry.logprob for entry in found] == pytest.approx([one.logprob for one in offline.logprobs], abs=1e-3)
+        assert b"".join(bytes(entry.bytes) for entry in found).decode() == offline.text
+        for entry, one in zip(found, offline.logprobs, strict=True):
+            assert [other.logprob for other in entry.top_logprobs] == pytest.approx([value for _, value in one.top], abs=1e-3)
+            assert entry.token == entry.top_logprobs[0].token
+    bare = client.chat.completions.create(**asked | {"top_logprobs": 0}).choices[0].logprobs.content
+    assert [(entry.token, entry.top_logprobs) for entry in bare] == [(entry.token, []) for entry in whole]
+
+
+def test_log_probabilities_of_a_completion_tell_where_their_tokens_stand(client: Any, llm: LLM) -> None:
+    asked = {"model": "shipped", "prompt": "The café", "temperature": 0, "max_tokens": 20, "logprobs": 2, "stop": ["zzz"]}
+    choice = client.completions.create(**asked).choices[0]
+    assert choice.logprobs.text_offset[0] == 0
+    assert "".join(choice.logprobs.tokens) == choice.text
+    for token, offset, top in zip(choice.logprobs.tokens, choice.logprobs.text_offset, choice.logprobs.top_logprobs, strict=True):
+        assert choice.text[offset:].startswith(token)
+        assert token in top
+    with client.completions.create(**asked, stream=True) as stream:
+        found = [chunk.choices[0].logprobs for chunk in stream if chunk.choices[0].logprobs]
+    assert [offset for one in found for offset in one.text_offset] == choice.logprobs.text_offset
+    assert [token for one in found for token in one.tokens] == choice.logprobs.tokens
+    assert [value for one in found for value in one.token_logprobs] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-3)
+
+
+def test_a_repeated_prompt_is_told_to_be_cached(client: Any, llm: LLM) -> None:
+    tokens = [7 + n % 50 for n in range(200)]
+    asked = {"model": "shipped", "prompt": tokens, "temperature": 0, "max_tokens": 2}
+    first, second = (client.completions.create(**asked) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert 128 <= second.usage.prompt_tokens_details.cached_tokens < 200
+    assert second.choices[0].text == first.choices[0].text == llm.generate(tokens, greedy(max_tokens=2))[0].text
+
+
+def test_echo_says_the_prompt_first(client: Any, llm: LLM) -> None:
+    tokens = llm.encode("A dog")
+    offline = llm.generate([STORY, tokens], greedy())
+    expected = [STORY + offline[0].text, llm.decode(tokens) + offline[1].text]
+    asked = {"model": "shipped", "prompt": [STORY, tokens], "temperature": 0, "max_tokens": COUNT, "echo": True}
+    assert [choice.text for choice in client.completions.create(**asked).choices] == expected
+    with client.completions.create(**asked, stream=True) as stream:
+        chunks = list(stream)
+    assert ["".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(2)] == expected
+
+
+def test_models_are_listed_and_described(client: Any, llm: LLM) -> None:
+    [model] = client.models.list().data
+    assert (model.id, model.object, model.max_model_len) == ("shipped", "model", llm.spec.max_length)
+    assert client.models.retrieve("shipped").id == "shipped"
+    with pytest.raises(openai.NotFoundError, match="'other'"):
+        client.models.retrieve("other")
+
+
+def test_tokens_there_and_back(server: Server, llm: LLM) -> None:
+    text = "A café, 東京 and <|end|> too"
+    status, _, said = server.ask("POST", "/tokenize", {"prompt": text, "return_token_strs": True})
+    assert (status, said["tokens"], said["count"]) == (200, llm.encode(text), len(llm.encode(text)))
+    assert len(said["token_strs"]) == said["count"]
+    status, _, back = server.ask("POST", "/detokenize", {"model": "shipped", "tokens": said["tokens"]})
+    assert (status, back) == (200, {"prompt": llm.decode(said["tokens"])})
+    _, _, talk = server.ask("POST", "/tokenize", {"messages": TALK})
+    assert talk["tokens"] == llm.tokenizer.encode_chat(TALK)
+    _, _, talk = server.ask("POST", "/tokenize", {"messages": TALK, "add_generation_prompt": False})
+    assert talk["tokens"] == llm.tokenizer.encode_chat(TALK, add_generation_prompt=False)
+
+
+# ---- refusals
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+REFUSED: list[tuple[str, Any, int, str | None]] = [
+    (CHAT, b"", 400, None),
+    (CHAT, b"{", 400, None),
+    (CHAT, b"[]", 400, None),
+    (CHAT, b'{"model": "shipped", "messages": [{"role": "user", "content": "\xff"}]}', 400, None),
+    (CHAT, b'{"model": "shipped", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, None),
+    (TEXT, b'{"model": "shipped", "prompt": ' + b"[" * 5000, 400, None),
+    (CHAT, {"messages": TALK}, 400, "model"),
+    (CHAT, {"model": "shipped"}, 400, "messages"),
+    (CHAT, {"model": "shipped", "messages": []}, 400, "messages"),
+    (CHAT, {"model": "shipped", "messages": [{"content": "a"}]}, 400, "role"),
+    (CHAT, {"model": "shipped", "messages": [{"role": "user", "content": [{"type": "image_url", "url": "a"}]}]}, 400, "messages"),
+    (CHAT, {"model": "other", "messages": TALK}, 404, "model"),
+    (CHAT, {"model": 1, "messages": TALK}, 400, "model"),
+    (CHAT, {"model": "shipped", "messages": TALK, "tools": []}, 400, "tools"),
+    (CHAT, {"model": "shipped", "messages": TALK, "stream": "yes"}, 400, "stream"),
+    (CHAT, {"model": "shipped", "messages": TALK, "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (CHAT, {"model": "shipped", "messages": TALK, "top_logprobs": 2}, 400, "top_logprobs"),
+    (CHAT, {"model": "shipped", "messages": TALK, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+    (CHAT, {"model": "shipped", "messages": TALK, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"model": "shipped", "messages": TALK, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    (CHAT, {"model": "shipped", "messages": TALK, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    (CHAT, {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"add_generation_prompt": 1}}, 400, "chat_template_kwargs"),
+    (CHAT, {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
+    (TEXT, {"model": "shipped"}, 400, "prompt"),
+    (TEXT, {"model": "shipped", "prompt": []}, 400, "prompt"),
+    (TEXT, {"model": "shipped", "prompt": [[]]}, 400, None),
+    (TEXT, {"model": "shipped", "prompt": [1, "a"]}, 400, "prompt"),
+    (TEXT, {"model": "shipped", "prompt": [True]}, 400, "prompt"),
+    (TEXT, {"model": "shipped", "prompt": [-1]}, 400, None),
+    (TEXT, {"model": "shipped", "prompt": [10**40]}, 400, None),
+    (TEXT, {"model": "shipped", "prompt": ["a", [4096]]}, 400, None),
+    (TEXT, {"model": "shipped", "prompt": ["a"] * 257}, 400, "prompt"),
+    (TEXT, {"model": "shipped", "prompt": "a", "max_tokens": 32_768}, 400, None),
+    (TEXT, {"model": "shipped", "prompt": [5] * 40_000}, 400, None),
+    (TEXT, {"model": "shipped", "prompt": "a", "temperature": -1}, 400, "temperature"),
+    (TEXT, b'{"model": "shipped", "prompt": "a", "temperature": 1e999}', 400, "temperature"),
+    (TEXT, b'{"model": "shipped", "prompt": "a", "temperature": NaN}', 400, None),
+    (TEXT, {"model": "shipped", "prompt": "a", "top_p": 0}, 400, "top_p"),
+    (TEXT, {"model": "shipped", "prompt": "a", "n": 0}, 400, "n"),
+    (TEXT, {"model": "shipped", "prompt": "a", "n": ROOM + 1}, 400, "n"),
+    (TEXT, {"model": "shipped", "prompt": ["a"] * 4, "n": 2}, 400, "n"),
+    (TEXT, {"model": "shipped", "prompt": ["a"] * 256, "n": 65_536}, 400, "n"),
+    (TEXT, {"model": "shipped", "prompt": "a", "seed": 10**40}, 400, "seed"),
+    (TEXT, {"model": "shipped", "prompt": "a", "logprobs": 21}, 400, "logprobs"),
+    (TEXT, {"model": "shipped", "prompt": "a", "logprobs": -1}, 400, "logprobs"),
+    (TEXT, {"model": "shipped", "prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
+    (TEXT, {"model": "shipped", "prompt": "a", "best_of": 2}, 400, "best_of"),
+    (TEXT, {"model": "shipped", "prompt": "a", "suffix": "b"}, 400, "suffix"),
+    (TEXT, {"model": "shipped", "prompt": "a", "stop": ["b", ""]}, 400, "stop"),
+    (TEXT, {"model": "shipped", "prompt": "a", "stop": ["b"] * 33}, 400, "stop"),
+    (TEXT, {"model": "shipped", "prompt": "a", "stop": "b" * 1025}, 400, "stop"),
+    (TEXT, {"model": "shipped", "prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (TEXT, {"model": "shipped", "prompt": "a", "logit_bias": {"4096": 1}}, 400, "logit_bias"),
+    (TEXT, {"model": "shipped", "prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    (TEXT, {"model": "shipped", "prompt": "a", "min_tokens": 9, "max_tokens": 3}, 400, "min_tokens"),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": TALK}, 400, "prompt"),
+    ("/tokenize", {"messages": TALK, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    ("/tokenize", {"messages": []}, 400, None),
+    ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+    ("/detokenize", {"tokens": [4096]}, 400, None),
+    ("/detokenize", {"tokens": ["a"]}, 400, "tokens"),
+    ("/nowhere", {}, 404, None),
+    ("/v1/models", {}, 405, None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), REFUSED, ids=[str(number) for number in range(len(REFUSED))])
+def test_what_cannot_be_served_is_refused_by_name(server: Server, path: str, body: Any, status: int, param: str | None) -> None:
+    found, _, said = server.ask("POST", path, body)
+    assert (found, said["error"]["param"]) == (status, param), said
+    assert said.keys() == {"error"}
+    assert said["error"].keys() == {"message", "type", "param", "code"}
+    assert said["error"]["type"] == "invalid_request_error"
+    assert 10 < len(said["error"]["message"]) < 500
+    assert "\n" not in said["error"]["message"]
+
+
+def test_openais_client_raises_what_it_is_told(client: Any, server: Server) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="other", messages=TALK)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="shipped", prompt="a", temperature=2000)
+    assert bad.value.param == "temperature"
+    for method, path in (("GET", CHAT), ("PUT", CHAT), ("DELETE", "/v1/models"), ("POST", "/health")):
+        status, headers, said = server.ask(method, path)
+        assert (status, said["error"]["type"]) == (405, "invalid_request_error")
+        assert headers["allow"]
+    for path in ("/", "/v1", "/%ff", "/%ed%a0%80", "/a?b=%ff", f"/{'a' * 3000}"):
+        status, _, said = server.ask("GET", path)
+        assert (status, said["error"]["param"]) == (404, None)
+        assert len(said["error"]["message"]) < 300
+    assert [server.ask("GET", path)[0] for path in ("/health", "/ready")] == [200, 200]
+
+
+def test_keys_are_asked_for_and_bodies_are_limited(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\n\nzwölf\n", encoding="utf-8")
+    flags = ("--api-keys", str(keys), "--max-body", "2000", "--name", "mine", "--name", "a/b", "--quiet", "--port", "0", *FLAGS)
+    with serving(tmp_path, *flags) as server:
+        server.wait()
+        assert server.name == "mine"
+        key = {"Authorization": "Bearer first-key"}
+        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"}, {"Authorization": "Basic first-key"},
+                      {"Authorization": "Bearer"}, {"Authorization": "Bearer first-key2"}, {"Host": "x/health?"}, {"Host": "x/health#"},
+                      {"X-Forwarded-Prefix": "/health"}):  # fmt: skip
+            for method, path in (("GET", "/v1/models"), ("POST", TEXT), ("POST", "/tokenize")):
+                status, _, said = server.ask(method, path, b"{" if method == "POST" else None, wrong)
+                assert (status, said["error"]["code"]) == (401, "invalid_api_key"), wrong
+        assert [server.ask("GET", path)[0] for path in ("/health", "/ready")] == [200, 200]
+        assert server.ask("GET", "/v1/models", headers={"Authorization": "bearer zwölf".encode()})[0] == 200  # type: ignore[dict-item]
+        with client_of(server, "first-key") as client:
+            assert [model.id for model in client.models.list()] == ["mine", "a/b"]
+            assert client.models.retrieve("a/b").id == "a/b"
+            assert client.completions.create(model="a/b", prompt="a", max_tokens=2).model == "a/b"
+        with client_of(server, "wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        asked = {"model": "mine", "prompt": "a", "max_tokens": 2, "user": ""}
+        room = 2000 - len(json.dumps(asked))
+        assert server.ask("POST", TEXT, asked | {"user": "u" * room}, key)[0] == 200
+        for size in (room + 1, 1 << 20):
+            status, _, said = server.ask("POST", TEXT, asked | {"user": "u" * size}, key)
+            assert (status, said["error"]["type"]) == (413, "invalid_request_error")
+        connection = server.connection()
+        try:  # In pieces, of a length that is not told before.
+            connection.request("POST", TEXT, iter([b"[" * 1000] * 3), key, encode_chunked=True)
+            assert connection.getresponse().status == 413
+            connection.close()
+            connection.request("POST", TEXT, iter([json.dumps(asked).encode()]), key, encode_chunked=True)
+            assert connection.getresponse().status == 200
+        finally:
+            connection.close()
+        server.signal(signal.SIGINT)
+        assert server.ended() == 0
+        assert server.said().splitlines() == [f"serving mine at {server.url}"]
+
+
+# ---- many clients
+
+
+def test_beyond_the_queue_is_429_and_afterwards_served_again(server: Server, story: Completion) -> None:
+    with full(server) as streams:
+        status, headers, said = server.complete()
+        assert (status, said["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers["retry-after"]) >= 1
+        assert server.complete(prompt=["a", "b"], n=2)[0] == 429
+        with client_of(server) as client, pytest.raises(openai.RateLimitError):
+            client.completions.create(model="shipped", prompt=STORY, stream=True)
+        streams.pop().close()  # One more has room, two have not.
+        until(lambda: is_taken(server))
+        assert server.complete(prompt=["a", "b"])[0] == 429
+        assert all(stream.event()["choices"][0]["index"] == 0 for stream in streams[:4])
+    until(lambda: right(server, story))
+
+
+def test_clients_that_disconnect_at_any_moment_leave_nothing(server: Server, story: Completion) -> None:
+    place = urlsplit(server.url)
+
+    def misbehave(seed: int) -> int:
+        rng = random.Random(seed)
+        n, prompt = rng.choice((1, 1, 2)), rng.choice((STORY, ["a", "b"], [9 + seed] * rng.choice((5, 3000))))
+        body = json.dumps(ENDLESS | {"stream": rng.random() < 0.6, "n": n, "prompt": prompt}).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection((place.hostname, place.port), LONG) as connection:
+            sent = head + body
+            connection.sendall(sent[: rng.randrange(len(sent))] if rng.random() < 0.2 else sent)
+            connection.settimeout(rng.choice((0.001, 0.05, 0.3)))
+            got = 0
+            with suppress(TimeoutError):
+                for _ in range(rng.choice((0, 1, 1, 5))):
+                    got += len(connection.recv(rng.choice((1, 100, 4000))))
+            if rng.random() < 0.5:  # A reset instead of an end.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return got
+
+    with ThreadPoolExecutor(6) as crowd:
+        assert sum(got > 0 for got in crowd.map(misbehave, range(40))) > 5
+    with full(server):
+        pass
+    until(lambda: right(server, story))
+
+
+def test_a_slow_reader_holds_up_nobody_and_misses_nothing(server: Server, llm: LLM, story: Completion) -> None:
+    asked = {"model": "shipped", "messages": TALK, "n": 3, "seed": 3, "max_tokens": 120, "ignore_eos": True, "stream": True}
+    body = json.dumps(asked | {"logprobs": True, "top_logprobs": 20}).encode()
+    place = urlsplit(server.url)
+    offline = llm.generate([TALK], SamplingParams(n=3, seed=3, max_tokens=120, ignore_eos=True))[0]
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(LONG)
+        slow.connect((place.hostname, place.port))
+        slow.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        for _ in range(3):
+            assert right(server, story)
+        with full(server):  # Its outputs are complete, though nobody has read them.
+            pass
+        answer = http.client.HTTPResponse(slow)
+        answer.begin()
+        chunks = [json.loads(line[6:]) for line in answer.read().split(b"\n\n") if line.startswith(b"data: {")]
+    texts = ["", "", ""]
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
+    assert texts == [output.text for output in offline.outputs]
+
+
+def test_a_client_that_goes_while_its_prompt_is_read_takes_no_place(server: Server, story: Completion) -> None:
+    body = json.dumps(ENDLESS | {"prompt": "far away " * 6_000}).encode()
+    place = urlsplit(server.url)
+    for _ in range(2 * ROOM):
+        with socket.create_connection((place.hostname, place.port), LONG) as connection:
+            connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    until(lambda: right(server, story))
+    with full(server):
+        pass
+
+
+def _mutated(rng: random.Random) -> tuple[str, bytes]:
+    """A request with something wrong in it; never one that takes long."""
+    path, body = rng.choice(
+        [
+            (CHAT, {"model": "shipped", "messages": TALK, "max_tokens": 2, "n": 1, "stream": False, "logit_bias": {"5": 1}}),
+            (TEXT, {"model": "shipped", "prompt": STORY, "max_tokens": 2, "stop": ["a"], "temperature": 0.5, "seed": 1}),
+            ("/tokenize", {"prompt": STORY, "model": "shipped"}),
+            ("/detokenize", {"tokens": [5, 6, 7]}),
+        ]
+    )
+    odd: list[Any] = [None, True, -1, 0, 3.5, 2**63, -(2**64), "", "x" * 5000, "\x00", [], [[]], [None], {}, {"a": {"b": []}}, [{}], [[{}]]]
+    if rng.random() < 0.6:
+        name = rng.choice([*(key for key in body if key != "max_tokens"), "stream_options", "top_p", "name", "logprobs", "echo", "user"])
+        return path, json.dumps(body | {name: rng.choice(odd)}).encode()
+    raw = bytearray(json.dumps(body).encode())
+    for _ in range(rng.choice((1, 2, 8))):
+        raw[rng.randrange(len(raw))] = rng.choice((rng.randrange(256), *b'"{}[],:\\0'))
+    return path, bytes(raw[: rng.randrange(len(raw))] if rng.random() < 0.3 else raw)
+
+
+def test_no_body_makes_the_server_fail(server: Server, story: Completion) -> None:
+    rng, found = random.Random(7), []
+    for _ in range(120):
+        path, body = _mutated(rng)
+        status, _, said = server.ask("POST", path, body)
+        assert status < 500, (path, body, said)
+        assert status == 200 or said["error"]["message"], (path, body, said)
+        found.append(status)
+    assert {200, 400} <= set(found)
+    assert right(server, story)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x00\xa5\x01\x00",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /v1/models?\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /nowhere?\xff HTTP/1.1\r\nHost: \xff\r\nAuthorization: Bearer \xff\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+        b"GET /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /nowhere HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+        b"HEAD /health HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_no_bytes_make_the_server_fail(server: Server, story: Completion, sent: bytes) -> None:
+    place = urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), LONG) as connection:
+        connection.sendall(sent)
+        first = connection.recv(1 << 16)
+        connection.shutdown(socket.SHUT_WR)
+        assert not first.startswith(b"HTTP/1.1 5"), first
+    assert right(server, story)
+
+
+# ---- the end
+
+
+def test_a_signal_lets_requests_end_and_takes_no_new_ones(tmp_path: Path, llm: LLM) -> None:
+    whole = {"model": "shipped", "prompt": "The sea", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
+    offline = llm.generate("The sea", greedy(max_tokens=120, ignore_eos=True))[0].text
+    with serving(tmp_path, "--port", "0", "--patience", "100", *FLAGS) as server, ThreadPoolExecutor(1) as other:
+        server.wait()
+        early = other.submit(server.insist, whole)
+        until(lambda: server.complete(prompt=["a"] * ROOM, max_tokens=1)[0] == 429)  # It is there.
+        with ExitStack() as opened:  # Some run, some wait, and one is there until the end.
+            endless = opened.enter_context(Stream(server))
+            streams = [opened.enter_context(Stream(server, whole | {"stream": True})) for _ in range(4)]
+            texts = [streams[0].event()["choices"][0]["text"]]
+            server.signal(signal.SIGTERM)
+            until(lambda: server.ask("GET", "/ready")[0] == 503)
+            status, headers, said = server.complete()
+            assert (status, said["error"]["type"]) == (503, "server_error")
+            assert int(headers["retry-after"]) >= 1
+            with client_of(server) as client, pytest.raises(openai.InternalServerError, match="shutting down"):
+                client.chat.completions.create(model="shipped", messages=TALK)
+            assert server.ask("GET", "/health")[0] == 200
+            texts += [event["choices"][0]["text"] for event in streams[0].events()]
+            assert "".join(texts) == offline
+            for stream in streams[1:]:
+                assert "".join(event["choices"][0]["text"] for event in stream.events()) == offline
+            assert endless.event()["choices"]
+        status, _, said = early.result()
+        assert (status, said["choices"][0]["text"]) == (200, offline)
+        assert server.ended() == 0
+        assert "Traceback" not in server.said()
+
+
+def test_a_second_signal_ends_requests_and_patience_is_finite(tmp_path: Path) -> None:
+    for number, (patience, signals) in enumerate((("1000", 2), ("0.1", 1))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with serving(folder, "--port", "0", "--patience", patience, *FLAGS) as server, ThreadPoolExecutor(1) as other:
+            server.wait()
+            with Stream(server) as stream, Stream(server) as unread:
+                whole = other.submit(server.insist, ENDLESS | {"stream": False})
+                until(lambda stream=stream: stream.event() is not None)
+                until(lambda server=server: server.complete(prompt=["a"] * 5, max_tokens=1)[0] == 429)  # All three are there.
+                server.signal(signal.SIGTERM)
+                if signals == 2:
+                    until(lambda server=server: server.ask("GET", "/ready")[0] == 503)
+                    server.signal(signal.SIGINT)
+                assert "shut down" in stream.events()[-1]["error"]["message"]
+                assert whole.result()[0] == 503
+                assert server.ended() == 0
+                assert unread.status == 200
+            assert "Traceback" not in server.said()
+
+
+def held(folder: Path) -> Path:
+    """The shipped model, whose tokenizer is not there to be read before somebody writes it."""
+    folder.mkdir()
+    for file in SHIPPED_MODEL.iterdir():
+        if file.name != "tokenizer.json":
+            (folder / file.name).symlink_to(file)
+    os.mkfifo(folder / "tokenizer.json")
+    return folder
+
+
+def test_while_it_loads_it_is_alive_and_not_ready_and_may_be_ended(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    model = held(tmp_path / "model")
+    for signals in (1, 2):
+        (tmp_path / str(signals)).mkdir()
+        with serving(tmp_path / str(signals), str(model), "--port", str(port), *FLAGS) as server:
+            server.url = f"http://127.0.0.1:{port}"
+
+            def alive(server: Server = server) -> bool:
+                with suppress(ConnectionError):
+                    return server.ask("GET", "/health")[0] == 200
+                return False
+
+            until(alive)
+            assert server.ask("GET", "/ready")[2] == {"status": "loading"}
+            for method, path, body in (("GET", "/v1/models", None), ("POST", TEXT, {"model": "model", "prompt": "a"})):
+                status, _, said = server.ask(method, path, body)
+                assert (status, said["error"]["code"]) == (503, "unavailable")
+            for _ in range(signals):
+                server.signal(signal.SIGTERM)
+                assert alive() or signals == 2
+            if signals == 1:
+                (model / "tokenizer.json").write_bytes((SHIPPED_MODEL / "tokenizer.json").read_bytes())
+            assert server.ended() == signals - 1
+            assert "serving" not in server.said()
+            assert "Traceback" not in server.said()
+
+
+def test_a_rank_that_is_killed_ends_the_server_and_is_told_to_all(tmp_path: Path) -> None:
+    with serving(tmp_path, "--port", "0", "--tensor-parallel", "2", *FLAGS) as server, ThreadPoolExecutor(1) as other:
+        server.wait()
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        [follower] = [child for child in children if "penstock.parallel.seat" in " ".join(child.cmdline())]
+        with Stream(server) as stream:
+            assert stream.event()["choices"]
+            whole = other.submit(server.insist, ENDLESS | {"stream": False})
+            with Stream(server) as later:
+                assert later.status == 200
+            follower.send_signal(signal.SIGKILL)
+            assert "rank 1 of 2" in stream.events()[-1]["error"]["message"]
+            status, _, said = whole.result()
+            assert (status, said["error"]["type"]) == (503, "server_error")
+            assert "rank 1 of 2" in said["error"]["message"]
+        with suppress(OSError):
+            assert server.ask("GET", "/ready")[0] == 503
+        assert server.ended() == 2
+        assert re.search(r"^penstock: error: rank 1 of 2 was killed by SIGKILL", server.said(), re.MULTILINE)
+        _, alive = psutil.wait_procs(children, LONG)
+        assert alive == []
+
+
+@pytest.mark.parametrize("wrong", ["port", "host", "model", "keys"])
+def test_what_cannot_be_started_is_one_line_and_exit_code_2(tmp_path: Path, server: Server, wrong: str) -> None:
+    flags = {
+        "port": ("--port", server.url.rsplit(":", 1)[1]),
+        "host": ("--host", "a" * 300),
+        "model": (str(tmp_path / "nowhere"),),
+        "keys": ("--api-keys", str(tmp_path / "nowhere")),
+    }[wrong]
+    with serving(tmp_path, "--port", "0", *FLAGS, *flags) as other:
+        assert other.ended() == 2
+        *remarks, line = other.said().splitlines()
+        assert line.startswith("penstock: error: ")
+        assert len(remarks) == (wrong == "host")  # Whoever reaches it may use it.
