@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 openai = pytest.importorskip("openai", reason="needs the client that the server is for")
 
@@ -52,6 +53,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=file,
+                start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             )
 
@@ -771,6 +773,66 @@ def test_a_rank_that_is_killed_ends_the_server_and_is_told_to_all(tmp_path: Path
         assert re.search(r"^penstock: error: rank 1 of 2 was killed by SIGKILL", server.said(), re.MULTILINE)
         _, alive = psutil.wait_procs(children, LONG)
         assert alive == []
+
+
+def test_a_rank_that_is_lost_while_nobody_asks_is_noticed(tmp_path: Path) -> None:
+    with serving(tmp_path, "--port", "0", "--tensor-parallel", "2", *FLAGS) as server:
+        server.wait()
+        assert server.complete()[0] == 200
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        [follower] = [child for child in children if "penstock.parallel.seat" in " ".join(child.cmdline())]
+        follower.kill()
+        assert server.ended() == 2
+        assert re.search(r"^penstock: error: rank 1 of 2 was killed by SIGKILL", server.said(), re.MULTILINE)
+
+
+def test_a_signal_to_all_processes_lets_requests_end_too(tmp_path: Path, story: Completion) -> None:
+    """As a service manager sends it, to followers as well."""
+    with serving(tmp_path, "--port", "0", "--tensor-parallel", "2", *FLAGS) as server:
+        server.wait()
+        with Stream(server, ENDLESS | {"prompt": STORY, "max_tokens": 200, "temperature": 0}) as stream:
+            texts = [stream.event()["choices"][0]["text"]]
+            os.killpg(server.process.pid, signal.SIGTERM)
+            texts += [event["choices"][0]["text"] for event in stream.events()]
+        assert "".join(texts).startswith(story.text)
+        assert len(texts) > 100
+        assert server.ended() == 0
+
+
+# ---- what is counted
+
+
+def counted(server: Server) -> dict[tuple[str, ...], float]:
+    """Each sample by its name and the values of its labels."""
+    status, headers, said = server.ask("GET", "/metrics")
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(said.decode())
+    return {(one.name.removeprefix("penstock:"), *one.labels.values()): one.value for family in families for one in family.samples}
+
+
+def test_metrics_tell_what_was_served(server: Server) -> None:
+    prompt = f"{STORY} " * 40
+    server.complete(prompt=prompt)
+    before = counted(server)
+    assert server.complete(prompt=prompt, n=2, ignore_eos=True)[0] == 200
+    assert server.complete(max_tokens=-1)[0] == 400
+    with Stream(server) as stream:
+        assert stream.event()["choices"]
+        assert counted(server)["num_requests_running",] >= 1
+    until(lambda: counted(server)["request_abandoned_total",] == before["request_abandoned_total",] + 1)
+    until(lambda: counted(server)["num_requests_running",] == 0)
+    after = counted(server)
+    more = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert more["request_success_total", "length"] == 2
+    assert more["e2e_request_latency_seconds_count",] == more["time_per_output_token_seconds_count",] == 1
+    assert more["time_to_first_token_seconds_count",] == 2
+    assert more["generation_tokens_total",] > 2 * COUNT
+    assert 100 < more["prefix_cache_hits_total", "device"] < more["prompt_tokens_total",] < 400
+    assert more["http_requests_total", "/v1/completions", "400"] == 1
+    assert more["http_requests_total", "/v1/completions", "200"] == 2
+    assert 0 <= after["kv_cache_usage_perc",] < 1
+    assert after["weights_bytes", "device"] > 10**7
 
 
 @pytest.mark.parametrize("wrong", ["port", "host", "model", "keys"])

@@ -286,6 +286,11 @@ class LLM:
             with self._lock:
                 self._engine.tend()
 
+    def check(self) -> None:
+        """Raises what has ended the engine while nobody asked anything of it, such as a rank that was lost."""
+        with self._lock:
+            self._engine.check()
+
     @property
     def moving(self) -> bool:
         """Whether blocks are on their way between tiers, or about to be: then `advance` is worth calling without any job."""
@@ -323,7 +328,7 @@ class LLM:
         never = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
         if len(never | end_tokens if params.min_tokens else never) >= vocab:
             raise RequestError(f"logit_bias and min_tokens forbid all {vocab} tokens of the vocabulary; leave at least one")
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed, bias = secrets.randbits(63) if params.seed is None else params.seed, tuple(params.logit_bias.items())
 
         def pick(asked: float | None, default: float | None, neutral: float) -> float:
             return asked if asked is not None else default if default is not None else neutral
@@ -337,7 +342,7 @@ class LLM:
                 repetition_penalty=pick(params.repetition_penalty, defaults.repetition_penalty, 1.0),
                 presence_penalty=params.presence_penalty,
                 frequency_penalty=params.frequency_penalty,
-                logit_bias=tuple(params.logit_bias.items()),
+                logit_bias=bias,
                 seed=seed + index,
                 end_tokens=end_tokens,
                 min_tokens=params.min_tokens,

@@ -21,6 +21,10 @@ class RequestError(PenstockError):
     """A request that cannot be served as asked: sampling values, prompt, lengths. Other requests are not affected."""
 
 
+class LengthError(RequestError):
+    """A prompt that is too long, or too much output asked of it, for the context or the room for KV."""
+
+
 class BudgetError(PenstockError):
     """A memory budget in which the model, or even one layer of it, does not fit."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from penstock.base.config import launched
 from penstock.base.errors import ConfigError
 from penstock.cli.command import Command, option
 from penstock.cli.load import load, told
@@ -62,6 +63,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     there = Settings(tuple(names), _keys(asked["api_keys"]), asked["max_body"])
     if not there.keys and asked["host"] not in ("127.0.0.1", "localhost", "::1"):
         logging.getLogger("penstock").warning("whoever reaches %s may use this server; --api-keys would ask for a key", asked["host"])
+    if config.tensor_parallel > 1 and (place := launched()) is not None and place.rank:
+        load(config, quiet=asked["quiet"]).close()  # It follows rank 0, which listens, and does not return.
+        return
     listening = Listening(asked["host"], asked["port"], asked["queue"], asked["patience"])
     with told(asked["quiet"]):
         serve(partial(load, config, quiet=asked["quiet"]), there, listening, ready=lambda address: say(f"serving {names[0]} at {address}"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.base.errors import EngineClosedError
+from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.base.garbage import no_collection
 from penstock.base.meter import Direction, KVStats, TierStats
 from penstock.kv.diskpool import LostKV
@@ -39,6 +39,10 @@ class Ranks(Protocol):
     def begin(self, plan: Plan) -> Step: ...
 
     def settle(self) -> tuple[Landed, ...]: ...
+
+    def check(self) -> None:
+        """Raises what has ended them, if nobody has been told of it."""
+        ...
 
     def close(self) -> None: ...
 
@@ -168,6 +172,14 @@ class Engine:
         self.progress = Progress(max((share.stop for share in plan.shares if not share.sample), default=0), self._computed)
         self._output += sum(event.token is not None for event in events)
         return events
+
+    def check(self) -> None:
+        """Between steps: raises what has ended the ranks, after which the engine serves no more."""
+        try:
+            self._open().check()
+        except DeviceError as fault:
+            self._fail(fault)
+            raise
 
     def tend(self, seconds: float = 0.0) -> None:
         """Between requests: let a step end of which nobody wants anything any more, let blocks that were computed set out, and wait so long

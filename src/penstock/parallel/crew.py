@@ -9,7 +9,8 @@ What ends how:
   collectives of this process. So whoever waits for a follower gets an error: gloo's sockets are closed, NCCL is aborted.
 - A follower dies with rank 0, however that ends: the kernel kills it when the thread that started it is gone (PR_SET_PDEATHSIG), which is
   the watcher, as that lives as long as there are followers. It would also fail to send its next pulse.
-- An interrupt from the terminal reaches all processes of its foreground group. Followers are started with SIGINT blocked, and ignore it.
+- An interrupt from the terminal reaches all processes of its foreground group, and so does what a service manager sends to end it: rank 0
+  says when it is over. Followers are started with SIGINT and SIGTERM blocked, and ignore them.
 
 Nothing has a name that could be left behind: shared memory and the store in which ranks find each other are anonymous files, sockets are
 pairs, and what gloo and NCCL listen at on the loopback goes with the processes.
@@ -172,7 +173,7 @@ class StartedCrew:
     def _watch(self, target: Target, args: tuple[object, ...]) -> None:
         try:
             # What is blocked here is blocked in processes that are started here, from their first instruction on.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             for rank in range(1, self.ranks):
                 self._spawn(rank, target, args)
             self._writer.handed_over()

@@ -79,7 +79,8 @@ class _Follower:
 
 def follow(control: int, parent: int) -> NoReturn:
     """All that a started process does. It ends without tidying up: that might wait for other ranks, and the kernel does it as well."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # It was gone before.
         os._exit(1)

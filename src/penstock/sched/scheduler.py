@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from time import monotonic
 
-from penstock.base.errors import RequestError
+from penstock.base.errors import LengthError, RequestError
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.needs import Needs
@@ -169,7 +169,7 @@ class Scheduler:
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            raise RequestError(self._refusal(prompt, max_tokens))
+            raise LengthError(self._refusal(prompt, max_tokens))
         return room
 
     def _becomes_long(self, request: Request, reach: int) -> bool:
@@ -360,8 +360,10 @@ class Scheduler:
             shares.append(self._share(request, count))
 
     def _is_full(self, *newcomers: Request) -> bool:
-        """Whether one more, with a token in each step, would leave less than a block of tokens to a long prompt that has yet to come."""
-        yet = any(request.long and (request.arriving is not None or request in newcomers) for request in (*self._running, *newcomers))
+        """Whether one more, with a token in each step, would leave less than a block of tokens to a long prompt that is not done with.
+
+        Who is admitted without tokens is not held back by the tokens of a step, and has one in each as soon as its blocks have come."""
+        yet = any(map(self._needs.is_chunk, (*self._running, *newcomers)))
         return yet and len(self._running) + self.limits.block_size > self.limits.max_step_tokens
 
     def _has_room(self, request: Request) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import time
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,11 +19,13 @@ from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
 from penstock.api.jobs import Ready
-from penstock.api.llm import LLM, Prompt
+from penstock.api.llm import LLM
 from penstock.api.outputs import Completion, Delta
-from penstock.base.errors import CheckpointError, EngineClosedError, PenstockError, RequestError
-from penstock.server.answers import Answer, Chat, Texts, error
+from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
+from penstock.server.answers import Answer, error
 from penstock.server.desk import BusyError, Call, Desk
+from penstock.server.metrics import CONTENT_TYPE, Metrics
+from penstock.server.prompts import Telling, chat_tokens, read
 from penstock.server.wire import (
     ChatRequest,
     CompletionRequest,
@@ -61,26 +63,18 @@ class House:
     desk: Desk | None = None
     loaded: int = 0
     """When, in seconds since 1970."""
+    metrics: Metrics = field(default_factory=Metrics)
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """Held while a large request is read."""
 
     def open(self, llm: LLM, desk: Desk) -> None:
         self.llm, self.desk, self.loaded = llm, desk, int(time())
+        self.metrics.watch(llm, desk)
 
     def model(self) -> tuple[LLM, Desk]:
         if self.llm is None or self.desk is None:
             raise EngineClosedError("the model is being loaded; ask /ready until it is there")
         return self.llm, self.desk
-
-
-class Telling(Protocol):
-    """How answers of a kind are written."""
-
-    def whole(self, completions: Sequence[Completion]) -> Answer: ...
-
-    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]: ...
-
-    def last(self, completions: Sequence[Completion]) -> Answer: ...
 
 
 def application(house: House) -> Starlette:
@@ -93,6 +87,7 @@ def application(house: House) -> Starlette:
         Route("/v1/completions", _told(house, _complete), methods=["POST"]),
         Route("/tokenize", _told(house, _tokenize), methods=["POST"]),
         Route("/detokenize", _told(house, _detokenize), methods=["POST"]),
+        Route("/metrics", _told(house, _metrics), methods=["GET"]),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
@@ -108,6 +103,11 @@ def _told(house: House, handler: Handler) -> Callable[[Request], Awaitable[Respo
     """The handler behind the check of keys, its errors as clients know them."""
 
     async def route(request: Request) -> Response:
+        response = await answered(request)
+        house.metrics.answered(request.scope["route"].path, response.status_code)
+        return response
+
+    async def answered(request: Request) -> Response:
         try:
             # Not request.url, in which the client's Host header may have a part.
             if request.scope["path"] not in _OPEN:
@@ -139,6 +139,8 @@ def _refusal(fault: Exception) -> Response:
     match fault:
         case FieldError():
             return _json(error(str(fault), "invalid_request_error", fault.param), 400)
+        case LengthError():
+            return _json(error(str(fault), "invalid_request_error", code="context_length_exceeded"), 400)
         case RequestError():
             return _json(error(str(fault), "invalid_request_error", blamed(fault)), 400)
         case CheckpointError():  # It lacks a tokenizer; token ids would do.
@@ -228,41 +230,25 @@ def _described(house: House, name: str) -> Answer:
 
 
 async def _chat(house: House, request: Request) -> Response:
-    asked = await _body(house, request, ChatRequest)
-    _check_model(house, asked.model)
-    asked.check()
-    params = asked.params()
-    llm, desk = house.model()
-    desk.check_room(params.n)
-
-    def read() -> list[Ready]:
-        messages = [message.plain() for message in asked.messages]
-        variables = asked.chat_template_kwargs or {}
-        tokens = llm.tokenizer.encode_chat(messages, add_generation_prompt=asked.add_generation_prompt, **variables)
-        return [llm.read(tokens, params)]
-
-    ready = await _aside(house, request, read)
-    return await _answered(request, desk, ready, Chat(asked.model, llm.tokenizer), asked)
+    return await _generate(house, request, ChatRequest)
 
 
 async def _complete(house: House, request: Request) -> Response:
-    asked = await _body(house, request, CompletionRequest)
+    return await _generate(house, request, CompletionRequest)
+
+
+async def _generate(house: House, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+    asked = await _body(house, request, kind)
     _check_model(house, asked.model)
     asked.check()
-    params = asked.params()
     llm, desk = house.model()
-    desk.check_room(params.n * len(asked.prompts))
+    desk.check_room(asked.outputs)
+    ready, telling = await _aside(house, request, lambda: read(llm, asked))
+    return await _answered(request, desk, ready, telling, asked)
 
-    def prompt_of(given: str | list[int]) -> Prompt:
-        return given if isinstance(given, list) or asked.add_special_tokens else llm.tokenizer.encode(given, special=False)
 
-    def read() -> tuple[list[Ready], list[str] | None]:
-        ready = [llm.read(prompt_of(given), params) for given in asked.prompts]
-        return ready, [given if isinstance(given, str) else llm.decode(given) for given in asked.prompts] if asked.echo else None
-
-    ready, echoes = await _aside(house, request, read)
-    tokenizer = llm.tokenizer if llm.has_tokenizer else None
-    return await _answered(request, desk, ready, Texts(asked.model, tokenizer, echoes, params.n), asked)
+async def _metrics(house: House, request: Request) -> Response:
+    return Response(house.metrics.text(), media_type=CONTENT_TYPE)
 
 
 async def _tokenize(house: House, request: Request) -> Response:
@@ -271,11 +257,9 @@ async def _tokenize(house: House, request: Request) -> Response:
     llm, _ = house.model()
     _check_model(house, asked.model or house.settings.names[0])
 
-    def read() -> Answer:
+    def tokenized() -> Answer:
         if asked.messages is not None:
-            messages = [message.plain() for message in asked.messages]
-            variables = asked.chat_template_kwargs or {}
-            tokens = llm.tokenizer.encode_chat(messages, add_generation_prompt=asked.add_generation_prompt, **variables)
+            tokens = chat_tokens(llm, asked.messages, asked)
         else:
             tokens = llm.tokenizer.encode(asked.prompt or "", special=asked.add_special_tokens)
         answer: Answer = {"count": len(tokens), "max_model_len": llm.booted.engine.scheduler.longest, "tokens": tokens}
@@ -283,7 +267,7 @@ async def _tokenize(house: House, request: Request) -> Response:
             answer["token_strs"] = [llm.tokenizer.token_text(token) for token in tokens]
         return answer
 
-    return _json(await _aside(house, request, read))
+    return _json(await _aside(house, request, tokenized))
 
 
 async def _detokenize(house: House, request: Request) -> Response:
@@ -296,7 +280,9 @@ async def _detokenize(house: House, request: Request) -> Response:
 # ---- answers
 
 
-async def _answered(request: Request, desk: Desk, ready: Sequence[Ready], telling: Telling, asked: Any) -> Response:
+async def _answered(
+    request: Request, desk: Desk, ready: Sequence[Ready], telling: Telling, asked: ChatRequest | CompletionRequest
+) -> Response:
     """The outputs of all prompts, whole or as they come. A client that goes takes its calls with it."""
     calls = desk.ask(ready)
     if asked.streams:

@@ -11,6 +11,7 @@ had not met yet: `_over` is set on the loop, behind everything that was handed o
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -20,10 +21,13 @@ from penstock.api.llm import LLM
 from penstock.api.outputs import Completion, Delta
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.engine.engine import Stats
+from penstock.server.metrics import Metrics
 
 _LOG = logging.getLogger("penstock")
 _NAP = 0.02
 """Seconds between two looks at blocks that move between tiers while nobody asks for anything."""
+_GLANCE = 1.0
+"""Seconds between two looks at whether the engine is still alive, then."""
 _FIRST_GUESS = 1.0
 """Seconds that an output takes, before any has ended."""
 _LONGEST_WAIT = 60.0
@@ -46,6 +50,8 @@ class Call:
         self._desk = desk
         self._job: Job | None = None
         """The driver's."""
+        self.first = 0.0
+        """When there was a first piece, by monotonic(); 0 until then."""
         self._come: list[Delta] = []
         self._news = asyncio.Event()
         self._fault: BaseException | None = None
@@ -89,9 +95,11 @@ class Call:
 class Desk:
     """Takes calls for a model, on the running loop, and drives it on a thread of its own."""
 
-    def __init__(self, llm: LLM, *, queue: int) -> None:
-        """queue: outputs that may wait, beside those that the model computes at a time."""
-        self._llm = llm
+    def __init__(self, llm: LLM, metrics: Metrics, *, queue: int) -> None:
+        """queue: outputs that may wait, beside those that the model computes at a time. metrics: is told how calls go."""
+        self._llm, self._metrics = llm, metrics
+        self._long = llm.booted.limits.max_step_tokens // 2
+        """Tokens from which a prompt is long: it may take more than what a step leaves to those behind another long one."""
         self._rows = llm.booted.limits.max_sequences
         self._most = self._rows + queue
         self._loop = asyncio.get_running_loop()
@@ -166,17 +174,23 @@ class Desk:
             self._calls.discard(call)
             self._outputs -= len(call.ready.samplings)
             self._mail.put(call)
+            self._metrics.abandoned()
 
     def _deliver(self, news: Sequence[tuple[Call, Sequence[Delta], bool, BaseException | None]]) -> None:
         for call, deltas, over, fault in news:
             if call not in self._calls:
                 continue
+            now = monotonic()
+            if deltas and not call.first:
+                call.first = now
+                self._metrics.began(now - call.begun)
             call._take(deltas, over, fault)
             if over:
                 self._calls.discard(call)
                 self._outputs -= len(call.ready.samplings)
                 if fault is None:
-                    self._seconds += (monotonic() - call.begun - self._seconds) / 16
+                    self._seconds += (now - call.begun - self._seconds) / 16
+                    self._metrics.completed(now - call.begun, now - call.first, call.so_far())
 
     def _end(self, fault: BaseException | None) -> None:
         self._fault = fault
@@ -192,8 +206,9 @@ class Desk:
     def _drive(self) -> None:
         fault: BaseException | None = None
         active: dict[Call, Job] = {}
+        waiting: deque[Call] = deque()
         try:
-            while self._meet(active):
+            while self._meet(active, waiting):
                 self._llm.advance()
                 self.stats = self._llm.stats()
                 self._hand_over(active)
@@ -203,14 +218,20 @@ class Desk:
         finally:
             self._tell(self._end, fault)
 
-    def _meet(self, active: dict[Call, Job]) -> bool:
-        """Begin and end what was asked for; wait for it if there is nothing else to do. False when all is over."""
+    def _meet(self, active: dict[Call, Job], waiting: deque[Call]) -> bool:
+        """Begin and end what was asked for; wait for it if there is nothing else to do. False when all is over.
+
+        Of long prompts one at a time is given to the engine, which serves first who came first: a second one, before it is its turn, would
+        hold up the short ones behind it, for which a step with a long one has room.
+        """
         refused: list[tuple[Call, Sequence[Delta], bool, BaseException | None]] = []
         while True:
-            idle = not active and not refused
+            idle = not active and not refused and not waiting
             try:
-                call = self._mail.get(block=idle, timeout=_NAP if self._llm.moving else None)
+                call = self._mail.get(block=idle, timeout=_NAP if self._llm.moving else _GLANCE)
             except Empty:
+                if idle:
+                    self._llm.check()
                 break
             if call is None:
                 self._llm.abandon(list(active.values()))
@@ -218,13 +239,26 @@ class Desk:
             if (job := active.pop(call, None)) is not None:
                 self._llm.abandon([job])
             elif not call._over:
-                try:
-                    active[call] = call._job = self._llm.begin(call.ready)
-                except PenstockError as fault:
-                    refused.append((call, (), True, fault))
+                if len(call.ready.tokens) > self._long:
+                    waiting.append(call)
+                else:
+                    self._begin(call, active, refused)
+        while waiting and not any(self._is_reading(job) for job in active.values()):
+            if not (call := waiting.popleft())._over:
+                self._begin(call, active, refused)
         if refused:
             self._tell(self._deliver, refused)
         return True
+
+    def _is_reading(self, job: Job) -> bool:
+        """Whether it is a long prompt of which nothing has come yet."""
+        return len(job.tokens) > self._long and not any(sequence.tokens for sequence in job.sequences)
+
+    def _begin(self, call: Call, active: dict[Call, Job], refused: list[tuple[Call, Sequence[Delta], bool, BaseException | None]]) -> None:
+        try:
+            active[call] = call._job = self._llm.begin(call.ready)
+        except PenstockError as fault:
+            refused.append((call, (), True, fault))
 
     def _hand_over(self, active: dict[Call, Job]) -> None:
         news: list[tuple[Call, Sequence[Delta], bool, BaseException | None]] = []

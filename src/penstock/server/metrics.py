@@ -1,5 +1,6 @@
-"""What is counted and measured, as Prometheus reads it: names end as those of other engines do, so that their dashboards need another prefix
-and nothing else.
+"""What is counted and measured, as Prometheus reads it.
+
+Names end as those of other engines do, so that their dashboards need another prefix and little else.
 """
 
 from collections.abc import Iterator

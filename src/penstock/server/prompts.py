@@ -7,7 +7,7 @@ from penstock.api.jobs import Ready
 from penstock.api.llm import LLM, Prompt
 from penstock.api.outputs import Completion, Delta
 from penstock.server.answers import Answer, Chat, Texts
-from penstock.server.wire import ChatRequest, CompletionRequest
+from penstock.server.wire import ChatRequest, CompletionRequest, Message, TokenizeRequest
 
 
 class Telling(Protocol):
@@ -28,7 +28,7 @@ def read(llm: LLM, asked: ChatRequest | CompletionRequest) -> tuple[list[Ready],
     asked.check()
     params = asked.params()
     if isinstance(asked, ChatRequest):
-        return [llm.read(chat_tokens(llm, asked), params)], Chat(asked.model, llm.tokenizer)
+        return [llm.read(chat_tokens(llm, asked.messages, asked), params)], Chat(asked.model, llm.tokenizer)
     prompts = asked.prompts
 
     def prompt_of(given: str | list[int]) -> Prompt:
@@ -39,7 +39,7 @@ def read(llm: LLM, asked: ChatRequest | CompletionRequest) -> tuple[list[Ready],
     return ready, Texts(asked.model, llm.tokenizer if llm.has_tokenizer else None, echoes, params.n)
 
 
-def chat_tokens(llm: LLM, asked: ChatRequest) -> list[int]:
+def chat_tokens(llm: LLM, messages: Sequence[Message], asked: ChatRequest | TokenizeRequest) -> list[int]:
     """A conversation by the model's own template."""
-    messages = [message.plain() for message in asked.messages]
-    return llm.tokenizer.encode_chat(messages, add_generation_prompt=asked.add_generation_prompt, **(asked.chat_template_kwargs or {}))
+    plain = [message.plain() for message in messages]
+    return llm.tokenizer.encode_chat(plain, add_generation_prompt=asked.add_generation_prompt, **(asked.chat_template_kwargs or {}))

@@ -90,7 +90,7 @@ class _Life:
         enough.cancel()
         llm = await loading  # It cannot be broken off.
         try:
-            desk = Desk(llm, queue=self._listening.queue)
+            desk = Desk(llm, self._house.metrics, queue=self._listening.queue)
             failed = asyncio.ensure_future(desk.failure())
             try:
                 if not self._enough.is_set():

@@ -78,6 +78,11 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     def most_logprobs(self) -> int | None:
         raise NotImplementedError
 
+    @property
+    def outputs(self) -> int:
+        """Of all prompts. Raises FieldError."""
+        return self.params().n
+
     def params(self) -> SamplingParams:
         """Raises FieldError."""
         if self.stream_options is not None and not self.stream:
@@ -205,6 +210,10 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
         for prompt in self.prompts:
             if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
                 raise FieldError("a prompt is text or a list of token ids, and there may be a list of prompts of both kinds", "prompt")
+
+    @property
+    def outputs(self) -> int:
+        return self.params().n * len(self.prompts)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -180,6 +180,10 @@ class Leader:
         transfers, those included that an interrupted call has not told of. Raises DeviceError when a rank has failed."""
         return self._do(self._settle)
 
+    def check(self) -> None:
+        """Raises DeviceError when a rank has failed, also while nothing was asked of it."""
+        self._check()
+
     def close(self) -> None:
         """All ranks close, and the other processes end. To be called again if it was interrupted; else that does nothing."""
         if self._closed:

@@ -122,6 +122,9 @@ class Runner:
             return ()
         return self._carrier.transfers.settle()
 
+    def check(self) -> None:
+        """Nothing ends it while it has nothing to do."""
+
     def _transfer(self, plan: Plan) -> None:
         """Begin what goes between tiers, behind what has been computed so far."""
         carrier, pool = self._carrier, self._pool
