@@ -258,6 +258,17 @@ def test_parts_of_text_and_a_system_message_reach_the_template(client: Any, llm:
     assert found.choices[0].message.content == llm.chat(talk, greedy(max_tokens=8)).text
 
 
+def test_an_answer_may_be_sent_back_as_the_client_has_it(client: Any, llm: LLM) -> None:
+    """With all the fields that OpenAI's client puts into it."""
+    settings = {"model": "shipped", "max_tokens": COUNT, "temperature": 0}
+    first = client.chat.completions.create(messages=TALK, **settings).choices[0].message
+    talk = [*TALK, first, {"role": "user", "content": "And then?"}]
+    said = client.chat.completions.create(messages=talk, **settings).choices[0].message.content
+    assert said == llm.chat([*TALK, {"role": "assistant", "content": first.content}, talk[-1]], greedy()).text
+    with pytest.raises(openai.BadRequestError, match="unknown field `mood`"):
+        client.chat.completions.create(messages=[{**TALK[0], "mood": "good"}], **settings)
+
+
 def test_completions_of_texts_and_of_tokens_in_the_order_of_their_prompts(client: Any, llm: LLM) -> None:
     prompts: list[Any] = [STORY, "The sea", llm.encode("A dog")]
     offline = llm.generate(prompts, greedy())

@@ -121,8 +121,8 @@ class TextPart(Struct, tag="text", tag_field="type", forbid_unknown_fields=True)
     text: str
 
 
-class Message(Struct, kw_only=True):
-    """Of a conversation. What else it has is for the model's template."""
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Of a conversation, with what clients send back of an answer. All of it is for the model's template."""
 
     role: str
     content: str | list[TextPart] | None = None
@@ -131,6 +131,10 @@ class Message(Struct, kw_only=True):
     tool_calls: list[dict[str, Any]] | UnsetType | None = UNSET
     tool_call_id: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    function_call: dict[str, Any] | UnsetType | None = UNSET
+    annotations: list[Any] | UnsetType | None = UNSET
+    audio: dict[str, Any] | UnsetType | None = UNSET
 
     def plain(self) -> dict[str, object]:
         """As a template reads it: text in one piece."""
