@@ -291,8 +291,9 @@ class Hall:
     def step(self) -> Plan:
         """Returns the plan that is committed, or has begun if none is."""
         if self.flight is None or (self.ahead and self.scheduler.may_run_ahead):
+            before = self.scheduler.preemptions
             plan = self.scheduler.plan()
-            self._judge(plan)
+            self._judge(plan, preempted=self.scheduler.preemptions > before)
             begun = plan, self.worker.run(plan)
             if self.ahead and self.scheduler.may_run_ahead and plan.shares:
                 self.scheduler.run_ahead(plan)
@@ -324,10 +325,11 @@ class Hall:
     def prove(self, plan: Plan) -> None:
         prove_plan(plan, self.scheduler._by_row, self.host, self.limits.block_size)
 
-    def _judge(self, plan: Plan) -> None:
+    def _judge(self, plan: Plan, *, preempted: bool) -> None:
         size, recent = self.limits.block_size, self.limits.recent
         assert bool(self.live) >= bool(plan.shares), "a step for nobody"
-        assert bool(plan.shares) or not self.live or self.scheduler.tiers.moving or self.flight, "an empty step"
+        # Who had to go, though nobody else is there, comes back with the next.
+        assert bool(plan.shares) or not self.live or self.scheduler.tiers.moving or self.flight or preempted, "an empty step"
         assert plan.tokens <= self.limits.max_step_tokens
         many = [len(share.tokens) > 1 for share in plan.shares]
         assert many == sorted(many), "a share of one token stands behind a longer one"
@@ -832,8 +834,9 @@ class Nights(RuleBasedStateMachine):
         rope_from=st.sampled_from([None, None, 0, 6]),
         ahead=st.booleans(),
     )
-    def begin(self, block_size: int, max_step_tokens: int, seconds: float, **more: Any) -> None:
-        self.hall = Hall(block_size=block_size, max_step_tokens=max(block_size, max_step_tokens), **more)
+    def begin(self, block_size: int, max_step_tokens: int, max_sequences: int, seconds: float, **more: Any) -> None:
+        step = max(block_size, max_step_tokens, max_sequences)  # With fewer tokens than sequences an engine does not start.
+        self.hall = Hall(block_size=block_size, max_step_tokens=step, max_sequences=max_sequences, **more)
         self.hall.worker.seconds = seconds
 
     @rule(

@@ -425,6 +425,24 @@ def test_waiting_for_a_transfer_does_not_make_tokens_dearer() -> None:
     assert rates.token == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize(("step_tokens", "sequences", "output"), [(4, 4, 2), (4, 4, 12), (8, 8, 5)])
+def test_a_long_prompt_goes_on_however_many_come_whose_blocks_are_on_the_host(step_tokens: int, sequences: int, output: int) -> None:
+    """They are admitted without tokens, and then have one in each step: never so many that less than a block is left."""
+    hall = Quay(blocks=60, host_blocks=100, max_step_tokens=step_tokens, max_sequences=sequences, long_from=30)
+    prompt = [0, 1, 2, 0, 0, 1, 2, 0]
+    hall.only_on_host([*prompt, 0])
+    long = hall.submit([2, 1] * 20, 2)
+    brought = 0
+    for step in range(40):
+        while hall.scheduler.waiting < 2:
+            hall.ledger.forget()
+            hall.submit([*prompt, step % 3], output)
+        brought += sum(transfer.route is Route.UP for transfer in hall.step().transfers)
+    assert brought > 1, "what came had tokens of its own"
+    assert long not in hall.live
+    hall.drain()
+
+
 def test_a_disk_that_was_slow_once_is_tried_again() -> None:
     hall = Quay(disk=9)
     hall.only_on_disk(A)

@@ -174,7 +174,7 @@ def _part(
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
-    _record(config, settled, runner, weights, say)
+    _record(config, settled, runner, bool(place.least(weights.experts_rest)), say)
     return _Part(settled, runner, weights, budget, root, store)
 
 
@@ -196,12 +196,12 @@ def _runner(settled: Settled, place: Place) -> Runner:
     return Runner(decoder, inputs, sampler, device)
 
 
-def _record(config: Config, settled: Settled, runner: Runner, weights: WeightStream, say: Say) -> None:
-    """Graphs of decode steps, where there may be any."""
+def _record(config: Config, settled: Settled, runner: Runner, experts_rest: bool, say: Say) -> None:
+    """Graphs of decode steps, where there may be any. experts_rest: on the devices of all ranks, which record alike or not at all."""
     device, limits = settled.device, settled.limits
     if device.type != "cuda" or not config.graphs:
         return
-    reason = why_not(settled.spec, device, experts_rest=weights.experts_rest)
+    reason = why_not(settled.spec, device, experts_rest=experts_rest)
     if reason:
         say(f"graphs: none; every kernel is launched by itself, since {reason}")
         return

@@ -5,6 +5,7 @@ Nothing here waits for the device but who reads what was drawn, and `prompt_logp
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from penstock.memory.device import send
 from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise, wishes
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
+
+_ROWS = 16
+"""Distributions in which the likeliest tokens are looked for at a time: that takes some times their own memory."""
 
 
 @dataclass(slots=True)
@@ -72,7 +76,8 @@ class Sampler:
         """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of their last positions, perhaps
         overwritten."""
         states = [self._rows[share.row] for share in shares]
-        curious = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+        wanted = {row: state.sampling.logprobs for row, state in enumerate(states) if state.sampling.logprobs is not None}
+        curious = sorted(wanted, key=wanted.__getitem__)
         scored = self._ids(curious)
         raw = logits[scored].log_softmax(-1) if curious else None
         for row, (state, share) in enumerate(zip(states, shares, strict=True)):
@@ -92,8 +97,7 @@ class Sampler:
                 state.counts.output.index_add_(0, tokens[row : row + 1], self._one)
         if raw is None:
             return Drawn(tokens)
-        wanted = [states[row].sampling.logprobs or 0 for row in curious]
-        return Drawn(tokens, _Scores(raw, tokens[scored], dict(zip(curious, wanted, strict=True))))
+        return Drawn(tokens, _Scores(raw, tokens[scored], {row: wanted[row] for row in curious}))
 
     def _adjust(self, logits: Tensor, state: _RowState, share: Share) -> None:
         """Bias, penalties and the ban on early ends, in place on a row's logits `[vocab]`."""
@@ -124,20 +128,38 @@ class _Scores:
 
     def __init__(self, logprobs: Tensor, tokens: Tensor, wanted: dict[int, int]) -> None:
         """logprobs float32 `[scores, vocab]`; tokens int64 `[scores]`. wanted: for each of them, whose it is, and how many of the likeliest
-        tokens, -1 for all."""
-        vocab = logprobs.shape[1]
-        self._wanted = {share: min(count, vocab) if count >= 0 else vocab for share, count in wanted.items()}
+        tokens, -1 for all; those that want as many are beside each other."""
         own = logprobs.gather(1, tokens[:, None])
-        values, ids = logprobs.topk(max(self._wanted.values()))
-        self._parts = [_fetched(part) for part in (own[:, 0], (logprobs > own).sum(-1) + 1, values, ids)]
+        self._shares = list(wanted)
+        self._parts = [_fetched(part) for part in (own[:, 0], (logprobs > own).sum(-1) + 1)]
+        self._tops: list[tuple[Tensor, Tensor]] = []
+        start, vocab = 0, logprobs.shape[1]
+        for count, those in groupby(wanted.values()):
+            stop = start + len(list(those))
+            for part in torch.split(logprobs[start:stop], _ROWS):
+                ids = _likeliest(part, min(count, vocab) if count >= 0 else vocab)
+                self._tops.append((_fetched(ids), _fetched(part.gather(1, ids))))
+            start = stop
 
     def read(self, tokens: Sequence[int]) -> list[TokenLogprob | None]:
         """Those of a step's tokens, when all has arrived."""
         scores: list[TokenLogprob | None] = [None] * len(tokens)
-        parts = (part.tolist() for part in self._parts)
-        for (share, count), own, rank, values, ids in zip(self._wanted.items(), *parts, strict=True):
-            scores[share] = TokenLogprob(tokens[share], own, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+        tops = (top for ids, values in self._tops for top in zip(ids.tolist(), values.tolist(), strict=True))
+        for share, own, rank, top in zip(self._shares, *(part.tolist() for part in self._parts), tops, strict=True):
+            scores[share] = TokenLogprob(tokens[share], own, rank, tuple(zip(*top, strict=True)))
         return scores
+
+
+def _likeliest(logprobs: Tensor, count: int) -> Tensor:
+    """Ids of so many tokens of each row, the likeliest first, of equal ones the lower first: which of those `topk` takes depends on how
+    many are asked for, and of how many rows."""
+    if count == 0:
+        return torch.empty(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
+    keys = logprobs.view(torch.int32).long()
+    keys ^= (keys >> 63) & 0x7FFFFFFF  # In the order of the numbers, as in triton_sampling.
+    keys <<= 32
+    keys -= torch.arange(logprobs.shape[1], device=logprobs.device)
+    return keys.topk(count).indices
 
 
 class Drawn:
