@@ -493,8 +493,9 @@ class Tides(Nights):
         disk=st.sampled_from([0, 3, 40]),
         lossy=st.booleans(),
     )
-    def begin(self, block_size: int, max_step_tokens: int, lossy: bool = False, **more: Any) -> None:
-        self.hall: Quay = Quay(block_size=block_size, max_step_tokens=max(block_size, max_step_tokens), **more)
+    def begin(self, block_size: int, max_step_tokens: int, max_sequences: int, lossy: bool = False, **more: Any) -> None:
+        step = max(block_size, max_step_tokens, max_sequences)
+        self.hall: Quay = Quay(block_size=block_size, max_step_tokens=step, max_sequences=max_sequences, **more)
         self.hall.worker.lossy = lossy
 
     @rule(held=st.sets(st.sampled_from(list(Route))))
