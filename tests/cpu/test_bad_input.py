@@ -17,6 +17,7 @@ from penstock.base.errors import (
     ConfigError,
     DeviceError,
     EngineClosedError,
+    LengthError,
     RequestError,
     UnsupportedModelError,
 )
@@ -246,7 +247,8 @@ def test_sampling_settings(settings: dict[str, object]) -> None:
 def test_prompts(llm: LLM, prompt: object, word: str) -> None:
     """One bad prompt refuses the whole call before anything runs, and the engine goes on as if nothing had been."""
     steps = llm.stats().steps
-    refused(RequestError, word, call=lambda: llm.generate(prompt, SamplingParams(max_tokens=1)))  # type: ignore[arg-type]
+    kind = LengthError if word in ("128", "500") else RequestError
+    refused(kind, word, call=lambda: llm.generate(prompt, SamplingParams(max_tokens=1)))  # type: ignore[arg-type]
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.steps, stats.kv_blocks_free) == (0, 0, steps, stats.kv_blocks)
     [completion] = llm.generate(tiny.prompts()[2], GREEDY)
@@ -258,12 +260,12 @@ def test_no_prompts_are_no_error(llm: LLM) -> None:
 
 
 def test_requests_that_do_not_fit(llm: LLM) -> None:
-    refused(RequestError, "128", call=lambda: llm.generate([3] * 100, SamplingParams(max_tokens=29)))
+    refused(LengthError, "128", call=lambda: llm.generate([3] * 100, SamplingParams(max_tokens=29)))
     [full] = llm.generate([3] * 100, SamplingParams(max_tokens=28, ignore_eos=True))
     assert len(full.tokens) == 28
     with LLM(tiny.checkpoint("llama"), device="cpu", dtype="float32", max_length=128, kv_blocks=3, block_size=4) as small:
-        refused(RequestError, "KV blocks", call=lambda: small.generate([3] * 13))
-        refused(RequestError, "13", call=lambda: small.generate([3] * 10, SamplingParams(max_tokens=4)))
+        refused(LengthError, "KV blocks", call=lambda: small.generate([3] * 13))
+        refused(LengthError, "13", call=lambda: small.generate([3] * 10, SamplingParams(max_tokens=4)))
         assert len(small.generate([3] * 10, SamplingParams(max_tokens=3, ignore_eos=True))[0].tokens) == 3
 
 
@@ -273,7 +275,7 @@ def test_params_that_do_not_fit(llm: LLM) -> None:
     refused(RequestError, "97", call=lambda: llm.generate(prompts, SamplingParams(logit_bias={97: 1.0})))
     refused(RequestError, "stop_token_ids", call=lambda: llm.generate(prompts, SamplingParams(stop_token_ids=[1000])))
     refused(RequestError, "stop", call=lambda: llm.generate(prompts, [GREEDY, SamplingParams(stop="no tokenizer")]))
-    refused(RequestError, "prompt", call=lambda: llm.stream([3] * 200))
+    refused(LengthError, "prompt", call=lambda: llm.stream([3] * 200))
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
 
 
