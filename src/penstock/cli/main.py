@@ -1,6 +1,7 @@
 """The `penstock` command: finds the subcommand, and turns whatever goes wrong into one line and an exit code.
 
-Exit codes: 0 done; 1 a fault of penstock's own; 2 something asked for that cannot be done; 130 ended by Ctrl-C; 141 output closed.
+Exit codes: 0 done; 1 a fault of penstock's own; 2 something asked for that cannot be done; 3 some requests of a
+batch could not be served; 130 ended by Ctrl-C; 141 output closed.
 """
 
 import errno

@@ -45,9 +45,8 @@ class Group:
         self._sum, self._least, self._every = AllreduceOptions(), AllreduceOptions(), AllgatherOptions()
         self._least.reduceOp = cast(ReduceOp, ReduceOp.MIN)
         self._first = BroadcastOptions()
-        self._sum.asyncOp = self._every.asyncOp = self._first.asyncOp = (
-            False  # On the current stream itself: no second one and no events between.
-        )
+        # On the current stream itself: no second one and no events between.
+        self._sum.asyncOp = self._every.asyncOp = self._first.asyncOp = False
         with _Named(self, "meeting"):
             named = PrefixStore("gloo", store)
             if near:

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Sequence
 from time import time
 
-from penstock.api.outputs import Completion, Delta, Output
+from penstock.api.outputs import Completion, Delta
 from penstock.api.text import Tokenizer
 from penstock.step.plan import TokenLogprob
 from penstock.step.request import FinishReason
@@ -104,7 +104,7 @@ class Texts:
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
         choices = [
-            self._choice(prompt, output.index, output.text, output.logprobs, output.finish_reason, told=_told(output))
+            self._choice(prompt, output.index, output.text, output.logprobs, output.finish_reason, told=output.logprobs is not None)
             for prompt, one in enumerate(completions)
             for output in one.outputs
         ]
@@ -144,10 +144,6 @@ class Texts:
 
     def _text(self, token: int) -> str:
         return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_text(token)
-
-
-def _told(output: Output) -> bool:
-    return output.logprobs is not None
 
 
 def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogprob], FinishReason | None]]:

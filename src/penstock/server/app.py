@@ -78,17 +78,18 @@ class House:
 
 
 def application(house: House) -> Starlette:
-    routes = [
-        Route("/health", _told(house, _health), methods=["GET"]),
-        Route("/ready", _told(house, _ready), methods=["GET"]),
-        Route("/v1/models", _told(house, _models), methods=["GET"]),
-        Route("/v1/models/{name:path}", _told(house, _model), methods=["GET"]),
-        Route("/v1/chat/completions", _told(house, _chat), methods=["POST"]),
-        Route("/v1/completions", _told(house, _complete), methods=["POST"]),
-        Route("/tokenize", _told(house, _tokenize), methods=["POST"]),
-        Route("/detokenize", _told(house, _detokenize), methods=["POST"]),
-        Route("/metrics", _told(house, _metrics), methods=["GET"]),
+    asked = [
+        ("GET", "/health", _health),
+        ("GET", "/ready", _ready),
+        ("GET", "/metrics", _metrics),
+        ("GET", "/v1/models", _models),
+        ("GET", "/v1/models/{name:path}", _model),
+        ("POST", "/v1/chat/completions", _chat),
+        ("POST", "/v1/completions", _complete),
+        ("POST", "/tokenize", _tokenize),
+        ("POST", "/detokenize", _detokenize),
     ]
+    routes = [Route(path, _told(house, path, handler), methods=[method]) for method, path, handler in asked]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
 
@@ -99,12 +100,12 @@ _OPEN = ("/health", "/ready")
 Handler = Callable[[House, Request], Awaitable[Response]]
 
 
-def _told(house: House, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _told(house: House, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     """The handler behind the check of keys, its errors as clients know them."""
 
     async def route(request: Request) -> Response:
         response = await answered(request)
-        house.metrics.answered(request.scope["route"].path, response.status_code)
+        house.metrics.answered(path, response.status_code)
         return response
 
     async def answered(request: Request) -> Response:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from penstock.base.meter import WeightStats
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.memory.arena import Arena
+from penstock.memory.device import send
 from penstock.memory.streams import Stream, streams_of
 from penstock.weights.experts import Experts
 from penstock.weights.feeder import Feeder, Piece, Segment
@@ -237,7 +239,7 @@ class WeightStream:
                 views = self._in_slot(id, self._experts.slot(id))
             return views["gate_up"].data_ptr(), views["down"].data_ptr()
 
-        return _sent([of(id) for id in experts], self._device)
+        return send(np.array([of(id) for id in experts], dtype=np.int64), self._device)
 
     def _feed(self) -> Feeder:
         ring, host_ring = self.placement.device_ring, self.placement.host_ring
@@ -316,7 +318,8 @@ class Blank:
 
     def table(self, layer: int) -> Tensor:
         views = self.take(GroupId(GroupKind.EXPERT, layer, 0))
-        return _sent([(views["gate_up"].data_ptr(), views["down"].data_ptr())] * self._experts[layer], self._bytes.device)
+        addresses = [(views["gate_up"].data_ptr(), views["down"].data_ptr())] * self._experts[layer]
+        return send(np.array(addresses, dtype=np.int64), self._bytes.device)
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         raise AssertionError("all experts are lent at once")
@@ -330,11 +333,6 @@ def group_views(layout: GroupLayout, place: Tensor, dtype: str) -> Mapping[str, 
         size = prod(field.shape) * kind.itemsize
         views[field.name] = place[field.offset : field.offset + size].view(kind).view(field.shape)
     return views
-
-
-def _sent(addresses: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """`[experts, 2]` on the device, without waiting for it: its pinned memory is given to nobody else before the copy is over."""
-    return torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _next_run(runs: Sequence[int], at: int, ring: int) -> int:
