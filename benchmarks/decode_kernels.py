@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.ops.activation import silu_mul as silu_mul_plainly
+from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm as add_rms_norm_plainly
 from penstock.ops.project import HeadNorms, project_reference
 from penstock.ops.sampling import draw_reference
 from penstock.ops.triton_attention import DecodeTuning, decode_tuning, paged_decode, write_kv
+from penstock.ops.triton_linear import one_row
 from penstock.ops.triton_pointwise import project, rms_norm, rope_, silu_mul
 from penstock.ops.triton_sampling import draw
 
 DTYPE, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 64
+TUNINGS = ((1, 16384, 4), (1, 16384, 8), (2, 2048, 4), (4, 2048, 8), (2, 16384, 8), (1, 4096, 2), (2, 4096, 2), (2, 1024, 2))
+"""Of products of one row: numbers of a program, its stretch of a row of weights, its warps."""
 AT_LEAST = 1 << 30
 """Bytes of buffers that are visited in turn."""
 MAX_ERROR = 2e-2
@@ -91,12 +95,12 @@ class Bench:
         """All steps but attention, in the order of a layer."""
         shape = self.shape
         yield self.norm()
-        yield self.linear("qkv", shape.hidden, shape.qkv)
+        yield from self.linear("qkv", shape.hidden, shape.qkv)
         yield from self.projections()
-        yield self.linear("out", shape.heads * shape.dim, shape.hidden)
-        yield self.linear("gate and up", shape.hidden, 2 * shape.inner)
+        yield from self.linear("out", shape.heads * shape.dim, shape.hidden)
+        yield from self.linear("gate and up", shape.hidden, 2 * shape.inner)
         yield self.gate()
-        yield self.linear("down", shape.inner, shape.hidden)
+        yield from self.linear("down", shape.inner, shape.hidden)
 
     def norm(self) -> Work:
         hidden, moved = self.shape.hidden, (4 * self.batch + 1) * self.shape.hidden * 2
@@ -108,10 +112,26 @@ class Bench:
         worst = max(error(got, want), error(residual, plain))
         return Work("norm", "", moved, [lambda x=x, r=r: rms_norm(x, gain, EPS, r) for x, r in buffers], worst, times=2)
 
-    def linear(self, name: str, inner: int, outer: int) -> Work:
+    def linear(self, name: str, inner: int, outer: int) -> Iterator[Work]:
+        """By the library, and, of one row, by the kernel; with the gate behind it where there is one."""
         moved = (inner * outer + self.batch * (inner + outer)) * 2
         x, matrices = self.random(self.batch, inner), [self.random(outer, inner) for _ in range(self.sets(moved))]
-        return Work(name, "", moved, [lambda w=w: F.linear(x, w) for w in matrices], 0.0)
+        yield Work(name, "", moved, [lambda w=w: F.linear(x, w) for w in matrices], 0.0)
+        if self.batch > 1:
+            return
+        gated = name == "gate and up"
+
+        def by_row(w: Tensor, early: bool, tuning: tuple[int, int, int] | None) -> Tensor:
+            with early_launches(early):
+                return one_row(x, w, gated=gated, tuning=tuning)
+
+        want = F.linear(x, matrices[0])
+        want = silu_mul_plainly(on_host(want)) if gated else want
+        for tuning in (None, *(TUNINGS if self.device != "cpu" else ())):
+            for early in (False, True) if self.device != "cpu" else (False,):
+                worst = error(by_row(matrices[0], early, tuning), want)
+                variant = f"{'early ' if early else ''}{'by one row' if tuning is None else '/'.join(map(str, tuning))}"
+                yield Work(name, variant, moved, [lambda w=w, e=early, t=tuning: by_row(w, e, t) for w in matrices], worst)
 
     def gate(self) -> Work:
         moved = 3 * self.batch * self.shape.inner * 2
@@ -201,6 +221,9 @@ class Bench:
         ways: list[tuple[str, Tensor | None, DecodeTuning | None]] = [("one launch", arrivals, None), ("two launches", None, None)]
         if self.device != "cpu":
             ways.append(("two, overlapped", None, overlap))
+            for least in (1, 2, 4):
+                tuned = replace(tuning, least=least)
+                ways += [(f"one, least {least}", arrivals, tuned), (f"two, least {least}", None, tuned)]
         for variant, counters, tuned in ways:
             found = worst(call(0, counters, tuned))
             yield Work(name, variant, moved, [lambda i=i, c=counters, t=tuned: call(i, c, t) for i in range(layers)], found)
@@ -255,7 +278,7 @@ def rows_of(
     bench, sums = Bench(shape, batch, device, repeats), [0.0, 0.0]
     for work in bench.works():
         row = reading(bench, work, ceiling)
-        if work.variant != "by steps":
+        if work.variant in ("", "one kernel"):
             sums[0] += work.times * row["us"]
             sums[1] += work.times * row["ideal_us"]
         yield row

@@ -4,8 +4,9 @@
     PYTHONPATH=src python3 benchmarks/execution.py --parts decode,idle --graphs off
     PYTHONPATH=src python3 benchmarks/execution.py --tiny --device cpu      the same code over tiny shapes
 
-Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, idle. `idle` traces steady decode steps
-and gives the share of them in which no kernel runs. Random weights in real shapes, bfloat16.
+Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, idle, kernels. `idle` traces steady decode
+steps and gives the share of them in which no kernel runs; `kernels` says which kernels take the time of a step. Random weights in real
+shapes, bfloat16.
 """
 
 import argparse
@@ -14,9 +15,11 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -28,6 +31,7 @@ from penstock.bench.report import Kind
 from penstock.bench.shapes import SHAPES
 from penstock.engine.boot import Booted, boot
 from penstock.memory.device import give_back
+from penstock.step.plan import RequestId
 from penstock.weights.shape import Shape
 
 TINY = SHAPES["100M"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
@@ -163,6 +167,79 @@ def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict
     return {"idle": 1 - busy / length, "busy_s": busy / 1e6, "span_s": length / 1e6, "wall_s": wall, "events": len(spans)}
 
 
+def part_kernels(place: Place) -> Found:
+    """Which kernels take the time of a decode step, and of a step of a long prompt."""
+    found: Found = {}
+    for name, batch, context in (("8B", 1, 2048), ("8B", 64, 2048), ("0.6B", 1, 2048), ("0.6B", 256, 512)):
+        batch, context, steps = (min(batch, 2), 40, 4) if place.tiny else (batch, context, 24)
+        with ready(place, name, batch, context + 8 * steps + batch) as booted:
+            engine = booted.engine
+            got = submitted(booted, batch, context, 6 * steps)
+            while not all(got.values()):
+                measure._step(engine, got)
+            waits = [measure._step(engine, got) for _ in range(2 * steps)]
+            taken = by_kernel(lambda engine=engine, steps=steps: [engine.step() for _ in range(steps)], steps, booted.device)
+        told = found[f"{name}, batch {batch}, {context:,}"] = {"ms": median(waits) * 1e3, **taken}
+        tell_kernels(f"{name}, batch {batch}, {context:,}", told)
+    context = 40 if place.tiny else 16384
+    with ready(place, "8B", 1, context + 8) as booted:
+        engine = booted.engine
+
+        def prompt() -> None:
+            submitted(booted, 1, context, 1)
+            while engine.busy:
+                engine.step()
+
+        prompt()
+        steps, begin = -(-context // booted.limits.max_step_tokens), time.perf_counter()
+        prompt()
+        told = {"ms": (time.perf_counter() - begin) / steps * 1e3, **by_kernel(prompt, steps, booted.device)}
+    found[f"8B, prompt, {context:,}"] = told
+    tell_kernels(f"8B, prompt, {context:,}", told)
+    return found
+
+
+@contextmanager
+def ready(place: Place, name: str, rows: int, length: int) -> Iterator[Booted]:
+    booted = boot(place.config(max_length=length, max_sequences=rows, prefix_cache=False), Shape.of(place.shape(name)))
+    with closing(booted.engine):
+        yield booted
+    give_back(booted.device)
+
+
+def submitted(booted: Booted, rows: int, context: int, output: int) -> dict[RequestId, int]:
+    """So many random prompts; of each, how many tokens it has yielded."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(200) for _ in range(context)] for _ in range(rows)]
+    return {booted.engine.submit(prompt, measure._GREEDY, output): 0 for prompt in prompts}
+
+
+def by_kernel(work: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:
+    """What each kernel takes in one of the steps that `work` consists of, in microseconds, the longest first."""
+    kind, activity = torch.autograd.DeviceType.CPU, ProfilerActivity.CPU
+    if device.type == "cuda":
+        kind, activity = torch.autograd.DeviceType.CUDA, ProfilerActivity.CUDA
+    with profile(activities=[activity]) as trace:
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        wall = time.perf_counter() - begin
+    sums: dict[str, list[float]] = {}
+    for event in trace.events() or ():
+        if event.device_type == kind:
+            sums.setdefault(event.name, []).append(event.time_range.end - event.time_range.start)
+    table = sorted(((sum(times) / steps, len(times) / steps, what[:60]) for what, times in sums.items()), reverse=True)
+    kernels = [{"us": micros, "times": times, "name": what} for micros, times, what in table]
+    return {"traced_ms": wall / steps * 1e3, "kernels_ms": sum(one[0] for one in table) / 1e3, "kernels": kernels[:16]}
+
+
+def tell_kernels(what: str, told: dict[str, Any]) -> None:
+    row(what, f"{told['ms']:.3g} ms a step, traced {told['traced_ms']:.3g} ms, kernels {told['kernels_ms']:.3g} ms")
+    for one in told["kernels"]:
+        print(f"      {one['us']:9.1f} us {one['times']:7.1f} times  {one['name']}", flush=True)
+
+
 PARTS: dict[str, Callable[[Place], Found]] = {
     "equal": part_equal,
     "decode": part_decode,
@@ -170,6 +247,7 @@ PARTS: dict[str, Callable[[Place], Found]] = {
     "serve": part_serve,
     "start": part_start,
     "idle": part_idle,
+    "kernels": part_kernels,
 }
 
 

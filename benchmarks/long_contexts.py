@@ -46,11 +46,11 @@ K = 1024
 class Scale:
     """Real shapes and lengths, or such as a small machine can do."""
 
-    def __init__(self, tiny: bool) -> None:
+    def __init__(self, tiny: bool, block: int = 32) -> None:
         self.tiny = tiny
         self.k = 4 if tiny else K
         """What "K" is worth in the lengths below."""
-        self.block = 4 if tiny else 32
+        self.block = 4 if tiny else block
 
     def shape(self, name: str) -> dict[str, object]:
         config = dict(SHAPES["8B"])

@@ -607,7 +607,7 @@ def planned(scheduler: Scheduler, prompt: list[int], keys: list[bytes] | None) -
 
 def part_ledger(scale: Scale, device: torch.device) -> dict[str, object]:
     """What the scheduler takes to find a prompt of 32K tokens, and to allocate for it, among a million blocks; all of it Python's time."""
-    size, total, length = (32, 4096, 32) if scale.tiny else (32, 1_000_000, 1024)
+    size, total, length = (32, 4096, 32) if scale.tiny else (64, 1_000_000, 512)
     asked, root, found = 8 if scale.tiny else 60, root_key(b"prefix tiers"), {"blocks": total, "request_blocks": length}
     found |= {
         "host_bytes": memory_of(partial(host_index, total, length, [])),
@@ -708,7 +708,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
-    device, scale = torch.device(given.device), Scale(given.tiny)
+    device, scale = torch.device(given.device), Scale(given.tiny, 64)
     found: dict[str, object] = {"environment": dataclasses.asdict(machine()), "tiny": given.tiny, "host": total_memory(torch.device("cpu"))}
     work: dict[str, Callable[[], object]] = {
         "copies": lambda: part_copies(scale, device),

@@ -197,9 +197,10 @@ def prefill(booted: Booted, tokens: int, times: int) -> list[float]:
 def running(
     config: dict[str, object], limits: Limits | None, device: torch.device, disk: object = None, **settings: object
 ) -> Iterator[Booted]:
+    shape = Shape.of(config)  # In its own dtype, in which limits and what is on disk are, also where a processor has none of it.
     booted = boot(
-        Config(Path(), device=str(device), prefix_cache=False, **settings),  # type: ignore[arg-type]
-        Shape.of(config),
+        Config(Path(), device=str(device), dtype=shape.spec.dtype, prefix_cache=False, **settings),  # type: ignore[arg-type]
+        shape,
         say=say,
         override=Override(limits, disk),  # type: ignore[arg-type]
     )

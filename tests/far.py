@@ -24,7 +24,7 @@ from penstock.kv import carrier
 from penstock.kv.diskpool import record_bytes
 from penstock.memory.streams import CallerStream, HostTicket, Pieces, Stream, ThreadStream, Ticket
 
-LIMIT = 5e-5
+LIMIT = 1e-4
 """How far log-probabilities in float32 may lie apart."""
 _HELD = 3.0
 """Seconds that a copy is held at most: a test that waits for what it holds ends, and fails."""

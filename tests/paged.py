@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.ops.triton_attention import DecodeTuning, paged_decode
+from penstock.ops.triton_attention import DecodeTuning, paged_decode, paged_run
 
 # Against the largest value of the answer: that of one rounding, and of the probabilities rounded before they meet V.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -93,3 +93,22 @@ def check_decode(
     assert lse.dtype == torch.float32
     for seq in range(len(lengths)):
         check_answer(got[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], scale, window))
+
+
+def check_run(
+    tokens: int, start: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16, window: int | None = None,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", tuning: DecodeTuning | None = None, seed: int = 0,
+) -> None:  # fmt: skip
+    """The last `tokens` of a sequence, and every one of them against the keys up to itself."""
+    rng = torch.Generator().manual_seed(seed)
+    k_cache, v_cache = pool_views(-(-(start + tokens) // block_size) + 2, block_size, kv_heads, dim, dtype, device)
+    table, [k], [v] = fill(k_cache, v_cache, [start + tokens], rng)
+    q = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=rng).to(k_cache)[:, :heads]
+    out = torch.full((tokens + 1, heads, dim), math.nan, dtype=dtype, device=device)
+    scale = 1.3 / math.sqrt(dim)
+    blocks = table[0, : -(-(start + tokens) // block_size)].to(torch.int64)
+    got, lse = paged_run(q, k_cache, v_cache, blocks, start, scale=scale, window=window, out=out[:-1], tuning=tuning)
+    for token in range(tokens):
+        seen = start + token + 1
+        check_answer(got[token], lse[token], *attend(q[token], k[:seen], v[:seen], scale, window))
+    assert out[-1].isnan().all(), "what is behind the last token was written"

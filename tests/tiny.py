@@ -8,6 +8,7 @@ import atexit
 import functools
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -107,6 +108,10 @@ CASES: dict[str, Case] = {
         {"use_sliding_window": False, "sliding_window": None},
     ),
 }
+THOROUGH = bool(os.environ.get("PENSTOCK_THOROUGH"))
+"""Whether everything is tested that might be, and not a part that leaves no kind out."""
+SOME = [name for name, case in CASES.items() if THOROUGH or name == case.model_type or case.dynamic or "window" in name]
+"""One of each family, those with windows, and the one whose frequencies depend on a prompt's length."""
 _WIDE = {"hidden_size": 256, "intermediate_size": 320, "max_position_embeddings": 16384}
 _FAR_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 WIDE: dict[str, Case] = {

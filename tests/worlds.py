@@ -151,6 +151,7 @@ class Known:
     cached: int | None = None
     admissions: int = 0
     finish: FinishReason | None = None
+    priority: int = 0
 
     @property
     def length(self) -> int:
@@ -194,14 +195,15 @@ class World:
         min_tokens: int = 0,
         prompt_logprobs: int | None = None,
         parity: int = 0,
+        priority: int = 0,
     ) -> RequestId:
         """Queue a request; those with equal settings and equal `parity` give equal outputs."""
         seed = 2 * (len(self.live) + len(self.ended)) + parity
         wanted = sampling(seed, end=end, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
-        id = self.scheduler.submit(prompt, wanted, max_tokens)
+        id = self.scheduler.submit(prompt, wanted, max_tokens, priority)
         room = self.scheduler.longest - len(prompt)
         expected, reason = self._foretell(list(prompt), wanted, room if max_tokens is None else max_tokens)
-        self.live[id] = Known(id, list(prompt), wanted, expected, reason)
+        self.live[id] = Known(id, list(prompt), wanted, expected, reason, priority=priority)
         return id
 
     def _foretell(self, prompt: list[int], wanted: Sampling, max_tokens: int) -> tuple[list[int], FinishReason]:
@@ -227,12 +229,17 @@ class World:
         known.finish, known.row = reason, None
         self.ended.append(known)
 
+    def turns(self) -> list[Known]:
+        """In the order in which they are to be served."""
+        return sorted(self.live.values(), key=lambda known: (known.priority, known.id))
+
     def running(self) -> list[Known]:
-        """The oldest ones, since nobody overtakes in admission and the youngest are preempted: `_judge` proves it in each step."""
-        return list(self.live.values())[: self.scheduler.running]
+        """In this order too. Whose turn comes first is admitted first, and whose turn is last is preempted: `_judge` proves it in each
+        step."""
+        return [known for known in self.turns() if known.row is not None]
 
     def waiting(self) -> list[Known]:
-        return list(self.live.values())[self.scheduler.running :]
+        return [known for known in self.turns() if known.row is None]
 
     def step(self) -> Plan:
         """One step: plan, judge the plan, run it, commit it, judge what came of it."""
@@ -285,12 +292,12 @@ class World:
         admitted = len(plan.admissions)
         survivors = before[: self.scheduler.running - admitted]
         assert self.scheduler.running - admitted <= len(before), "more run than were admitted"
-        assert len(survivors) >= min(1, len(before)), "the oldest was preempted"
+        assert len(survivors) >= min(1, len(before)), "the first was preempted"
         assert not admitted or len(survivors) == len(before), "someone was admitted when someone else had to go"
+        newcomers = self.waiting()[:admitted]
         for known in before[len(survivors) :]:
             known.row, known.computed = None, 0
-        newcomers = self.running()[len(survivors) :]
-        assert [a.sampling.seed for a in plan.admissions] == [known.sampling.seed for known in newcomers], "an older one was overtaken"
+        assert [a.sampling.seed for a in plan.admissions] == [known.sampling.seed for known in newcomers], "somebody was overtaken"
         for admission, known in zip(plan.admissions, newcomers, strict=True):
             assert list(admission.prompt) == known.prompt
             assert list(admission.output) == known.output
@@ -308,7 +315,7 @@ class World:
         many = [len(share.tokens) > 1 for share in plan.shares]
         assert many == sorted(many), "a share of one token stands behind a longer one"
         if self.live:
-            assert next(iter(self.live.values())).row in shares, "the oldest has to wait"
+            assert self.running()[0].row in shares, "the first has to wait"
         for known in survivors:
             assert known.lacks > 1 or known.row in shares, "a request that has caught up was held up"
         late = [known for known in survivors if known.lacks > 1]

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from penstock.api.outputs import Output as Output
     from penstock.base.errors import PenstockError as PenstockError
     from penstock.step.params import SamplingParams as SamplingParams
+    from penstock.step.structure import Structure as Structure
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "Delta", "Output", "PenstockError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Delta", "Output", "PenstockError", "SamplingParams", "Structure", "__version__"]
 
 _HOMES = {
     "LLM": "penstock.api.llm",
@@ -20,6 +21,7 @@ _HOMES = {
     "Output": "penstock.api.outputs",
     "PenstockError": "penstock.base.errors",
     "SamplingParams": "penstock.step.params",
+    "Structure": "penstock.step.structure",
 }
 
 

@@ -368,7 +368,7 @@ def test_contexts_on_the_host_stream_once_for_each_token() -> None:
     assert "\n" not in report.line()
     table = str(report).splitlines()
     assert len({len(row) for row in table[2:]}) == 1
-    assert re.search(r"^ +400 .* KiB +100 KiB +[\d,]+ tokens/s +[\d.]+% +\S+ s a token +92.0 KiB a step +[\d.]+%$", table[-1])
+    assert re.search(r"^ +400 .* [KM]iB +100 KiB +[\d,]+ tokens/s +[\d.]+% +\S+ s a token +92.0 KiB a step +[\d.]+%$", table[-1])
     assert [text.partition(" tokens: prompt in ")[0] for text in told[-3:]] == ["72", "200", "400"]
 
 
@@ -402,13 +402,13 @@ def test_contexts_that_were_asked_for_and_do_not_fit_are_refused() -> None:
 
 def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "line.json"
-    given = ["bench", "context", str(bare), "--lengths", "300,0.5K", "--output", "2", "--device", "cpu", "--kv-tile", "64"]
+    given = ["bench", "context", str(bare), "--lengths", "600,0.7K", "--output", "2", "--device", "cpu", "--kv-tile", "64"]
     assert main([*given, "--host-kv-memory", "50%", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     line = json.loads(printed.out.splitlines()[-1])
-    assert [(row["context"], row["kv_per_step"] > 0) for row in line["contexts"]] == [(300, True), (512, True)]
+    assert [(row["context"], row["kv_per_step"] > 0) for row in line["contexts"]] == [(600, True), (716, True)]
     assert "of link" in printed.out
-    assert "512 tokens: prompt in" in printed.err
+    assert "716 tokens: prompt in" in printed.err
     assert json.loads(out.read_text()) == line
     disk = ["--host-kv-memory", "50KB", "--disk-kv-memory", "64MiB", "--kv-directory", str(tmp_path)]
     assert main([*given, *disk]) == 0
@@ -418,7 +418,7 @@ def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.Cap
         assert row["host_kv"] + row["disk_kv"] == exact["host_kv"]
         assert 0 < row["kv_per_step"] == exact["kv_per_step"] < exact["host_kv"]
         assert row["disk_kv"] > 0
-    assert re.search(r"^ +512 .* KiB \+ .* KiB on disk ", printed.out, re.MULTILINE)
+    assert re.search(r"^ +716 .* KiB \+ .* KiB on disk ", printed.out, re.MULTILINE)
     assert main([*given, "--host-kv-memory", "50%", "--host-kv-dtype", "fp8", "--attention-policy", "topk:2", "--json"]) == 0
     some = json.loads(capsys.readouterr().out)
     for row, exact in zip(some["contexts"], line["contexts"], strict=True):

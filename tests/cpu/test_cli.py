@@ -162,7 +162,7 @@ def test_run_continues_the_prompt_and_prints_the_sizing(penstock: Penstock, mode
     assert (result.code, result.out) == (0, f"{REST}\n")
     lines = result.err.splitlines()
     assert lines[0].startswith("llama, 1 layers, float32 on CPU")
-    assert re.match(r"memory .* weights .*, activations .*, KV .* blocks of 32 tokens", lines[1])
+    assert re.match(r"memory .* weights .*, activations .*, KV .* blocks of 64 tokens", lines[1])
     assert len(lines) == 2
 
 
@@ -226,7 +226,7 @@ def test_json_is_one_object_with_everything(penstock: Penstock, model: Path) -> 
     assert record["timings"].keys() == {"boot_s", "first_token_s", "total_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
     assert record["timings"]["decode_tokens_per_s"] is None
     assert record["timings"]["first_token_s"] > 0
-    assert record["budget"]["kv_tokens"] == record["budget"]["blocks"] * 32 == CONTEXT
+    assert record["budget"]["kv_tokens"] == record["budget"]["blocks"] * 64 == CONTEXT
     [chosen] = record["logprobs"]
     assert (chosen["token"], chosen["rank"], len(chosen["top"])) == (END, 1, 2)
     assert chosen["logprob"] == pytest.approx(0, abs=1e-6)
@@ -260,7 +260,10 @@ def test_more_outputs_than_run_at_once(penstock: Penstock, model: Path, options:
 
 def test_every_setting_has_a_flag() -> None:
     names = {parameter.name for parameter in run_command.params}
-    assert {field.name for field in fields(SamplingParams)} <= names
+    held = {"json_schema", "regex", "choice", "grammar"}
+    assert held <= names
+    # A structure is what these make, and shown tokens are for who takes the text apart.
+    assert {field.name for field in fields(SamplingParams)} - {"structure", "shown_tokens"} <= names
     assert {field.name for field in fields(Config)} - {"model"} <= names
 
 
@@ -484,7 +487,7 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
         (["abc", "--stop-token", "1000"], "stop_token_ids has token 1000, but token ids end at 259"),
         (["abc", "--device-memory", "16Gx"], "cannot read '16Gx' as a size; write it like 16GiB"),
         (["abc", "--device-memory", "20KB"], "is too small for one group of weights"),
-        (["abc", "--kv-blocks", "1", "--max-tokens", "100"], "the KV blocks hold 33"),
+        (["abc", "--kv-blocks", "1", "--max-tokens", "100"], "the KV blocks hold 65"),
         (["abc", "--device", "tpu"], "device 'tpu' is not known; choose auto, cpu, cuda or cuda:N"),
         (["abc", "--dtype", "int3"], "dtype 'int3' is not known; choose one of auto"),
         (["abc", "--block-size", "48"], "block_size 48 must be a power of two"),

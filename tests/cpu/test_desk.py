@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.base.errors import EngineClosedError
-from penstock.server.desk import BusyError, Call, Desk
+from penstock.server.desk import BusyError, Call, DeadlineError, Desk
 from penstock.server.metrics import Metrics
 
 STEP = 64
@@ -143,3 +144,51 @@ def test_when_the_engine_fails_everybody_is_told(llm: LLM, when: str) -> None:
         await desk.close(100.0)
 
     asyncio.run(run())
+
+
+def test_of_those_that_wait_the_least_number_is_first_long_or_short(llm: LLM) -> None:
+    order: list[int] = []
+
+    async def work(desk: Desk) -> None:
+        async def answer(number: int, call: Call) -> None:
+            await call.completion()
+            order.append(number)
+
+        # Five of six rows are taken for long, so the short ones go through the last, one by one, from the engine's queue.
+        rows = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, n=n) for most, n in ((5_000, 5), (30, 1))]
+        taken = [desk.ask([llm.read(SHORT_ONE, params)])[0] for params in rows]
+        for call in taken:
+            async for _ in call.pieces():
+                break
+        # The long ones wait for their turn here.
+        for prompt in (SHORT_ONE, LONG_ONE):
+            calls = [(number, desk.ask([replace(llm.read(prompt, PARAMS), priority=number)])[0]) for number in (2, 0, 1)]
+            await asyncio.gather(*(answer(number, call) for number, call in calls))
+            taken[0].leave()
+
+    at_the_desk(llm, work)
+    assert order[:3] == [0, 1, 2]
+    assert order[3:] in ([0, 1, 2], [2, 0, 1])  # The first to come may have been met alone.
+
+
+def test_who_may_take_no_longer_is_told_so_and_holds_nothing(llm: LLM) -> None:
+    [alone] = llm.generate(LONG_ONE, PARAMS)
+    endless = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
+
+    async def work(desk: Desk) -> None:
+        late, later, free = (llm.read(prompt, params) for prompt, params in ((SHORT_ONE, endless), (LONG_ONE, endless), (LONG_ONE, PARAMS)))
+        desk.most_seconds = 0.3
+        calls = desk.ask([late, later], 1000.0)
+        desk.most_seconds = None
+        whole = desk.ask([free], 1000.0)[0]
+        for call in calls:
+            with pytest.raises(DeadlineError, match=r"has taken 0\.3 seconds, which is all it may \(timeout\)"):
+                await call.completion()
+        assert (await whole.completion()).tokens == alone.tokens
+        assert whole._timer is not None
+        assert whole._timer.cancelled()
+        assert desk.outputs == 0
+        with pytest.raises(DeadlineError, match=r"0\.001 seconds"):
+            await desk.ask([late], 0.001)[0].completion()
+
+    at_the_desk(llm, work)

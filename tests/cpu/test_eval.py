@@ -34,10 +34,10 @@ def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureF
         assert image.format == "PNG"
 
 
-@pytest.mark.parametrize("asked", [["needle", "--depths", "3"], ["ruler", "--depths", "1", "--tasks", "keys,variables"]])
+@pytest.mark.parametrize("asked", [["needle", "--depths", "2"], ["ruler", "--depths", "1", "--tasks", "keys"]])
 def test_contexts_beyond_the_device_score_as_those_on_it(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*more: str) -> dict[str, object]:
-        assert main(["eval", *asked, "--lengths", "512,1024", "--samples", "1", *FEW, "--json", *more]) == 0
+        assert main(["eval", *asked, "--lengths", "1024", "--samples", "1", *FEW, "--json", *more]) == 0
         found: dict[str, object] = json.loads(capsys.readouterr().out)
         return found
 

@@ -24,6 +24,7 @@ from streams import (
     BRIEF,
     LONG,
     OURS_AND_LOCKS,
+    STRIDE,
     UNIT,
     Compute,
     Copies,
@@ -397,7 +398,7 @@ def test_a_wave_must_wait_for_the_last_of_its_copies(name: str) -> None:
             gates.shut(("copy", ("device", experts._ring[1]), 0))
             world.computing.never_waits = 1 if mutant else None
             world.waves(wave)
-            assert gates.passes(("kernel", 0), LONG if mutant else BRIEF) == mutant
+            assert gates.passes(("kernel", len(wave) - 1), LONG if mutant else BRIEF) == mutant
             gates.open()
             return not world.wrong()
 
@@ -547,8 +548,8 @@ def prepared(room: tuple[int, int, int, int], *, threads: bool, seed: int) -> Wo
 )
 @pytest.mark.parametrize("name", ["expect", "expect anew", "take", "take unexpectedly", "release", "take a wave", "release a wave"])
 def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool) -> None:
-    """Every place in which an interrupt can strike, and a second one where the first is being mended."""
-    place, interrupted = 0, True
+    """Places in which an interrupt can strike, and a second one where the first is being mended."""
+    place, interrupted = len(room + name) % STRIDE, True
     while interrupted:
         world = prepared(WIDE[room[6:]] if room.startswith("wide, ") else ROOMS[room], threads=threads, seed=place)
         experts = world.experts
@@ -583,7 +584,7 @@ def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool)
             assert world.wrong() == []
         finally:
             assert within(LONG, world.close)
-        place += 1
+        place += STRIDE
     assert place > 3
 
 

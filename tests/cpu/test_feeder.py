@@ -21,7 +21,23 @@ from penstock.weights import loading
 from penstock.weights.feeder import Feeder, Segment
 from penstock.weights.passage import Rates
 from penstock.weights.residency import Limits, Use, solve
-from streams import BRIEF, LONG, UNIT, Copies, Gates, Shape, Store, World, content, cut_short, layout, no_thread_left, random_delays, within
+from streams import (
+    BRIEF,
+    LONG,
+    STRIDE,
+    UNIT,
+    Copies,
+    Gates,
+    Shape,
+    Store,
+    World,
+    content,
+    cut_short,
+    layout,
+    no_thread_left,
+    random_delays,
+    within,
+)
 
 SHAPES = [
     Shape((2, 10, 2, 10), "hhhh", 10),
@@ -446,7 +462,7 @@ CALLS = {
 def test_an_interrupt_anywhere_in_take_and_release_does_no_harm(name: str, threads: bool, anew: int) -> None:
     """Afterwards groups are taken from number `anew` on, and all is as ever; nothing hangs, also not on closing."""
     used, taken = CALLS[name]
-    shape, place, interrupted = AT_ONCE, 0, True
+    shape, place, interrupted = AT_ONCE, len(name) % STRIDE, True
     while interrupted:
         world = World(shape, Gates(delay=random_delays(place, longest=3e-4)), compute=None if threads else CallerStream()).load()
         for group in [*shape.order, *shape.order[:2]]:
@@ -460,7 +476,7 @@ def test_an_interrupt_anywhere_in_take_and_release_does_no_harm(name: str, threa
         assert within(LONG, uses)
         assert world.wrong() == []
         assert within(LONG, world.close)
-        place += 1
+        place += STRIDE
     assert place > 15
 
 

@@ -1,5 +1,6 @@
 """How much host memory and disk KV gets, by arithmetic alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from penstock.arch.layout import KVLayout
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.bench.shapes import SHAPES
+from penstock.engine import settling
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
 from penstock.kv.hostpool import HostPool
 from penstock.memory.arena import Arena, PinningError
@@ -99,3 +101,18 @@ def test_memory_that_cannot_be_pinned_serves_as_it_is(monkeypatch: pytest.Monkey
     assert "cannot pin" in caplog.text
     assert "several times slower" in caplog.text
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "asked", "ranks", "tokens"),
+    [(80, None, 1, 16384), (48, None, 1, 8192), (80, "24GiB", 1, 8192), (141, "64GiB", 1, 16384), (80, None, 2, 8192)],
+)
+def test_steps_are_longer_where_there_is_room(
+    memory: int, asked: str | None, ranks: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one device, by what it has or may use; several need not be alike and must agree."""
+    monkeypatch.setattr(settling, "total_memory", lambda device: memory << 30)
+    spec = Shape.of(SHAPES["8B"]).spec
+    config = Config(Path(), device="cuda", device_memory=asked, tensor_parallel=ranks)
+    assert settling.choose_limits(config, spec, torch.device("cuda")).max_step_tokens == tokens
+    assert settling.choose_limits(replace(config, max_step_tokens=512), spec, torch.device("cuda")).max_step_tokens == 512

@@ -10,6 +10,15 @@ from parity import GREEDY, WITH_PROMPT, measure, prompt_error
 from penstock import LLM, Completion
 
 FAMILIES = pytest.mark.parametrize("name", tiny.CASES)
+SOME = pytest.mark.parametrize("name", tiny.SOME)
+
+
+def each(names: str, values: Sequence[object]) -> pytest.MarkDecorator:
+    """Some kinds of checkpoint, each with one of the values in turn; with every one if all is to be tested."""
+    turns = enumerate(tiny.SOME)
+    return pytest.mark.parametrize(
+        names, [(name, value) for turn, name in turns for value in (values if tiny.THOROUGH else [values[turn % len(values)]])]
+    )
 
 
 def engine(name: str, **settings: object) -> LLM:
@@ -59,8 +68,7 @@ def test_one_batch_of_mixed_lengths(name: str) -> None:
             assert entry.rank == 1 + int((tiny.dense(entry) > entry.logprob).sum())
 
 
-@FAMILIES
-@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no_cache"])
+@each("name, prefix_cache", [True, False])
 def test_small_chunks_and_scarce_blocks(name: str, prefix_cache: bool) -> None:
     """Steps of seven tokens, and room for one request and a little more: every request is sent back again and again."""
     with engine(name, block_size=4, max_step_tokens=7, max_sequences=5, kv_blocks=30, prefix_cache=prefix_cache) as llm:
@@ -69,8 +77,7 @@ def test_small_chunks_and_scarce_blocks(name: str, prefix_cache: bool) -> None:
     assert_equal(completions, tiny.references(name))
 
 
-@FAMILIES
-@pytest.mark.parametrize("size", [4, 32])
+@each("name, size", [4, 32])
 def test_shared_prefixes(name: str, size: int) -> None:
     references = tiny.references(name)
     with engine(name, block_size=size) as llm:
@@ -91,7 +98,7 @@ def test_shared_prefixes(name: str, size: int) -> None:
         assert_equal([cold], references[-1:])
 
 
-@FAMILIES
+@SOME
 def test_prefix_of_a_running_request(name: str) -> None:
     """Prompts that begin alike and arrive together share their blocks at once, unless dynamic rope sets them apart by their length."""
     prompts = tiny.prompts()[-2:]

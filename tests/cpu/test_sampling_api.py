@@ -21,7 +21,9 @@ EOS = 2
 
 
 def engine(**settings: object) -> LLM:
-    return LLM(tiny.checkpoint("llama"), **{"device": "cpu", "dtype": "float32", "max_length": 256, "check": True} | settings)
+    return LLM(
+        tiny.checkpoint("llama"), **{"device": "cpu", "dtype": "float32", "max_length": 256, "block_size": 32, "check": True} | settings
+    )
 
 
 def scarce() -> LLM:

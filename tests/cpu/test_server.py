@@ -8,10 +8,7 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,145 +17,21 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 openai = pytest.importorskip("openai", reason="needs the client that the server is for")
 
 from penstock import LLM, Completion, SamplingParams  # noqa: E402
 from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
+from servers import COUNT, ENDLESS, FLAGS, ROOM, SETTINGS, STORY, TALK, Server, Stream, counted, serving, until  # noqa: E402
 from streams import LONG  # noqa: E402
 
-SETTINGS = {"device": "cpu", "dtype": "float32", "device_memory": "600MiB", "max_sequences": 4}
-FLAGS = ("--device", "cpu", "--dtype", "float32", "--device-memory", "600MiB", "--max-sequences", "4", "--queue", "3")
-ROOM = 4 + 3
-"""Outputs that such a server takes."""
-STORY, TALK = "Once upon a time", [{"role": "user", "content": "Tell me a story about a boat."}]
-COUNT = 12
-"""Tokens of most answers."""
-ENDLESS = {"model": "shipped", "prompt": "The sea", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
-Answer = tuple[int, Mapping[str, str], Any]
-
-
 # ---- the server and its clients
-
-
-class Server:
-    """The command, started at once; what it says on stderr is in a file."""
-
-    def __init__(self, log: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
-        self.log = log
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "penstock", "serve", *flags],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=file,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            )
-
-    def said(self) -> str:
-        return self.log.read_text()
-
-    def wait(self) -> "Server":
-        """Until it serves."""
-        until(lambda: self.process.poll() is not None or re.search(r"^serving \S+ at http\S+\n", self.said(), re.MULTILINE), 3 * LONG)
-        assert self.process.poll() is None, self.said()
-        found = re.search(r"^serving (\S+) at (http\S+)\n", self.said(), re.MULTILINE)
-        assert found is not None
-        self.name, self.url = found.groups()
-        return self
-
-    def connection(self) -> http.client.HTTPConnection:
-        place = urlsplit(self.url)
-        return http.client.HTTPConnection(place.hostname or "", place.port, timeout=LONG)
-
-    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """Status, headers and body, read as JSON where it is. body: bytes, or what JSON can hold."""
-        connection = self.connection()
-        try:
-            raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, raw, dict(headers or {}))
-            answer = connection.getresponse()
-            said = answer.read()
-            kind = answer.headers.get("content-type", "")
-            return answer.status, answer.headers, json.loads(said) if kind == "application/json" else said
-        finally:
-            connection.close()
-
-    def complete(self, **fields: Any) -> Answer:
-        usual = {"model": "shipped", "prompt": STORY, "max_tokens": COUNT, "temperature": 0}
-        return self.ask("POST", "/v1/completions", usual | fields)
-
-    def insist(self, body: Any) -> Answer:
-        """A whole completion, whatever is there before it."""
-        while (answer := self.ask("POST", "/v1/completions", body))[0] == 429:
-            time.sleep(0.001)
-        return answer
-
-    def signal(self, which: signal.Signals) -> None:
-        self.process.send_signal(which)
-
-    def ended(self) -> int:
-        return self.process.wait(LONG)
-
-
-def until(happens: Callable[[], object], seconds: float = LONG) -> None:
-    late = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < late, "it does not happen"
-        time.sleep(0.01)
-
-
-@contextmanager
-def serving(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    server = Server(folder / "said.txt", *flags, environment=environment)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait()
 
 
 @contextmanager
 def client_of(server: Server, key: str = "none") -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=LONG) as client:
         yield client
-
-
-class Stream:
-    """A completion that is being streamed to a client that reads when it likes."""
-
-    def __init__(self, server: Server, body: Mapping[str, Any] = ENDLESS, path: str = "/v1/completions") -> None:
-        self._connection = server.connection()
-        try:
-            self._connection.request("POST", path, json.dumps(body).encode())
-            self._answer = self._connection.getresponse()
-        except BaseException:
-            self._connection.close()
-            raise
-        self.status = self._answer.status
-
-    def event(self) -> Any:
-        """The next one; None when it is the last, or there is none."""
-        while line := self._answer.readline():
-            if line.startswith(b"data: "):
-                return None if line == b"data: [DONE]\n" else json.loads(line.removeprefix(b"data: "))
-        return None
-
-    def events(self) -> list[Any]:
-        return list(iter(self.event, None))
-
-    def close(self) -> None:
-        self._answer.close()
-        self._connection.close()
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @contextmanager
@@ -411,7 +284,7 @@ REFUSED: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"model": "shipped", "messages": TALK, "stream_options": {"include_usage": True}}, 400, "stream_options"),
     (CHAT, {"model": "shipped", "messages": TALK, "top_logprobs": 2}, 400, "top_logprobs"),
     (CHAT, {"model": "shipped", "messages": TALK, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-    (CHAT, {"model": "shipped", "messages": TALK, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"model": "shipped", "messages": TALK, "response_format": {"type": "xml"}}, 400, "response_format"),
     (CHAT, {"model": "shipped", "messages": TALK, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
     (CHAT, {"model": "shipped", "messages": TALK, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
@@ -449,6 +322,9 @@ REFUSED: list[tuple[str, Any, int, str | None]] = [
     (TEXT, {"model": "shipped", "prompt": "a", "logit_bias": {"4096": 1}}, 400, "logit_bias"),
     (TEXT, {"model": "shipped", "prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids"),
     (TEXT, {"model": "shipped", "prompt": "a", "min_tokens": 9, "max_tokens": 3}, 400, "min_tokens"),
+    (TEXT, {"model": "shipped", "prompt": "a", "timeout": 0}, 400, "timeout"),
+    (TEXT, {"model": "shipped", "prompt": "a", "priority": 2**40}, 400, "priority"),
+    (TEXT, {"model": "shipped", "prompt": "a", "priority": 0.5}, 400, "priority"),
     ("/tokenize", {}, 400, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": TALK}, 400, "prompt"),
     ("/tokenize", {"messages": TALK, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
@@ -483,17 +359,18 @@ def test_openais_client_raises_what_it_is_told(client: Any, server: Server) -> N
         status, headers, said = server.ask(method, path)
         assert (status, said["error"]["type"]) == (405, "invalid_request_error")
         assert headers["allow"]
-    for path in ("/", "/v1", "/%ff", "/%ed%a0%80", "/a?b=%ff", f"/{'a' * 3000}"):
+    for path in ("/v1", "/%ff", "/%ed%a0%80", "/a?b=%ff", f"/{'a' * 3000}"):
         status, _, said = server.ask("GET", path)
         assert (status, said["error"]["param"]) == (404, None)
         assert len(said["error"]["message"]) < 300
     assert [server.ask("GET", path)[0] for path in ("/health", "/ready")] == [200, 200]
 
 
-def test_keys_are_asked_for_and_bodies_are_limited(tmp_path: Path) -> None:
+def test_keys_are_asked_for_and_bodies_and_times_are_limited(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first-key\n\nzwölf\n", encoding="utf-8")
-    flags = ("--api-keys", str(keys), "--max-body", "2000", "--name", "mine", "--name", "a/b", "--quiet", "--port", "0", *FLAGS)
+    limits = ("--max-body", "2000", "--request-timeout", "3")
+    flags = ("--api-keys", str(keys), *limits, "--name", "mine", "--name", "a/b", "--quiet", "--port", "0", *FLAGS)
     with serving(tmp_path, *flags) as server:
         server.wait()
         assert server.name == "mine"
@@ -527,9 +404,13 @@ def test_keys_are_asked_for_and_bodies_are_limited(tmp_path: Path) -> None:
             assert connection.getresponse().status == 200
         finally:
             connection.close()
+        status, _, said = server.ask("POST", TEXT, ENDLESS | {"model": "mine", "stream": False, "timeout": 1000}, key)
+        assert (status, said["error"]["code"]) == (504, "deadline_exceeded")
         server.signal(signal.SIGINT)
         assert server.ended() == 0
-        assert server.said().splitlines() == [f"serving mine at {server.url}"]
+        began, late = server.said().splitlines()
+        assert began == f"serving mine at {server.url}"
+        assert late.endswith("error=DeadlineError")
 
 
 # ---- many clients
@@ -548,6 +429,17 @@ def test_beyond_the_queue_is_429_and_afterwards_served_again(server: Server, sto
         assert server.complete(prompt=["a", "b"])[0] == 429
         assert all(stream.event()["choices"][0]["index"] == 0 for stream in streams[:4])
     until(lambda: right(server, story))
+
+
+def test_what_takes_longer_than_it_may_is_ended_whole_and_streamed(server: Server, story: Completion) -> None:
+    body = ENDLESS | {"timeout": 0.3, "priority": 1}
+    status, _, said = server.ask("POST", TEXT, body | {"stream": False})
+    assert (status, said["error"]["type"], said["error"]["code"]) == (504, "timeout_error", "deadline_exceeded")
+    with Stream(server, body) as stream:
+        *pieces, last = stream.events()
+    assert "0.3 seconds" in last["error"]["message"]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces)
+    assert right(server, story)
 
 
 def test_clients_that_disconnect_at_any_moment_leave_nothing(server: Server, story: Completion) -> None:
@@ -811,15 +703,6 @@ def test_a_signal_to_all_processes_lets_requests_end_too(tmp_path: Path, story: 
 
 
 # ---- what is counted
-
-
-def counted(server: Server) -> dict[tuple[str, ...], float]:
-    """Each sample by its name and the values of its labels."""
-    status, headers, said = server.ask("GET", "/metrics")
-    assert status == 200
-    assert headers["content-type"].startswith("text/plain; version=0.0.4")
-    families = text_string_to_metric_families(said.decode())
-    return {(one.name.removeprefix("penstock:"), *one.labels.values()): one.value for family in families for one in family.samples}
 
 
 def test_metrics_tell_what_was_served(server: Server) -> None:

@@ -45,7 +45,7 @@ SETTINGS = {
 ALL = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
 LONGER = SamplingParams(temperature=0.8, seed=3, max_tokens=14, ignore_eos=True, logprobs=-1)
 FEW = ["llama_tied", "mixtral"]
-KINDS = [(name, kind) for name in tiny.CASES for kind in ("both", "host", "disk", "least") if kind == "both" or name in FEW]
+KINDS = [(name, kind) for name in tiny.SOME for kind in ("both", "host", "disk", "least") if kind == "both" or name in FEW]
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """A model divided among processes says what it says in one: all families, streamed weights, preemptions, and an end for every failure."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -24,9 +23,9 @@ from penstock.weights.residency import Limits
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 5}
 GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=0)
-USUAL = ["llama_biases", "llama_yarn", "llama_tied", "mistral", "qwen2_windows", "qwen3", "mixtral", "qwen3_moe_dense_layer"]
+USUAL = ["llama_biases", "llama_tied", "mistral", "qwen2_windows", "qwen3_moe_dense_layer"]
 """One of each kind; the others' parts are those of tests/cpu/test_sharded.py."""
-EVERY = sorted(set(tiny.CASES) - {"llama_dynamic"}) if os.environ.get("PENSTOCK_THOROUGH") else USUAL
+EVERY = sorted(set(tiny.CASES) - {"llama_dynamic"}) if tiny.THOROUGH else USUAL
 
 
 def asked(llm: LLM, params: SamplingParams = GREEDY) -> list[Completion]:

@@ -19,7 +19,7 @@ from penstock.memory.streams import CallerStream, Stream, ThreadStream, Ticket, 
 from penstock.ops.attention import dense, dense_reference, merge
 from penstock.step.plan import HostBlockId
 from penstock.weights.waits import Waits
-from streams import BRIEF, LONG, Gates, cut_short, no_thread_left, random_delays, within
+from streams import BRIEF, LONG, STRIDE, Gates, cut_short, no_thread_left, random_delays, within
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(layers=3, block_size=4, kv_heads=2, head_dim=2, dtype="float16")
@@ -637,14 +637,14 @@ RING_CALLS: dict[str, tuple[Callable[[World], None], Callable[[World], Callable[
 @pytest.mark.parametrize("at_once", [False, True], ids=["threads", "at_once"])
 def test_an_interrupt_anywhere_in_the_ring_does_no_harm(name: str, slots: int, at_once: bool) -> None:
     before, called = RING_CALLS[name]
-    place, interrupted = 0, True
+    place, interrupted = len(name) % STRIDE, True
     while interrupted:
         with World(slots, Gates(delay=late(place)), at_once=at_once, waits=Waits(None)) as world:
             before(world)
             interrupted = cut_short(called(world), place, ("penstock", "threading"))
             assert within(LONG, partial(world.step, TILES[1:] + TILES, [1, 2]))
             assert world.right()
-        place += 1
+        place += STRIDE
     assert place > 6
 
 
@@ -671,5 +671,5 @@ def test_an_interrupt_anywhere_in_the_outbox_does_no_harm(how: str, at_once: boo
             assert all(torch.equal(one, was) or torch.equal(one, will) for one, was, will in zip(*halves, strict=True))
             if not interrupted:
                 assert torch.equal(found, new)
-        place += 1
+        place += STRIDE
     assert place > 6

@@ -12,15 +12,14 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
 
-from paged import TOLERANCE, attend, check_answer, check_decode, fill, pool_views
+from paged import TOLERANCE, attend, check_answer, check_decode, check_run, fill, pool_views
 from penstock.ops.attention import dense_reference
-from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, write_kv
+from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, paged_run, run_tokens, write_kv
 from penstock.ops.triton_tiles import fits_tile, fold_tile
 
 
 class TestPagedDecode:
-    @pytest.mark.parametrize("block_size", [1, 4, 16, 32, 64])
-    @pytest.mark.parametrize("dim", [8, 16, 64, 128])
+    @pytest.mark.parametrize(("block_size", "dim"), [(1, 16), (4, 128), (16, 8), (16, 64), (32, 16), (64, 8), (64, 64), (64, 128)])
     def test_block_sizes_and_head_dims(self, block_size: int, dim: int) -> None:
         check_decode([5, 70, 1], block_size=block_size, dim=dim)
 
@@ -36,8 +35,7 @@ class TestPagedDecode:
     def test_half_precisions(self, dtype: torch.dtype) -> None:
         check_decode([100, 17, 64], dtype=dtype, dim=64, block_size=32)
 
-    @pytest.mark.parametrize("window", [1, 15, 16, 17, 64, 1000])
-    @pytest.mark.parametrize("block_size", [4, 64])
+    @pytest.mark.parametrize(("window", "block_size"), [(1, 4), (15, 64), (16, 4), (17, 64), (64, 64), (1000, 4)])
     def test_windows(self, window: int, block_size: int) -> None:
         check_decode([100, 16, 1, 0, 65], window=window, block_size=block_size)
 
@@ -68,7 +66,7 @@ class TestPagedDecode:
         got, lse = paged_decode(q, k_cache, v_cache, table, torch.tensor([32], dtype=torch.int32), scale=0.25, window=None, max_length=32)
         check_answer(got[0], lse[0], *attend(q[0], k, v, 0.25, None))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(
         lengths=st.lists(st.integers(0, 150), min_size=1, max_size=7),
         block_size=st.sampled_from([1, 4, 16, 64]),
@@ -137,7 +135,7 @@ class TestDecodeInOneLaunch:
         check_joined(lengths, max_length=1 << 17)
         check_decode(lengths, max_length=1 << 17)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(
         lengths=st.lists(st.integers(0, 150), min_size=1, max_size=7),
         block_size=st.sampled_from([1, 4, 16, 64]),
@@ -154,6 +152,46 @@ class TestDecodeInOneLaunch:
         tuning = DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers)
         heads = group * kv_heads
         check_joined(lengths, heads=heads, kv_heads=kv_heads, block_size=block_size, window=window, seed=seed, tuning=tuning, rounds=1)
+
+
+class TestRun:
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (14, 1), (80, 1)])
+    def test_group_sizes(self, heads: int, kv_heads: int) -> None:
+        check_run(run_tokens(heads // kv_heads) + 1, 25, heads=heads, kv_heads=kv_heads)
+
+    @pytest.mark.parametrize(("tokens", "start", "window"), [(1, 0, None), (9, 0, 1), (1, 90, 20), (5, 16, None), (6, 31, 20), (6, 31, 1)])
+    def test_where_it_begins(self, tokens: int, start: int, window: int | None) -> None:
+        check_run(tokens, start, heads=16, kv_heads=1, window=window)
+
+    @pytest.mark.parametrize(("dtype", "dim", "block_size"), [(torch.bfloat16, 64, 32), (torch.float16, 128, 64), (torch.float32, 24, 4)])
+    def test_precisions(self, dtype: torch.dtype, dim: int, block_size: int) -> None:
+        check_run(9, 50, heads=8, kv_heads=1, dtype=dtype, dim=dim, block_size=block_size)
+
+    def test_nothing(self) -> None:
+        k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)
+        out, lse = paged_run(torch.empty(0, 4, 16), k_cache, v_cache, torch.tensor([0]), 3, scale=1.0, window=None)
+        assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
+
+    @settings(max_examples=10, deadline=None)
+    @given(
+        tokens=st.integers(1, 9),
+        start=st.integers(0, 150),
+        group=st.integers(6, 30),
+        kv_heads=st.just(1),
+        block_size=st.sampled_from([1, 16, 64]),
+        window=st.none() | st.integers(1, 200),
+        workers=st.integers(1, 6),
+        tile=st.sampled_from([16, 32]),
+        least=st.integers(1, 2),
+        seed=st.integers(0, 99),
+    )
+    def test_cut_anywhere(
+        self, tokens: int, start: int, group: int, kv_heads: int, block_size: int, window: int | None, workers: int, tile: int,
+        least: int, seed: int,
+    ) -> None:  # fmt: skip
+        tuning = DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers, least=least)
+        heads = group * kv_heads
+        check_run(tokens, start, heads=heads, kv_heads=kv_heads, block_size=block_size, window=window, tuning=tuning, seed=seed)
 
 
 class TestFoldTile:
@@ -201,7 +239,7 @@ class TestFoldTile:
     def test_one_key_head_of_many_query_heads(self) -> None:
         self.check(1, 40, 48, 1, 16)
 
-    @settings(max_examples=25)
+    @settings(max_examples=8)
     @given(
         queries=st.integers(1, 8),
         keys=st.integers(1, 300),

@@ -1,8 +1,9 @@
-"""The kernel that draws tokens, interpreted on the CPU, against the steps one by one."""
+"""The kernels that draw tokens, interpreted on the CPU, against the steps one by one."""
 
 import os
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+
+from triton.runtime import interpreter
 
 from penstock.ops import triton_sampling
 from penstock.ops.sampling import draw_reference
@@ -24,10 +27,10 @@ def asked(*rows: tuple[float, ...]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).view(-1, 6)
 
 
-def drawn(logits: Tensor, wishes: Tensor, block: int = 64) -> list[int]:
+def drawn(logits: Tensor, wishes: Tensor, chunk: int = 64, group: int = 8, bins: int = 16, listed: int = 64, part: int = 32) -> list[int]:
     """One for each wish. Rows that nobody asked for stay as they are, and so do logits."""
     before, tokens = logits.clone(), torch.full((len(logits),), -7)
-    with patch.object(triton_sampling, "_BLOCK", block):
+    with patch.multiple(triton_sampling, _CHUNK=chunk, _GROUP=group, _BINS=bins, _LISTED=listed, _PART=part):
         triton_sampling.draw(logits, wishes, tokens)
     assert torch.equal(logits, before)
     rows = wishes[:, 0].long().tolist()
@@ -50,18 +53,19 @@ def possible(logits: Tensor, wish: Tensor) -> set[int]:
 @given(
     seed=st.integers(0, 2**31),
     vocab=st.integers(1, 150),
-    top_k=st.sampled_from([0, 0, 1, 2, 5, 40, 149, 1000]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 40, 149, 1000, 2**62]),
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.05, 1e-9]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.9, 1.0]),
-    heat=st.sampled_from([1.0, 0.3, 2.5, 1e-3]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.9, 0.999]),
+    heat=st.sampled_from([1.0, 0.3, 2.5, 1e-3, 1e3]),
     steps=st.sampled_from([None, None, 2.0, 0.5, 8.0]),
     scale=st.sampled_from([1.0, 10.0, 1e-4, 1e4]),
+    listed=st.sampled_from([4, 64]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_is_drawn(
-    seed: int, vocab: int, top_k: int, top_p: float, min_p: float, heat: float, steps: float | None, scale: float
+    seed: int, vocab: int, top_k: int, top_p: float, min_p: float, heat: float, steps: float | None, scale: float, listed: int
 ) -> None:
-    """Whatever the settings. `steps`: logits are rounded, so that many are equal."""
+    """Whatever the settings. `steps`: logits are rounded, so that many are equal. `listed`: it may be more than the list can hold."""
     rng = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, vocab + 5, generator=rng)[:, :vocab] * scale
     if steps is not None:
@@ -71,36 +75,129 @@ def test_what_is_drawn(
     if seed % 3 == 0:
         logits[:, 0] = -0.0
     numbers = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
-    wishes = asked((2, heat, top_k, top_p, min_p, numbers[0]), (0, heat, top_k, top_p, min_p, numbers[1]))
-    for wish, token in zip(wishes, drawn(logits, wishes), strict=True):
+    wishes = asked((2, heat, top_k, top_p, min_p, numbers[0]), (0, heat, top_k, 1.0 if seed % 2 else top_p, min_p, numbers[1]))
+    for wish, token in zip(wishes, drawn(logits, wishes, listed=listed), strict=True):
         assert token in possible(logits, wish)
 
 
-@pytest.mark.parametrize("most", [1, 3, 65, 199])
-def test_of_tokens_that_are_equally_likely_the_first_are_left(most: int) -> None:
-    """In blocks of the vocabulary, too: 200 of them, of which every other one is banned."""
-    logits = torch.full((1, 400), -torch.inf)
-    logits[0, ::2] = 3.0
-    for top_k, top_p in ((most, 1.0), (0, (most - 0.5) / 200), (most, 0.9999)):
-        for nth in {0, most // 2, most - 1}:
-            assert drawn(logits, asked((0, 1.0, top_k, top_p, 0.0, (nth + 0.5) / most)), block=128) == [2 * nth]
+MIXED = ((0, 1.0, 0.0), (20, 0.95, 0.0), (0, 0.9, 0.1), (7, 1.0, 0.05), (100, 0.6, 0.0))
+"""Of rows of a batch: top-k, top-p, min-p. One needs no threshold, two need both."""
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Rounded logits, so that there are ties, and a wish for all but one of the rows, out of order."""
+    rng = torch.Generator().manual_seed(5)
+    logits = (torch.randn(6, 140, generator=rng) * 12).round() / 4
+    numbers = torch.rand(5, generator=rng, dtype=torch.float64).tolist()
+    rows = zip((5, 0, 2, 1, 3), MIXED, numbers, strict=True)
+    return logits, asked(*((row, 0.5 + row / 4, *of, number) for row, of, number in rows))
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    logits, wishes = batch()
+    together = drawn(logits, wishes)
+    assert together == [drawn(logits, wish[None])[0] for wish in wishes]
+    assert together == draw_reference(logits[wishes[:, 0].long()], wishes).tolist()
+
+
+def test_the_order_of_the_programs_changes_nothing() -> None:
+    """Each may be the last of its row, and the first of a list."""
+    logits, wishes = batch()
+    builder = interpreter.interpreter_builder
+    forwards = builder.set_grid_idx
+
+    def backwards(x: int, y: int, z: int) -> None:
+        forwards(builder.grid_dim[0] - 1 - x, builder.grid_dim[1] - 1 - y, z)
+
+    before = drawn(logits, wishes[1:], bins=8)
+    with patch.object(builder, "set_grid_idx", backwards):
+        assert drawn(logits, wishes[1:], bins=8) == before
+
+
+@pytest.mark.parametrize("sizes", [(32, 4, 64, 64, 8), (256, 8, 4, 8, 64), (128, 64, 1, 256, 256), (64, 2, 1024, 1, 16)])
+def test_sizes_change_nothing(sizes: tuple[int, int, int, int, int]) -> None:
+    """Of chunks, groups, bins, lists and their parts: sums are the same however a row is cut."""
+    logits, wishes = batch()
+    assert drawn(logits, wishes, *sizes) == draw_reference(logits[wishes[:, 0].long()], wishes).tolist()
+
+
+def test_a_vocabulary_of_several_chunks_of_full_size() -> None:
+    """A peaked distribution, a broad one, and one in which all tokens are nearly as likely."""
+    logits = torch.randn(3, 9001, generator=torch.Generator().manual_seed(1)) * 3
+    chosen = [(0, 0.7, 20, 0.95, 0.0, 0.6), (1, 2.0, 0, 0.95, 0.0, 0.7), (2, 1e3, 0, 0.6, 0.0, 0.8)]
+    found = torch.full((3,), -7)
+    triton_sampling.draw(logits, asked(*chosen), found)
+    for wish, token in zip(asked(*chosen), found.tolist(), strict=True):
+        assert token in possible(logits, wish)
+
+
+@pytest.mark.parametrize("listed", [16, 256])
+@pytest.mark.parametrize("most", [1, 150])
+def test_of_tokens_that_are_equally_likely_the_first_are_left(most: int, listed: int) -> None:
+    """In chunks of the vocabulary, too: 200 of them, of which every other one is banned. The list may be too short for them."""
+    logits = torch.full((4, 400), -torch.inf)
+    logits[:, ::2] = 3.0
+    ends = (most, 1.0), (0, (most - 0.5) / 200), (most, 0.9999)
+    last = asked(*((row, 1.0, *end, 0.0, (most - 0.5) / most) for row, end in enumerate(ends)), (3, 1.0, most, 1.0, 0.0, 0.0))
+    assert drawn(logits, last, chunk=128, listed=listed) == [2 * (most - 1)] * 3 + [0]
+
+
+def test_of_those_at_both_thresholds_top_p_leaves_no_more_than_top_k() -> None:
+    """One token is likelier than the other 99; top-k takes nine of these, and top-p of all ten what it asks for."""
+    logits = torch.zeros(4, 100)
+    logits[:, 60] = 1.0
+    wishes = asked(
+        *((row, 1.0, 10, *of) for row, of in enumerate(((0.2, 0.0, 0.999), (0.5, 0.0, 0.3), (0.9, 0.0, 0.5), (0.9999, 0.0, 0.65))))
+    )
+    assert drawn(logits, wishes) == draw_reference(logits, wishes).tolist()
+
+
+def test_top_p_goes_by_the_likelihood_of_all_tokens() -> None:
+    """Also of those that cannot be near its threshold: 100 tokens, and 300 that have a tenth of their likelihood."""
+    logits = torch.full((1, 400), 0.1).log()
+    logits[0, ::4] = 0.0
+    wish = asked((0, 1.0, 0, 0.503, 0.0, 0.99))
+    assert drawn(logits, wish, chunk=256) == draw_reference(logits, wish).tolist() == [4 * 65]
+
+
+def test_min_p_is_not_rounded() -> None:
+    """To float32, as likelihoods are."""
+    likelihood = float(np.exp(np.float32(-1)))
+    wishes = asked((0, 1.0, 0, 1.0, likelihood, 0.99), (1, 1.0, 0, 1.0, likelihood * (1 + 1e-9), 0.99))
+    assert drawn(torch.tensor([[0.0, -1.0]]).repeat(2, 1), wishes) == [1, 0]
 
 
 def test_the_first_and_the_last_number_there_is() -> None:
-    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf, 1.5, -torch.inf]]).repeat(1, 40)
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf, 1.5, -torch.inf]]).repeat(2, 40)
     for settings_ in ((0, 1.0, 0.0), (100, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.5)):
-        ends = [drawn(logits, asked((0, 1.0, *settings_, number)))[0] for number in (0.0, 1 - 2.0**-52)]
-        for number, token in zip((0.0, 1 - 2.0**-52), ends, strict=True):
-            assert token in possible(logits, asked((0, 1.0, *settings_, number))[0])
+        wishes = asked((0, 1.0, *settings_, 0.0), (1, 1.0, *settings_, 1 - 2.0**-52))
+        ends = drawn(logits, wishes, chunk=128)
+        for wish, token in zip(wishes, ends, strict=True):
+            assert token in possible(logits, wish)
         assert ends[0] < 6
         assert logits[0, ends[1]] > -torch.inf
 
 
 def test_one_token_of_likelihood_among_many_that_have_none() -> None:
-    logits = torch.full((2, 1000), -1e30)
-    logits[1, 777] = 5.0
-    for top_k, top_p in ((0, 1.0), (0, 0.5), (50, 0.5), (999, 1.0)):
-        assert drawn(logits, asked((1, 0.7, top_k, top_p, 0.0, 0.999)), block=128) == [777]
+    logits = torch.full((5, 500), -1e30)
+    logits[1:, 377] = 5.0
+    settings_ = ((0, 1.0), (0, 0.5), (50, 0.5), (499, 1.0))
+    wishes = asked(*((row, 0.7, *end, 0.0, 0.999) for row, end in enumerate(settings_, 1)))
+    assert drawn(logits, wishes, chunk=128) == [377] * 4
+
+
+@pytest.mark.parametrize("heat", [1e-30, 1e-3, 1e30])
+def test_extreme_temperatures(heat: float) -> None:
+    """The likeliest token at one end, any at the other."""
+    logits = torch.tensor([[1.0, 3.0, -2.0, 2.9999, -torch.inf, 0.0]]).repeat(3, 1)
+    wishes = asked((0, heat, 0, 1.0, 0.0, 0.9), (1, heat, 3, 1.0, 0.0, 0.9), (2, heat, 0, 0.5, 0.0, 0.9))
+    found = drawn(logits, wishes)
+    assert found == draw_reference(logits, wishes).tolist()
+    assert (found == [1, 1, 1]) == (heat < 1e-4)
+
+
+def test_a_vocabulary_of_one_token() -> None:
+    assert drawn(torch.tensor([[3.0], [-1e4]]), asked((1, 1.0, 5, 0.5, 0.1, 0.3), (0, 0.1, 0, 1.0, 0.0, 1 - 2.0**-52))) == [0, 0]
 
 
 def test_nothing_is_asked() -> None:

@@ -158,6 +158,7 @@ def test_choice_and_arrangement(tokens: int, count: int, top_k: int, normalise: 
         assert len(experts) == int((-(-counts.long() // rows)).sum())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("tokens", [1, 24])
 def test_a_graph_follows_its_inputs_without_a_wait(layers: dict[tuple[str, torch.dtype], Layer], tokens: int) -> None:
     """What is replayed over other tokens is what is computed eagerly; nothing is waited for on the host."""

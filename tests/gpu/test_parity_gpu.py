@@ -30,7 +30,7 @@ def test_float32(name: str) -> None:
     prompts, path = tiny.prompts(), tiny.checkpoint(name)
     model = tiny.load(path, "cuda")
     references = [tiny.decode(model, prompt) for prompt in prompts]
-    with LLM(path, device="cuda", dtype="float32", max_length=128, check=True) as llm:
+    with LLM(path, device="cuda", dtype="float32", max_length=128, block_size=32, check=True) as llm:
         assert measure(llm.generate(prompts, WITH_PROMPT), references).exact
         again = llm.generate(prompts, GREEDY)
         assert measure(again, references).exact

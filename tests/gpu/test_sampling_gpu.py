@@ -71,6 +71,20 @@ def test_draws(vocab: int, rounded: bool) -> None:
     assert torch.equal(again, tokens)
 
 
+def test_more_tokens_near_a_threshold_than_are_listed() -> None:
+    """All equal, and all but equal with one far below: then the row itself is gone through."""
+    logits = torch.randn(3, 151936, generator=torch.Generator().manual_seed(0)) * 1e-5
+    logits[0] = 0.0
+    logits[:, 7] = -20.0
+    logits = logits.to(DEVICE)
+    settings = [sampling(1.0, 1000), sampling(1.0, 0, 0.95), sampling(1.0, 30_000, 0.5)]
+    asked = torch.from_numpy(wishes([0, 1, 2], settings, [0, 1, 2])).to(DEVICE)
+    tokens = torch.full((3,), -7, device=DEVICE)
+    draw_kernel(logits, asked, tokens)
+    for token, tokens_of in zip(tokens.tolist(), possible(logits, asked), strict=True):
+        assert token in tokens_of
+
+
 def test_a_step_that_samples_waits_for_nothing() -> None:
     """Whatever is asked for, the host comes back while the device still computes; what is drawn is right all the same."""
     wanted = [

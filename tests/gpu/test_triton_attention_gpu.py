@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from paged import TOLERANCE, attend, check_answer, check_decode, fill, pool_views
+from paged import TOLERANCE, attend, check_answer, check_decode, check_run, fill, pool_views
 from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, write_kv
 from penstock.ops.triton_pointwise import rms_norm, rope_, silu_mul
 
@@ -51,6 +51,18 @@ def test_decode_in_a_window(block_size: int, window: int) -> None:
 @pytest.mark.parametrize("lengths", [[40_000], [17] * 200, [9000, *range(0, 700, 7)], [0] * 3])
 def test_decode_over_batches_of_every_shape(lengths: list[int]) -> None:
     check_decode(lengths, heads=8, kv_heads=2, dim=128, block_size=32, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize(("tokens", "start"), [(1, 4000), (2, 100), (63, 32768), (64, 256), (200, 511), (300, 0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (16, 1, 80), (4, 4, 256)])
+@pytest.mark.parametrize("window", [None, 300])
+def test_runs(tokens: int, start: int, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+    check_run(tokens, start, heads=heads, kv_heads=kv_heads, dim=dim, block_size=64, window=window, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
+    check_run(70, 1000, heads=8, kv_heads=2, dim=64, block_size=16, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize(

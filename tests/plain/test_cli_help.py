@@ -60,7 +60,7 @@ def test_only_the_command_that_is_called_is_imported() -> None:
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(COMMANDS) == ["run", "chat", "serve", "batch", "bench", "eval", "pack", "plan", "cache", "doctor"]
+    assert list(COMMANDS) == ["run", "chat", "serve", "batch", "bench", "eval", "pack", "plan", "cache", "doctor", "config"]
     assert main(["--help"]) == 0
     shown = capsys.readouterr()
     for name, purpose in COMMANDS.items():
@@ -113,7 +113,7 @@ def test_examples_in_the_help_are_commands_that_parse() -> None:
     [
         (["frobnicate"], "no such command 'frobnicate'; see penstock --help"),
         (["--frobnicate"], "no such option '--frobnicate'; see penstock --help"),
-        (["run", "--frobnicate"], "no such option '--frobnicate'; see penstock run --help"),
+        (["run", "--xyzzy"], "no such option '--xyzzy'; see penstock run --help"),
         (["run", "x", "--seed"], "option '--seed' requires an argument; see penstock run --help"),
         (["chat", "a", "b"], "got unexpected extra argument (b); see penstock chat --help"),
     ],

@@ -20,11 +20,13 @@ from penstock.base.errors import DeviceError
 from penstock.parallel.codec import PLANS, Codec
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Order, Outcome, Plan, Route, Row, Share, Transfer, TransferId
+from penstock.step.structure import Structure, StructureKind
 
 OUTCOMES = Codec(Outcome)
 WHOLE = st.one_of(st.integers(0, 40), st.integers(-(2**64), 2**64), st.integers(-(2**130), 2**130))
-KINDS = (Plan, Share, Admission, Sampling, Transfer, Order)
-SAMPLING = Sampling(0.7, 40, 0.9, 0.0, 1.1, 0.0, -0.5, ((5, -2.5), (9, float("-inf"))), 2**80, frozenset((3, 700)), 2, None, -1)
+KINDS = (Plan, Share, Admission, Sampling, Structure, Transfer, Order)
+FORM = Structure(StructureKind.CHOICE, '["ä", "b"]')
+SAMPLING = Sampling(0.7, 40, 0.9, 0.0, 1.1, 0.0, -0.5, ((5, -2.5), (9, float("-inf"))), 2**80, frozenset((3, 700)), 2, None, -1, FORM)
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
@@ -40,6 +42,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.booleans()
     if kind is bytes:
         return st.binary(max_size=40)
+    if kind is str:
+        return st.text(max_size=40)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return st.sampled_from(kind)
     if is_dataclass(kind):
@@ -102,6 +106,8 @@ def other(value: Any) -> Any:
             return value + 1
         case None:
             return 1
+        case str():
+            return value + "x"
         case Enum():
             return next(one for one in type(value) if one is not value)
         case frozenset():

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.cli.main import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "penstock"
 README, TOUR, ADDING = ROOT / "README.md", ROOT / "docs" / "tour.md", ROOT / "docs" / "adding-a-model.md"
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 DOCUMENTS = pytest.mark.parametrize("document", [README, TOUR, ADDING], ids=lambda path: path.name)
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 CALL = re.compile(rf"({NAME.pattern})\(.*\)")
@@ -132,7 +134,7 @@ def is_size(token: str) -> bool:
 @DOCUMENTS
 def test_everything_in_backticks_is_known(document: Path) -> None:
     # A command line that only sets things up, and a path that setting up makes, are nothing of the package's.
-    foreign = {"python3 -m venv .venv", ".venv", 'config.only("key", supported)', "pip install 'penstock[serve]'"}
+    foreign = {"python3 -m venv .venv", ".venv", 'config.only("key", supported)', *[f"pip install 'penstock[{extra}]'" for extra in EXTRAS]}
     assert [token for token in quoted(document) if token not in foreign and not known(token, document)] == []
 
 

@@ -71,6 +71,30 @@ def come(policy: Eviction[tuple[int, int]], there: set[tuple[int, int]], keys: S
         policy.idle(key)
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 39), max_size=25, unique=True), min_size=1, max_size=30),
+    st.sets(st.integers(0, 39)),
+    st.integers(1, 80),
+)
+@settings(max_examples=150, deadline=None)
+def test_many_that_are_found_are_as_if_one_by_one(runs: list[list[int]], idle: set[int], blocks: int) -> None:
+    """Also over the ends of epochs."""
+    together, apart = Prospect[int](blocks), Prospect[int](blocks)
+    for policy in (together, apart):
+        for key in range(40):
+            policy.added(key, key - 1 if key % 10 else None)
+        for key in sorted(idle, reverse=True):
+            policy.idle(key)
+    for run in runs:
+        together.found_all(run)
+        for key in run:
+            apart.found(key)
+        assert [together.worth(key) for key in range(40)] == [apart.worth(key) for key in range(40)]
+    assert [together.victim() for _ in idle] == [apart.victim() for _ in idle]
+    one, other = together._returns, apart._returns
+    assert (one.epoch, one._unused, one._used, one._came) == (other.epoch, other._unused, other._used, other._came)
+
+
 def test_lru_gives_up_the_longest_unused() -> None:
     policy = Lru[str]()
     for key in "abcd":

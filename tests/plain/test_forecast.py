@@ -319,3 +319,14 @@ def test_the_shapes_are_of_the_size_that_is_published(file: Path) -> None:
     spec: ModelSpec = read_spec(config)
     assert bounds.parameters(group_layouts(spec, family_of(config).names, spec.dtype)) == PARAMETERS[file.parent.name]
     assert len(SHAPES) == len(PARAMETERS)
+
+
+def test_the_position_at_which_a_token_is_as_dear_again() -> None:
+    """Of what a prompt's next token adds there, and at its beginning."""
+    spec, layouts = read_spec(DENSE), layouts_of(DENSE)
+
+    def added(position: int) -> float:
+        return bounds.prefill_operations(spec, layouts, [position + 1]) - bounds.prefill_operations(spec, layouts, [position])
+
+    at = bounds.doubles_at(spec, layouts)
+    assert added(round(at)) == pytest.approx(2 * added(1), rel=0.01)

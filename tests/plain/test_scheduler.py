@@ -606,3 +606,34 @@ def test_check_sees_a_lost_row() -> None:
     world.scheduler._rows.pop()
     with pytest.raises(AssertionError, match="a row is lost"):
         world.scheduler.check()
+
+
+# -- priorities --------------------------------------------------------------------------------------------------------------
+
+
+def test_those_of_a_lower_number_are_admitted_first_and_among_equals_who_came_first() -> None:
+    world = World(max_sequences=1)
+    zero, one, too, less, more, three = [world.submit([0, 1], 2, priority=priority) for priority in (0, 1, 0, -1, 1, 0)]
+    world.step()
+    urgent = world.submit([0, 1], 2, priority=-2)
+    world.drain()
+    assert [known.id for known in world.ended] == [less, urgent, zero, too, three, one, more]
+
+
+def test_when_room_is_short_the_highest_number_goes_though_it_came_first() -> None:
+    world = World()
+    patient = world.submit(OTHER[:7], 9, priority=1)
+    urgent = world.submit(NINE[:8], 9)
+    world.step()
+    assert [known.id for known in world.running()] == [urgent, patient]
+    world.drain()
+    assert world.scheduler.preemptions == 1
+    assert [known.id for known in world.ended] == [urgent, patient]
+
+
+def test_after_an_interrupt_all_start_anew_in_their_turns() -> None:
+    world = World(max_sequences=1)
+    later, sooner = world.submit([0, 1], 2, priority=1), world.submit([0, 1], 2)
+    world.interrupt()
+    world.drain()
+    assert [known.id for known in world.ended] == [sooner, later]

@@ -270,9 +270,17 @@ class Hall:
         self.ended: list[Known] = []
         self.demoted = self.ran_ahead = 0
 
-    def submit(self, prompt: Sequence[int], max_tokens: int | None = None, *, end: Iterable[int] = (), scored: bool = False) -> RequestId:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int | None = None,
+        *,
+        end: Iterable[int] = (),
+        scored: bool = False,
+        priority: int = 0,
+    ) -> RequestId:
         wanted = sampling(end=end, prompt_logprobs=0 if scored else None)
-        id = self.scheduler.submit(prompt, wanted, max_tokens)
+        id = self.scheduler.submit(prompt, wanted, max_tokens, priority)
         most = self.scheduler.longest - len(prompt) if max_tokens is None else max_tokens
         fact = facts_of(prompt, self.worker.start_fact(len(prompt)))[-1]
         expected: list[int] = []
@@ -845,14 +853,15 @@ class Nights(RuleBasedStateMachine):
         copies=st.sampled_from([1, 1, 2, 4]),
         ends=st.booleans(),
         scored=st.booleans(),
+        priority=st.sampled_from([0, 0, -1, 1]),
     )
-    def submit(self, prompt: list[int], max_tokens: int | None, copies: int, ends: bool, scored: bool = False) -> None:
+    def submit(self, prompt: list[int], max_tokens: int | None, copies: int, ends: bool, scored: bool = False, priority: int = 0) -> None:
         longest = self.hall.scheduler.longest
         prompt = prompt[: longest - 1]
         if max_tokens is not None:
             max_tokens = min(max_tokens, longest - len(prompt))
         for _ in range(copies):
-            self.hall.submit(prompt, max_tokens, end=[END] if ends else (), scored=scored)
+            self.hall.submit(prompt, max_tokens, end=[END] if ends else (), scored=scored, priority=priority)
 
     @precondition(lambda self: self.hall.live or self.hall.ended)
     @rule(which=some, cut=some, more=st.lists(st.integers(0, ALPHABET - 1), max_size=3), max_tokens=st.sampled_from([1, 5, 30]))

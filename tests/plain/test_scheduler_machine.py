@@ -45,14 +45,23 @@ class Days(RuleBasedStateMachine):
         ends=st.booleans(),
         min_tokens=st.integers(0, 3),
         scored=st.sampled_from([None, None, None, 0]),
+        priority=st.sampled_from([0, 0, -1, 1]),
     )
-    def submit(self, prompt: list[int], max_tokens: int | None, copies: int, ends: bool, min_tokens: int, scored: int | None) -> None:
+    def submit(
+        self, prompt: list[int], max_tokens: int | None, copies: int, ends: bool, min_tokens: int, scored: int | None, priority: int = 0
+    ) -> None:
         prompt = prompt[: self.world.scheduler.longest - 1]
         if max_tokens is not None:
             max_tokens = min(max_tokens, self.world.scheduler.longest - len(prompt))
         for copy in range(copies):
             self.world.submit(
-                prompt, max_tokens, end=[END] if ends else (), min_tokens=min_tokens, prompt_logprobs=scored, parity=copy // 2
+                prompt,
+                max_tokens,
+                end=[END] if ends else (),
+                min_tokens=min_tokens,
+                prompt_logprobs=scored,
+                parity=copy // 2,
+                priority=priority,
             )
 
     @precondition(lambda self: self.world.live or self.world.ended)
@@ -108,7 +117,13 @@ def crowded(seed: int) -> World:
         if len(world.waiting()) < 3 and chance.random() < 0.4:
             prompt = (chance.choice(beginnings) + [chance.randrange(2) for _ in range(chance.randint(0, 3))])[: room // 2 + 1]
             scored = chance.choice([None, None, None, 1])
-            world.submit(prompt, chance.randint(1, room - len(prompt) + 1), prompt_logprobs=scored, parity=chance.randint(0, 1))
+            world.submit(
+                prompt,
+                chance.randint(1, room - len(prompt) + 1),
+                prompt_logprobs=scored,
+                parity=chance.randint(0, 1),
+                priority=chance.randint(0, 1),
+            )
         elif world.live and chance.random() < 0.03:
             world.stop(chance.choice(list(world.live)))
         else:

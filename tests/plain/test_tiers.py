@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
@@ -420,9 +420,52 @@ def test_lazily_what_was_forgotten_goes_to_the_host_again() -> None:
 def test_waiting_for_a_transfer_does_not_make_tokens_dearer() -> None:
     rates = Rates()
     for _ in range(50):
-        rates.stepped(0, 0.02, ended=False)
-    rates.stepped(100, 1.0, ended=True)
+        rates.stepped(0, 0, 0.02, ended=False)
+    rates.stepped(100, 100, 1.0, ended=True)
     assert rates.token == pytest.approx(0.01)
+
+
+@settings(deadline=None)
+@given(st.floats(0, 0.1), st.floats(1e-6, 1e-2), st.lists(st.integers(1, 4000), min_size=2, max_size=40))
+def test_what_each_transfer_takes_is_told_from_what_each_block_takes(first: float, each: float, counts: list[int]) -> None:
+    rates = Rates()
+    for blocks in counts:
+        rates.moved(Route.IN, blocks, first + each * blocks)
+        seconds = rates.seconds(Route.IN, blocks)
+        assert seconds is not None
+        assert rates.beside[Route.IN] >= 0
+        assert rates.block[Route.IN] > 0
+    if max(counts[-6:]) >= 4 * min(counts[-6:]):
+        assert rates.seconds(Route.IN, 512) == pytest.approx(first + each * 512, rel=0.02)
+
+
+def test_measurements_that_are_no_line_still_say_how_long_it_takes() -> None:
+    rates = Rates()
+    for blocks, seconds in ((10, 1.0), (1000, 0.9), (20, 1.1), (500, 0.2)):
+        rates.moved(Route.UP, blocks, seconds)
+    assert rates.beside[Route.UP] >= 0
+    assert 1e-4 < rates.block[Route.UP] < 0.1
+
+
+def test_few_blocks_are_computed_where_a_transfer_takes_long_to_begin() -> None:
+    """A disk that answers after 30 ms, and a device whose every step takes 12 ms beside 40 us for a token."""
+    rates = Rates()
+    for tokens in (512, 8192, 1024, 16384, 4096):
+        rates.stepped(tokens, tokens, 0.012 + 40e-6 * tokens, ended=True)
+    for blocks in (4, 256, 32, 100):
+        rates.moved(Route.IN, blocks, 0.03 + 1.6e-3 * blocks)
+    assert rates.token == pytest.approx(40e-6, rel=0.01)
+    assert rates.computed_first(8, 64, 0) == 8
+    front = rates.computed_first(512, 64, 0)
+    assert rates.seconds(Route.IN, 512 - front) == pytest.approx(front * 64 * 40e-6, rel=0.02)
+
+
+def test_tokens_far_back_are_dearer_to_compute() -> None:
+    """What does not pay at the beginning may pay behind a long context."""
+    rates = Rates(token=1e-5, block={Route.UP: 1e-3}, doubles_at=1000)
+    assert not rates.loading_pays(rates.seconds(Route.UP, 10), 0, 640)
+    assert rates.loading_pays(rates.seconds(Route.UP, 10), 4000, 640)
+    assert rates.work(0, 1000) + rates.work(1000, 500) == pytest.approx(rates.work(0, 1500))
 
 
 @pytest.mark.parametrize(("step_tokens", "sequences", "output"), [(4, 4, 2), (4, 4, 12), (8, 8, 5)])

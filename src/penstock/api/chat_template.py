@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -30,6 +30,8 @@ class ChatTemplate:
         self._fence = _Fence()
         try:
             tree = self._fence.parse(source)
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
+            """Of those that it is given, the ones that it reads; there may be others in it."""
             for loop in tree.find_all(nodes.For):
                 loop.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute("next_round"), [], [], None, None)))
             self._template = self._fence.from_string(tree)

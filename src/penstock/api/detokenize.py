@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import tokenizers
 
@@ -38,9 +38,10 @@ class Pieces:
 
     def of(self, token: int) -> tuple[bytes, bytes]:
         """(what it adds as the first of a text, what it adds later). Empty for a token the tokenizer does not know."""
-        if token not in self._known:
-            self._known[token] = self._learn(self._tokenizer.id_to_token(token))
-        return self._known[token]
+        piece = self._known.get(token)
+        if piece is None:
+            piece = self._known[token] = self._learn(self._tokenizer.id_to_token(token))
+        return piece
 
     def _learn(self, name: str | None) -> tuple[bytes, bytes]:
         if name is None:
@@ -67,11 +68,15 @@ class Detokenizer:
     does not depend on how the tokens were cut into pushes.
     """
 
-    def __init__(self, pieces: Pieces, stop: Sequence[str], include_stop: bool, skip_special: bool, continues: bool) -> None:
-        """`stop`: no empty strings. `continues`: the output goes on from text before it, so a space at its start counts."""
+    def __init__(
+        self, pieces: Pieces, stop: Sequence[str], include_stop: bool, skip_special: bool, continues: bool, kept: Collection[int] = ()
+    ) -> None:
+        """`stop`: no empty strings. `continues`: the output goes on from text before it, so a space at its start counts. `kept`: special
+        tokens that are not skipped with the others."""
         self._pieces = pieces
-        self._skipped = pieces.special if skip_special else frozenset[int]()
+        self._skipped = pieces.special.difference(kept) if skip_special else frozenset[int]()
         self._stop = tuple(stop)
+        self._within = frozenset("".join(stop))
         self._include_stop = include_stop
         self._started = continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -101,13 +106,16 @@ class Detokenizer:
         return "" if self.stopped else self._release(self._utf8.decode(b"", final=True), last=True)
 
     def _release(self, new: str, *, last: bool) -> str:
+        if not self._stop:
+            self._given.append(new)
+            return new
         text, self._held = self._held + new, ""
         met = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if met:
             end, start = min(met)
             self.stopped = True
             text = text[: end if self._include_stop else start]
-        elif not last:
+        elif not last and text[-1:] in self._within:
             begun = (n for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
             certain = len(text) - max(begun, default=0)
             text, self._held = text[:certain], text[certain:]

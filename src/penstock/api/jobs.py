@@ -22,6 +22,8 @@ class Ready:
     max_tokens: int | None
     detokenizer: Callable[[], Detokenizer | None]
     """A new one for each output."""
+    priority: int = 0
+    """Of those that wait the one with the least is served first."""
 
 
 @dataclass(slots=True)
@@ -32,21 +34,23 @@ class Sequel:
     request: RequestId
     sampling: Sampling
     detokenizer: Detokenizer | None
+    deltas: deque[Delta] = field(default_factory=deque)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    deltas: deque[Delta] = field(default_factory=deque)
     finish: FinishReason | None = None
     cached: tuple[int, int, int] = (0, 0, 0)
     """Prompt tokens that were found; those that came from the host, and from disk."""
 
     def take(self, event: Event) -> bool:
         """Add what happened in a step. True if a stop string has just ended the output, which the engine does not know."""
-        self.prompt_logprobs.extend(event.prompt_logprobs)
+        if event.prompt_logprobs:
+            self.prompt_logprobs.extend(event.prompt_logprobs)
         if event.token is None:
             return False
-        self.cached = event.cached, event.cached_host, event.cached_disk
+        if event.cached:
+            self.cached = event.cached, event.cached_host, event.cached_disk
         self.tokens.append(event.token)
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
@@ -54,8 +58,9 @@ class Sequel:
         text, stopped = "", False
         if self.detokenizer is not None:
             # The token that ends an output is no part of its text.
-            text = "" if self.finish is FinishReason.STOP else self.detokenizer.push([event.token])
-            stopped = self.detokenizer.stopped and self.finish is not FinishReason.STOP
+            ended = self.finish in (FinishReason.STOP, FinishReason.ERROR)
+            text = "" if ended else self.detokenizer.push([event.token])
+            stopped = self.detokenizer.stopped and not ended
             if stopped:
                 self.finish = FinishReason.STOP
             elif self.finish is not None:

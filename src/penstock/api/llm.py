@@ -17,6 +17,7 @@ from typing import Self
 from penstock.api.detokenize import Detokenizer
 from penstock.api.jobs import Job, Ready, Sequel
 from penstock.api.outputs import Completion, Delta
+from penstock.api.structures import Structures
 from penstock.api.text import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, Config
@@ -81,7 +82,7 @@ class LLM:
         missed_limit: float | None = None,
         max_length: int | None = None,
         beyond_trained: bool = False,
-        block_size: int = 32,
+        block_size: int = 64,
         max_step_tokens: int | None = None,
         max_sequences: int | None = None,
         kv_blocks: int | None = None,
@@ -134,7 +135,8 @@ class LLM:
             opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(_load_tokenizer, config.model)
-            self._booted = boot(config, weights, say=log.info, trace=trace, loading=loading)
+            self._structures = Structures(tokenizer.result, weights.spec.vocab_size, weights.generation.eos_tokens)
+            self._booted = boot(config, weights, say=log.info, trace=trace, loading=loading, guide=self._structures)
             opened.callback(self._booted.engine.close)
             self._defaults = weights.generation
             self._tokenizer = tokenizer.result()
@@ -198,12 +200,12 @@ class LLM:
         jobs: list[Job] = []
         try:
             for prompt, one in zip(several, settings, strict=True):
-                jobs.append(self.begin(self.read(prompt, one)))
-            with self._bar(len(jobs)) as advance:
+                jobs.append(self.begin(self.read(prompt, one), followed=False))
+            with self._bar(jobs) as advance:
                 for job in jobs:
                     while not job.done:
                         self._pump()
-                        advance(sum(job.done for job in jobs))
+                        advance()
         finally:
             self.abandon(jobs)
         return [job.completion() for job in jobs]
@@ -258,20 +260,24 @@ class LLM:
         def detokenizer() -> Detokenizer | None:
             if self._tokenizer is None:
                 return None
-            return self._tokenizer.detokenizer(params.stop_strings, params.include_stop, continues=continues)
+            return self._tokenizer.detokenizer(params.stop_strings, params.include_stop, continues=continues, kept=params.shown_tokens)
 
         return Ready(text, tuple(tokens), tuple(map(sampling, range(params.n))), params.max_tokens, detokenizer)
 
-    def begin(self, ready: Ready) -> Job:
-        """Queue all outputs of a prompt. They are computed as `advance` is called, and end as `abandon` is."""
+    def begin(self, ready: Ready, *, followed: bool = True) -> Job:
+        """Queue all outputs of a prompt. They are computed as `advance` is called, and end as `abandon` is.
+
+        followed: whether somebody takes what each step adds. Else it is not kept: the garbage collector would look at all of it again.
+        """
         sequences: list[Sequel] = []
         job = Job(ready.prompt, ready.tokens, sequences)
         with self._lock:
             try:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
-                    request = self._engine.submit(ready.tokens, own, ready.max_tokens)
-                    sequences.append(Sequel(index, request, own, detokenizer))
+                    request = self._engine.submit(ready.tokens, own, ready.max_tokens, ready.priority)
+                    deltas = deque[Delta](maxlen=None if followed else 0)
+                    sequences.append(Sequel(index, request, own, detokenizer, deltas))
                     self._live[request] = sequences[-1]
             except BaseException:
                 self.abandon([job])
@@ -325,6 +331,8 @@ class LLM:
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which the model directory does not have; use stop_token_ids")
         end_tokens = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else defaults.eos_tokens)
+        if params.structure is not None:
+            self._structures.check(params.structure, end_tokens)
         never = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
         if len(never | end_tokens if params.min_tokens else never) >= vocab:
             raise RequestError(f"logit_bias and min_tokens forbid all {vocab} tokens of the vocabulary; leave at least one")
@@ -349,6 +357,7 @@ class LLM:
                 logprobs=params.logprobs,
                 # The prompt is the same for all outputs: the first reports on it.
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                structure=params.structure,
             )
 
         return sampling
@@ -396,10 +405,10 @@ class LLM:
             self.abandon([self._dropped.popleft()])
 
     @contextmanager
-    def _bar(self, prompts: int) -> Iterator[Callable[[int], None]]:
-        shown = (prompts >= _BAR_FROM and sys.stderr.isatty()) if self._progress is None else self._progress
+    def _bar(self, jobs: Sequence[Job]) -> Iterator[Callable[[], None]]:
+        shown = (len(jobs) >= _BAR_FROM and sys.stderr.isatty()) if self._progress is None else self._progress
         if not shown:
-            yield lambda done: None
+            yield lambda: None
             return
         from rich.console import Console  # 40 ms, and only a terminal wants it
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -412,12 +421,12 @@ class LLM:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task, before = bar.add_task("", total=prompts, rate="-"), self.stats().output_tokens
+            task, before = bar.add_task("", total=len(jobs), rate="-"), self.stats().output_tokens
 
-            def advance(done: int) -> None:
+            def advance() -> None:
                 elapsed = bar.tasks[0].elapsed or 0
                 rate = f"{(self.stats().output_tokens - before) / elapsed:,.0f}" if elapsed else "-"
-                bar.update(task, completed=done, rate=rate)
+                bar.update(task, completed=sum(job.done for job in jobs), rate=rate)
 
             yield advance
 
@@ -432,6 +441,7 @@ class LLM:
                 sequence.deltas.append(Delta("", (), sequence.finish, sequence.index))
             self._live.clear()
             self._engine.finish()
+            self._structures.close()
 
     def __enter__(self) -> Self:
         return self

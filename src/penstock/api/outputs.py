@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.step.plan import TokenLogprob
+from penstock.step.record import record
 from penstock.step.request import FinishReason
 
 
@@ -51,7 +52,7 @@ class Completion:
         return self.outputs[0].logprobs
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Delta:
     """What a step added to output `index`: tokens, the text that became certain, and in the last one why it ended."""
 

@@ -1,7 +1,7 @@
 """Text to tokens and back, and conversations to prompts, as the files beside a model's weights say."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,8 +59,16 @@ class Tokenizer:
         """Tokens the tokenizer knows; a model's embedding often has a few more rows."""
         return self._tokenizer.get_vocab_size()
 
+    @property
+    def templates(self) -> Mapping[str, str]:
+        """Sources of the chat templates, by name."""
+        return self._templates
+
     def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._pieces.special
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to a text; empty if the tokenizer does not know it."""
@@ -86,8 +94,15 @@ class Tokenizer:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
 
     def detokenizer(self, stop: Sequence[str] = (), include_stop: bool = False, *, skip_special: bool = True,
-                    continues: bool = False) -> Detokenizer:  # fmt: skip
-        return Detokenizer(self._pieces, stop, include_stop, skip_special, continues)
+                    continues: bool = False, kept: Collection[int] = ()) -> Detokenizer:  # fmt: skip
+        return Detokenizer(self._pieces, stop, include_stop, skip_special, continues, kept)
+
+    def template_variables(self, *, tools: bool = False) -> frozenset[str]:
+        """What the chat template reads of what `render_chat` may be given. tools: the one for conversations with tools.
+
+        Raises RequestError as `render_chat` does.
+        """
+        return self._template(tools).variables
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
                     tools: Sequence[Mapping[str, object]] | None = None, **variables: object) -> str:  # fmt: skip
@@ -95,16 +110,22 @@ class Tokenizer:
 
         Raises RequestError for messages of another form, for a model without a template, and for what the template refuses.
         """
-        from penstock.api.chat_template import ChatTemplate, conversation  # jinja2 takes 32 ms, and plain prompts need none
+        from penstock.api.chat_template import conversation  # jinja2 takes 32 ms, and plain prompts need none
 
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        template = self._template(tools is not None)
+        given = {"messages": conversation(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return template.render({**self._names, "documents": None, **variables, **given})
+
+    def _template(self, tools: bool) -> "ChatTemplate":
+        from penstock.api.chat_template import ChatTemplate
+
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             what = f"no default chat template, only {', '.join(sorted(self._templates))}" if self._templates else "no chat template"
             raise RequestError(f"this model has {what}; use plain generation: a prompt to continue instead of messages")
         if name not in self._compiled:
             self._compiled[name] = ChatTemplate(self._templates[name])
-        given = {"messages": conversation(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return self._compiled[name].render({**self._names, "documents": None, **variables, **given})
+        return self._compiled[name]
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
                     tools: Sequence[Mapping[str, object]] | None = None, **variables: object) -> list[int]:  # fmt: skip

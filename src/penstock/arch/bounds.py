@@ -76,6 +76,11 @@ def prefill_operations(spec: ModelSpec, layouts: Sequence[GroupLayout], lengths:
     return matrices + attention + output_operations(spec, len(lengths))
 
 
+def doubles_at(spec: ModelSpec, layouts: Sequence[GroupLayout]) -> float:
+    """The position at which a token takes twice the operations of the first, without windows: attention as many as all else."""
+    return sum(matrix_operations(spec, layout, 1) for layout in layouts) / (spec.layers * attention_operations(spec, 1))
+
+
 def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> float:
     """Of a group's products with `tokens` tokens, of an expert's with those that chose it. The output matrix is `output_operations`."""
     if layout.id.kind in (GroupKind.EMBEDDING, GroupKind.HEAD):

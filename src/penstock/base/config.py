@@ -64,7 +64,7 @@ class Config:
     missed_limit: float | None = None
     max_length: int | None = None
     beyond_trained: bool = False
-    block_size: int = 32
+    block_size: int = 64
     max_step_tokens: int | None = None
     max_sequences: int | None = None
     kv_blocks: int | None = None

@@ -25,6 +25,10 @@ class LengthError(RequestError):
     """A prompt that is too long, or too much output asked of it, for the context or the room for KV."""
 
 
+class StructureError(RequestError):
+    """A schema, regex or grammar for an output that is none, asks for too much, or cannot be followed with this model."""
+
+
 class BudgetError(PenstockError):
     """A memory budget in which the model, or even one layer of it, does not fit."""
 

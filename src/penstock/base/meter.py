@@ -1,6 +1,12 @@
 """Counts of what streams, as values: where weights and KV rest, what moving them has taken; two of these tell what happens in between."""
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
+
+_STEPS = 16
+"""Over which a prompt's rate is taken: later ones take longer, since they look back further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +159,49 @@ class TierStats:
     def moved(self) -> bool:
         """Whether any block has gone anywhere."""
         return any(way.bytes or way.lost for way in (self.up, self.down, self.inward, self.outward))
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What was counted at a moment, in seconds of perf_counter. `kv`: of long contexts, if there is room for any."""
+
+    when: float
+    weights: WeightStats
+    kv: KVStats | None
+
+
+class Prompt:
+    """A prompt of `length` tokens under way: when it came how far."""
+
+    def __init__(self, length: int, begin: float, computed: int) -> None:
+        """computed: tokens by the engine until now, when the prompt begins."""
+        self.length, self.begin, self.reached = length, begin, 0
+        self._steps = deque([(begin, computed)], _STEPS)
+
+    def see(self, now: float, reached: int, computed: int) -> None:
+        """reached: of the prompt, 0 if no step of it is done, or its last one is."""
+        if computed > self._steps[-1][1]:  # until then it is of an earlier prompt
+            self.reached = max(self.reached, min(reached, self.length))
+            self._steps.append((now, computed))
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second; 0 if not known."""
+        (first, least), (last, most) = self._steps[0], self._steps[-1]
+        return (most - least) / (last - first) if last > first else 0.0
+
+    def left(self, now: float) -> float:
+        """Seconds; `rate` is known."""
+        return max((self.length - self.reached) / self.rate - (now - self._steps[-1][0]), 0.0)
+
+
+def pass_seconds(seen: Iterable[Counts]) -> float:
+    """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not two."""
+    begun = [later for earlier, later in pairwise(seen) if later.weights.passes > earlier.weights.passes]
+    if len(begun) < 2:
+        return 0.0
+    first, last = begun[0], begun[-1]
+    return (last.when - first.when) / (last.weights.passes - first.weights.passes)
 
 
 def _share(waited: float, seconds: float) -> float:

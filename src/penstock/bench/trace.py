@@ -122,9 +122,17 @@ class Clairvoyant(_Open[Key]):
     def found(self, key: Key) -> None:
         self._uses[key].popleft()
 
+    def found_all(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.found(key)
+
     def busy(self, key: Key) -> None:
         del self._order[key]
         self._idle -= 1
+
+    def busy_all(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.busy(key)
 
     def idle(self, key: Key) -> None:
         self._told += 1

@@ -1,10 +1,16 @@
-"""What all commands share: help that is sorted into sections and ends in examples, and the wish for tracebacks."""
+"""What all commands share: help that is sorted into sections and ends in examples, settings from a file, and the wish for tracebacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import click
 
+from penstock.cli.terminal import say
+
+USUAL_CONFIG = Path("penstock.toml")
+"""The file of settings that is read if it is there and no other is named."""
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 OTHER = "Other options"
 
@@ -14,6 +20,12 @@ class Session:
     """What was asked of the command line as a whole."""
 
     debug: bool = False
+    config: Path | None = None
+    """The file of settings that was named before the command."""
+    read: Path | None = None
+    """That settings come from."""
+    report: Callable[[str, str | None], None] | None = None
+    """Is told what has ended the command, and the traceback if one is wanted, where that is not for a person to read."""
 
     def wants_traceback(self) -> bool:
         from penstock.base.config import debug_requested  # only where something failed
@@ -30,12 +42,14 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help stands in sections, with `examples` as they are written at its end."""
+    """A command whose help stands in sections, with `examples` as they are written at its end. `configurable`: by a file of settings."""
 
-    def __init__(self, *arguments: object, examples: str = "", **attributes: object) -> None:
+    def __init__(self, *arguments: object, examples: str = "", configurable: bool = True, **attributes: object) -> None:
         attributes.setdefault("context_settings", CONTEXT)
         super().__init__(*arguments, **attributes)  # type: ignore[arg-type]
         self.examples = examples
+        if configurable:
+            self.params.insert(0, Option(["--config"], is_eager=True, callback=_configure, **_CONFIG))  # Before what it gives values to.
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -43,6 +57,12 @@ class Command(click.Command):
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click forgets which command lacked an option's value
             raise
+
+    def invoke(self, ctx: click.Context) -> object:
+        session = ctx.find_object(Session)
+        if session is not None and session.read is not None and ctx.params.get("log_format") != "json":
+            say(f"settings from {session.read}", faint=True)
+        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -86,3 +106,41 @@ def debug_option(function: Callable[..., object]) -> Callable[..., object]:
         callback=_note_debug,
         help="Show tracebacks of errors, as PENSTOCK_DEBUG=1 does.",
     )(function)
+
+
+def _configure(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    """Settings that are neither typed nor in the environment come from the file, if there is one."""
+    session = ctx.find_object(Session) or Session()
+    named = value or session.config
+    if ctx.resilient_parsing or (named is None and not USUAL_CONFIG.is_file()):
+        return
+    from penstock.cli.configfile import all_commands, read  # 20 ms, and only where there is such a file
+    from penstock.cli.main import root
+
+    file = read(named or USUAL_CONFIG)
+    for fault in file.faults(all_commands(root, ctx.find_root())):
+        raise click.UsageError(f"{file.path}: {fault}", ctx)
+    outermost = ctx
+    while outermost.parent is not None and outermost.parent.parent is not None:
+        outermost = outermost.parent
+    ctx.default_map = file.defaults(outermost.info_name or "", ctx)
+    session.read = file.path
+
+
+def _note_config(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    session = ctx.find_object(Session)
+    if session is not None:
+        session.config = value
+
+
+_CONFIG: dict[str, Any] = {
+    "type": click.Path(path_type=Path),
+    "expose_value": False,
+    "metavar": "FILE",
+    "help": f"Read settings from FILE, by the names of flags. [{USUAL_CONFIG}, if it is there]",
+}
+
+
+def config_option(function: Callable[..., object]) -> Callable[..., object]:
+    """--config, before a command; every command has its own, too."""
+    return option(OTHER, "--config", callback=_note_config, **_CONFIG)(function)

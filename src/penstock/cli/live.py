@@ -20,10 +20,9 @@ import signal
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from threading import Event, RLock, Thread, current_thread, main_thread
 from time import perf_counter
 from types import FrameType, TracebackType
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Self
 from unicodedata import category, east_asian_width
 
 from penstock.base.config import terminal_kind
-from penstock.base.meter import Flow, KVStats, TierStats, WeightStats
+from penstock.base.meter import Counts, Flow, KVStats, Prompt, TierStats, WeightStats, pass_seconds
 from penstock.base.units import format_rate, format_size
 from penstock.cli import terminal
 
@@ -45,8 +44,6 @@ WINDOW = 2.0
 """Seconds over which rates are taken; a pass, where that is longer."""
 PATIENCE = 0.5
 """Seconds after which a prompt has a bar: what is computed sooner needs none."""
-_STEPS = 16
-"""Over which a prompt's rate is taken: later ones take longer, since they look back further."""
 _LEAST_BAR, _MOST_BAR = 5, 30
 
 _FEWEST_ROWS, _FEWEST_COLUMNS = 4, 20
@@ -59,40 +56,6 @@ _DISPUTED = re.compile("[\xad\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\
 """Characters whose width terminals do not agree about."""
 _UNKNOWN = "\u200d"
 """Stands for the text of a line of which nobody can tell how much is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What was counted at a moment, in seconds of perf_counter. `kv`: of long contexts, if there is room for any."""
-
-    when: float
-    weights: WeightStats
-    kv: KVStats | None
-
-
-class Prompt:
-    """A prompt of `length` tokens under way: when it came how far."""
-
-    def __init__(self, length: int, begin: float, computed: int) -> None:
-        """computed: tokens by the engine until now, when the prompt begins."""
-        self.length, self.begin, self.reached = length, begin, 0
-        self._steps = deque([(begin, computed)], _STEPS)
-
-    def see(self, now: float, reached: int, computed: int) -> None:
-        """reached: of the prompt, 0 if no step of it is done, or its last one is."""
-        if computed > self._steps[-1][1]:  # until then it is of an earlier prompt
-            self.reached = max(self.reached, min(reached, self.length))
-            self._steps.append((now, computed))
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second; 0 if not known."""
-        (first, least), (last, most) = self._steps[0], self._steps[-1]
-        return (most - least) / (last - first) if last > first else 0.0
-
-    def left(self, now: float) -> float:
-        """Seconds; `rate` is known."""
-        return max((self.length - self.reached) / self.rate - (now - self._steps[-1][0]), 0.0)
 
 
 class LiveLine:
@@ -265,15 +228,6 @@ class LiveLine:
         with suppress(OSError):  # The terminal is gone, and with it whoever would look.
             while data:
                 data = data[os.write(self._fd, data) :]
-
-
-def pass_seconds(seen: Iterable[Counts]) -> float:
-    """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not two."""
-    begun = [later for earlier, later in pairwise(seen) if later.weights.passes > earlier.weights.passes]
-    if len(begun) < 2:
-        return 0.0
-    first, last = begun[0], begun[-1]
-    return (last.when - first.when) / (last.weights.passes - first.weights.passes)
 
 
 def _kv_rate(seen: Sequence[Counts]) -> float:

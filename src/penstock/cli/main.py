@@ -15,7 +15,7 @@ import click
 
 from penstock import __version__
 from penstock.base.errors import PenstockError
-from penstock.cli.command import CONTEXT, Session, debug_option
+from penstock.cli.command import CONTEXT, Session, config_option, debug_option
 from penstock.cli.terminal import one_line, say
 
 # NAME is penstock.cli.NAME.command, imported when it is called or asked for its own help. So `penstock --help` takes 0.06 s, half of it
@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": "Forecast where a model rests on a machine, and how fast it runs.",
     "cache": "Look into, check or clear what prompts have left on disk.",
     "doctor": "Check what this machine has and what limits a model on it.",
+    "config": "Check a file of settings.",
 }
 EXAMPLES = """
   penstock run "Once upon a time"           the small model that comes with penstock
@@ -83,6 +84,7 @@ def _silence() -> None:
 
 
 @click.group(cls=Root, invoke_without_command=True, context_settings=CONTEXT)
+@config_option
 @debug_option
 @click.version_option(__version__, "--version", prog_name="penstock", message="%(prog)s %(version)s")
 @click.pass_context
@@ -129,9 +131,16 @@ def _usage(error: click.ClickException) -> str:
 
 def _report(session: Session, text: str, code: int) -> int:
     """To be called while the exception is handled."""
+    trace = None
     if session.wants_traceback():
         import traceback  # 5 ms, for those who asked
 
-        traceback.print_exc()
-    say(f"penstock: {one_line(text)}")
+        trace = traceback.format_exc()
+    line = f"penstock: {one_line(text)}"
+    if session.report is not None:
+        session.report(line, trace)
+        return code
+    if trace is not None:
+        say(trace.rstrip("\n"))
+    say(line)
     return code

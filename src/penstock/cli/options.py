@@ -4,14 +4,16 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import click
 
 from penstock.base.config import CACHE, Config
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, RequestError
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
 from penstock.step.params import SamplingParams
+from penstock.step.structure import Structure
 
 PROMPT, SAMPLING, OUTPUT, ENGINE = "Prompt", "Sampling", "Output", "Engine"
 
@@ -40,6 +42,7 @@ def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, .
     return biases
 
 
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FEW = 64
 """Sequences up to which KV is allocated for just so many; for more the engine's own measure holds."""
 
@@ -58,6 +61,10 @@ _SAMPLING = (
     option(SAMPLING, "--stop-token", "stop_token_ids", type=int, multiple=True, metavar="ID", help="End at this token; may be repeated."),
     option(SAMPLING, "--ignore-eos", is_flag=True, help="Go on after the model's end token."),
     option(SAMPLING, "--min-tokens", type=int, default=0, metavar="N", help="No end token before N tokens. [0]"),
+    option(SAMPLING, "--json-schema", type=_FILE, metavar="FILE", help="The output is JSON of the schema in this file."),
+    option(SAMPLING, "--regex", metavar="TEXT", help="The output as a whole matches this regular expression."),
+    option(SAMPLING, "--choice", multiple=True, metavar="TEXT", help="The output is this, or another such text; may be repeated."),
+    option(SAMPLING, "--grammar", type=_FILE, metavar="FILE", help="The output follows the Lark grammar in this file."),
 )
 _REPORT = (
     option(OUTPUT, "--logprobs", type=int, metavar="K", help="With --json: log-probability of each token and of the K likeliest; -1: all."),
@@ -82,10 +89,14 @@ BEYOND_TRAINED = option(
     ENGINE, "--beyond-trained", is_flag=True, help="Allow contexts beyond the positions that the model was trained for."
 )
 MAX_STEP_TOKENS = option(
-    ENGINE, "--max-step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [CUDA 8192, CPU 512]"
+    ENGINE,
+    "--max-step-tokens",
+    type=_COUNT,
+    metavar="N",
+    help="Most tokens computed in one step. [CUDA 8192, 16384 from 64 GiB; CPU 512]",
 )
 BLOCKS = (
-    option(ENGINE, "--block-size", type=_COUNT, default=32, metavar="N", help="Tokens in a KV block, a power of two. [32]"),
+    option(ENGINE, "--block-size", type=_COUNT, default=64, metavar="N", help="Tokens in a KV block, a power of two. [64]"),
     option(ENGINE, "--kv-blocks", type=_COUNT, metavar="N", help="KV blocks on the device. [as many as are useful and fit]"),
 )
 THREADS = option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]")
@@ -157,7 +168,29 @@ def sampling_params(ctx: click.Context) -> SamplingParams:
     reported = [name for name in ("logprobs", "prompt_logprobs") if ctx.params.get(name) is not None]
     if reported and not ctx.params["json"]:
         raise click.UsageError(f"--{reported[0].replace('_', '-')} are only written with --json; add it")
-    return SamplingParams(**values)
+    return SamplingParams(**values, structure=_structure(ctx))
+
+
+def _structure(ctx: click.Context) -> Structure | None:
+    """What the command's flags say of the output as a whole. Raises RequestError."""
+    made: dict[str, Callable[[Any], Structure]] = {
+        "json_schema": lambda file: Structure.json_schema(_text(file)),
+        "regex": Structure.regex,
+        "choice": Structure.choice,
+        "grammar": lambda file: Structure.lark(_text(file)),
+    }
+    given = [name for name in made if ctx.params[name] not in (None, ())]
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"{flags} exclude each other; give one of them")
+    return made[given[0]](ctx.params[given[0]]) if given else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}") from error
 
 
 def engine_config(ctx: click.Context, model: Path, sequences: int | None) -> Config:

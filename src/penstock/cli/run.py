@@ -13,7 +13,7 @@ from penstock.cli.conversation import Conversation
 from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
 from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
-from penstock.cli.prompt import model_and_prompt
+from penstock.cli.prompt import SHIPPED_MODEL, model_and_prompt, model_path
 from penstock.cli.terminal import is_terminal, write
 from penstock.step.params import SamplingParams
 
@@ -97,6 +97,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     if asked["system"] is not None and asked["chat"] is False:
         raise click.UsageError("--system needs the chat template, which --raw leaves out; give one of them")
     model, prompt = model_and_prompt(asked["arguments"], asked["file"])
+    if model is SHIPPED_MODEL:
+        model = model_path(ctx.lookup_default("model"))  # What settings name, if they do.
     params = sampling_params(ctx)
     config = engine_config(ctx, model, params.n)
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.arch.bounds import doubles_at
 from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
@@ -43,6 +44,7 @@ from penstock.worker.graphs import graph_bytes, why_not
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, largest_step
 from penstock.worker.sampler import Sampler
+from penstock.worker.structures import Guide
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.seat import Seat
@@ -71,8 +73,10 @@ def boot(
     trace: Trace | None = None,
     override: Override | None = None,
     loading: Loading | None = None,
+    guide: Guide | None = None,
 ) -> Booted:
-    """Everything from a frozen Config and an open checkpoint or pack to a running engine. `say` is told what was decided.
+    """Everything from a frozen Config and an open checkpoint or pack to a running engine. `say` is told what was decided. Without a `guide`
+    outputs have no structure.
 
     Of a Shape the weights are random. config.model is not looked at: the model has been found by now. A pack is closed with the engine.
     Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
@@ -80,10 +84,10 @@ def boot(
     begin = time.perf_counter()
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it
         if config.tensor_parallel == 1:
-            part = _part(config, model, Place(choose_device(config.device)), opened, say, trace, override, loading)
+            part = _part(config, model, Place(choose_device(config.device)), opened, say, trace, override, loading, guide)
             ranks: Ranks = part.runner
         else:
-            part, ranks = _team(team_config(config, model), model, opened, say, trace, override, loading)
+            part, ranks = _team(team_config(config, model), model, opened, say, trace, override, loading, guide)
         settled, budget, far = part.settled, part.budget, part.settled.far
         engine = Engine(_scheduler(config, settled, budget, part.root, part.store), ranks)
         opened.pop_all()
@@ -112,7 +116,14 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override 
 
 
 def _team(
-    config: Config, model: Model, opened: ExitStack, say: Say, trace: Trace | None, override: Override | None, loading: Loading | None
+    config: Config,
+    model: Model,
+    opened: ExitStack,
+    say: Say,
+    trace: Trace | None,
+    override: Override | None,
+    loading: Loading | None,
+    guide: Guide | None,
 ) -> "tuple[_Part, Leader]":
     """Rank 0's part, and all ranks as one. The processes of the others have been started, unless torchrun has."""
     from penstock.parallel.launch import launch
@@ -125,7 +136,7 @@ def _team(
         opened.callback(alone := share_threads(device, crew.ranks))
         group = crew.group(device)
         opened.callback(group.close)
-        part = _part(config, model, Place(device, Shard(0, crew.ranks), group), opened, say, trace, override, loading)
+        part = _part(config, model, Place(device, Shard(0, crew.ranks), group), opened, say, trace, override, loading, guide)
     except Exception as fault:
         told = crew.verdict(fault) if isinstance(fault, DeviceError) else fault
         if told is fault:
@@ -156,12 +167,13 @@ def _part(
     trace: Trace | None,
     override: Override | None,
     loading: Loading | None,
+    guide: Guide | None = None,
 ) -> _Part:
     """Closed with `opened`. Every rank's is made in the same steps, since they compute together when the largest step is measured."""
     device = place.device
     opened.callback(lift_cap, device)
     settled = settle(config, model, device, say, place.shard)
-    runner = _runner(settled, place)
+    runner = _runner(settled, place, guide)
     demand = _demand(config, settled, runner)
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
     weights = _weights(settled, placed, trace)
@@ -178,7 +190,7 @@ def _part(
     return _Part(settled, runner, weights, budget, root, store)
 
 
-def _runner(settled: Settled, place: Place) -> Runner:
+def _runner(settled: Settled, place: Place, guide: Guide | None) -> Runner:
     """Without weights and KV, which are attached when there are any."""
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     policies = far.policies if far else None
@@ -192,7 +204,7 @@ def _runner(settled: Settled, place: Place) -> Runner:
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
     )
     decoder = Decoder(spec, place.shard, place.collectives(spec.vocab_size))
-    sampler = Sampler(spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None)
+    sampler = Sampler(spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None, guide)
     return Runner(decoder, inputs, sampler, device)
 
 
@@ -370,5 +382,6 @@ def _scheduler(config: Config, settled: Settled, budget: Budget, root: bytes, st
         alike=far is None or far.layout.rounded_from is None,
         store=kept,
         disk=disk,
+        doubles_at=doubles_at(settled.spec, settled.layouts) * settled.shard.ranks,  # Of matrices a rank has but a part.
         check=config.check,
     )

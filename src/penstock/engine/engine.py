@@ -97,9 +97,9 @@ class Engine:
     def busy(self) -> bool:
         return self.scheduler.busy or self._flight is not None
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None) -> RequestId:
+    def submit(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None, priority: int = 0) -> RequestId:
         self._open()
-        return self.scheduler.submit(prompt, sampling, max_tokens)
+        return self.scheduler.submit(prompt, sampling, max_tokens, priority)
 
     def stop(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request and free what it holds. False if it has already ended."""
@@ -167,10 +167,10 @@ class Engine:
             return events
         self._steps += 1
         self._computed += plan.tokens
-        written = sum(max(share.cold_stop - share.start, 0) for share in plan.shares)
+        written = sum(max(run.cold_stop - run.start, 0) for run in plan.runs)
         self._sent += len(plan.orders) + written // self.scheduler.limits.block_size
-        self.progress = Progress(max((share.stop for share in plan.shares if not share.sample), default=0), self._computed)
-        self._output += sum(event.token is not None for event in events)
+        self.progress = Progress(max([share.stop for share in plan.shares if not share.sample], default=0), self._computed)
+        self._output += sum([event.token is not None for event in events])
         return events
 
     def check(self) -> None:

@@ -33,6 +33,8 @@ class StepDefaults:
 
 
 _STEP = {"cpu": StepDefaults(512, 64, 0.5), "cuda": StepDefaults(8192, 256, 0.9)}
+_ROOMY = 64 << 30
+"""Bytes of a device from which on a step is usually twice as long: less of attention is merged from parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +118,21 @@ def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> Limi
             f"max_length {config.max_length} is more than the {spec.max_length} positions the model was trained for; lower it, give "
             f"the checkpoint a rope scaling by {ceil(100 * config.max_length / spec.max_length) / 100:g}, or allow it with beyond_trained"
         )
-    tokens = config.max_step_tokens or usual.tokens
+    tokens = config.max_step_tokens or usual.tokens * (2 if _is_roomy(config, device) else 1)
     sequences = config.max_sequences or min(usual.sequences, tokens)
     if sequences > tokens:
         raise ConfigError(f"max_sequences {sequences} is more than max_step_tokens {tokens}; every sequence needs a token a step")
     if config.block_size & (config.block_size - 1) or config.block_size > 256:
         raise ConfigError(f"block_size {config.block_size} must be a power of two, at most 256")
     return Limits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
+
+
+def _is_roomy(config: Config, device: torch.device) -> bool:
+    """By what does not change while the machine is used. Several devices need not be alike, and must agree."""
+    if device.type != "cuda" or config.tensor_parallel > 1:
+        return False
+    whole = total_memory(device)
+    return (whole if config.device_memory is None else parse_size(config.device_memory, whole=whole)) >= _ROOMY
 
 
 def device_budget(config: Config, device: torch.device) -> int:

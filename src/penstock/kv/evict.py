@@ -31,8 +31,16 @@ class Eviction(Protocol[Key]):
         """A request asked for a block that is there, held or idle."""
         ...
 
+    def found_all(self, keys: Sequence[Key]) -> None:
+        """As `found` for each, in less time."""
+        ...
+
     def busy(self, key: Key) -> None:
         """An idle block is held from now on."""
+        ...
+
+    def busy_all(self, keys: Sequence[Key]) -> None:
+        """As `busy` for each, in less time."""
         ...
 
     def idle(self, key: Key) -> None:
@@ -67,6 +75,10 @@ class Lru(Generic[Key]):
     def found(self, key: Key) -> None:
         if key in self._idle:
             self._idle.move_to_end(key)
+
+    def found_all(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.found(key)
 
     def busy(self, key: Key) -> None:
         del self._idle[key]
@@ -133,19 +145,19 @@ class Returns:
         self._used = [[0.0] * _SPANS for _ in range(_KINDS)]
         self._estimate()
 
-    def use(self, kind: int) -> None:
-        """A block is of this kind by a use just now."""
-        self._unused[self.epoch][kind] += 1
-        self._came[kind][0] += 1
+    def use(self, kind: int, blocks: int = 1) -> None:
+        """So many blocks are of this kind by a use just now."""
+        self._unused[self.epoch][kind] += blocks
+        self._came[kind][0] += blocks
 
-    def again(self, kind: int, since: int) -> None:
-        """A block that was of this kind by its use in epoch `since` is used again."""
-        self._used[kind][self._span(since)] += 1
-        self.forget(kind, since)
+    def again(self, kind: int, since: int, blocks: int = 1) -> None:
+        """So many blocks that were of this kind by their use in epoch `since` are used again."""
+        self._used[kind][self._span(since)] += blocks
+        self.forget(kind, since, blocks)
 
-    def forget(self, kind: int, since: int) -> None:
+    def forget(self, kind: int, since: int, blocks: int = 1) -> None:
         if since in self._unused:
-            self._unused[since][kind] -= 1
+            self._unused[since][kind] -= blocks
 
     def tick(self) -> None:
         """The next epoch begins. O(1)."""
@@ -204,6 +216,11 @@ def _most(chances: list[float], span: int) -> float:
         there *= 1 - chance
         most = max(most, returns / stayed)
     return most
+
+
+def _after(kind: int) -> int:
+    """What a block of this kind is after one more use."""
+    return min(kind + 2, _KINDS - 2 + kind % 2)
 
 
 class _Block(Generic[Key]):
@@ -282,6 +299,32 @@ class Prospect(Generic[Key]):
         if queued:
             self._queue(block)
 
+    def found_all(self, keys: Sequence[Key]) -> None:
+        """Those of a prompt are mostly of one kind and epoch, and are counted together."""
+        blocks = list(map(self._there.__getitem__, keys))
+        at = 0
+        while at < len(blocks):
+            count = min(len(blocks) - at, self._uses_left - 1)
+            if count <= 0:  # The next use begins an epoch.
+                self.found(keys[at])
+                at += 1
+                continue
+            self._uses_left -= count
+            epoch, start = self._returns.epoch, at
+            kind, since = blocks[at].kind, blocks[at].since
+            for block in blocks[at : at + count]:
+                if block.kind != kind or block.since != since:
+                    self._used(kind, since, at - start)
+                    kind, since, start = block.kind, block.since, at
+                at += 1
+                if block.idle and not block.idle_children:
+                    self._unqueue(block)
+                    block.kind, block.since = _after(kind), epoch
+                    self._queue(block)
+                else:
+                    block.kind, block.since = _after(kind), epoch
+            self._used(kind, since, at - start)
+
     def busy(self, key: Key) -> None:
         block = self._there[key]
         assert block.idle, f"{key!r} is held but was not idle"
@@ -290,7 +333,6 @@ class Prospect(Generic[Key]):
         self._rouse(block)
 
     def busy_all(self, keys: Sequence[Key]) -> None:
-        """As `busy` for each, in less time."""
         there = self._there
         for key in keys:
             block = there[key]
@@ -352,10 +394,13 @@ class Prospect(Generic[Key]):
 
     def _use(self, block: _Block[Key]) -> None:
         self._count()
-        self._returns.again(block.kind, block.since)
-        block.kind = min(block.kind + 2, _KINDS - 2 + block.kind % 2)
-        block.since = self._returns.epoch
-        self._returns.use(block.kind)
+        self._used(block.kind, block.since, 1)
+        block.kind, block.since = _after(block.kind), self._returns.epoch
+
+    def _used(self, kind: int, since: int, blocks: int) -> None:
+        """So many blocks of one kind and epoch are used, in this epoch."""
+        self._returns.again(kind, since, blocks)
+        self._returns.use(_after(kind), blocks)
 
     def _rouse(self, block: _Block[Key]) -> None:
         """Of an idle block that is in no queue."""

@@ -12,7 +12,7 @@ Only the scheduler writes here, on one thread.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice
+from itertools import chain, groupby, islice, takewhile
 from typing import Generic, Protocol, TypeVar, cast
 
 from penstock.kv.evict import Eviction, Lru, Prospect
@@ -69,10 +69,8 @@ class Ledger(Generic[Id]):
     def use(self, keys: Iterable[bytes]) -> None:
         """A request has asked for this content, and found it here or on a tier before this one."""
         by_key, order = self._by_key, self._order
-        for key in keys:
-            block = by_key.get(key)
-            if block is not None:
-                order(block).found(key)
+        for of, those in groupby((key for key in keys if key in by_key), lambda key: order(by_key[key])):
+            of.found_all(list(those))
 
     def hold(self, block: Id) -> None:
         """One more holder for a block that `find` gave."""
@@ -81,6 +79,26 @@ class Ledger(Generic[Id]):
         if self._holders[block] == 0:
             self._order(block).busy(key)
         self._holders[block] += 1
+
+    def run_of(self, keys: Iterable[bytes]) -> list[Id]:
+        """The blocks with the first of these keys, up to one that there is not."""
+        by_key, blocks = self._by_key, list[Id]()
+        for key in keys:
+            block = by_key.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def hold_run(self, keys: Iterable[bytes], blocks: Sequence[Id]) -> None:
+        """One more holder for each of these blocks, which have the first of these keys, and which are given up in one order."""
+        holders, unused = self._holders, []
+        for key, block in zip(keys, blocks, strict=False):
+            if not holders[block]:
+                unused.append(key)
+            holders[block] += 1
+        if unused:
+            self._order(blocks[0]).busy_all(unused)
 
     def is_private(self, block: Id) -> bool:
         """One request holds it and no other can find it: it may be written."""
@@ -211,7 +229,7 @@ class HostLedger(Ledger[HostBlockId]):
 
     _free: "_Near"
 
-    def __init__(self, blocks: int, on_disk: int = 0, block_size: int = 32) -> None:
+    def __init__(self, blocks: int, on_disk: int = 0, block_size: int = 64) -> None:
         """blocks: in all. on_disk: how many of them, the last, are on disk. block_size: tokens of each."""
         self.near = blocks - on_disk
         self._deep = max(_DEEP // block_size, 1)
@@ -239,24 +257,8 @@ class HostLedger(Ledger[HostBlockId]):
         return block < self.near
 
     def run_of(self, keys: Iterable[bytes]) -> list[HostBlockId]:
-        """The near blocks with the first of these keys, up to one that there is not."""
-        by_key, near, blocks = self._by_key, self.near, list[HostBlockId]()
-        for key in keys:
-            block = by_key.get(key)
-            if block is None or block >= near:
-                break
-            blocks.append(block)
-        return blocks
-
-    def hold_run(self, keys: Sequence[bytes], blocks: Sequence[HostBlockId]) -> None:
-        """One more holder for each of these near blocks, which have these keys."""
-        holders, unused = self._holders, []
-        for key, block in zip(keys, blocks, strict=True):
-            if not holders[block]:
-                unused.append(key)
-            holders[block] += 1
-        if unused:
-            self._cached.busy_all(unused)
+        """Of the near blocks."""
+        return list(takewhile(self.is_near, super().run_of(keys)))
 
     def worth(self, key: bytes) -> bool:
         """Whether what is cached here will likely enough be asked for again to be written to a disk."""
@@ -310,7 +312,7 @@ class HostLedger(Ledger[HostBlockId]):
 class DiskLedger:
     """Which keys are on disk, and which of them go when there are too many. Where they are there, the disk's own index knows."""
 
-    def __init__(self, capacity: int, keys: Iterable[bytes] = (), block_size: int = 32) -> None:
+    def __init__(self, capacity: int, keys: Iterable[bytes] = (), block_size: int = 64) -> None:
         """capacity: of records. keys: that are there, the longest unused first."""
         self.capacity = capacity
         self.given_up = 0
@@ -328,9 +330,7 @@ class DiskLedger:
 
     def use(self, keys: Iterable[bytes]) -> None:
         """A request has asked for this content, and found it here or on a tier before this one."""
-        for key in keys:
-            if key in self._there:
-                self._cached.found(key)
+        self._cached.found_all([key for key in keys if key in self._there])
 
     def make_room(self, count: int) -> None:
         """Gives up as many as must go for `count` more."""

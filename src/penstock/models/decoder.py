@@ -1,7 +1,8 @@
 """The decoder: one function of borrowed weights, KV views and a step's inputs, for every family the spec can express."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +12,8 @@ from penstock.arch.shards import WHOLE, Shard, held, local_spec
 from penstock.arch.spec import ModelSpec
 from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInputs, Weights
 from penstock.models.moe import mixture
-from penstock.ops.activation import silu_mul
 from penstock.ops.attention import attend
-from penstock.ops.linear import linear
+from penstock.ops.linear import gated, linear
 from penstock.ops.norm import add_rms_norm, rms_norm
 from penstock.ops.project import HeadNorms, project
 
@@ -21,7 +21,13 @@ EMBEDDING = GroupId(GroupKind.EMBEDDING)
 HEAD = GroupId(GroupKind.HEAD)
 
 _WIDE_ROWS = 8192
-"""Tokens that are in the widest part of a feed-forward at a time: a long chunk passes through it in pieces."""
+"""Tokens that are in the widest part of a feed-forward at a time: a long chunk passes through it in pieces, which are no slower."""
+
+
+class Head(Protocol):
+    """What `Decoder.head` lends."""
+
+    def __call__(self, rows: slice, out: Tensor | None = None) -> Tensor: ...
 
 
 class Decoder:
@@ -65,12 +71,12 @@ class Decoder:
             x = self._feed_forward(layer, x, residual, weights)
         if x is not None:
             residual.add_(x)
-        return residual[inputs.wanted]
+        return residual if inputs.wanted is None else residual[inputs.wanted]
 
     @contextmanager
-    def head(self, weights: Weights, hidden: Tensor) -> Iterator[Callable[[slice], Tensor]]:
+    def head(self, weights: Weights, hidden: Tensor) -> Iterator["Head"]:
         """Lends the head for `hidden`, from `forward`: a function from a slice of its rows to their logits `[rows, vocab]`, of the
-        activations' dtype. The end of a pass, and to be entered at most once in it: what streams passes by only once."""
+        activations' dtype, in `out` if given. The end of a pass, and to be entered at most once in it: what streams passes by only once."""
         norm = weights.take(HEAD)
         normed = rms_norm(hidden, norm["norm"], self.spec.norm_eps)
         if self.spec.tied_embeddings:
@@ -80,9 +86,11 @@ class Decoder:
             group, matrix = HEAD, norm["output"]
         collectives = self._collectives
 
-        def logits(rows: slice) -> Tensor:
-            part = linear(normed[rows], matrix)
-            return part if collectives is None else collectives.gather(part)
+        def logits(rows: slice, out: Tensor | None = None) -> Tensor:
+            if collectives is None:
+                return linear(normed[rows], matrix, out=out)
+            gathered = collectives.gather(linear(normed[rows], matrix))
+            return gathered if out is None else out.copy_(gathered)
 
         yield logits
         weights.release(group)
@@ -142,13 +150,9 @@ class Decoder:
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
         normed = self._norm(x, residual, w["norm"])
-        pieces = torch.split(normed, _WIDE_ROWS)
-        for piece in pieces:
-            inner = silu_mul(linear(piece, w["gate_up"], w.get("gate_up_bias")))
-            out = linear(inner, w["down"], w.get("down_bias"))
-            if len(pieces) > 1:
-                piece.copy_(out)
-        out = out if len(pieces) == 1 else normed
+        for piece in torch.split(normed, _WIDE_ROWS):  # Its output takes its place.
+            linear(gated(piece, w["gate_up"], w.get("gate_up_bias")), w["down"], w.get("down_bias"), out=piece)
+        out = normed
         weights.release(group)
         self._sum(out)
         return out

@@ -19,7 +19,7 @@ class StepInputs:
     cos: Tensor
     sin: Tensor
     attention: AttentionInputs
-    wanted: Tensor
+    wanted: Tensor | None
 
 
 class Weights(Protocol):

@@ -2,7 +2,8 @@
 
 A step's queries are of two sorts. *Rows* add one token to a sequence and attend to everything in its blocks, themselves included.
 *Runs* are longer pieces of one sequence: each attends causally to itself and then, tile by tile, to everything before it; the parts are
-merged by their log-sum-exp in float32, which is exact. The memory that a run takes does not depend on the context's length.
+merged by their log-sum-exp in float32, which is exact. The memory that a run takes does not depend on the context's length. A short one
+behind a past in pages, such as what is left of a prompt that was found, is attended to straight in them where there is a kernel for that.
 
 The KV of a sequence too long for the device's pages rests elsewhere but for its newest tokens, the tail. It passes by in *tiles*, in an
 order fixed before the step: each is borrowed once per layer and serves every query that it names, whatever pages hold is merged with it.
@@ -197,6 +198,8 @@ def attend(
     kernels = _kernels(q)
     if not written:
         write(k, v, cache, inputs)
+    if len(inputs.runs) == 1 and not inputs.rows and not cold and inputs.runs[0].paged:
+        return _attend_paged(q, k, v, k_cache, v_cache, inputs.runs[0], scale, window).to(q.dtype).contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     states: dict[int, Part] = {}
     rows_state: Part | None = None
@@ -220,10 +223,8 @@ def attend(
             states[index] = own.float() if more else own, lse
             for position, past_k, past_v in _past_in_pages(k_cache, v_cache, run):
                 _add_past(states[index], q[part], past_k, past_v, scale, window, run.start - position)
-        elif window is not None and run.start + run.count > window:
-            out[part] = _attend_window(q[part], k_cache, v_cache, run, scale, window)
         else:
-            out[part] = _attend_run(q[part], k[part], v[part], k_cache, v_cache, run, scale)
+            out[part] = _attend_paged(q[part], k[part], v[part], k_cache, v_cache, run, scale, window)
     if passing:
         assert tiles is not None, "a step with cold tiles needs someone to take them from"
         for tile in passing:
@@ -392,6 +393,16 @@ def _attend_long_row(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGrou
         else:
             merge(*state, out, lse)
     return state or (torch.zeros_like(q, dtype=torch.float32), torch.full(q.shape[:2], -torch.inf, device=q.device))
+
+
+def _attend_paged(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float, window: int | None) -> Tensor:
+    """A run whose past is in pages, perhaps in float32."""
+    if run.start and (kernels := _kernels(q)) and kernels.suits_run(q, k_cache, run.start):
+        out: Tensor = kernels.paged_run(q, k_cache, v_cache, run.blocks, run.start, scale=scale, window=window)[0]
+        return out
+    if window is not None and run.start + run.count > window:
+        return _attend_window(q, k_cache, v_cache, run, scale, window)
+    return _attend_run(q, k, v, k_cache, v_cache, run, scale)
 
 
 def _attend_run(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float) -> Tensor:

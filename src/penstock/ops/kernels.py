@@ -3,6 +3,9 @@
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import local
 from types import ModuleType
 
 
@@ -14,6 +17,16 @@ def pointwise_kernels() -> ModuleType | None:
 @functools.cache
 def attention_kernels() -> ModuleType | None:
     return _kernels("triton_attention")
+
+
+@functools.cache
+def step_kernels() -> ModuleType | None:
+    return _kernels("triton_steps")
+
+
+@functools.cache
+def linear_kernels() -> ModuleType | None:
+    return _kernels("triton_linear")
 
 
 @functools.cache
@@ -36,3 +49,33 @@ def _kernels(name: str) -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module(f"penstock.ops.{name}")
+
+
+class _Launches(local):
+    """Of a thread."""
+
+    early = False
+
+
+_launches = _Launches()
+
+
+@contextmanager
+def early_launches(allowed: bool = True) -> Iterator[None]:
+    """Kernels that this thread launches meanwhile may begin before what was launched before them has ended, and then wait on the device for
+    that; they read weights before they wait. For weights that are where they are for good, on a GPU that can do so."""
+    before, _launches.early = _launches.early, allowed
+    try:
+        yield
+    finally:
+        _launches.early = before
+
+
+def launches_early() -> bool:
+    """Whether this thread's launches may be early."""
+    return _launches.early
+
+
+def early_options(early: bool) -> dict[str, bool]:
+    """What such a launch is told, beside a kernel's own arguments."""
+    return {"launch_pdl": True} if early else {}

@@ -4,16 +4,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.ops.activation import silu_mul
+from penstock.ops.kernels import linear_kernels
+
 _FEW_ROWS = 256
 """Up to here a float32 product on a CPU is bound by reading the weights, and their order in it matters."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x `[tokens, in]`, weight `[out, in]`, bias `[out]`, result `[tokens, out]`, contiguous."""
-    if x.is_cuda or x.shape[0] > _FEW_ROWS:
-        return F.linear(x, weight, bias)
-    y = _few_rows_float32(x, weight) if x.dtype == torch.float32 else _few_rows_half(x, weight)
-    return y if bias is None else y.add_(bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: x `[tokens, in]`, weight `[out, in]`, bias `[out]`, result `[tokens, out]`, contiguous.
+
+    out: where the result is put, contiguous; nothing that is read here.
+    """
+    if x.is_cuda:
+        if len(x) == 1 and (kernels := linear_kernels()):
+            row: Tensor = kernels.one_row(x, weight, bias, out=out)
+            return row
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    if x.shape[0] > _FEW_ROWS:
+        y = F.linear(x, weight, bias)
+    else:
+        y = _few_rows_float32(x, weight) if x.dtype == torch.float32 else _few_rows_half(x, weight)
+        y = y if bias is None else y.add_(bias)
+    return y if out is None else out.copy_(y)
+
+
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of the product with a fused weight `[2 * inner, in]`, gate first: x `[tokens, in]`, result `[tokens, inner]`."""
+    if x.is_cuda and len(x) == 1 and (kernels := linear_kernels()):
+        row: Tensor = kernels.one_row(x, weight, bias, gated=True)
+        return row
+    return silu_mul(linear(x, weight, bias))
 
 
 def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:

@@ -14,11 +14,21 @@ class RotaryAngles:
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
         self._rope = rope
         self._device = device
-        self._scale = attention_scale(rope)
+        self._scale = self._tensor([attention_scale(rope)])
         self._frequencies = self._tensor(inverse_frequencies(rope))
 
-    def _tensor(self, frequencies: list[float]) -> Tensor:
-        return torch.tensor(frequencies, dtype=torch.float64, device=self._device)
+    @property
+    def frequencies(self) -> Tensor:
+        """Float64 `[dim / 2]`; of dynamic scaling those of short sequences."""
+        return self._frequencies
+
+    @property
+    def scale(self) -> Tensor:
+        """Of cosines and sines, float64 `[1]`."""
+        return self._scale
+
+    def _tensor(self, numbers: list[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64, device=self._device)
 
     def tables(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """(cos, sin), float32 `[tokens, dim / 2]`, for int64 positions `[tokens]`.

@@ -11,9 +11,14 @@ of a worker is the sequence that its run opens with, partial 1 one that begins i
 only those that the same arithmetic over the same lengths says were written. The second kernel comes after the first in stream order.
 Within a launch each worker counts itself in after a barrier behind its partial, by an atomic addition that releases and acquires; the one
 that finds all others counted sees what they wrote, is alone, and sets the counter back. Nobody waits for anybody.
+Where launches may be early (`kernels.early_launches`), lengths are read before what came before this has ended: they are of the step, and
+the last launch that was not early came after them. All else is read, and everything written, behind `gdc_wait`.
+
+A short piece of one sequence is divided the same way: every few of its tokens are a sequence that ends with the last of them, their query
+heads stand where one token's do, and each sees what comes up to its own place. All have one row of the table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -22,6 +27,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.kernels import early_options, launches_early
+
+_MOST_READ = 1 << 18
+"""Keys that a run may read with all its pieces: of each KV head of 128 in bfloat16, 128 MiB."""
+_FEW = 4
+"""Sequences for which parts are joined by a second launch, if it may be early."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -36,6 +47,8 @@ class DecodeTuning:
     workers_per_sm: int
     overlap: bool = False
     """Launch the join while decode still runs; it waits on the device."""
+    least: int = 1
+    """Tiles of a run, at least: a run of one is over before it is under way, and makes one more part to join."""
 
 
 def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
@@ -47,7 +60,7 @@ def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning
     if block_size >= 32:
         tile = min(tile, block_size)
     whole = tile * row >= 16384
-    return DecodeTuning(tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=3 if whole else 4)
+    return DecodeTuning(tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=3 if whole else 4, least=2)
 
 
 @lru_cache(maxsize=16)
@@ -83,10 +96,12 @@ def _joined(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    BLIND: tl.constexpr = False,
 ):
     """A sequence's partials of workers [first, last], of ROWS heads, PARTS at a time: their output and log-sum-exp.
 
     opens: 1 if the sequence begins inside the first worker's run. With STAGES above 1 that many less one are on their way at a time.
+    BLIND: whether there may be partials of no key, whose log-sum-exp is -inf.
     """
     cols = tl.arange(0, COLS)
     inside = head_in[None, :, None] & (cols < DIM)[None, None, :]
@@ -103,8 +118,9 @@ def _joined(  # type: ignore[no-untyped-def]
         at = part_out + part[:, :, None] * COLS + cols[None, None, :]
         piece = tl.load(at, mask=there[:, None, None] & inside, other=0.0, cache_modifier=".cg")
         higher = tl.maximum(top, tl.max(level, 0))
-        share = tl.where(there[:, None], tl.exp(level - higher[None, :]), 0.0)
-        fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
+        floor = tl.where(higher == float("-inf"), 0.0, higher) if BLIND else higher
+        share = tl.where(there[:, None], tl.exp(level - floor[None, :]), 0.0)
+        fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - floor))
         weight = weight * fade + tl.sum(share, 0)
         acc = acc * fade[:, None] + tl.sum(share[:, :, None] * piece, 0)
         top = higher
@@ -112,7 +128,8 @@ def _joined(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window", "batch", "workers", "s_table"], do_not_specialize_on_alignment=["table", "lengths", "arrivals"]
+    do_not_specialize=["window", "batch", "workers", "s_table", "begins", "queries"],
+    do_not_specialize_on_alignment=["table", "lengths", "arrivals"],
 )
 def _decode(  # type: ignore[no-untyped-def]
     q,
@@ -138,8 +155,12 @@ def _decode(  # type: ignore[no-untyped-def]
     s_table,
     s_out,
     s_out_head,
+    begins,
+    queries,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RUN: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     COLS: tl.constexpr,
@@ -149,24 +170,40 @@ def _decode(  # type: ignore[no-untyped-def]
     WINDOWED: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
+    LEAST: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
     JOINS: tl.constexpr,
     JOIN_ROWS: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
 ) -> None:
-    """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes of the same blocks."""
-    if OVERLAP:
+    """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes of the same blocks.
+
+    RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no lengths are read then.
+    """
+    if OVERLAP or EARLY:
         gdc_launch_dependents()
     kv_head, worker = tl.program_id(0), tl.program_id(1)
     rows, cols, keys = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, TILE)
     col_in = cols < DIM
-    row_in = rows < GROUP
-    heads = kv_head * GROUP + rows
+    token = rows // GROUP  # Of a sequence that ends with several tokens: which of them.
+    row_in = rows < GROUP * TOKENS
+    heads = kv_head * GROUP + rows - token * GROUP
+    part_heads = heads + token * HEADS
     inside = row_in[:, None] & col_in[None, :]
     seqs = tl.arange(0, BATCH)
-    spans = _tiles(tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED)
+    reach = window + TOKENS - 1
+    if RUN:
+        spans = tl.where(seqs < batch, _tiles(begins + tl.minimum((seqs + 1) * TOKENS, queries), reach, TILE, WINDOWED), 0)
+    else:
+        spans = _tiles(tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED)
     stops = tl.cumsum(spans, 0)
     total = tl.sum(spans, 0)
+    run = tl.maximum((total + workers - 1) // workers, LEAST)
+    at = tl.minimum(worker * run, total)
+    stop = tl.minimum(at + run, total)
+    if EARLY:
+        gdc_wait()
     if JOINS:
         if tl.sum(((spans == 0) & (seqs < batch)).to(tl.int32), 0) > 0:
             for turn in tl.range(0, (batch - worker + workers - 1) // workers):
@@ -177,9 +214,6 @@ def _decode(  # type: ignore[no-untyped-def]
                     tl.store(lse + empty * HEADS + heads, tl.full([ROWS], float("-inf"), tl.float32), mask=row_in)
     elif (kv_head == 0) & (worker == 0):
         tl.store(ends + seqs, stops, mask=seqs < batch)
-    run = tl.maximum((total + workers - 1) // workers, 1)
-    at = tl.minimum(worker * run, total)
-    stop = tl.minimum(at + run, total)
     opened_at = at
     if at < stop:
         seq = tl.sum((stops <= at).to(tl.int32), 0)
@@ -190,15 +224,22 @@ def _decode(  # type: ignore[no-untyped-def]
         v_base = v_cache + kv_head * s_kv_head
         inner = keys[:, None] * s_token + cols[None, :]
         for _ in tl.range(0, count, num_stages=1):
-            length = tl.maximum(tl.load(lengths + seq), 0)
-            span = _tiles(length, window, TILE, WINDOWED)
+            if RUN:
+                length = begins + tl.minimum((seq + 1) * TOKENS, queries)
+                own = tl.minimum(TOKENS, queries - seq * TOKENS)
+                row_in = rows < GROUP * own
+                limit = length - own + 1 + token
+            else:
+                length = tl.maximum(tl.load(lengths + seq), 0)
+            first_seq = seq.to(tl.int64) * TOKENS  # Its first query's place among all.
+            span = _tiles(length, reach, TILE, WINDOWED)
             upto = tl.minimum(begin + span, stop)
             if upto > at:  # an empty sequence between two others has no tiles
                 oldest = tl.maximum(length - window, 0) if WINDOWED else 0
-                shift = _first_tile(length, window, TILE, WINDOWED) - begin
+                shift = _first_tile(length, reach, TILE, WINDOWED) - begin
                 row = table + seq.to(tl.int64) * s_table
                 query = tl.load(
-                    q + seq.to(tl.int64) * s_q + heads[:, None] * s_q_head + cols[None, :],
+                    q + first_seq * s_q + (heads * s_q_head + token * s_q)[:, None] + cols[None, :],
                     mask=row_in[:, None] & col_in[None, :],
                     other=0.0,
                 )
@@ -225,23 +266,35 @@ def _decode(  # type: ignore[no-untyped-def]
                     if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
                         k, v = k.to(tl.float32), v.to(tl.float32)
                     score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
-                    if WINDOWED:
-                        seen = seen & (pos >= oldest)
-                    score = tl.where(seen[None, :], score, float("-inf"))
-                    higher = tl.maximum(top, tl.max(score, 1))
-                    p = tl.exp2(score - higher[:, None])
-                    fade = tl.exp2(top - higher)
+                    if RUN:
+                        visible = pos[None, :] < limit[:, None]
+                        if WINDOWED:
+                            visible = visible & (pos[None, :] >= (limit - window)[:, None])
+                        score = tl.where(visible, score, float("-inf"))
+                        higher = tl.maximum(top, tl.max(score, 1))
+                        floor = tl.where(higher == float("-inf"), 0.0, higher)  # A tile may lie beyond some of the tokens.
+                    else:
+                        if WINDOWED:
+                            seen = seen & (pos >= oldest)
+                        score = tl.where(seen[None, :], score, float("-inf"))
+                        higher = tl.maximum(top, tl.max(score, 1))
+                        floor = higher
+                    p = tl.exp2(score - floor[:, None])
+                    fade = tl.exp2(top - floor)
                     weight = weight * fade + tl.sum(p, 1)
                     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
                     top = higher
+                if RUN:
+                    weight = tl.where(weight > 0.0, weight, 1.0)
                 acc = acc / weight[:, None]
                 level = (top + tl.log2(weight)) * LN_2
+                inside = row_in[:, None] & col_in[None, :]
                 if (at == begin) & (upto == begin + span):
-                    answer = out + seq.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
+                    answer = out + first_seq * s_out + (heads * s_out_head + token * s_out)[:, None] + cols[None, :]
                     tl.store(answer, acc.to(out.dtype.element_ty), mask=inside)
-                    tl.store(lse + seq * HEADS + heads, level, mask=row_in)
+                    tl.store(lse + first_seq * HEADS + part_heads, level, mask=row_in)
                 else:
-                    part = (worker * 2 + (at > opened_at).to(tl.int32)) * HEADS + heads
+                    part = (worker * 2 + (at > opened_at).to(tl.int32)) * (HEADS * TOKENS) + part_heads
                     tl.store(part_out + part[:, None] * COLS + cols[None, :], acc, mask=inside)
                     tl.store(part_lse + part, level, mask=row_in)
                     if JOINS:
@@ -264,7 +317,7 @@ def _decode(  # type: ignore[no-untyped-def]
             seq += 1
 
 
-@triton.jit(do_not_specialize=["batch", "workers"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["batch", "workers", "queries"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     out,
     lse,
@@ -275,35 +328,43 @@ def _join(  # type: ignore[no-untyped-def]
     workers,
     s_out,
     s_out_head,
+    queries,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     DIM: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LEAST: tl.constexpr,
+    WAITS: tl.constexpr,
 ) -> None:
-    """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid [heads / ROWS, batch]."""
+    """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid [heads / ROWS, batch]; where
+    sequences end with several tokens there are so many times the heads, one token's behind another's."""
     heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seq = tl.program_id(1)
     cols = tl.arange(0, COLS)
-    if OVERLAP:
+    if WAITS:
+        gdc_launch_dependents()
         gdc_wait()
     begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
     end = tl.load(ends + seq)
     total = tl.load(ends + batch - 1)
-    run = tl.maximum((total + workers - 1) // workers, 1)
+    run = tl.maximum((total + workers - 1) // workers, LEAST)
     first = begin // run
     last = (end - 1) // run
     if (end == begin) | (first < last):
-        head_in = heads < HEADS
+        token = heads // HEADS
+        head_in = (heads < HEADS * TOKENS) & (seq * TOKENS + token < queries)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         acc = tl.zeros([ROWS, COLS], tl.float32)
         if end > begin:
             opens = (begin > first * run).to(tl.int32)
-            acc, top = _joined(part_out, part_lse, first, last, opens, heads, head_in, HEADS, DIM, COLS, ROWS, PARTS, 1)
-        where = out + seq.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
+            wide: tl.constexpr = HEADS * TOKENS
+            acc, top = _joined(part_out, part_lse, first, last, opens, heads, head_in, wide, DIM, COLS, ROWS, PARTS, 1, TOKENS > 1)
+        query = seq.to(tl.int64) * TOKENS + token
+        where = out + (query * s_out + (heads - token * HEADS) * s_out_head)[:, None] + cols[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=head_in[:, None] & (cols < DIM)[None, :])
-        tl.store(lse + seq * HEADS + heads, top, mask=head_in)
+        tl.store(lse + query * HEADS + heads - token * HEADS, top, mask=head_in)
 
 
 def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
@@ -342,37 +403,112 @@ def paged_decode(
     Returns out `[batch, heads, head_dim]` in q's dtype and the natural log-sum-exp of the scaled scores, fp32 `[batch, heads]`;
     a row of length 0 answers 0 and -inf.
     """
-    batch, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
+    batch, _, dim = q.shape
+    assert lengths.stride(0) == 1
+    assert lengths.dtype == block_table.dtype == torch.int32
+    assert arrivals is None or (arrivals.dtype == torch.int32 and arrivals.is_contiguous() and arrivals.numel() >= batch * k_cache.shape[2])
+    if tuning is None:
+        if launches_early() and batch <= _FEW:  # A second launch costs less than one program that joins what many have found.
+            arrivals = None
+        tuning = decode_tuning(dim, q.element_size(), k_cache.shape[1])
+        tuning = replace(tuning, least=1) if arrivals is None else tuning
+    cut = _Cut(batch, 1, max_length, lengths)
+    return _attended(q, k_cache, v_cache, block_table, cut, out, arrivals, tuning, scale=scale, window=window)
+
+
+def paged_run(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    blocks: Tensor,
+    start: int,
+    *,
+    scale: float,
+    window: int | None,
+    out: Tensor | None = None,
+    tuning: DecodeTuning | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of consecutive tokens of one sequence, q `[tokens, heads, head_dim]` at positions [start, start + tokens), each over all
+    that comes up to itself: for few tokens behind many keys, which are read once for every `run_tokens` of them.
+
+    k_cache and v_cache as in `paged_decode`, with the tokens' own keys and values in them; blocks int32 or int64, the sequence's in order.
+    Returns what `paged_decode` does.
+    """
+    tokens, heads, dim = q.shape
+    assert start >= 0, start
+    if tuning is None:
+        tuning = replace(decode_tuning(dim, q.element_size(), k_cache.shape[1]), workers_per_sm=2, least=1)
+    together = run_tokens(heads // k_cache.shape[2])
+    cut = _Cut(triton.cdiv(tokens, together), together, start + tokens, None, start)
+    return _attended(q, k_cache, v_cache, blocks[None].expand(cut.count, -1), cut, out, None, tuning, scale=scale, window=window)
+
+
+def run_tokens(group: int) -> int:
+    """Tokens whose query heads, `group` for each KV head, are multiplied with the same keys at a time."""
+    return max(64 // group, 1)
+
+
+def suits_run(q: Tensor, k_cache: Tensor, start: int) -> bool:
+    """Whether `paged_run` is the way to attend to so much: it reads more than a call that gathers a past first and merges it later, in
+    fewer launches."""
+    return -(-len(q) // run_tokens(q.shape[1] // k_cache.shape[2])) * (start + len(q)) <= _MOST_READ
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What is attended to as sequences of their own, and their lengths, as a tensor or by where the tokens begin."""
+
+    count: int
+    tokens: int
+    """Of each; of the last perhaps fewer."""
+    longest: int
+    lengths: Tensor | None
+    start: int = 0
+
+
+def _attended(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    cut: _Cut,
+    out: Tensor | None,
+    arrivals: Tensor | None,
+    tuning: DecodeTuning,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    queries, heads, dim = q.shape
+    kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
     assert heads % kv_heads == 0, (q.shape, k_cache.shape)
-    block_size = k_cache.shape[1]
     assert block_size & (block_size - 1) == 0, block_size
     assert 1 <= dim <= 256, dim
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
-    assert q.stride(2) == k_cache.stride(3) == lengths.stride(0) == block_table.stride(1) == 1
+    assert q.stride(2) == k_cache.stride(3) == table.stride(1) == 1
     assert q.dtype == k_cache.dtype == v_cache.dtype
-    assert lengths.dtype == block_table.dtype == torch.int32
-    assert arrivals is None or (arrivals.dtype == torch.int32 and arrivals.is_contiguous() and arrivals.numel() >= batch * kv_heads)
     group = heads // kv_heads
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
-    if batch == 0:
+    lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
+    if queries == 0:
         return out, lse
-    tuning = tuning or decode_tuning(dim, q.element_size(), block_size)
-    seen = max_length if window is None else min(max_length, window + tuning.tile)
-    workers = _workers(kv_heads, batch, triton.cdiv(max(seen, 1), tuning.tile), multiprocessors(q.device) * tuning.workers_per_sm)
+    early = launches_early()
+    seen = cut.longest if window is None else min(cut.longest, window + cut.tokens - 1 + tuning.tile)
+    wanted = multiprocessors(q.device) * tuning.workers_per_sm
+    workers = _workers(kv_heads, cut.count, triton.cdiv(max(seen, 1), tuning.tile), wanted)
     cols = max(16, triton.next_power_of_2(dim))
-    part_out = torch.empty(workers, 2, heads, cols, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(workers, 2, heads, dtype=torch.float32, device=q.device)
-    ends = torch.empty(batch if arrivals is None else 0, dtype=torch.int32, device=q.device)
+    part_out = torch.empty(workers, 2, heads * cut.tokens, cols, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(workers, 2, heads * cut.tokens, dtype=torch.float32, device=q.device)
+    ends = torch.empty(cut.count if arrivals is None else 0, dtype=torch.int32, device=q.device)
     join_rows = triton.next_power_of_2(group)
+    overlap = (tuning.overlap or early) and arrivals is None
     _decode[(kv_heads, workers)](
         q,
         k_cache,
         v_cache,
-        block_table,
-        lengths,
+        table,
+        ends if cut.lengths is None else cut.lengths,
         out,
         lse,
         part_out,
@@ -381,60 +517,71 @@ def paged_decode(
         ends if arrivals is None else arrivals,
         scale * LOG2_E.value,
         window or 0,
-        batch,
+        cut.count,
         workers,
         q.stride(0),
         q.stride(1),
         *k_cache.stride()[:3],
-        block_table.stride(0),
+        table.stride(0),
         out.stride(0),
         out.stride(1),
+        cut.start,
+        queries,
         HEADS=heads,
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        TOKENS=cut.tokens,
+        RUN=cut.lengths is None,
+        ROWS=max(16, triton.next_power_of_2(group * cut.tokens)),
         DIM=dim,
         COLS=cols,
         BLOCK=block_size,
         TILE=tuning.tile,
-        BATCH=_batch_class(batch),
+        BATCH=_batch_class(cut.count),
         WINDOWED=window is not None,
         DEPTH=tuning.depth,
         WIDEN=q.device.type == "cpu",
-        OVERLAP=tuning.overlap and arrivals is None,
+        LEAST=tuning.least,
+        OVERLAP=overlap,
+        EARLY=early,
         JOINS=arrivals is not None,
         JOIN_ROWS=join_rows,
         JOIN_PARTS=max(1, min(8, 4096 // (join_rows * cols))),
         num_warps=tuning.warps,
+        **early_options(early),
         **({"maxnreg": _registers(tuning)} if arrivals is not None and q.is_cuda else {}),
     )
     if arrivals is not None:
         return out, lse
-    rows, parts = (1, 64) if batch * heads <= 1024 else (min(4, triton.next_power_of_2(heads)), 4)
-    _join[(triton.cdiv(heads, rows), batch)](
+    wide = heads * cut.tokens
+    rows, parts = (1, 64) if cut.count * wide <= 1024 else (min(4, triton.next_power_of_2(wide)), 4)
+    _join[(triton.cdiv(wide, rows), cut.count)](
         out,
         lse,
         part_out,
         part_lse,
         ends,
-        batch,
+        cut.count,
         workers,
         out.stride(0),
         out.stride(1),
+        queries,
         HEADS=heads,
+        TOKENS=cut.tokens,
         DIM=dim,
         COLS=cols,
         ROWS=rows,
         PARTS=parts,
-        OVERLAP=tuning.overlap,
+        LEAST=tuning.least,
+        WAITS=overlap,
         num_warps=8 if parts > 4 else 4,
-        **({"launch_pdl": True} if tuning.overlap else {}),
+        **early_options(overlap),
     )
     return out, lse
 
 
 def _batch_class(batch: int) -> int:
     """Rows of lengths a program scans: few classes, so that few kernels are compiled."""
-    size = 128
+    size = 16
     while size < batch:
         size *= 4
     return size

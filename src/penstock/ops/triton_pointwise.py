@@ -2,12 +2,24 @@
 and values, the gated activation.
 
 Each rounds where the reference models round, so that fused and unfused arithmetic agree to the last bit of the dtype wherever fp32 does.
+Where launches may be early (`kernels.early_launches`), each waits on the device before it reads or writes anything.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.ops.kernels import early_options, launches_early
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def in_turn(EARLY: tl.constexpr) -> None:
+    """The next kernel may be launched; what was launched before this one has ended."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -27,8 +39,10 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """ROWS rows; row r is head r % HEADS of token r // HEADS."""
+    in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
     cols = tl.arange(0, COLS)
@@ -64,7 +78,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if count == 0:
         return y, stream
     cols = triton.next_power_of_2(dim)
-    rows = max(1, 1024 // cols)
+    rows, early = max(1, 1024 // cols), launches_early()
     _rms_norm[(triton.cdiv(count, rows),)](
         x,
         stream,
@@ -81,7 +95,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         COLS=cols,
         ROWS=rows,
         ADDS=residual is not None,
+        EARLY=early,
         num_warps=min(16, max(4, cols // 512)),
+        **early_options(early),
     )
     return y, stream
 
@@ -202,8 +218,10 @@ def _project(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """ROWS query heads of one token, or ROWS of its KV heads. Grid [tokens, parts]: the first parts are queries."""
+    in_turn(EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, COLS)[None, :]
     c = tl.load(cos + token * s_cos + cols, mask=cols < HALF, other=0.0)
@@ -269,7 +287,7 @@ def project(
     q_gain, k_gain = gains or (qkv, qkv)
     assert gains is None or (q_gain.shape == k_gain.shape == (dim,) and q_gain.stride(0) == k_gain.stride(0) == 1)
     cols = triton.next_power_of_2(dim // 2)
-    rows = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, 1024 // cols))
+    rows, early = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, 1024 // cols)), launches_early()
     _project[(tokens, triton.cdiv(heads, rows) + triton.cdiv(kv_heads, rows))](
         qkv,
         q_gain,
@@ -292,22 +310,33 @@ def project(
         ROWS=rows,
         BLOCK=block_size,
         NORMS=gains is not None,
+        EARLY=early,
         num_warps=4,
+        **early_options(early),
     )
     return views
 
 
+@triton.jit
+def silu(gate):  # type: ignore[no-untyped-def]
+    """Of float32 numbers."""
+    tail = tl.exp(-tl.abs(gate))  # at most 1: no overflow on either side
+    return gate * tl.where(gate >= 0.0, 1.0, tail) / (1.0 + tail)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul(gate_up, y, s_row, WIDTH: tl.constexpr, COLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+def _silu_mul(  # type: ignore[no-untyped-def]
+    gate_up, y, s_row, WIDTH: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr
+) -> None:
     """COLS columns of one row."""
+    in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = cols < WIDTH
     at = gate_up + token * s_row + cols
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    tail = tl.exp(-tl.abs(gate))  # at most 1: no overflow on either side
-    active = (gate * tl.where(gate >= 0.0, 1.0, tail) / (1.0 + tail)).to(y.dtype.element_ty).to(tl.float32)
+    active = silu(gate).to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + token * WIDTH + cols, (active * up).to(y.dtype.element_ty), mask=inside)
 
 
@@ -319,6 +348,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens == 0:
         return y
-    cols = min(1024, triton.next_power_of_2(width))
-    _silu_mul[(tokens, triton.cdiv(width, cols))](gate_up, y, gate_up.stride(0), WIDTH=width, COLS=cols, num_warps=4)
+    cols, early = min(1024, triton.next_power_of_2(width)), launches_early()
+    _silu_mul[(tokens, triton.cdiv(width, cols))](
+        gate_up, y, gate_up.stride(0), WIDTH=width, COLS=cols, EARLY=early, num_warps=4, **early_options(early)
+    )
     return y

@@ -58,7 +58,7 @@ class Arrivals:
 
     def _bring_up(self, request: Request, first: int, blocks: Sequence[HostBlockId]) -> bool:
         rates, count = self._tiers.rates, len(blocks)
-        if not rates.loading_pays(rates.seconds(Route.UP, count), count * self._size):
+        if not rates.loading_pays(rates.seconds(Route.UP, count), first * self._size, count * self._size):
             self._decline(request, first + count)
             rates.declined(Route.UP)
             return False
@@ -68,7 +68,7 @@ class Arrivals:
     def _bring_in(self, request: Request, first: int, count: int) -> bool:
         rates, names = self._tiers.rates, names_of(request, first, count)
         # A long request's chunks are two tokens at least.
-        front = rates.computed_first(count, self._size) if self._size > 1 else 0
+        front = rates.computed_first(count, self._size, first * self._size) if self._size > 1 else 0
         if front:
             self._decline(request, first + front)
         if front == count:
@@ -112,8 +112,8 @@ class Arrivals:
         """Whether what a request waits for takes longer than to compute it would have; then it waits no more."""
         assert request.arriving is not None
         count = self._tiers.count_of(request.arriving)
-        token = self._tiers.rates.token
-        limit = _PATIENCE if token is None else max(_LEAST_PATIENCE, 2 * token * count * self._size)
+        token, work = self._tiers.rates.token, self._tiers.rates.work(request.computed, count * self._size)
+        limit = _PATIENCE if token is None else max(_LEAST_PATIENCE, 2 * token * work)
         if self._clock() - request.since < limit:
             return False
         self._tiers.counts.late += count

@@ -11,10 +11,10 @@ from penstock.step.request import Request
 def prove_rows(
     running: Sequence[Request], waiting: Sequence[Request], by_row: Mapping[Row, Request], free: Sequence[Row], rows: int
 ) -> None:
-    """Who runs has a row of its own, who waits has nothing, and both queues are in order of arrival."""
+    """Who runs has a row of its own, who waits has nothing, and both queues are in order of turns."""
     assert sorted([*free, *by_row]) == list(range(rows)), "a row is lost or given twice"
     for queue in (running, waiting):
-        assert all(older.id < younger.id for older, younger in pairwise(queue)), "a queue is not in order of arrival"
+        assert all(sooner.turn < later.turn for sooner, later in pairwise(queue)), "a queue is not in order of turns"
     for request in running:
         owner = None if request.row is None else by_row[request.row]
         assert owner is request, f"request {request.id} does not own its row"
@@ -32,6 +32,11 @@ def prove_kv(request: Request, size: int) -> None:
     assert not pages or paged + pages >= host, f"{name} has pages that end before its host blocks"
     assert host * size <= request.computed, f"{name} has host blocks beyond its KV"
     assert request.long or not host, f"{name} is short and has host blocks"
+    if request.steady:
+        assert not request.long, f"{name} is steady and long"
+        assert request.steady <= pages * size, f"{name} is steady where it has no place"
+        assert request.tabled == pages, f"{name} is steady, and the workers do not know of all its pages"
+        assert request.computed + 1 >= request.length, f"{name} is steady and lacks more than its newest token"
 
 
 def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size: int) -> None:

@@ -11,8 +11,8 @@ The last of the blocks that are on the host are near: in pages as well, as long 
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice, takewhile
+from math import inf
 from time import monotonic
 
 from penstock.base.errors import LengthError, RequestError
@@ -37,6 +37,7 @@ from penstock.step.plan import (
     Share,
     TokenLogprob,
 )
+from penstock.step.record import record
 from penstock.step.request import FinishReason, Phase, Request
 
 _AHEAD = 4
@@ -48,7 +49,7 @@ _LOOKED_AT = 8
 """Requests in the queue for which one in the midst of its prompt makes room, at most."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Event:
     """Something happened to a request in a step: a token, its end, or log-probabilities of its prompt."""
 
@@ -84,12 +85,13 @@ class Scheduler:
         alike: bool = True,
         store: Store = "off",
         disk: DiskLedger | None = None,
+        doubles_at: float = inf,
         clock: Callable[[], float] = monotonic,
         check: bool = False,
     ) -> None:
         """alike: whether blocks on the host are what they are on the device. store: when full blocks of short requests go to the host.
 
-        disk: what is there; it comes by way of host blocks.
+        disk: what is there; it comes by way of host blocks. doubles_at: the position at which a token takes twice as long to compute.
         """
         least = max(2, limits.block_size)
         assert host is None or limits.max_step_tokens >= least, f"a step of {limits.max_step_tokens} tokens, {least} needed for host blocks"
@@ -97,6 +99,7 @@ class Scheduler:
         self.host = HostLedger(0) if host is None else host
         step_blocks = -(-limits.max_step_tokens // limits.block_size)
         self.tiers = Tiers(ledger, self.host, alike=alike, store=store if prefixes.share else "off", disk=disk, step_blocks=step_blocks)
+        self.tiers.rates.doubles_at = doubles_at
         self.limits = limits
         self.prefixes = prefixes
         self._needs = Needs(limits)
@@ -104,8 +107,10 @@ class Scheduler:
         self._check = check
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        """Sorted by arrival: the last is the first to be preempted."""
+        """Sorted by their turns: the last is the first to be preempted."""
         self._requests: dict[RequestId, Request] = {}
+        self._long = 0
+        """How many of them are long."""
         self._by_row: dict[Row, Request] = {}
         self._rows = [Row(row) for row in reversed(range(limits.max_sequences))]
         self._next_id = 0
@@ -134,6 +139,11 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def is_waiting(self, id: RequestId) -> bool:
+        """Whether it is in the queue: no step has had it, or it was preempted."""
+        request = self._requests.get(id)
+        return request is not None and request.phase is Phase.WAITING
+
     @property
     def longest(self) -> int:
         """Most tokens a request may have: the context's end or, if that is less, what KV on the device holds, or on the host.
@@ -142,8 +152,8 @@ class Scheduler:
         """
         return min(self.limits.max_length, max(self._longest_short, self._longest_long))
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None) -> RequestId:
-        """Queue a request. Raises RequestError if it could never be served, before anything is changed.
+    def submit(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None, priority: int = 0) -> RequestId:
+        """Queue a request, before those of a higher number. Raises RequestError if it could never be served, before anything is changed.
 
         Without `max_tokens` it may have all the room there is, and is long at once for its prompt, or when its output has grown.
         """
@@ -155,13 +165,22 @@ class Scheduler:
             max_tokens=room if max_tokens is None else max_tokens,
             sampling=sampling,
             share_prefix=self.prefixes.share and sampling.prompt_logprobs is None,
+            priority=priority,
         )
         # When its first token is known, a step that runs ahead has the second.
         request.long = self._becomes_long(request, len(prompt) + (max_tokens or _EARLY + 1))
+        self._long += request.long
         self._next_id += 1
         self._requests[request.id] = request
-        self._waiting.append(request)
+        self._queue(request)
         return request.id
+
+    def _queue(self, request: Request) -> None:
+        """Put it where its turn is."""
+        if not self._waiting or self._waiting[-1].turn < request.turn:
+            self._waiting.append(request)
+        else:
+            self._waiting.insert(sum(1 for _ in takewhile(lambda other: other.turn < request.turn, self._waiting)), request)
 
     def admissible(self, prompt: int, max_tokens: int | None) -> int:
         """Most tokens of output that a prompt of so many may have. From any thread. Raises RequestError if it could never be served."""
@@ -214,7 +233,8 @@ class Scheduler:
         self._free_near()
         budget, whole, preempted = self._plan_running(shares)
         admissions = [] if preempted else list(self._admit(shares, budget, whole))
-        shares.sort(key=lambda share: len(share.tokens) > 1)
+        if runs := [share for share in shares if len(share.tokens) > 1]:
+            shares = [share for share in shares if len(share.tokens) == 1] + runs
         plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan(self._cold_promised()))
         if shares:
             self._flights.append([self._by_row[share.row] for share in shares])
@@ -227,16 +247,15 @@ class Scheduler:
     def may_run_ahead(self) -> bool:
         """Whether the next step may be planned before the last is committed. Where long requests are it may not: what they send to the
         host is named when it is committed, and the next step reads it."""
-        return not any(request.long for request in self._requests.values())
+        return not self._long
 
     def run_ahead(self, plan: Plan) -> None:
         """This plan, the last, is being carried out, and the next will be made before it is committed."""
-        for share in plan.shares:
+        for request, share in zip(self._flights[-1], plan.shares, strict=True):
             if share.sample:
-                request = self._by_row[share.row]
                 request.tokens.append(UNKNOWN)
                 request.unknown += 1
-                request.ending = request.output_length >= request.max_tokens
+                request.ending = len(request.tokens) - len(request.prompt) >= request.max_tokens
 
     def _plan_running(self, shares: list[Share]) -> tuple[int, bool, bool]:
         """Shares for the running, oldest first. Returns the tokens left in the step, whether these are only for prompts that they finish,
@@ -246,13 +265,21 @@ class Scheduler:
         is not finished in this step leaves up to half of that to prompts which can be, behind it or in the queue: so there is never more
         than one in the midst of its prompt, and nobody waits for that one.
         """
+        running = self._running
         budget = self.limits.max_step_tokens - sum(
-            request.length - request.computed == 1 for request in self._running if not request.ending
+            [len(request.tokens) - request.computed == 1 for request in running if not request.ending]
         )
         before = self.preemptions
         position, whole = 0, False
-        while position < len(self._running):
-            request = self._running[position]
+        while position < len(running):
+            request = running[position]
+            start = request.computed
+            if start < request.steady and not request.ending and len(request.tokens) - start == 1:
+                assert request.row is not None
+                shares.append(Share(request.row, start, (request.tokens[start],), request.tabled, (), True, len(request.prompt)))
+                request.computed = start + 1
+                position += 1
+                continue
             if request.ending or (request.arriving is not None and not self._arrivals.is_late(request)):
                 position += 1
                 continue
@@ -271,7 +298,7 @@ class Scheduler:
                 budget -= count
             if count:
                 lacking = self._needs.pages(request, count) - self.ledger.available
-                if 0 < lacking <= sum(len(other.blocks) for other in self._running if other.ending):
+                if 0 < lacking <= sum(len(other.blocks) for other in running if other.ending):
                     position += 1  # They will be free when the step under way is over.
                     continue
                 if self._needs.is_chunk(request) and not request.blocks:
@@ -314,7 +341,7 @@ class Scheduler:
     def _make_room(self, position: int, count: int) -> bool:
         """Preempts until the running request has the blocks for `count` more positions. False if it has to go itself.
 
-        Only requests behind it are preempted, and they have no share yet: the youngest that has such blocks, of those that need
+        Only requests behind it are preempted, and they have no share yet: the last that has such blocks, of those that need
         pages of the device short ones first, since they are sooner computed again. Before anyone goes, near pages do.
         """
         request = self._running[position]
@@ -328,10 +355,10 @@ class Scheduler:
             behind = [other for other in self._running[position + 1 :] if (other.blocks if lacks_pages else other.long)]
             if not behind:
                 return False
-            self._preempt(max(behind, key=lambda other: (lacks_pages and not other.long, other.id)))
+            self._preempt(max(behind, key=lambda other: (lacks_pages and not other.long, other.turn)))
 
     def _admit(self, shares: list[Share], budget: int, whole: bool) -> Iterator[Admission]:
-        """Requests from the queue, first come first served, while tokens, rows and blocks for their whole length are there.
+        """Requests from the queue, each in its turn, while tokens, rows and blocks for their whole length are there.
 
         Whose prompt comes from another tier is admitted without tokens. whole: whether tokens are only for prompts that they finish.
         """
@@ -349,7 +376,7 @@ class Scheduler:
             self._waiting.popleft()
             request.phase, request.row = Phase.RUNNING, self._rows.pop()
             self._by_row[request.row] = request
-            insort(self._running, request, key=lambda other: other.id)
+            insort(self._running, request, key=lambda other: other.turn)
             yield Admission(request.row, request.sampling, request.prompt, tuple(request.tokens[request.prompt_length :]))
             if comes:
                 continue
@@ -382,10 +409,14 @@ class Scheduler:
 
     def _tail(self, request: Request) -> int:
         """Device blocks that who runs may come to need beside those that are its own or on their way to it."""
+        if request.steady:
+            return 1
         return self._needs.tail(request, 0 if request.arriving is None else len(self.tiers.pages_of(request.arriving)))
 
     def _cold_promised(self) -> int:
         """Host blocks that long requests which run may come to need: what their prompts still lack, and some more for what they decode."""
+        if not self._long:
+            return 0
         long = (request for request in self._running if request.long)
         return sum(_AHEAD + self._needs.host(request, request.length - request.computed) for request in long)
 
@@ -405,6 +436,8 @@ class Scheduler:
 
     def _free_near(self) -> None:
         """Near pages are free before anyone has a share: for the next token of all who run, and for the first in the queue."""
+        if not self._long:
+            return
         wanted = sum(self._needs.pages(request, 1) for request in self._running if self._needs.newest_only(request))
         if self._waiting and self._rows:
             promised = self._promised(self._waiting[0])
@@ -438,16 +471,16 @@ class Scheduler:
         The same step is early enough: in every layer, the keys and values of all its tokens are written before any are read. That is so
         for pages; a host block is found after the step that wrote it. The last token is always computed, since its logits are wanted.
         """
-        size, skipped = self.limits.block_size, 0
-        blocks = len(request.host_blocks if request.long else request.blocks)
-        while request.share_prefix and request.computed == blocks * size and request.computed + size < request.length:
-            key = self.prefixes.key(request, blocks, size)
-            if not (self._hold_cold(request, key) if request.long else self._hold(request, key)):
-                break
-            blocks += 1
-            request.computed += size
-            request.sealed = blocks
-            skipped += size
+        size = self.limits.block_size
+        first = len(request.host_blocks if request.long else request.blocks)
+        if not request.share_prefix or request.computed != first * size:
+            return 0
+        keys = self.prefixes.next_keys(request, first, size)
+        found = (self._hold_cold if request.long else self._hold)(request, keys)
+        skipped = found * size
+        if found:
+            request.computed += skipped
+            request.sealed = first + found
         if skipped and request.long and request.meeting is not None and request.cached is not None:
             self._arrivals.met(request, skipped)
         if skipped and request.long and request.blocks:
@@ -455,23 +488,27 @@ class Scheduler:
             self._drop_pages(request, len(request.blocks))
         return skipped
 
-    def _hold(self, request: Request, key: bytes) -> bool:
-        block = self.ledger.find(key)
-        if block is None:
-            return False
-        self.tiers.use((key,))
-        self.ledger.hold(block)
-        request.blocks.append(block)
-        return True
+    def _hold(self, request: Request, keys: Sequence[bytes]) -> int:
+        """How many of the first of these are in pages, which are the request's from now on."""
+        blocks = self.ledger.run_of(keys)
+        if blocks:
+            self.ledger.hold_run(keys, blocks)
+            self.tiers.use(keys[: len(blocks)])
+            request.blocks += blocks
+        return len(blocks)
 
-    def _hold_cold(self, request: Request, key: bytes) -> bool:
-        block = self.host.find(key)
-        if block is None:
-            return False
-        self.tiers.use((key,))
-        self.host.hold(block)
-        request.host_blocks.append(block)
-        return True
+    def _hold_cold(self, request: Request, keys: Sequence[bytes]) -> int:
+        """The same of host blocks, also of those on disk."""
+        count = 0
+        for key in keys:
+            block = self.host.find(key)
+            if block is None:
+                break
+            self.tiers.use((key,))
+            self.host.hold(block)
+            request.host_blocks.append(block)
+            count += 1
+        return count
 
     def _share(self, request: Request, count: int) -> Share:
         """Allocate blocks for the next `count` positions, seal pages that become full, and describe the work."""
@@ -512,7 +549,15 @@ class Scheduler:
             new_cold=tuple(request.host_blocks[request.host_tabled :]),
         )
         request.tabled, request.host_tabled = first + len(request.blocks), len(request.host_blocks)
+        request.steady = self._steady(request) if share.sample and not request.long else 0
         return share
+
+    def _steady(self, request: Request) -> int:
+        """See Request; of a short one that has come to its own length."""
+        blocks = len(request.blocks)
+        if not self.prefixes.share:
+            return blocks * self.limits.block_size
+        return blocks * self.limits.block_size - 1 if request.sealed >= blocks - 1 else 0
 
     def _show(self, request: Request) -> None:
         """Seal pages that are full when the step has computed them, as far as their tokens are known."""
@@ -534,12 +579,12 @@ class Scheduler:
         return cold
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to the queue, before all younger ones; its KV is computed again, or found again."""
+        """Send a running request back to the queue, before all whose turn is later; its KV is computed again, or found again."""
         self._running.remove(request)
         self._vacate(request)
         self._let_go(request)
         request.phase = Phase.WAITING
-        self._waiting.insert(sum(1 for _ in takewhile(lambda other: other.id < request.id, self._waiting)), request)
+        self._queue(request)
         self.preemptions += 1
 
     def _vacate(self, request: Request) -> None:
@@ -555,7 +600,7 @@ class Scheduler:
         self.host.release(request.host_blocks)
         request.blocks, request.host_blocks = [], []
         request.computed = request.sealed = request.shown = request.tabled = request.host_tabled = 0
-        request.paged = request.near = 0
+        request.paged = request.near = request.steady = 0
 
     def forget(self) -> int:
         """Drop all cached KV, on the device and beyond. Returns how many blocks were given up."""
@@ -563,7 +608,7 @@ class Scheduler:
 
     def recover(self, landed: Sequence[Landed] = ()) -> None:
         """After a step cut short, perhaps while it was planned, and when nothing is under way any more: only KV that committed steps have
-        written to the host is trusted, and all requests start anew in order of arrival. landed: the last of what was under way."""
+        written to the host is trusted, and all requests start anew, each in its turn. landed: the last of what was under way."""
         self.tiers.reset(landed)
         self.ledger.reset()
         self.host.vacate()
@@ -572,11 +617,11 @@ class Scheduler:
         self._flights.clear()
         self._running, self._by_row = [], {}
         self._rows = [Row(row) for row in reversed(range(self.limits.max_sequences))]
-        self._waiting = deque(self._requests.values())
+        self._waiting = deque(sorted(self._requests.values(), key=lambda request: request.turn))
         for request in self._waiting:
             request.phase, request.row, request.blocks, request.host_blocks = Phase.WAITING, None, [], []
             request.computed = request.sealed = request.shown = request.tabled = request.host_tabled = 0
-            request.paged = request.near = request.meets = 0
+            request.paged = request.near = request.meets = request.steady = 0
             request.arriving = request.meeting = None
             del request.tokens[request.known :]
             request.unknown, request.ending = 0, False
@@ -586,50 +631,49 @@ class Scheduler:
     def commit(self, plan: Plan, outcome: Outcome) -> list[Event]:
         """Take in what the step yielded: new tokens, and requests that end with them; and what has come from other tiers. What it computed
         for requests that have ended since it was planned is dropped."""
-        events = []
+        events, rates = list[Event](), self.tiers.rates
         requests = self._flights.popleft() if plan.shares else []
         for transfer, names, right in self.tiers.landed(outcome.landed):
             self._arrivals.take_in(transfer, names, right)
-        self.tiers.rates.stepped(plan.tokens, outcome.seconds, any(share.sample for share in plan.shares))
+        if plan.shares:
+            work = plan.tokens + sum([rates.work(share.start, len(share.tokens)) - len(share.tokens) for share in plan.runs])
+            rates.stepped(work, plan.tokens, outcome.seconds, any(share.sample for share in plan.shares))
         self.ledger.release(self._leaving)
         self._orders, self._leaving = [], []
+        size, finished = self.limits.block_size, Phase.FINISHED
         for request, share, result in zip(requests, plan.shares, outcome.results, strict=True):
-            if request.phase is Phase.FINISHED:
+            if request.phase is finished:
                 continue
+            start, stop = share.start, share.start + len(share.tokens)
             if request.long:
                 self._seal_cold(request)
-            elif self.prefixes.share:
+            elif stop // size > start // size and self.prefixes.share:
                 self._show(request)
-                for index in range(share.start // self.limits.block_size, share.stop // self.limits.block_size):
-                    self.tiers.computed(*self.prefixes.name(request, index, self.limits.block_size))
+                for index in range(start // size, stop // size):
+                    self.tiers.computed(*self.prefixes.name(request, index, size))
             # After a preemption the prompt is computed again, but nobody wants its log-probabilities twice.
-            if fresh := result.prompt_logprobs[max(0, request.scored - share.start) :]:
-                request.scored = share.start + len(result.prompt_logprobs)
+            if result.prompt_logprobs and (fresh := result.prompt_logprobs[max(0, request.scored - start) :]):
+                request.scored = start + len(result.prompt_logprobs)
                 events.append(Event(request.id, prompt_logprobs=fresh))
             if not share.sample:
                 continue
-            assert result.token is not None, f"request {request.id} was to sample and did not"
+            token = result.token
+            assert token is not None, f"request {request.id} was to sample and did not"
             if request.unknown:
-                request.tokens[share.stop] = result.token
+                request.tokens[stop] = token
                 request.unknown -= 1
             else:
-                request.tokens.append(result.token)
-            finish = self._finish_of(request, share.stop + 1 - request.prompt_length)
-            events.append(
-                Event(
-                    request.id,
-                    result.token,
-                    result.logprob,
-                    finish=finish,
-                    cached=request.cached or 0,
-                    cached_host=max(0, min(request.from_host, request.cached or 0) - request.from_disk),
-                    cached_disk=min(request.from_disk, request.cached or 0),
-                )
-            )
+                request.tokens.append(token)
+            finish = FinishReason.ERROR if result.broken else self._finish_of(request, token, stop + 1 - len(request.prompt))
+            cached, from_host, from_disk = request.cached or 0, 0, 0
+            if request.from_host or request.from_disk:
+                from_host, from_disk = max(0, min(request.from_host, cached) - request.from_disk), min(request.from_disk, cached)
+            events.append(Event(request.id, token, result.logprob, (), finish, cached, from_host, from_disk))
             if finish is not None:
                 self.stop(request.id, finish)
-            elif not request.long and self._becomes_long(request, request.length + _EARLY):
-                request.long, request.shown, request.sealed = True, request.sealed, 0
+            elif not request.long and (reach := len(request.tokens) + _EARLY) >= self._long_from and self._becomes_long(request, reach):
+                self._long += 1
+                request.long, request.shown, request.sealed, request.steady = True, request.sealed, 0, 0
                 request.near = len(request.blocks) if self.limits.near is None else min(len(request.blocks), self.limits.near)
         if self._check:
             self.check()
@@ -644,9 +688,9 @@ class Scheduler:
                 self.tiers.sealed_on_host(request.host_blocks[index], *name)
         request.sealed = len(request.host_blocks)
 
-    def _finish_of(self, request: Request, output: int) -> FinishReason | None:
-        """Whether the request ends with so many tokens of output."""
-        if request.tokens[request.prompt_length + output - 1] in request.sampling.end_tokens and output >= request.sampling.min_tokens:
+    def _finish_of(self, request: Request, token: int, output: int) -> FinishReason | None:
+        """Whether the request ends with this token, when it has so many of output."""
+        if token in request.sampling.end_tokens and output >= request.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if output >= request.max_tokens else None
 
@@ -656,6 +700,7 @@ class Scheduler:
         self._let_go(request)
         request.phase, request.finish = Phase.FINISHED, reason
         del self._requests[request.id]
+        self._long -= request.long
 
     def check(self) -> None:
         """Prove that blocks, rows and phases agree. Raises AssertionError with what is wrong."""
@@ -664,6 +709,7 @@ class Scheduler:
         self.ledger.check([*(request.blocks for request in requests), self._leaving, *moving_pages])
         self.host.check([*(request.host_blocks for request in requests), *moving_blocks])
         assert len(self._running) + len(self._waiting) == len(requests), "a request is neither running nor waiting"
+        assert self._long == sum(request.long for request in requests), "a long request is not counted, or one that has ended is"
         prove_rows(self._running, self._waiting, self._by_row, self._rows, self.limits.max_sequences)
         for request in self._running:
             prove_kv(request, self.limits.block_size)

@@ -1,11 +1,13 @@
 """Completions as OpenAI's clients read them: whole, and piece by piece."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import time
 
-from penstock.api.outputs import Completion, Delta
+from penstock.api.outputs import Completion, Delta, Output
 from penstock.api.text import Tokenizer
+from penstock.server.reading import Arguments, Begin, Content, End, Part, Reasoning
+from penstock.server.speech import Called, Speech, whole
 from penstock.step.plan import TokenLogprob
 from penstock.step.request import FinishReason
 
@@ -14,6 +16,11 @@ Answer = dict[str, object]
 
 def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(16)}"
+
+
+def new_call() -> str:
+    """An id for a call of a tool."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> Answer:
@@ -32,42 +39,112 @@ def usage(completions: Sequence[Completion]) -> Answer:
     }
 
 
-def finish(reason: FinishReason | None) -> str | None:
-    return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
+def finish(reason: FinishReason | None, *, calls: bool = False) -> str | None:
+    """calls: whether there are any of tools."""
+    if reason in (None, FinishReason.LENGTH, FinishReason.ERROR):
+        return None if reason is None else reason.value
+    return "tool_calls" if calls else "stop"
+
+
+def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[Answer]:
+    """Of each token, with the likeliest in its place."""
+
+    def entry(token: int, logprob: float) -> Answer:
+        written = tokenizer.token_bytes(token)
+        return {"token": written.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(written)}
+
+    return [entry(one.token, one.logprob) | {"top_logprobs": [entry(token, logprob) for token, logprob in one.top]} for one in tokens]
+
+
+class _Choice:
+    """One answer to a conversation, as it comes."""
+
+    def __init__(self, speech: Speech, *, reasons: bool) -> None:
+        self._speech, self._reasons = speech, reasons
+        self._greeted = False
+        self._ended = 0
+        """Of the calls of tools, those that are whole."""
+
+    def delta(self, text: str, reason: FinishReason | None) -> Answer:
+        parts = self._speech.push(text) + (self._speech.finish() if reason is not None else [])
+        said = "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        self._ended += sum(isinstance(part, End) for part in parts)
+        told: Answer = {"content": said} if said else {}
+        if reasoning and self._reasons:
+            told["reasoning_content"] = reasoning
+        if calls := _called(parts):
+            told["tool_calls"] = calls
+        if not self._greeted:
+            told = {"role": "assistant", "content": None if told and not said else said} | told
+            self._greeted = True
+        return told
+
+    def finish(self, reason: FinishReason | None) -> str | None:
+        return finish(reason, calls=bool(self._ended))
+
+
+def _called(parts: Sequence[Part]) -> list[Answer]:
+    """Calls of tools, or what is next of them."""
+    entries: dict[int, Answer] = {}
+    for part in parts:
+        if isinstance(part, Begin):
+            function = {"name": part.name, "arguments": ""}
+            entries[part.index] = {"index": part.index, "id": new_call(), "type": "function", "function": function}
+        elif isinstance(part, Arguments):
+            entry = entries.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += part.text  # type: ignore[index]
+    return list(entries.values())
 
 
 class Chat:
     """Answers to a conversation."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, speech: Callable[[], Speech], *, reasons: bool = True) -> None:
+        """speech: a new one for each answer. reasons: whether reasoning is told."""
         self._head: Answer = {"id": new_id("chatcmpl"), "created": int(time()), "model": model}
-        self._tokenizer = tokenizer
-        self._greeted: set[int] = set()
+        self._tokenizer, self._speech, self._reasons = tokenizer, speech, reasons
+        self._choices: dict[int, _Choice] = {}
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
         [completion] = completions
         choices = [
             {
                 "index": output.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
                 "logprobs": self._logprobs(output.logprobs) if output.logprobs is not None else None,
-                "finish_reason": finish(output.finish_reason),
+                **self._said(output),
             }
             for output in completion.outputs
         ]
         return self._head | {"object": "chat.completion", "choices": choices, "usage": usage(completions)}
 
+    def _said(self, output: Output) -> Answer:
+        said = whole(self._speech(), output.text)
+        content = "".join(part.text for part in said if isinstance(part, Content))
+        reasoning = "".join(part.text for part in said if isinstance(part, Reasoning))
+        calls = [
+            {"id": new_call(), "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+            for part in said
+            if isinstance(part, Called)
+        ]
+        message: Answer = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        if reasoning and self._reasons:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message, "finish_reason": finish(output.finish_reason, calls=bool(calls))}
+
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
         """Chunks for what came of the outputs of a prompt, one for each output."""
         chunks = []
         for index, text, logprobs, reason in _by_output(deltas):
-            said: Answer = {"role": "assistant", "content": text} if index not in self._greeted else {"content": text} if text else {}
-            self._greeted.add(index)
+            if (one := self._choices.get(index)) is None:
+                one = self._choices[index] = _Choice(self._speech(), reasons=self._reasons)
             choice = {
                 "index": index,
-                "delta": said,
+                "delta": one.delta(text, reason),
                 "logprobs": self._logprobs(logprobs) if logprobs else None,
-                "finish_reason": finish(reason),
+                "finish_reason": one.finish(reason),
             }
             chunks.append(self._chunk([choice]))
         return chunks
@@ -80,15 +157,7 @@ class Chat:
         return self._head | {"object": "chat.completion.chunk", "choices": choices}
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Answer:
-        content = [
-            self._entry(one.token, one.logprob) | {"top_logprobs": [self._entry(token, logprob) for token, logprob in one.top]}
-            for one in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> Answer:
-        written = self._tokenizer.token_bytes(token)
-        return {"token": written.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(written)}
+        return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
 class Texts:
@@ -148,6 +217,9 @@ class Texts:
 
 def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogprob], FinishReason | None]]:
     """What came of each output: its index, text, log-probabilities, and why it has ended, if it has."""
+    if len(deltas) == 1:  # The usual, in a stream.
+        [only] = deltas
+        return [(only.index, only.text, list(only.logprobs), only.finish_reason)]
     found: dict[int, tuple[list[str], list[TokenLogprob], list[FinishReason]]] = {}
     for delta in deltas:
         texts, logprobs, reasons = found.setdefault(delta.index, ([], [], []))

@@ -3,29 +3,35 @@
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import time
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message as Event
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from penstock.api.jobs import Ready
 from penstock.api.llm import LLM
-from penstock.api.outputs import Completion, Delta
 from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
+from penstock.server.accounts import Accounts, Teller, account_of
 from penstock.server.answers import Answer, error
-from penstock.server.desk import BusyError, Call, Desk
+from penstock.server.desk import BusyError, DeadlineError, Desk
+from penstock.server.dialects import AUTO, Dialect, dialect_of
+from penstock.server.fleet import Fleet
+from penstock.server.kept import Kept, NotKeptError
+from penstock.server.logs import note_request
 from penstock.server.metrics import CONTENT_TYPE, Metrics
-from penstock.server.prompts import Telling, chat_tokens, read
+from penstock.server.openapi import described
+from penstock.server.page import FILES, told
+from penstock.server.prompts import chat_tokens, read
+from penstock.server.responses import read_response
+from penstock.server.sending import GONE, completed, json_response, responded, said
+from penstock.server.state import Watch
+from penstock.server.uploads import Uploads
 from penstock.server.wire import (
     ChatRequest,
     CompletionRequest,
@@ -35,23 +41,24 @@ from penstock.server.wire import (
     blamed,
     decoded,
 )
+from penstock.server.wire_responses import ResponsesRequest
 
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
-_GONE = 499
-"""What is noted of a request whose client has gone."""
-_LARGE = 1 << 20
-"""Bytes of a request from which on it is read when no other such is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """names: by which clients ask for the model, the first is told. keys: one of which a client must send, if there are any.
-    most_body: bytes of a request."""
+    most_body: bytes of a request. tool_parser, reasoning_parser: as `dialect_of` takes them. most_kept: bytes of responses that clients
+    may come back to."""
 
     names: tuple[str, ...]
     keys: tuple[bytes, ...] = ()
     most_body: int = 32 << 20
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    most_kept: int = 64 << 20
 
 
 @dataclass(slots=True)
@@ -61,14 +68,33 @@ class House:
     settings: Settings
     llm: LLM | None = None
     desk: Desk | None = None
+    watch: Watch | None = None
+    fleet: Fleet | None = None
+    """The desk, if replicas carry out its calls."""
     loaded: int = 0
     """When, in seconds since 1970."""
     metrics: Metrics = field(default_factory=Metrics)
-    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """Held while a large request is read."""
+    tellers: Sequence[Teller] = ()
+    """Who is told of requests that are over, before the log is."""
+    dialect: Dialect | None = None
+    kept: Kept = field(init=False)
+    uploads: Uploads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = Kept(self.settings.most_kept)
+        self.uploads = Uploads(self.settings.most_body)
 
     def open(self, llm: LLM, desk: Desk) -> None:
         self.llm, self.desk, self.loaded = llm, desk, int(time())
+        if llm.has_tokenizer:
+            templates = llm.tokenizer.templates
+            self.dialect = dialect_of(templates, self.settings.tool_parser, self.settings.reasoning_parser)
+            if self.dialect.calls is None and self.settings.tool_parser == AUTO and any("tools" in source for source in templates.values()):
+                _LOG.warning("the model takes tools, but how it calls them is not known: calls will be text; --tool-parser may say more")
+        if isinstance(desk, Fleet):
+            self.fleet = desk
+            return
+        self.watch = Watch(llm, desk, self.settings.names[0])
         self.metrics.watch(llm, desk)
 
     def model(self) -> tuple[LLM, Desk]:
@@ -77,33 +103,44 @@ class House:
         return self.llm, self.desk
 
 
-def application(house: House) -> Starlette:
+def application(house: House) -> ASGIApp:
     asked = [
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
+        ("GET", "/openapi.json", _openapi),
         ("GET", "/metrics", _metrics),
+        ("GET", "/state", _state),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:path}", _model),
         ("POST", "/v1/chat/completions", _chat),
         ("POST", "/v1/completions", _complete),
+        ("POST", "/v1/responses", _respond),
+        ("GET", "/v1/responses/{name}", _response),
+        ("DELETE", "/v1/responses/{name}", _drop),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
+        *[("GET", path, _page) for path in FILES],
     ]
-    routes = [Route(path, _told(house, path, handler), methods=[method]) for method, path, handler in asked]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    found: dict[str, dict[str, Handler]] = {}
+    for method, path, handler in asked:
+        found.setdefault(path, {})[method] = handler
+    # One route a path: what it does not take is refused with all that it does.
+    routes = [Route(path, _told(house, path, handlers), methods=list(handlers)) for path, handlers in found.items()]
+    return Accounts(Starlette(routes=routes, exception_handlers={HTTPException: _no_route}), (*house.tellers, note_request))
 
 
 # ---- what stands around every route
 
-_OPEN = ("/health", "/ready")
+_OPEN = ("/health", "/ready", "/openapi.json", *FILES)
 """Asked by what has no key."""
 Handler = Callable[[House, Request], Awaitable[Response]]
 
 
-def _told(house: House, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """The handler behind the check of keys, its errors as clients know them."""
+def _told(house: House, path: str, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of the request's method, behind the check of keys, its errors as clients know them."""
 
     async def route(request: Request) -> Response:
+        account_of(request).route = path
         response = await answered(request)
         house.metrics.answered(path, response.status_code)
         return response
@@ -113,13 +150,16 @@ def _told(house: House, path: str, handler: Handler) -> Callable[[Request], Awai
             # Not request.url, in which the client's Host header may have a part.
             if request.scope["path"] not in _OPEN:
                 _check_key(house.settings, request)
-            return await handler(house, request)
+            return await handlers["GET" if request.method == "HEAD" else request.method](house, request)
         except asyncio.CancelledError:  # The end of the server has not waited for this, such as for a body that does not come.
             return _refusal(EngineClosedError("the server is shutting down; send the request again, to another one or later"))
         except ClientDisconnect:
-            return Response(status_code=_GONE)
+            return Response(status_code=GONE)
         except Exception as fault:
+            account_of(request).fault = str(fault.status_code) if isinstance(fault, HTTPException) else type(fault).__name__
             return _refusal(fault)
+        finally:
+            house.uploads.release(request)
 
     return route
 
@@ -138,62 +178,48 @@ def _check_key(settings: Settings, request: Request) -> None:
 def _refusal(fault: Exception) -> Response:
     """The error as an answer."""
     match fault:
+        case NotKeptError():
+            return json_response(error(str(fault), "invalid_request_error", fault.param, "response_not_found"), 404)
         case FieldError():
-            return _json(error(str(fault), "invalid_request_error", fault.param), 400)
+            return json_response(error(str(fault), "invalid_request_error", fault.param), 400)
         case LengthError():
-            return _json(error(str(fault), "invalid_request_error", code="context_length_exceeded"), 400)
+            return json_response(error(str(fault), "invalid_request_error", code="context_length_exceeded"), 400)
         case RequestError():
-            return _json(error(str(fault), "invalid_request_error", blamed(fault)), 400)
+            return json_response(error(str(fault), "invalid_request_error", blamed(fault)), 400)
         case CheckpointError():  # It lacks a tokenizer; token ids would do.
-            return _json(error(str(fault), "invalid_request_error"), 400)
+            return json_response(error(str(fault), "invalid_request_error"), 400)
         case BusyError() if not fault.seconds:
-            return _json(error(str(fault), "invalid_request_error", "n"), 400)
+            return json_response(error(str(fault), "invalid_request_error", "n"), 400)
         case BusyError():
-            return _json(error(str(fault), "rate_limit_error", code="queue_full"), 429, {"Retry-After": str(round(fault.seconds))})
+            return json_response(error(str(fault), "rate_limit_error", code="queue_full"), 429, {"Retry-After": str(round(fault.seconds))})
+        case DeadlineError():
+            return json_response(error(str(fault), "timeout_error", "timeout", "deadline_exceeded"), 504)
         case EngineClosedError():
-            return _json(error(str(fault), "server_error", code="unavailable"), 503, {"Retry-After": "5"})
+            return json_response(error(str(fault), "server_error", code="unavailable"), 503, {"Retry-After": "5"})
         case HTTPException():
             invalid = "invalid_request_error"
             kinds = {401: ("authentication_error", None, "invalid_api_key"), 404: (invalid, "model", "model_not_found")}
-            return _json(error(str(fault.detail), *kinds.get(fault.status_code, (invalid, None, None))), fault.status_code)
+            return json_response(error(str(fault.detail), *kinds.get(fault.status_code, (invalid, None, None))), fault.status_code)
         case PenstockError():
-            return _json(error(str(fault), "server_error"), 500)
+            return json_response(error(str(fault), "server_error"), 500)
     _LOG.error("a request has failed", exc_info=fault)
-    return _json(error(_said(fault), "server_error"), 500)
-
-
-def _said(fault: Exception) -> str:
-    """What a client is told of it: of what was not foreseen, not much."""
-    return str(fault) if isinstance(fault, PenstockError) else f"the server has failed with {type(fault).__name__}; its log says more"
+    return json_response(error(said(fault), "server_error"), 500)
 
 
 def _no_route(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, HTTPException)
     path = request.scope["path"][:200]
     message = f"{path} does not take {request.method}" if fault.status_code == 405 else f"there is nothing at {path}"
-    return _json(error(message, "invalid_request_error"), fault.status_code, fault.headers)
-
-
-def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
+    return json_response(error(message, "invalid_request_error"), fault.status_code, fault.headers)
 
 
 async def _body(house: House, request: Request, kind: type[T]) -> T:
-    """Raises FieldError, or HTTPException for one that is too large."""
-    most, parts, size = house.settings.most_body, [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise HTTPException(413, f"the request has more than {most} bytes, which is all this server reads of one; send less")
-        parts.append(part)
-    request.state.size = size
-    return decoded(b"".join(parts), kind)
+    """Raises FieldError, and what `Uploads.body` does."""
+    return decoded(await house.uploads.body(request), kind)
 
 
 async def _aside(house: House, request: Request, read: Callable[[], T]) -> T:
-    """Done on another thread. Large requests, which may take ten seconds and gigabytes, come one by one: small ones find a thread."""
-    async with house.large if request.state.size > _LARGE else nullcontext():
-        return await asyncio.to_thread(read)
+    return await house.uploads.aside(request, read)
 
 
 def _check_model(house: House, name: str) -> None:
@@ -205,23 +231,25 @@ def _check_model(house: House, name: str) -> None:
 
 
 async def _health(house: House, request: Request) -> Response:
-    return _json({"status": "alive"})
+    return json_response({"status": "alive"})
 
 
 async def _ready(house: House, request: Request) -> Response:
     if house.desk is None:
-        return _json({"status": "loading"}, 503)
-    return _json({"status": "ready"}) if house.desk.open else _json({"status": "closing"}, 503)
+        return json_response({"status": "loading"}, 503)
+    if house.fleet is not None and not house.fleet.replicas:
+        return json_response({"status": "waiting for a replica"}, 503)
+    return json_response({"status": "ready"}) if house.desk.open else json_response({"status": "closing"}, 503)
 
 
 async def _models(house: House, request: Request) -> Response:
-    return _json({"object": "list", "data": [_described(house, name) for name in house.settings.names]})
+    return json_response({"object": "list", "data": [_described(house, name) for name in house.settings.names]})
 
 
 async def _model(house: House, request: Request) -> Response:
     name = request.path_params["name"]
     _check_model(house, name)
-    return _json(_described(house, name))
+    return json_response(_described(house, name))
 
 
 def _described(house: House, name: str) -> Answer:
@@ -244,12 +272,55 @@ async def _generate(house: House, request: Request, kind: type[ChatRequest] | ty
     asked.check()
     llm, desk = house.model()
     desk.check_room(asked.outputs)
-    ready, telling = await _aside(house, request, lambda: read(llm, asked))
-    return await _answered(request, desk, ready, telling, asked)
+    ready, telling = await _aside(house, request, lambda: read(llm, asked, house.dialect))
+    return await completed(request, desk, ready, telling, asked)
+
+
+async def _respond(house: House, request: Request) -> Response:
+    asked = await _body(house, request, ResponsesRequest)
+    _check_model(house, asked.model)
+    asked.check()
+    llm, desk = house.model()
+    desk.check_room(1)
+    name = asked.previous_response_id
+    before = b"" if name is None else house.kept.conversation(name, "previous_response_id")
+    ready, response = await _aside(house, request, lambda: read_response(llm, asked, before, house.dialect))
+    return await responded(request, desk, ready, response, house.kept, asked)
+
+
+async def _response(house: House, request: Request) -> Response:
+    if request.query_params.get("stream", "false") != "false":
+        raise FieldError("a stream was asked for, but a response that is kept is whole; leave stream out", "stream")
+    return Response(house.kept.answer(request.path_params["name"]), media_type="application/json")
+
+
+async def _drop(house: House, request: Request) -> Response:
+    name = request.path_params["name"]
+    house.kept.drop(name)
+    return json_response({"id": name, "object": "response", "deleted": True})
+
+
+async def _openapi(house: House, request: Request) -> Response:
+    return Response(described(keys=bool(house.settings.keys)), media_type="application/json")
 
 
 async def _metrics(house: House, request: Request) -> Response:
-    return Response(house.metrics.text(), media_type=CONTENT_TYPE)
+    own = house.metrics.text()
+    return Response(own if house.fleet is None else await house.fleet.metrics(own), media_type=CONTENT_TYPE)
+
+
+async def _state(house: House, request: Request) -> Response:
+    house.model()
+    if house.fleet is not None:
+        found: object = await house.fleet.state()
+    else:
+        assert house.watch is not None
+        found = house.watch.look()
+    return json_response(found, headers={"Cache-Control": "no-store"})
+
+
+async def _page(house: House, request: Request) -> Response:
+    return told(request)
 
 
 async def _tokenize(house: House, request: Request) -> Response:
@@ -260,7 +331,7 @@ async def _tokenize(house: House, request: Request) -> Response:
 
     def tokenized() -> Answer:
         if asked.messages is not None:
-            tokens = chat_tokens(llm, asked.messages, asked)
+            tokens = chat_tokens(llm, asked, house.dialect)
         else:
             tokens = llm.tokenizer.encode(asked.prompt or "", special=asked.add_special_tokens)
         answer: Answer = {"count": len(tokens), "max_model_len": llm.booted.engine.scheduler.longest, "tokens": tokens}
@@ -268,136 +339,11 @@ async def _tokenize(house: House, request: Request) -> Response:
             answer["token_strs"] = [llm.tokenizer.token_text(token) for token in tokens]
         return answer
 
-    return _json(await _aside(house, request, tokenized))
+    return json_response(await _aside(house, request, tokenized))
 
 
 async def _detokenize(house: House, request: Request) -> Response:
     asked = await _body(house, request, DetokenizeRequest)
     llm, _ = house.model()
     _check_model(house, asked.model or house.settings.names[0])
-    return _json({"prompt": await _aside(house, request, lambda: llm.decode(asked.tokens))})
-
-
-# ---- answers
-
-
-async def _answered(
-    request: Request, desk: Desk, ready: Sequence[Ready], telling: Telling, asked: ChatRequest | CompletionRequest
-) -> Response:
-    """The outputs of all prompts, whole or as they come. A client that goes takes its calls with it."""
-    calls = desk.ask(ready)
-    if asked.streams:
-        return _Live(_told_live(calls, telling, tells_usage=asked.tells_usage), lambda: _leave(calls))
-    try:
-        completions = await _unless_gone(request.receive, _all(calls))
-    finally:
-        _leave(calls)
-    if completions is None:
-        return Response(status_code=_GONE)
-    return _json(telling.whole(completions))
-
-
-async def _all(calls: Sequence[Call]) -> list[Completion]:
-    return [await call.completion() for call in calls]
-
-
-async def _told_live(calls: Sequence[Call], telling: Telling, *, tells_usage: bool) -> AsyncGenerator[bytes]:
-    """Events, as pieces come of any of the calls."""
-    try:
-        async with aclosing(_merged(calls)) as merged:
-            async for number, deltas in merged:
-                for chunk in telling.pieces(number, deltas):
-                    yield _event(chunk | {"usage": None} if tells_usage else chunk)
-        if tells_usage:
-            yield _event(telling.last([call.so_far() for call in calls]))
-    except Exception as fault:
-        # The status has been sent: that is all that can still be said.
-        if not isinstance(fault, PenstockError):
-            _LOG.error("a stream has failed", exc_info=fault)
-        yield _event(error(_said(fault), "server_error"))
-        return
-    yield b"data: [DONE]\n\n"
-
-
-async def _merged(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Sequence[Delta]]]:
-    if len(calls) == 1:
-        async for deltas in calls[0].pieces():
-            yield 0, deltas
-        return
-    news: asyncio.Queue[tuple[int, Sequence[Delta] | BaseException | None]] = asyncio.Queue()
-
-    async def listen(number: int, call: Call) -> None:
-        try:
-            async for deltas in call.pieces():
-                news.put_nowait((number, deltas))
-            news.put_nowait((number, None))
-        except PenstockError as fault:
-            news.put_nowait((number, fault))
-
-    listening = [asyncio.ensure_future(listen(number, call)) for number, call in enumerate(calls)]
-    try:
-        left = len(calls)
-        while left:
-            number, come = await news.get()
-            if isinstance(come, BaseException):
-                raise come
-            if come is None:
-                left -= 1
-            else:
-                yield number, come
-    finally:
-        for task in listening:
-            task.cancel()
-
-
-def _event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-def _leave(calls: Sequence[Call]) -> None:
-    for call in calls:
-        call.leave()
-
-
-class _Live(Response):
-    """A stream of events, which ends when the client goes, also while there is nothing to send."""
-
-    def __init__(self, events: AsyncGenerator[bytes], over: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._events, self._over = events, over
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await _unless_gone(receive, self._send(send))
-        except asyncio.CancelledError:
-            _LOG.info("a client has not read its answer to the end")
-        finally:
-            self._over()
-            await self._events.aclose()
-
-    async def _send(self, send: Send) -> None:
-        with suppress(OSError):  # The client has gone.
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _unless_gone(receive: Callable[[], Awaitable[Event]], work: Coroutine[Any, Any, T]) -> T | None:
-    """What comes of the work; None if the client goes before it is done, which ends it."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, waiting):
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+    return json_response({"prompt": await _aside(house, request, lambda: llm.decode(asked.tokens))})

@@ -5,14 +5,15 @@ calls there are, how many, and who waits for what; the driver alone touches the 
 loop once after each step, for all calls at once, and the last it hands over of a call is its end: its outputs are complete, or a fault.
 A call that its client has left is put in the queue like a new one and met in that order, so it is ended behind its own beginning; what
 comes of it meanwhile reaches nobody. When the driver fails, or has ended, every call that it has not ended is told so, those too that it
-had not met yet: `_over` is set on the loop, behind everything that was handed over before, and no call is taken after it.
+had not met yet: `_over` is set on the loop, behind everything that was handed over before, and no call is taken after it. When a call's
+turn came the driver writes once, before it hands over anything of it.
 """
 
 import asyncio
 import logging
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic
 
@@ -21,7 +22,7 @@ from penstock.api.llm import LLM
 from penstock.api.outputs import Completion, Delta
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.engine.engine import Stats
-from penstock.server.metrics import Metrics
+from penstock.server.metrics import Metrics, Times
 
 _LOG = logging.getLogger("penstock")
 _NAP = 0.02
@@ -41,6 +42,10 @@ class BusyError(PenstockError):
         self.seconds = seconds
 
 
+class DeadlineError(PenstockError):
+    """A request has taken longer than it may."""
+
+
 class Call:
     """A client's prompt: pieces of its outputs as they come, from the loop that has asked."""
 
@@ -50,12 +55,16 @@ class Call:
         self._desk = desk
         self._job: Job | None = None
         """The driver's."""
-        self.first = 0.0
-        """When there was a first piece, by monotonic(); 0 until then."""
+        self.admitted = self.first = self.last = 0.0
+        """When its turn came, and there were a first and, lately, another piece, by monotonic(); 0 until then."""
+        self.left = False
+        """Whether its client went before its end."""
         self._come: list[Delta] = []
         self._news = asyncio.Event()
         self._fault: BaseException | None = None
         self._over = False
+        self._timer: asyncio.TimerHandle | None = None
+        """That ends it when it has taken too long."""
 
     async def pieces(self) -> AsyncIterator[Sequence[Delta]]:
         """All that has come since the last time, until the outputs are complete. Raises what has kept them from being so."""
@@ -82,11 +91,33 @@ class Call:
         assert self._job is not None, "asked before the first piece"
         return self._job.completion()
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens of its outputs so far, and those of its prompt that were found. From the loop, also while there come more."""
+        if self._job is None:
+            return 0, 0
+        return sum(len(sequence.tokens) for sequence in self._job.sequences), self._job.sequences[0].cached[0]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why each of its outputs has ended, when the call has: as the engine says it, else "error", or "abort" if the client went."""
+        otherwise = "error" if self._fault is not None else "abort"
+        if self._job is None:
+            return [otherwise] * len(self.ready.samplings)
+        return [otherwise if sequence.finish is None else sequence.finish.value for sequence in self._job.sequences]
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What has kept its outputs from being complete."""
+        return self._fault
+
     def leave(self) -> None:
         """The client wants nothing more of it. What has ended is not disturbed."""
         self._desk._leave(self)
 
     def _take(self, deltas: Sequence[Delta], over: bool, fault: BaseException | None) -> None:
+        if over and self._timer is not None:
+            self._timer.cancel()
         self._come.extend(deltas)
         self._over, self._fault = self._over or over, self._fault or fault
         self._news.set()
@@ -109,11 +140,15 @@ class Desk:
         """Of all calls."""
         self._seconds = _FIRST_GUESS
         """That an output takes, lately."""
+        self.most_seconds: float | None = None
+        """That a request may take, whatever it asks for."""
         self._closing = False
         self._fault: BaseException | None = None
         self._over = asyncio.Event()
         self._mail: SimpleQueue[Call | None] = SimpleQueue()
         """Calls to begin or, when they were met before, to end; None is the end of all."""
+        self._queued: list[Call] = []
+        """The driver's: those that the engine was given, and whose turn has not come."""
         self.stats: Stats = llm.stats()
         """After the last step. The driver puts a new one in its place."""
         self._thread = threading.Thread(target=self._drive, name="penstock driver", daemon=True)
@@ -131,6 +166,12 @@ class Desk:
         """Under way, and waiting."""
         return self._outputs
 
+    @property
+    def reading(self) -> Call | None:
+        """Of calls that the engine was given, the first of which nothing has come: a prompt in the making is that one's."""
+        unread = [(call._job.sequences[0].request, call) for call in self._calls if call._job is not None and not call.first]
+        return min(unread, key=lambda one: one[0])[1] if unread else None
+
     def check_room(self, asked: int) -> None:
         """For so many outputs. Raises BusyError if there is none, EngineClosedError if there never will be."""
         if not self.open:
@@ -142,16 +183,25 @@ class Desk:
             seconds = min(max(1.0, self._seconds * (self._outputs + asked - self._most) / self._rows), _LONGEST_WAIT)
             raise BusyError(f"{self._outputs} outputs are under way or waiting, and {self._most} can at most; try again later", seconds)
 
-    def ask(self, ready: Sequence[Ready]) -> list[Call]:
-        """A call for each prompt of a request; none is begun unless all are. Raises what `check_room` does."""
+    def ask(self, ready: Sequence[Ready], seconds: float | None = None) -> list[Call]:
+        """A call for each prompt of a request; none is begun unless all are. Raises what `check_room` does. seconds: after which they end
+        with DeadlineError, if they may take so many."""
         asked = sum(len(one.samplings) for one in ready)
         self.check_room(asked)
-        calls = [Call(self, one) for one in ready]
+        calls = [self.call(one) for one in ready]
         self._calls.update(calls)
         self._outputs += asked
+        if self.most_seconds is not None:
+            seconds = self.most_seconds if seconds is None else min(seconds, self.most_seconds)
         for call in calls:
+            if seconds is not None:
+                call._timer = self._loop.call_later(seconds, self._expire, call, seconds)
             self._mail.put(call)
         return calls
+
+    def call(self, ready: Ready) -> Call:
+        """A new one, of which nobody knows yet."""
+        return Call(self, ready)
 
     async def close(self, patience: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Take no more calls, let those that there are end for so many seconds, or until there is hurry, then end them."""
@@ -170,27 +220,41 @@ class Desk:
 
     def _leave(self, call: Call) -> None:
         if call in self._calls and not call._over:
-            call._over = True
-            self._calls.discard(call)
-            self._outputs -= len(call.ready.samplings)
-            self._mail.put(call)
+            call.left = True
+            self._break_off(call, None)
             self._metrics.abandoned()
+
+    def _expire(self, call: Call, seconds: float) -> None:
+        if call in self._calls and not call._over:
+            what = f"the request has taken {seconds:g} seconds, which is all it may (timeout)"
+            self._break_off(call, DeadlineError(f"{what}; ask for fewer tokens, allow more time, or try when there is less to do"))
+
+    def _break_off(self, call: Call, fault: BaseException | None) -> None:
+        call._take((), True, fault)
+        self._calls.discard(call)
+        self._outputs -= len(call.ready.samplings)
+        self._mail.put(call)
 
     def _deliver(self, news: Sequence[tuple[Call, Sequence[Delta], bool, BaseException | None]]) -> None:
         for call, deltas, over, fault in news:
             if call not in self._calls:
                 continue
             now = monotonic()
-            if deltas and not call.first:
-                call.first = now
-                self._metrics.began(now - call.begun)
+            if deltas:
+                if not call.first:
+                    call.first = now
+                    self._metrics.began(now - call.begun)
+                else:
+                    self._metrics.went_on(now - call.last)
+                call.last = now
             call._take(deltas, over, fault)
             if over:
                 self._calls.discard(call)
                 self._outputs -= len(call.ready.samplings)
                 if fault is None:
                     self._seconds += (now - call.begun - self._seconds) / 16
-                    self._metrics.completed(now - call.begun, now - call.first, call.so_far())
+                    times = Times(call.admitted - call.begun, call.first - call.admitted, now - call.first)
+                    self._metrics.completed(times, call.so_far())
 
     def _end(self, fault: BaseException | None) -> None:
         self._fault = fault
@@ -206,11 +270,13 @@ class Desk:
     def _drive(self) -> None:
         fault: BaseException | None = None
         active: dict[Call, Job] = {}
-        waiting: deque[Call] = deque()
+        waiting: list[Call] = []
         try:
             while self._meet(active, waiting):
+                began = monotonic()
                 self._llm.advance()
                 self.stats = self._llm.stats()
+                self._note_turns(began)
                 self._hand_over(active)
         except BaseException as error:
             fault = error
@@ -218,11 +284,11 @@ class Desk:
         finally:
             self._tell(self._end, fault)
 
-    def _meet(self, active: dict[Call, Job], waiting: deque[Call]) -> bool:
+    def _meet(self, active: dict[Call, Job], waiting: list[Call]) -> bool:
         """Begin and end what was asked for; wait for it if there is nothing else to do. False when all is over.
 
-        Of long prompts one at a time is given to the engine, which serves first who came first: a second one, before it is its turn, would
-        hold up the short ones behind it, for which a step with a long one has room.
+        Of long prompts one at a time is given to the engine, which serves each in its turn: a second one, before it is its turn, would hold
+        up the short ones behind it, for which a step with a long one has room.
         """
         refused: list[tuple[Call, Sequence[Delta], bool, BaseException | None]] = []
         while True:
@@ -237,6 +303,8 @@ class Desk:
                 self._llm.abandon(list(active.values()))
                 return False
             if (job := active.pop(call, None)) is not None:
+                with suppress(ValueError):
+                    self._queued.remove(call)
                 self._llm.abandon([job])
             elif not call._over:
                 if len(call.ready.tokens) > self._long:
@@ -244,7 +312,8 @@ class Desk:
                 else:
                     self._begin(call, active, refused)
         while waiting and not any(self._is_reading(job) for job in active.values()):
-            if not (call := waiting.popleft())._over:
+            first = min(range(len(waiting)), key=lambda place: (waiting[place].ready.priority, place))
+            if not (call := waiting.pop(first))._over:
                 self._begin(call, active, refused)
         if refused:
             self._tell(self._deliver, refused)
@@ -257,8 +326,22 @@ class Desk:
     def _begin(self, call: Call, active: dict[Call, Job], refused: list[tuple[Call, Sequence[Delta], bool, BaseException | None]]) -> None:
         try:
             active[call] = call._job = self._llm.begin(call.ready)
+            self._queued.append(call)
         except PenstockError as fault:
             refused.append((call, (), True, fault))
+
+    def _note_turns(self, when: float) -> None:
+        """Of calls of which the step that began then has taken the first output from the engine's queue."""
+        if not self._queued:
+            return
+        waits, still = self._llm.booted.engine.scheduler.is_waiting, list[Call]()
+        for call in self._queued:
+            assert call._job is not None
+            if waits(call._job.sequences[0].request):
+                still.append(call)
+            else:
+                call.admitted = when
+        self._queued = still
 
     def _hand_over(self, active: dict[Call, Job]) -> None:
         news: list[tuple[Call, Sequence[Delta], bool, BaseException | None]] = []

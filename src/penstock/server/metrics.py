@@ -1,19 +1,23 @@
 """What is counted and measured, as Prometheus reads it.
 
-Names end as those of other engines do, so that their dashboards need another prefix and little else.
+Names end as those of other engines do, so that their dashboards need another prefix and little else. All of them are there as soon as the
+model is, also those of tiers that are not in use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.api.llm import LLM
 from penstock.api.outputs import Completion
-from penstock.base.meter import KVStats, TierStats, WeightStats
+from penstock.base.meter import Direction, KVStats, TierStats, WeightStats
 from penstock.engine.engine import Stats
+from penstock.step.plan import Route
 
 if TYPE_CHECKING:
     from penstock.server.desk import Desk
@@ -22,7 +26,27 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 """Up to an hour: a first token after a long prompt may take that."""
 _SECONDS_EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_TOKENS = tuple(4**power for power in range(11))
+"""Up to a million."""
 _PREFIX = "penstock:"
+_LOOKS = 1.0
+"""Seconds between two looks from which a link's rate is taken, at least: more than one may read the metrics."""
+_NOTHING = Direction(0, 0.0, 0)
+_NO_TIERS = TierStats(0, 0, 0, 0, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False)
+_NO_KV = KVStats(0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a request: until its turn came, from then to its first token, and from there to its last."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+    @property
+    def whole(self) -> float:
+        return self.queue + self.prefill + self.decode
 
 
 class Metrics:
@@ -31,23 +55,36 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._first = self._histogram("time_to_first_token_seconds", "From a request to the first token of it.", _SECONDS)
+        self._gap = self._histogram("inter_token_latency_seconds", "Between two steps that brought tokens of a request.", _SECONDS_EACH)
         self._each = self._histogram("time_per_output_token_seconds", "Between tokens of an output, on average.", _SECONDS_EACH)
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its last token.", _SECONDS)
-        self._ended = Counter(
-            _PREFIX + "request_success", "Outputs that are complete, by what ended them.", ["finished_reason"], registry=self._registry
-        )
-        self._answers = Counter(_PREFIX + "http_requests", "Requests, by route and status.", ["route", "status"], registry=self._registry)
-        self._prompts = Counter(_PREFIX + "prompt_tokens", "Tokens of prompts, computed or found.", registry=self._registry)
-        self._found = Counter(
-            _PREFIX + "prefix_cache_hits", "Tokens of prompts whose KV was found, by where.", ["tier"], registry=self._registry
-        )
-        self._left = Counter(_PREFIX + "request_abandoned", "Requests whose client went before their end.", registry=self._registry)
+        self._queue = self._histogram("request_queue_time_seconds", "From a request to its first step.", _SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "From a request's first step to its first token.", _SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", "From a request's first token to its last.", _SECONDS)
+        self._long = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._said = self._histogram("request_generation_tokens", "Tokens of an output.", _TOKENS)
+        self._ended = self._counter("request_success", "Outputs that are complete, by what ended them.", "finished_reason")
+        self._left = self._counter("request_abandoned", "Requests whose client went before their end.")
+        self._answers = self._counter("http_requests", "Requests, by route and status.", "route", "status")
+        self._prompts = self._counter("prompt_tokens", "Tokens of prompts, computed or found.")
+        self._asked = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for among earlier ones.")
+        self._found = self._counter("prefix_cache_hits", "Tokens of prompts whose KV was found, by where.", "tier")
+        for tier in ("device", "host", "disk"):
+            self._found.labels(tier)
+        for reason in ("stop", "length"):
+            self._ended.labels(reason)
+        self._looks = True
+        ProcessCollector(registry=self._registry)
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(_PREFIX + name, what, buckets=buckets, registry=self._registry)
 
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, what, labels, registry=self._registry)
+
     def watch(self, llm: LLM, desk: "Desk") -> None:
         """From now on the engine's own counts are told too."""
+        self._looks = llm.booted.engine.scheduler.prefixes.share
         self._registry.register(_Engine(llm, desk))
 
     def answered(self, route: str, status: int) -> None:
@@ -57,15 +94,26 @@ class Metrics:
         """A request's first token, so many seconds after it came."""
         self._first.observe(seconds)
 
-    def completed(self, seconds: float, after_first: float, completion: Completion) -> None:
-        """All of a request, in so many seconds, of which some went by after its first token."""
-        self._whole.observe(seconds)
+    def went_on(self, seconds: float) -> None:
+        """More of a request's tokens, so many seconds after the last."""
+        self._gap.observe(seconds)
+
+    def completed(self, times: Times, completion: Completion) -> None:
+        """All of a request."""
+        self._whole.observe(times.whole)
+        self._queue.observe(times.queue)
+        self._prefill.observe(times.prefill)
+        self._decode.observe(times.decode)
         longest = max(len(output.tokens) for output in completion.outputs)
         if longest > 1:
-            self._each.observe(after_first / (longest - 1))
+            self._each.observe(times.decode / (longest - 1))
         for output in completion.outputs:
             self._ended.labels(output.finish_reason.value).inc()
+            self._said.observe(len(output.tokens))
+        self._long.observe(len(completion.prompt_tokens))
         self._prompts.inc(len(completion.prompt_tokens))
+        if self._looks:
+            self._asked.inc(len(completion.prompt_tokens))
         beyond = completion.cached_host + completion.cached_disk
         for tier, count in (
             ("device", completion.cached_tokens - beyond),
@@ -86,20 +134,38 @@ class _Engine(Collector):
 
     def __init__(self, llm: LLM, desk: "Desk") -> None:
         self._llm, self._desk = llm, desk
+        self._rates = _Rates()
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._desk.stats
-        yield from _of_steps(stats)
-        yield from _of_weights(self._llm.booted.weights.stats())
-        if stats.kv is not None:
-            yield from _of_long_contexts(stats.kv)
-        if stats.tiers is not None:
-            yield from _of_tiers(stats.tiers)
+        stats, weights = self._desk.stats, self._llm.booted.weights.stats()
+        kv, tiers = stats.kv or _NO_KV, stats.tiers or _NO_TIERS
+        yield from _of_steps(stats, max(self._desk.outputs - stats.running, stats.waiting))
+        yield from _of_weights(weights)
+        crossed = _crossed(weights, kv, tiers)
+        yield from _of_links(weights, crossed, self._rates.of(crossed, monotonic()))
+        yield from _of_kv(self._llm, stats, kv, tiers)
+        scheduler = self._llm.booted.engine.scheduler
+        yield from _of_tiers(tiers, scheduler.tiers.counts.moved[Route.UP], scheduler.tiers.pages.given_up)
 
 
-def _of_steps(stats: Stats) -> Iterator[Metric]:
+class _Rates:
+    """Of what only grows, between two looks."""
+
+    def __init__(self) -> None:
+        self._when, self._counted, self._rates = 0.0, dict[str, int](), dict[str, float]()
+
+    def of(self, counted: Mapping[str, int], now: float) -> Mapping[str, float]:
+        """Each a second since the last look; of one that comes too soon after another, what that one was told."""
+        seconds = now - self._when
+        if seconds >= _LOOKS or not self._counted:
+            self._rates = {name: (count - self._counted.get(name, count)) / seconds for name, count in counted.items()}
+            self._when, self._counted = now, dict(counted)
+        return self._rates
+
+
+def _of_steps(stats: Stats, waiting: int) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Outputs that are being computed.", stats.running)
-    yield _gauge("num_requests_waiting", "Outputs that wait for room or their turn.", stats.waiting)
+    yield _gauge("num_requests_waiting", "Outputs that wait for room or their turn.", waiting)
     yield _gauge(
         "kv_cache_usage_perc", "Share of the device's KV blocks that are held, 1 is all.", 1 - stats.kv_blocks_free / stats.kv_blocks
     )
@@ -111,41 +177,81 @@ def _of_steps(stats: Stats) -> Iterator[Metric]:
 
 
 def _of_weights(stats: WeightStats) -> Iterator[Metric]:
-    at = GaugeMetricFamily(_PREFIX + "weights_bytes", "Bytes of weights, by where they stay.", labels=["tier"])
-    for tier, size in (("device", stats.device), ("host", stats.host), ("disk", stats.disk)):
-        at.add_metric([tier], size)
-    yield at
+    at = {"device": stats.device, "host": stats.host, "disk": stats.disk}
+    yield _gauges("weights_bytes", "Bytes of weights, by where they stay.", "tier", at)
     yield _counter("weights_copied_bytes", "Bytes of weights that came from the host to the device.", stats.copied)
     yield _counter("weights_read_bytes", "Bytes of weights that were read from disk.", stats.read)
-    stalled = CounterMetricFamily(_PREFIX + "weights_stalled_seconds", "Time that arithmetic waited for weights.", labels=["cause"])
-    stalled.add_metric(["link"], stats.stalled_link)
-    stalled.add_metric(["disk"], stats.stalled_disk)
-    yield stalled
-    rate = GaugeMetricFamily(_PREFIX + "link_ceiling_bytes_per_second", "What was measured at start.", labels=["link"])
-    rate.add_metric(["host to device"], stats.link_rate)
-    rate.add_metric(["disk to host"], stats.disk_rate)
-    yield rate
+    waits = {"link": stats.stalled_link, "disk": stats.stalled_disk}
+    yield _counters("weights_stalled_seconds", "Time that arithmetic waited for weights.", "cause", waits)
 
 
-def _of_long_contexts(stats: KVStats) -> Iterator[Metric]:
-    at = GaugeMetricFamily(_PREFIX + "far_kv_bytes", "KV of long contexts, by where it rests.", labels=["tier"])
-    at.add_metric(["host"], stats.host)
-    at.add_metric(["disk"], stats.disk)
-    yield at
-    yield _counter("far_kv_copied_bytes", "Bytes of it that came to the device.", stats.copied)
-    yield _counter("far_kv_sent_bytes", "Bytes of it that left the device.", stats.sent)
+def _crossed(weights: WeightStats, kv: KVStats, tiers: TierStats) -> Mapping[str, int]:
+    """Bytes that have gone over each link. What long contexts read back from disk and write there is not counted."""
+    return {
+        "host to device": weights.copied + kv.copied + tiers.up.bytes,
+        "device to host": kv.sent + tiers.down.bytes,
+        "disk to host": weights.read + tiers.inward.bytes,
+        "host to disk": tiers.outward.bytes,
+    }
 
 
-def _of_tiers(stats: TierStats) -> Iterator[Metric]:
-    moved = CounterMetricFamily(_PREFIX + "kv_moved_bytes", "Bytes of KV blocks that went between tiers.", labels=["route"])
-    for route, one in (("up", stats.up), ("down", stats.down), ("in", stats.inward), ("out", stats.outward)):
-        moved.add_metric([route], one.bytes)
-    yield moved
+def _of_links(stats: WeightStats, crossed: Mapping[str, int], rates: Mapping[str, float]) -> Iterator[Metric]:
+    yield _counters("link_bytes", "Bytes of weights and KV that have crossed a link.", "link", crossed)
+    yield _gauges("link_bytes_per_second", "What crosses a link, since the metrics were last read.", "link", rates)
+    ceilings = {"host to device": stats.link_rate, "disk to host": stats.disk_rate}
+    yield _gauges("link_ceiling_bytes_per_second", "What was measured at start; 0 if it was not.", "link", ceilings)
+
+
+def _of_kv(llm: LLM, stats: Stats, kv: KVStats, tiers: TierStats) -> Iterator[Metric]:
+    scheduler, block = llm.booted.engine.scheduler, llm.booted.budget.block_bytes
+    near = kv.room // scheduler.host.near if scheduler.host.near else 0
+    held = {"device": (stats.kv_blocks - stats.kv_blocks_free) * block, "host": kv.host, "disk": kv.disk}
+    kept = {"device": stats.kv_blocks_cached * block, "host": tiers.cached_host * near, "disk": tiers.disk_bytes}
+    room = {"device": stats.kv_blocks * block, "host": kv.room}
+    yield _gauges("kv_held_bytes", "KV of requests under way, by where it rests.", "tier", held)
+    yield _gauges("kv_kept_bytes", "KV that is kept for later requests, by where.", "tier", kept)
+    yield _gauges("kv_room_bytes", "Memory for KV.", "tier", room)
+    yield _gauges("far_kv_bytes", "KV of long contexts, by where it rests.", "tier", {"host": kv.host, "disk": kv.disk})
+    yield _counter("far_kv_copied_bytes", "Bytes of it that came to the device.", kv.copied)
+    yield _counter("far_kv_sent_bytes", "Bytes of it that left the device.", kv.sent)
+
+
+def _of_tiers(stats: TierStats, loaded: int, given_up: int) -> Iterator[Metric]:
+    """loaded: blocks that came up to the device. given_up: of its own blocks, which are given up without other tiers too."""
+    ways = {"up": stats.up, "down": stats.down, "in": stats.inward, "out": stats.outward}
+    moved = {route: way.bytes for route, way in ways.items()}
+    yield _counters("kv_moved_bytes", "Bytes of KV blocks that went between tiers.", "route", moved)
+    moving = {route: way.seconds for route, way in ways.items()}
+    yield _counters("kv_moving_seconds", "Time that they were under way.", "route", moving)
+    lost = {route: way.lost for route, way in ways.items()}
+    yield _counters("kv_lost_blocks", "KV blocks that did not get there.", "route", lost)
+    decided = {"load": loaded, "recompute": stats.recomputed, "late": stats.late}
+    yield _counters("kv_load_decisions", "KV blocks found beyond the device, by what became of them.", "decision", decided)
+    made_room = {"device": given_up, "host": stats.given_up_host, "disk": stats.given_up_disk}
+    yield _counters("kv_given_up_blocks", "KV blocks that made room for others.", "tier", made_room)
+    yield _counter("kv_checksum_failures", "KV blocks that were not on disk as they were written.", stats.checksum_failures)
+    yield _counter("kv_io_failures", "Reads and writes of KV on disk that failed.", stats.io_failures)
+    yield _gauge("kv_quarantined_blocks", "KV blocks on disk that were damaged and are not used.", stats.quarantined)
+    yield _gauge("kv_disk_off", "1 while the disk is left alone, since it kept failing.", stats.disk_off)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:
     return GaugeMetricFamily(_PREFIX + name, what, value=value)
 
 
+def _gauges(name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
+    found = GaugeMetricFamily(_PREFIX + name, what, labels=[label])
+    for one, value in values.items():
+        found.add_metric([one], value)
+    return found
+
+
 def _counter(name: str, what: str, value: float) -> Metric:
     return CounterMetricFamily(_PREFIX + name, what, value=value)
+
+
+def _counters(name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
+    found = CounterMetricFamily(_PREFIX + name, what, labels=[label])
+    for one, value in values.items():
+        found.add_metric([one], value)
+    return found

@@ -1,13 +1,22 @@
 """From a request to what the engine is to be told, and to who writes the answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from penstock.api.jobs import Ready
 from penstock.api.llm import LLM, Prompt
 from penstock.api.outputs import Completion, Delta
+from penstock.base.errors import StructureError
 from penstock.server.answers import Answer, Chat, Texts
-from penstock.server.wire import ChatRequest, CompletionRequest, Message, TokenizeRequest
+from penstock.server.dialects import Dialect, dialect_of
+from penstock.server.forms import behind_reasoning, may_be_behind
+from penstock.server.speech import LIST, Speech
+from penstock.server.tools import Tools, told_messages, tools_of
+from penstock.server.wire import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
+from penstock.step.params import SamplingParams
+from penstock.step.structure import Structure, StructureKind
 
 
 class Telling(Protocol):
@@ -20,26 +29,88 @@ class Telling(Protocol):
     def last(self, completions: Sequence[Completion]) -> Answer: ...
 
 
-def read(llm: LLM, asked: ChatRequest | CompletionRequest) -> tuple[list[Ready], Telling]:
+def read(llm: LLM, asked: ChatRequest | CompletionRequest, dialect: Dialect | None = None) -> tuple[list[Ready], Telling]:
     """All of a request's prompts, tokens made and lengths checked: what takes long for long ones. From any thread.
 
-    Raises FieldError and RequestError for what cannot be served.
+    dialect: None is what the model's templates say. Raises FieldError and RequestError for what cannot be served.
     """
     asked.check()
-    params = asked.params()
     if isinstance(asked, ChatRequest):
-        return [llm.read(chat_tokens(llm, asked.messages, asked), params)], Chat(asked.model, llm.tokenizer)
+        one, speech = read_chat(llm, asked, dialect)
+        return [one], Chat(asked.model, llm.tokenizer, speech, reasons=asked.include_reasoning)
+    params = asked.params()
     prompts = asked.prompts
 
     def prompt_of(given: str | list[int]) -> Prompt:
         return given if isinstance(given, list) or asked.add_special_tokens else llm.tokenizer.encode(given, special=False)
 
-    ready = [llm.read(prompt_of(one), params) for one in prompts]
+    ready = [_read(llm, prompt_of(one), params, asked) for one in prompts]
     echoes = [one if isinstance(one, str) else llm.decode(one) for one in prompts] if asked.echo else None
     return ready, Texts(asked.model, llm.tokenizer if llm.has_tokenizer else None, echoes, params.n)
 
 
-def chat_tokens(llm: LLM, messages: Sequence[Message], asked: ChatRequest | TokenizeRequest) -> list[int]:
-    """A conversation by the model's own template."""
-    plain = [message.plain() for message in messages]
-    return llm.tokenizer.encode_chat(plain, add_generation_prompt=asked.add_generation_prompt, **(asked.chat_template_kwargs or {}))
+def read_chat(llm: LLM, asked: ChatRequest, dialect: Dialect | None = None) -> tuple[Ready, Callable[[], Speech]]:
+    """A conversation's prompt, and what tells an answer's parts apart. Raises FieldError and RequestError."""
+    dialect = dialect or dialect_of(llm.tokenizer.templates)
+    tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    params = asked.params()
+    if tools.forced:
+        params = _held(params, tools)
+    elif tools and params.structure is not None and params.structure.kind is not StructureKind.LARK:
+        message = "response_format and tools were both sent, but an answer that is held to a form cannot call; set tool_choice to none"
+        raise FieldError(message, "response_format")
+    text = _chat_text(llm, asked, dialect, tools)
+    format = LIST if tools.forced else dialect.calls if tools else None
+    thought, end = dialect.thought, text.rstrip()
+    thinking = thought is not None and end.endswith(thought.begin)
+    if thought is not None and params.structure is not None and params.structure.kind is not StructureKind.LARK:
+        if not may_be_behind(params.structure):
+            thought, thinking = None, False
+        elif not end.endswith(thought.end):
+            params = replace(params, structure=behind_reasoning(params.structure, thought, llm.tokenizer, opened=thinking))
+    marks = [*(format.markers + format.others if format else ()), *((thought.begin, thought.end) if thought else ())]
+    shown = [token for mark in marks if (token := llm.tokenizer.token_to_id(mark)) is not None]
+    ready = _read(llm, llm.tokenizer.encode(text, special=False), replace(params, shown_tokens=shown), asked)
+    return ready, partial(Speech, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking)
+
+
+def _read(llm: LLM, prompt: Prompt, params: SamplingParams, asked: ChatRequest | CompletionRequest) -> Ready:
+    """Raises FieldError and RequestError."""
+    try:
+        return replace(llm.read(prompt, params), priority=asked.priority)
+    except StructureError as error:
+        raise FieldError(str(error), asked.structured_by) from error
+
+
+def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
+    """To one of the calls that are asked for. Raises FieldError and RequestError."""
+    try:
+        return replace(params, structure=Structure.json_schema(tools.schema()))
+    except StructureError as error:
+        raise FieldError(f"the tools cannot be asked for: {error}", "tools") from error
+
+
+def chat_tokens(llm: LLM, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
+    """A conversation by the model's own template. Raises FieldError and RequestError."""
+    tools = tools_of(asked.tools, None, None)
+    return llm.tokenizer.encode(_chat_text(llm, asked, dialect or dialect_of(llm.tokenizer.templates), tools), special=False)
+
+
+def _chat_text(llm: LLM, asked: ChatRequest | TokenizeRequest, dialect: Dialect, tools: Tools) -> str:
+    reads = llm.tokenizer.template_variables(tools=bool(tools))
+    if tools and "tools" not in reads:
+        raise FieldError("tools were sent, but the model's chat template takes none; leave them out, or serve a model that does", "tools")
+    variables = _asked_for(asked, reads) | (asked.chat_template_kwargs or {})
+    messages = told_messages(asked.messages or (), dialect)
+    told = tools.told if tools else None
+    return llm.tokenizer.render_chat(messages, add_generation_prompt=asked.add_generation_prompt, tools=told, **variables)
+
+
+def _asked_for(asked: ChatRequest | TokenizeRequest, reads: frozenset[str]) -> dict[str, object]:
+    """How much to reason and to say, as far as the template can tell the model."""
+    if not isinstance(asked, ChatRequest):
+        return {}
+    wishes: dict[str, object] = {"reasoning_effort": asked.reasoning_effort, "verbosity": asked.verbosity}
+    if asked.reasoning_effort == "none" and "reasoning_effort" not in reads:
+        wishes["enable_thinking"] = False
+    return {name: wish for name, wish in wishes.items() if wish is not None and name in reads}

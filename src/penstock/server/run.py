@@ -1,11 +1,12 @@
 """The life of a server: it listens at once, loads its model, serves, and lets what is under way end before it does."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -13,8 +14,12 @@ import uvicorn
 
 from penstock.api.llm import LLM
 from penstock.base.errors import ConfigError
+from penstock.server.accounts import Teller
 from penstock.server.app import House, Settings, application
+from penstock.server.connection import Connection, room
 from penstock.server.desk import Desk
+from penstock.server.logs import note
+from penstock.server.metrics import Metrics
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5
@@ -23,29 +28,53 @@ _LAST = 5
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """queue: outputs that may wait. patience: seconds that requests under way are given when the server is told to end."""
+    """queue: outputs that may wait. patience: seconds that requests under way are given when the server is told to end.
+    most_seconds: that a request may take."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     queue: int = 256
     patience: float = 30.0
+    most_seconds: float | None = None
 
 
-def serve(load: Callable[[], LLM], settings: Settings, listening: Listening, *, ready: Callable[[str], object] = lambda _: None) -> None:
+def _own_desk(llm: LLM, metrics: Metrics, listening: Listening) -> Desk:
+    return Desk(llm, metrics, queue=listening.queue)
+
+
+def serve(
+    load: Callable[[], LLM],
+    settings: Settings,
+    listening: Listening,
+    *,
+    ready: Callable[[str], object] = lambda _: None,
+    tellers: Sequence[Teller] = (),
+    desk: Callable[[LLM, Metrics, Listening], Desk] = _own_desk,
+    give_up: Callable[[], object] = lambda: None,
+) -> None:
     """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one waits for nothing.
 
-    ready: is told the address when the model is there. Raises ConfigError if the address is not to be had, and whatever has ended the
-    server besides a signal: what loading or the engine has raised.
+    ready: is told the address when the model is there. tellers: are told of each request that is over. desk: takes calls for what was
+    loaded. give_up: is told of the first signal, to break off loading that can be. Raises ConfigError if the address is not to be had, and
+    whatever has ended the server besides a signal: what loading or the engine has raised.
     """
     bound = _bind(listening)
     with bound:
-        asyncio.run(_Life(load, settings, listening, ready).run(bound))
+        asyncio.run(_Life(load, desk, House(settings, tellers=tellers), listening, ready, give_up).run(bound))
+    note("stopped")
 
 
 class _Life:
-    def __init__(self, load: Callable[[], LLM], settings: Settings, listening: Listening, ready: Callable[[str], object]) -> None:
-        self._load, self._listening, self._ready = load, listening, ready
-        self._house = House(settings)
+    def __init__(
+        self,
+        load: Callable[[], LLM],
+        desk: Callable[[LLM, Metrics, Listening], Desk],
+        house: House,
+        listening: Listening,
+        ready: Callable[[str], object],
+        give_up: Callable[[], object],
+    ) -> None:
+        self._load, self._desk, self._house, self._listening, self._ready, self._give_up = load, desk, house, listening, ready, give_up
         self._enough = asyncio.Event()
         self._signals = 0
         config = uvicorn.Config(
@@ -54,6 +83,8 @@ class _Life:
             access_log=False,
             lifespan="off",
             ws="none",
+            http=Connection,
+            backlog=room().at_once,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=_LAST,
         )
@@ -62,8 +93,7 @@ class _Life:
     async def run(self, bound: socket.socket) -> None:
         server = self._server
         loop = asyncio.get_running_loop()
-        for one in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(one, self._enough_of_it)
+        self._listen()
         serving = asyncio.ensure_future(server.serve([bound]))
         try:
             async with self._opened() as failed:
@@ -86,11 +116,17 @@ class _Life:
         """The model, at the desk. Gives a task that ends when the desk has failed."""
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
         enough = asyncio.ensure_future(self._enough.wait())
-        await asyncio.wait((loading, enough), return_when=asyncio.FIRST_COMPLETED)
+        while not (loading.done() or enough.done()):
+            await asyncio.wait((loading, enough), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            self._listen()  # What is being loaded may take the signals for itself, as Ray does.
         enough.cancel()
-        llm = await loading  # It cannot be broken off.
+        llm = await loading
         try:
-            desk = Desk(llm, self._house.metrics, queue=self._listening.queue)
+            # What is there for good is not looked at again and again by the garbage collector, which holds everybody up.
+            gc.collect()
+            gc.freeze()
+            desk = self._desk(llm, self._house.metrics, self._listening)
+            desk.most_seconds = self._listening.most_seconds
             failed = asyncio.ensure_future(desk.failure())
             try:
                 if not self._enough.is_set():
@@ -100,15 +136,23 @@ class _Life:
                 await desk.close(self._listening.patience, hurry=lambda: self._signals > 1)
                 await failed
         finally:
+            gc.unfreeze()
             await asyncio.to_thread(llm.close)
+
+    def _listen(self) -> None:
+        for one in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(one, self._enough_of_it)
 
     def _enough_of_it(self) -> None:
         self._signals += 1
+        outputs = self._house.desk.outputs if self._house.desk is not None else 0
+        note("stopping", signals=self._signals, outputs=outputs, patience=self._listening.patience)
         self._enough.set()
+        self._give_up()
         self._server.force_exit = self._signals > 1
         if self._signals > 1 and self._house.desk is None:
             _LOG.warning("ended while the model was being loaded")
-            os._exit(1)  # Loading cannot be broken off, and has nothing to save.
+            os._exit(1)  # Weights that are being loaded cannot be broken off, and there is nothing to save.
         if self._signals > 2:
             _LOG.warning("ended in the midst of a step")
             os._exit(1)  # It may be one that never ends.

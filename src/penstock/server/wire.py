@@ -5,13 +5,15 @@ is one that nobody knows; what only labels a request, or suits what is done anyw
 """
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from penstock.base.errors import PenstockError, RequestError
+from penstock.base.errors import PenstockError, RequestError, StructureError
+from penstock.server.structured import ResponseFormat, StructuredOutputs
 from penstock.step.params import SamplingParams
+from penstock.step.structure import Structure
 
 T = TypeVar("T")
 MOST_LOGPROBS = 20
@@ -20,6 +22,7 @@ MOST_PROMPTS = 256
 """In one request."""
 MOST_STOPS, LONGEST_STOP = 32, 1024
 """Stop strings of a request, and characters of one: they are looked for with every token, while all others wait."""
+_LONGEST_SAID = 300
 _OWN = ("messages", "add_generation_prompt", "tools", "self")
 """What a template is told by other fields."""
 
@@ -30,6 +33,12 @@ class FieldError(PenstockError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
+"""Of those that wait the request with the least is served first."""
+Timeout = Annotated[float, Meta(gt=0)]
+"""Seconds after which a request ends with an error."""
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -61,6 +70,9 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    priority: Priority = 0
+    timeout: Timeout | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def streams(self) -> bool:
@@ -82,6 +94,15 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     def outputs(self) -> int:
         """Of all prompts. Raises FieldError."""
         return self.params().n
+
+    @property
+    def structured_by(self) -> str:
+        """The field that says what form answers have."""
+        return "structured_outputs"
+
+    def structure(self) -> Structure | None:
+        """That form. Raises FieldError and StructureError."""
+        return None if self.structured_outputs is None else self.structured_outputs.structure()
 
     def params(self) -> SamplingParams:
         """Raises FieldError."""
@@ -107,9 +128,12 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
                 min_tokens=self.min_tokens or 0,
                 max_tokens=self.most_tokens,
                 ignore_eos=self.ignore_eos,
+                structure=self.structure(),
                 n=1 if self.n is None else self.n,
                 logprobs=self.most_logprobs,
             )
+        except StructureError as error:
+            raise FieldError(str(error), self.structured_by) from error
         except RequestError as error:
             name = blamed(error)
             if name == "max_tokens" and self.max_tokens is None:
@@ -117,7 +141,8 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
             raise FieldError(str(error), name) from error
 
 
-class TextPart(Struct, tag="text", tag_field="type", forbid_unknown_fields=True):
+class TextPart(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
     text: str
 
 
@@ -143,24 +168,25 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
         return fields | {"content": content or ""}
 
 
-class ResponseFormat(Struct):
-    type: str
-
-
 class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
     # Labels, and what suits whatever is answered:
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
-    parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # Beside OpenAI's:
+    include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
@@ -172,14 +198,22 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
     def most_logprobs(self) -> int | None:
         return _logprobs(self.top_logprobs or 0, "top_logprobs") if self.logprobs else None
 
+    @property
+    def structured_by(self) -> str:
+        return next((name for name in ("structured_outputs", "response_format") if getattr(self, name) is not None), "tools")
+
+    def structure(self) -> Structure | None:
+        form = None if self.response_format is None else self.response_format.structure()
+        if form is not None and self.structured_outputs is not None:
+            message = "structured_outputs and response_format each give answers a form; leave one of them out"
+            raise FieldError(message, "structured_outputs")
+        return form or _Asked.structure(self)
+
     def check(self) -> None:
         """Raises FieldError for what the fields do not allow together, or this server at all."""
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs need logprobs: set it to true, or leave top_logprobs out", "top_logprobs")
         _check_variables(self.chat_template_kwargs)
-        if self.response_format is not None and self.response_format.type != "text":
-            kind = self.response_format.type[:40]
-            raise FieldError(f"response_format {kind!r} was asked for, but answers are plain text; leave it out", "response_format")
 
 
 class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
@@ -229,6 +263,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -262,9 +297,15 @@ def decoded(body: bytes, kind: type[T]) -> T:
         name = unknown[1] if unknown else place[1] if place and place[1] else None
         if missing := re.search(r"missing required field `([^`]*)`", text):
             name = missing[1]
-        raise FieldError(f"the request is not valid: {text[:1].lower()}{text[1:]}", name) from error
+        raise FieldError(f"the request is not valid: {invalid(error)}", name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError(f"the request's body is not JSON: {error}") from error
+
+
+def invalid(error: msgspec.ValidationError) -> str:
+    """What is not as it must be, in words that go on from others."""
+    text = str(error)
+    return text[:1].lower() + (text[1:] if len(text) <= _LONGEST_SAID else f"{text[1:_LONGEST_SAID]}...")
 
 
 def _check_variables(variables: dict[str, Any] | None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.base.errors import RequestError
+from penstock.step.structure import Structure
 
 _MOST_BIAS = 1e30
 """Of a logit: finite in float32, also after a penalty."""
@@ -29,8 +30,10 @@ class SamplingParams:
     seed: the same seed, prompt and settings give the same random numbers, whatever else runs in the batch.
     stop: strings that end the output, and are cut from it unless `include_stop`.
     stop_token_ids: tokens that end the output, beside the model's own end tokens.
+    shown_tokens: special tokens that are part of the text, which is without the others.
     min_tokens: no end token is sampled before this many; max_tokens: at most this many, None up to the context's end.
     ignore_eos: go on after the model's end tokens.
+    structure: what an output must be as a whole, such as JSON of a schema. It ends by itself when it is.
     n: how many independent outputs for the prompt.
     logprobs: None, or how many most likely tokens to report with each output token, beside the chosen one; -1 is the whole vocabulary.
     prompt_logprobs: the same for each prompt token but the first. Log-probabilities are of the model's own distribution,
@@ -51,9 +54,11 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     include_stop: bool = False
     stop_token_ids: Sequence[int] = ()
+    shown_tokens: Sequence[int] = ()
     min_tokens: int = 0
     max_tokens: int | None = None
     ignore_eos: bool = False
+    structure: Structure | None = None
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -78,10 +83,11 @@ class SamplingParams:
             raise RequestError(f"stop {shown(self.stop)} must be strings of at least one character")
         if any("\ud800" <= character <= "\udfff" for text in self.stop_strings for character in text):
             raise RequestError(f"stop {shown(self.stop)} is not valid Unicode, so no text ever has it; give it as UTF-8")
-        if not isinstance(self.stop_token_ids, Iterable) or isinstance(self.stop_token_ids, str | bytes):
-            raise RequestError(f"stop_token_ids {shown(self.stop_token_ids)} must be a list of token ids")
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, "token ids", required=True)
+        for name, tokens in (("stop_token_ids", self.stop_token_ids), ("shown_tokens", self.shown_tokens)):
+            if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes):
+                raise RequestError(f"{name} {shown(tokens)} must be a list of token ids")
+            for token in tokens:
+                _whole(name, token, 0, "token ids", required=True)
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias {shown(self.logit_bias)} must be a mapping from token ids to numbers")
         for token, bias in self.logit_bias.items():
@@ -91,6 +97,13 @@ class SamplingParams:
                 raise RequestError(
                     f"logit_bias of token {token} is {shown(bias)}; it must be a number up to {_MOST_BIAS:g}, or minus infinity"
                 )
+
+        if self.structure is not None:
+            if not isinstance(self.structure, Structure):
+                raise RequestError(f"structure {shown(self.structure)} must be a Structure, such as Structure.regex('[0-9]+')")
+            for name, asked in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+                if asked:
+                    raise RequestError(f"{name} {asked} cannot be had with a structure, whose end is an end token; leave one of them out")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -142,6 +155,7 @@ class Sampling:
     min_tokens: int
     logprobs: int | None
     prompt_logprobs: int | None
+    structure: Structure | None = None
 
     @property
     def penalised(self) -> bool:

@@ -5,6 +5,7 @@ from enum import Enum
 from typing import NewType, Protocol
 
 from penstock.step.params import Sampling
+from penstock.step.record import record
 
 RequestId = NewType("RequestId", int)
 BlockId = NewType("BlockId", int)
@@ -73,7 +74,7 @@ class Landed:
     gone: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Share:
     """One request's part of a step: compute `tokens` at positions [start, start + len(tokens)).
 
@@ -126,8 +127,16 @@ class Plan:
     """Keys of blocks on disk."""
 
     @property
+    def runs(self) -> tuple[Share, ...]:
+        """Shares of several tokens."""
+        count = len(self.shares)
+        while count and len(self.shares[count - 1].tokens) > 1:
+            count -= 1
+        return self.shares[count:]
+
+    @property
     def tokens(self) -> int:
-        return sum(len(share.tokens) for share in self.shares)
+        return len(self.shares) + sum(len(run.tokens) - 1 for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +150,15 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Result:
     """What one share yielded: a token if it was to sample, log-probabilities if they were asked for."""
 
     token: int | None = None
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    broken: bool = False
+    """The output's structure could not be followed any further: the token is one that ends it, and it is not what it should be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """max_tokens or the end of the context."""
     ABORT = "abort"
+    ERROR = "error"
+    """Its structure could not be followed any further: it is not what was asked for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +38,8 @@ class Request:
     sampling: Sampling
     share_prefix: bool = True
     """False when every prompt position must be computed, because its log-probabilities were asked for."""
+    priority: int = 0
+    """Of those that wait the one with the least is served first."""
     phase: Phase = Phase.WAITING
     row: Row | None = None
     long: bool = False
@@ -81,9 +85,17 @@ class Request:
     from_host: int = 0
     from_disk: int = 0
     """Of the cached tokens, those that came up from the host, and those of them that had come there from disk."""
+    steady: int = 0
+    """A position before this one, when it is computed by itself, changes nothing but `computed`: it has a place in the last page, and if
+    full pages are to be known by their keys then it does not fill that page, and those before are. 0 where that is not known."""
     scored: int = 0
     """Prompt tokens after the first whose log-probabilities have been reported."""
     finish: FinishReason | None = None
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """What the queue is ordered by: the priority, then who came first."""
+        return self.priority, self.id
 
     @property
     def prompt_length(self) -> int:

@@ -156,6 +156,11 @@ class WeightStream:
         return group not in self._views and not (group.kind is GroupKind.EXPERT and self.experts_rest)
 
     @property
+    def all_stay(self) -> bool:
+        """Whether all groups are on the device for good."""
+        return not self._moving
+
+    @property
     def experts_rest(self) -> bool:
         """Whether all experts of all layers are on the device for good."""
         if self._room is not None:

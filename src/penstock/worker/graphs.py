@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,19 +25,20 @@ from penstock.kv.pool import KVPool
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
 from penstock.ops.attention import AttentionInputs, Rows, reads_pages
+from penstock.ops.kernels import early_launches
 from penstock.ops.rope import RotaryAngles
+from penstock.ops.steps import FIELDS, LEAST, likeliest, place
 from penstock.step.plan import Plan
 from penstock.weights.stream import WeightStream
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-_FIELDS = 6
-"""Of each row: its number, its position and its token; and where in whose table its newest page stands, and which it is."""
-_FLOAT = 4
 _GRAPH_BYTES = 16 << 20
 """Of a recorded step, beside what passes through it."""
 _MANY = 32
+_EARLY = (9, 0)
+"""The first GPUs whose kernels can wait for each other on the device."""
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
 
@@ -70,8 +70,8 @@ def graph_bytes(spec: ModelSpec, dtype: str, rows: int) -> int:
     wide = max(2 * spec.intermediate_size + spec.hidden_size, spec.query_size + 2 * spec.kv_size + 3 * spec.hidden_size)
     if spec.moe is not None:
         wide = max(wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size)
-    passing = rows * (2 * wide * DTYPE_BYTES[dtype] + spec.vocab_size * (DTYPE_BYTES[dtype] + _FLOAT))
-    return rows * spec.vocab_size * _FLOAT + passing + len(row_counts(rows)) * _GRAPH_BYTES
+    passing = rows * (2 * wide + spec.vocab_size) * DTYPE_BYTES[dtype]
+    return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + len(row_counts(rows)) * _GRAPH_BYTES
 
 
 class DecodeStep:
@@ -86,50 +86,42 @@ class DecodeStep:
         self._nobody = len(table) - 1
         device = table.device
         pinned = device.type == "cuda"
-        self._given = torch.zeros(_FIELDS * rows, dtype=torch.int32, device=device)
-        self._staging = [torch.zeros(_FIELDS * rows, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
+        self._given = torch.zeros(FIELDS * rows, dtype=torch.int32, device=device)
+        self._staging = [torch.zeros(FIELDS * rows, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._turn = 0
         self._arrivals = torch.zeros(rows * pool.layout.kv_heads, dtype=torch.int32, device=device)
-        self.logits = torch.zeros(rows, decoder.spec.vocab_size, dtype=torch.float32, device=device)
+        self._best = torch.full((rows,), LEAST, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(rows, decoder.spec.vocab_size, dtype=getattr(torch, pool.layout.dtype), device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def give(self, plan: Plan, count: int) -> None:
         """Send what the step of `count` rows needs of the plan, whose rows get one new page each at most."""
         self._turn = (self._turn + 1) % _IN_FLIGHT
-        staging = self._staging[self._turn][: _FIELDS * count]
-        fields = staging.numpy().reshape(_FIELDS, count)
+        staging = self._staging[self._turn][: FIELDS * count]
+        fields = staging.numpy().reshape(FIELDS, count)
         used, shares = len(plan.shares), plan.shares
         fields[0, :used] = [share.row for share in shares]
         fields[1, :used] = [share.start for share in shares]
         fields[2, :used] = [share.tokens[0] for share in shares]
-        fields[3, :used] = [share.row if share.new_blocks else self._nobody for share in shares]
-        fields[4, :used] = [share.first_new_block if share.new_blocks else 0 for share in shares]
-        fields[5, :used] = [share.new_blocks[0] if share.new_blocks else 0 for share in shares]
-        fields[:, used:] = np.array([self._nobody, -1, 0, self._nobody, 0, 0], dtype=np.int32)[:, None]
-        self._given[: _FIELDS * count].copy_(staging, non_blocking=True)
+        fields[:3, used:] = [[self._nobody], [-1], [0]]
+        fields[3:] = [[self._nobody], [0], [0]]
+        for index, share in enumerate(shares):
+            if share.new_blocks:
+                fields[3:, index] = share.row, share.first_new_block, share.new_blocks[0]
+        self._given[: FIELDS * count].copy_(staging, non_blocking=True)
 
     def compute(self, count: int, weights: Weights) -> None:
         """The step of `count` rows: their logits, and the likeliest token of each, also as their newest."""
-        size = self._pool.layout.block_size
-        row, position, token, table_row, column, page = self._given[: _FIELDS * count].view(_FIELDS, count).long()
-        self._table.index_put_((table_row, column), page.int())
-        at = position.clamp(min=0)
-        tokens = torch.where(token < 0, self._newest[row], token)
-        table = self._table[row]
-        blocks = table.gather(1, (at // size)[:, None])[:, 0].long()
-        offsets = at % size
-        slots = torch.where(position < 0, -1, blocks * size + offsets)
-        cos, sin = self._angles.tables(at)
-        rows = Rows(count, table, (position + 1).int(), self._max_length, (), self._arrivals)
-        attention = AttentionInputs(blocks, offsets, slots, rows, ())
-        inputs = StepInputs(tokens, cos, sin, attention, torch.arange(count, device=tokens.device))
+        given = self._given[: FIELDS * count].view(FIELDS, count)
+        placed = place(given, self._table, self._newest, self._angles, self._pool.layout.block_size)
+        rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
+        attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
+        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, None)
         hidden = self._decoder.forward(weights, self._pool.layers, inputs)
+        logits = self.logits[:count]
         with self._decoder.head(weights, hidden) as logits_of:
-            logits = self.logits[:count]
-            logits.copy_(logits_of(slice(count)))
-        likeliest = logits.argmax(-1)
-        self.tokens[:count] = likeliest
-        self._newest[row] = likeliest
+            logits_of(slice(count), logits)
+        likeliest(logits, given[0], self._newest, self.tokens[:count], self._best)
 
 
 class DecodeGraphs:
@@ -153,7 +145,8 @@ class DecodeGraphs:
         before = torch.cuda.memory_reserved(device)
         gc.collect()  # What is collected in the midst of a recording may free what it must not.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream), no_collection():
+        early = self._weights.all_stay and torch.cuda.get_device_capability(device) >= _EARLY
+        with torch.cuda.stream(stream), no_collection(), early_launches(early):
             for count in self._counts:
                 self._step.give(Plan((), ()), count)
                 # What is compiled, planned and allocated once is so before the recording.
@@ -169,10 +162,11 @@ class DecodeGraphs:
 
     def fits(self, plan: Plan) -> bool:
         """Whether there is a recorded step for this plan: each share is a token of a row whose KV is in pages, and yields another."""
-        return 0 < len(plan.shares) <= self._counts[0] and all(
-            len(share.tokens) == 1 and share.sample and not share.cold_stop and not share.next_prompt_tokens and len(share.new_blocks) <= 1
-            for share in plan.shares
-        )
+        shares = plan.shares
+        if not 0 < len(shares) <= self._counts[0] or plan.runs:
+            return False
+        odd = (not share.sample or share.cold_stop or share.next_prompt_tokens or len(share.new_blocks) > 1 for share in shares)
+        return not any(odd)
 
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Logits `[shares, vocab]` and the likeliest tokens `[shares]`, at addresses that the next step uses again."""

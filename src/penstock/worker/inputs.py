@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ class InputBuilder:
             runs=self._runs(shares, first),
             cold=cold,
         )
-        tokens = np.fromiter((token for share in shares for token in share.tokens), dtype=np.int64, count=total)
+        tokens = np.fromiter(chain.from_iterable(share.tokens for share in shares), dtype=np.int64, count=total)
         inputs = StepInputs(self._tokens(tokens, shares, first, newest), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)))
         reported = tuple(len(share.next_prompt_tokens) for share in shares)
         return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)

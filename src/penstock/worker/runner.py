@@ -194,11 +194,15 @@ class Begun:
 
     def results(self) -> tuple[Result, ...]:
         """Of its shares, when they are known."""
-        sampled = zip(*self.drawn.read(), strict=True) if self.drawn is not None else iter(())
+        tokens, logprobs = self.drawn.read() if self.drawn is not None else ([], [])
+        broken = self.drawn.broken if self.drawn is not None else frozenset()
+        if len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken:
+            return tuple(map(Result, tokens, logprobs))
+        sampled = zip(tokens, logprobs, [place in broken for place in range(len(tokens))], strict=True)
         results = []
         for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
-            token, logprob = next(sampled) if share.sample and self.drawn is not None else (None, None)
-            results.append(Result(token, logprob, tuple(prompt)))
+            token, logprob, breaks = next(sampled) if share.sample and self.drawn is not None else (None, None, False)
+            results.append(Result(token, logprob, tuple(prompt), breaks))
         return tuple(results)
 
 

@@ -1,6 +1,7 @@
 """Chooses the tokens of a step: per-row settings and penalty counts, kept between steps; log-probabilities where asked.
 
-Nothing here waits for the device but who reads what was drawn, and `prompt_logprobs`.
+Nothing here waits for the device but who reads what was drawn, `prompt_logprobs`, and a step with rows that have a structure: see
+`structures`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from penstock.memory.device import send
 from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise, wishes
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
+from penstock.worker.structures import Guide, Masks
 
 _ROWS = 16
 """Distributions in which the likeliest tokens are looked for at a time: that takes some times their own memory."""
@@ -24,8 +26,6 @@ _ROWS = 16
 class _RowState:
     sampling: Sampling
     prompt_length: int
-    greedy: bool
-    """Whether it takes the likeliest token, whatever else there is."""
     counts: TokenCounts | None = None
     bias: tuple[Tensor, Tensor] | None = None
     """Tokens and what is added to their logits."""
@@ -39,19 +39,31 @@ class _RowState:
 class Sampler:
     """Owns what sampling must remember of each row. A row's state lasts until the row is given to another request."""
 
-    def __init__(self, vocab_size: int, rows: int, device: torch.device, agree: Callable[[Tensor], None] | None = None) -> None:
-        """agree: puts rank 0's tokens in the place of this rank's, if there are several."""
+    def __init__(
+        self,
+        vocab_size: int,
+        rows: int,
+        device: torch.device,
+        agree: Callable[[Tensor], None] | None = None,
+        guide: Guide | None = None,
+    ) -> None:
+        """agree: puts rank 0's tokens in the place of this rank's, if there are several. guide: none but on rank 0, whose tokens those of
+        rows with a structure are."""
         self._vocab = vocab_size
+        self._masks = Masks(guide, device) if guide is not None else None
         self._agree = agree
         self._device = device
         self._rows: dict[Row, _RowState] = {}
+        self._choosy: set[Row] = set()
+        """Of those, whoever wants more than the likeliest token."""
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """Each row's newest token; the last is nobody's."""
         self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def admit(self, admission: Admission) -> None:
         sampling = admission.sampling
-        state = self._rows[admission.row] = _RowState(sampling, len(admission.prompt), is_plain(sampling))
+        state = self._rows[admission.row] = _RowState(sampling, len(admission.prompt))
+        (self._choosy.discard if is_plain(sampling) else self._choosy.add)(admission.row)
         if sampling.penalised:
             output = torch.zeros(self._vocab, dtype=torch.int32, device=self._device)
             output.index_add_(0, self._ids(admission.output), self._one.expand(len(admission.output)))
@@ -62,15 +74,17 @@ class Sampler:
             state.bias = self._ids(tokens), send(np.array(biases, dtype=np.float32), self._device)
         if sampling.min_tokens and sampling.end_tokens:
             state.ends = self._ids(sorted(sampling.end_tokens))
+        if self._masks is not None:
+            self._masks.admit(admission)
 
     def _ids(self, numbers: Sequence[int]) -> Tensor:
         return send(np.array(numbers, dtype=np.int64), self._device)
 
     def choose(self, logits: Tensor, likeliest: Tensor, shares: Sequence[Share]) -> "Drawn":
         """As `sample`, where the likeliest tokens are known and are the rows' newest."""
-        if all(self._rows[share.row].greedy for share in shares):
+        if not self._choosy or self._choosy.isdisjoint([share.row for share in shares]):
             return Drawn(likeliest)
-        return self.sample(logits, shares)
+        return self.sample(logits.float(), shares)
 
     def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
         """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of their last positions, perhaps
@@ -83,21 +97,25 @@ class Sampler:
         for row, (state, share) in enumerate(zip(states, shares, strict=True)):
             if state.bias is not None or state.counts is not None or state.bans_ends(share):
                 self._adjust(logits[row], state, share)
+        held = {at: share.row for at, (state, share) in enumerate(zip(states, shares, strict=True)) if state.sampling.structure is not None}
+        broken = self._masks.put(logits, held) if held and self._masks is not None else frozenset[int]()
         tokens = logits.argmax(-1)
         random = [row for row, state in enumerate(states) if not is_greedy(state.sampling)]
         if random:
             asked = wishes(random, [states[row].sampling for row in random], [shares[row].stop for row in random])
             draw(logits, send(asked, self._device), tokens)
-            # Logits are the same on all ranks, but sums over a vocabulary are not to the last bit, not even twice on one device.
-            if self._agree is not None:
-                self._agree(tokens)
+        # Logits are the same on all ranks; likelihoods, where devices are not alike, are not to the last bit, and masks are rank 0's.
+        if self._agree is not None and (random or held):
+            self._agree(tokens)
         self.newest[self._ids([share.row for share in shares])] = tokens
         for row, state in enumerate(states):
             if state.counts is not None:
                 state.counts.output.index_add_(0, tokens[row : row + 1], self._one)
-        if raw is None:
-            return Drawn(tokens)
-        return Drawn(tokens, _Scores(raw, tokens[scored], {row: wanted[row] for row in curious}))
+        scores = None if raw is None else _Scores(raw, tokens[scored], {row: wanted[row] for row in curious})
+        drawn = Drawn(tokens, scores, broken)
+        if self._masks is not None:
+            self._masks.drawn(held, drawn.tokens)
+        return drawn
 
     def _adjust(self, logits: Tensor, state: _RowState, share: Share) -> None:
         """Bias, penalties and the ban on early ends, in place on a row's logits `[vocab]`."""
@@ -120,7 +138,7 @@ class Sampler:
 def is_plain(sampling: Sampling) -> bool:
     """Whether such a request takes the likeliest token and wants to know nothing else."""
     adjusted = sampling.logit_bias or sampling.penalised or (sampling.min_tokens and sampling.end_tokens)
-    return is_greedy(sampling) and not adjusted and sampling.logprobs is None
+    return is_greedy(sampling) and not adjusted and sampling.logprobs is None and sampling.structure is None
 
 
 class _Scores:
@@ -162,22 +180,37 @@ def _likeliest(logprobs: Tensor, count: int) -> Tensor:
     return keys.topk(count).indices
 
 
-class Drawn:
-    """What a step has drawn. It may be made before that is known, and waits for it where it is read."""
+class Tokens:
+    """A step's tokens on their way to the host."""
 
-    def __init__(self, tokens: Tensor, scores: _Scores | None = None) -> None:
-        """tokens: int64 `[shares]`."""
-        self._scores = scores
+    def __init__(self, tokens: Tensor) -> None:
+        """int64 `[shares]`. Behind all that was given to the device before."""
         self._tokens = _fetched(tokens)
+        self._read: list[int] | None = None
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
+    def read(self) -> list[int]:
+        if self._read is None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._read = self._tokens.tolist()
+        return self._read
+
+
+class Drawn:
+    """What a step has drawn. It may be made before that is known, and waits for it where it is read."""
+
+    def __init__(self, tokens: Tensor, scores: _Scores | None = None, broken: frozenset[int] = frozenset()) -> None:
+        """tokens: int64 `[shares]`. broken: shares whose structure could not be kept to, so that they may only end."""
+        self._scores = scores
+        self.tokens = Tokens(tokens)
+        self.broken = broken
+
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
-        if self._done is not None:
-            self._done.synchronize()
-        tokens: list[int] = self._tokens.tolist()
+        tokens = self.tokens.read()
         return tokens, self._scores.read(tokens) if self._scores is not None else [None] * len(tokens)
 
 

@@ -1,0 +1,132 @@
+"""Structures as llguidance reads them, and what it says of them, in words for whoever asked."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from math import isfinite
+from time import monotonic
+
+from penstock.base.errors import StructureError
+from penstock.step.structure import Structure, StructureKind
+
+_MOST_MULTIPLE = 20_000
+"""Of all `multipleOf` of a schema together, written without a point: the library takes a state for each."""
+_SPACE = r" {1,2}|\r?\n[ \t]{0,32}"
+"""Between the parts of JSON: enough to write it in lines, and an end for models that like spaces."""
+_PATIENCE = 0.5
+"""Seconds in which the part of a schema is looked for that is at fault."""
+_LONGEST_SAID = 300
+_WITHIN = ("properties", "patternProperties", "$defs", "definitions")
+_OF = ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf")
+
+
+def grammar_of(structure: Structure) -> str:
+    """Raises StructureError for what it must not be given."""
+    from llguidance import LLMatcher
+
+    text = structure.text
+    match structure.kind:
+        case StructureKind.JSON_SCHEMA:
+            return _of_schema(json.loads(text))
+        case StructureKind.JSON_OBJECT:
+            return _of_schema({"type": "object"})
+        case StructureKind.REGEX:
+            return LLMatcher.grammar_from_regex(text)
+        case StructureKind.CHOICE:
+            return _of_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, json.loads(text))))
+        case StructureKind.LARK:
+            return _of_lark(_with_schemas(text))
+
+
+def _of_lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _of_schema(schema: dict[str, object]) -> str:
+    return json.dumps({"grammars": [{"json_schema": _safe(schema)}]})
+
+
+def _with_schemas(text: str) -> str:
+    """A grammar, the schemas in it made safe. Raises StructureError."""
+    parts: list[str] = []
+    at = 0
+    for found in re.finditer(r"%json\s*", text):
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise StructureError(f"what is behind a %json in it is not JSON: {error}") from error
+        if found.start() >= at:
+            parts += text[at : found.end()], json.dumps(_safe(schema) if isinstance(schema, dict) else schema)
+            at = end
+    return "".join([*parts, text[at:]])
+
+
+def _safe(schema: dict[str, object]) -> dict[str, object]:
+    """With an end to spaces, unless it has rules of its own for the library. Raises StructureError if it takes too much."""
+    total = sum(_multiples(schema))
+    if total > _MOST_MULTIPLE:
+        raise StructureError(f"multipleOf comes to {total}, written without points; {_MOST_MULTIPLE} are allowed")
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict) or "whitespace_flexible" in own:
+        return schema
+    return {**schema, "x-guidance": {"whitespace_pattern": _SPACE, **own}}
+
+
+def _multiples(schema: object) -> Iterator[int]:
+    """All that may be a `multipleOf`."""
+    waiting = [schema]
+    while waiting:
+        match waiting.pop():
+            case dict() as entries:
+                waiting += entries.values()
+                number = entries.get("multipleOf")
+                if isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number):
+                    yield int("".join(map(str, Decimal(str(number)).as_tuple().digits)))
+            case list() as entries:
+                waiting += entries
+
+
+def said(error: str) -> str:
+    """What a message of the library's says, in one line, without the text that it shows."""
+    lines = error.splitlines()
+    marks = [line.index("^") for line in lines if "^" in line and not line.strip("^ ")]
+    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    if told is not None:  # Of a regular expression, which is shown four columns in.
+        return f"{told}, at character {marks[0] - 3}" if marks else told
+    text = " ".join(line.strip() for line in lines if line.strip("^ ") and not re.match(r"\s+\d+ \| |<non-verbose/>", line))
+    text = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)
+    text = text if len(text) <= _LONGEST_SAID else f"{text[:_LONGEST_SAID]}..."
+    return f"{text}; make it simpler" if re.search(r"too (many|complex)|schema too large|fuel|; max is", text, re.IGNORECASE) else text
+
+
+def placed(structure: Structure, error: str, error_of: Callable[[dict[str, object]], str | None]) -> str:
+    """The error with the part of a schema that it comes from, if that is found: the smallest that has the same by itself. error_of: what is
+    wrong with a schema; it is asked for a while."""
+    if structure.kind is not StructureKind.JSON_SCHEMA:
+        return error
+    schema = json.loads(structure.text)
+    named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    path, here, late = "", schema, monotonic() + _PATIENCE
+    while True:
+        for step, part in _parts(here):
+            if monotonic() > late:
+                return f"{error}; within {path}" if path else error
+            if error == error_of({**named, **part}):
+                path, here = f"{path}/{step}", part
+                break
+        else:
+            return f"{error}; at {path}" if path else error
+
+
+def _parts(schema: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Schemas within a schema, and the way to each."""
+    for key in (*_WITHIN, *_OF):
+        match schema.get(key):
+            case dict() as entries if key in _WITHIN:
+                found = [(f"{key}/{name}", part) for name, part in entries.items()]
+            case list() as entries:
+                found = [(f"{key}/{place}", part) for place, part in enumerate(entries)]
+            case part:
+                found = [(key, part)]
+        yield from ((step, part) for step, part in found if isinstance(part, dict))

@@ -1,0 +1,337 @@
+"""Structures compiled for a model's tokens, and how far each output has come in its own; by llguidance.
+
+A structure is compiled where a request is read, on the caller's thread, so one that is none is refused before anything runs. On the
+engine's thread an output gets a copy, in microseconds. Copies share what the library learns of a structure as it goes along, which makes
+them fast, and fills up: an output that meets the end of that room gets the structure anew, and says there what it has said.
+
+Why this is safe. What is compiled changes under the library's own lock; a compiled structure is put in its place in one assignment. Rows
+are the engine's thread's alone.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.api.grammars import grammar_of, placed, said
+from penstock.api.text import Tokenizer
+from penstock.base.errors import StructureError
+from penstock.step.params import Sampling
+from penstock.step.plan import Row
+from penstock.step.structure import Structure
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+T = TypeVar("T")
+_LOG = logging.getLogger("penstock")
+_MANY = 8
+"""Rows whose masks are worth several threads."""
+_KEPT = 128
+"""Compiled structures that are kept for later requests."""
+_STACK = 256 << 20
+"""Bytes for the thread that compiles: the library goes down into rules one within the other, which may be thousands."""
+_TRIED = 4
+"""Tokens of an output that are tried before a structure is accepted."""
+_CANONICAL = 1024
+"""Characters of a text that a structure leaves no choice of, for which the tokens are those of the model's tokenizer."""
+_LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 60_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+}
+"""Of the library, below its own: a mask takes some milliseconds at most, a structure some tens of megabytes."""
+_MARK = b"\xff"
+"""Before the name of a special token, which no text has."""
+_STARTING = threading.Lock()
+
+
+class Structures:
+    """Of one model. A worker's guide; and what says, before anything runs, whether a structure can be one."""
+
+    def __init__(self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int, end_tokens: Collection[int]) -> None:
+        """tokenizer: asked when there is a first structure; None if the model has none. vocab_size: of the model's logits. end_tokens: the
+        model's own, which are never text."""
+        self._tokenizer, self._size, self._ends = tokenizer, vocab_size, frozenset(end_tokens)
+        self._compiling = threading.Lock()
+        """One at a time: the others compute meanwhile."""
+        self._noting = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._known: OrderedDict[Structure, _Compiled] = OrderedDict()
+        self._rows: dict[Row, _Matcher] = {}
+        self._executor: LLExecutor | None = None
+
+    def check(self, structure: Structure, end_tokens: Collection[int]) -> None:
+        """Compile it. end_tokens: those that would end an output. Raises StructureError."""
+        if not end_tokens:
+            raise StructureError("a structure's end is an end token, and the model names none; give stop_token_ids")
+        self._compiled(structure)
+
+    def close(self) -> None:
+        """Let go of the tokens, which the library has a copy of. Nothing is compiled afterwards."""
+        if self._vocabulary is not None:
+            self._vocabulary.words.trie = None
+        self._vocabulary = None
+
+    # -- a worker's guide
+
+    def begin(self, row: Row, sampling: Sampling) -> None:
+        assert sampling.structure is not None
+        self._rows[row] = matcher = _Matcher(sampling.end_tokens)
+        try:
+            matcher.follow(self._compiled(sampling.structure))
+        except StructureError as error:  # It had been forgotten, and the second time there is no room for it.
+            matcher.break_off(str(error))
+
+    def take(self, row: Row, tokens: Sequence[int]) -> None:
+        matcher = self._rows[row]
+        for token in tokens:
+            matcher.take(token)
+
+    def masks(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
+        matchers = [self._rows[row] for row in rows]
+        masks = np.zeros((len(rows), self._size // 32 + 1), dtype=np.int32)
+        self._fill(matchers, masks)
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.finish(mask, self._size)
+        return masks, frozenset(place for place, matcher in enumerate(matchers) if matcher.broken)
+
+    def _fill(self, matchers: Sequence["_Matcher"], masks: NDArray[np.int32]) -> None:
+        """What the library says, for those that have not ended."""
+        going = [(matcher.inner, place) for place, matcher in enumerate(matchers) if matcher.inner is not None]
+        if len(going) >= _MANY:
+            from llguidance import LLExecutor
+            from llguidance.numpy import fill_next_token_bitmask_par
+
+            if self._executor is None:
+                self._executor = LLExecutor()
+            fill_next_token_bitmask_par(self._executor, going, masks)
+        else:
+            for inner, place in going:
+                _fill(inner, masks[place])
+
+    # -- compiling
+
+    def _compiled(self, structure: Structure) -> "_Compiled":
+        """Raises StructureError."""
+        if (known := self._found(structure)) is not None:
+            return known
+        with self._compiling:
+            if (known := self._found(structure)) is not None:
+                return known
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary(self._tokenizer(), self._size, self._ends)
+            made = _Compiled(structure, self._vocabulary)
+            with self._noting:
+                self._known[structure] = made
+                while len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+        return made
+
+    def _found(self, structure: Structure) -> "_Compiled | None":
+        with self._noting:
+            if structure in self._known:
+                self._known.move_to_end(structure)
+            return self._known.get(structure)
+
+
+class _Vocabulary:
+    """The model's tokens as the library has them: with one more, beyond the last, that stands for the end."""
+
+    def __init__(self, tokenizer: Tokenizer | None, size: int, ends: frozenset[int]) -> None:
+        if tokenizer is None:
+            raise StructureError("a structure needs a tokenizer, which the model directory does not have; add its tokenizer.json")
+        try:
+            import llguidance
+        except ModuleNotFoundError as missing:
+            raise StructureError("structured output needs llguidance, which is not installed; pip install 'penstock[grammar]'") from missing
+        self.size = size
+        self.words = _Words(tokenizer, size, ends)
+        self.tokenizer: LLTokenizer = llguidance.LLTokenizer(self.words, n_vocab=size + 1, eos_token=size)  # type: ignore[arg-type]
+        self.words.trie = self.tokenizer
+        self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
+        self._matcher = llguidance.LLMatcher
+
+    def compile(self, grammar: str) -> "LLMatcher":
+        """Of a grammar as the library writes them. Raises StructureError with what the library says."""
+        try:
+            matcher = _deep(lambda: self._matcher(self.tokenizer, grammar, log_level=0, limits=self._limits))
+        except RuntimeError as fault:
+            raise StructureError(f"the library has failed: {fault}") from fault
+        if matcher.is_error():
+            raise StructureError(said(matcher.get_error()))
+        return matcher
+
+    def try_out(self, matcher: "LLMatcher") -> None:
+        """Say a few tokens, the shortest there are. Raises StructureError if nothing can be said, or that takes too much."""
+        mask = np.zeros(self.size // 32 + 1, dtype=np.int32)
+        for _ in range(_TRIED):
+            _fill(matcher, mask)
+            if matcher.is_error():
+                break
+            found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.size])
+            if not len(found) or not matcher.consume_token(min(found.tolist(), key=lambda token: len(self.words.tokens[token]))):
+                break
+        if matcher.is_error():
+            why = said(matcher.get_error())
+            raise StructureError("it allows no text at all" if why == "NoExtensionBias" else why)
+
+    def error_of(self, schema: dict[str, object]) -> str | None:
+        """What is wrong with a JSON schema, if anything is."""
+        try:
+            self.try_out(self.compile(grammar_of(Structure.json_schema(schema))))
+        except StructureError as error:
+            return str(error)
+        return None
+
+
+class _Words:
+    """What the library asks a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> None:
+        self.eos_token_id = size
+        self.special_token_ids = [token for token in range(size) if token in ends or tokenizer.is_special(token)] + [size]
+        # A token that the tokenizer does not know has no bytes, and is never said.
+        self.tokens = [*map(tokenizer.token_bytes, range(size)), b"<end>"]
+        for token in self.special_token_ids:
+            self.tokens[token] = _MARK + (self.tokens[token] or f"<{token}>".encode())
+        self.trie: LLTokenizer | None = None
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens of a text that a structure leaves no choice of: those that the model knows it by, as far as they are just its bytes.
+
+        Some tokenizers put a space before a text, but none within a line; and it is long work for a long text.
+        """
+        assert self.trie is not None
+        head, rest = text[:_CANONICAL], text[_CANONICAL:]
+        for before in ("", "\n"):
+            if (tokens := self._last(self._tokenizer.encode(before + head, special=False), head.encode())) is not None:
+                break
+        else:
+            tokens, rest = [], text
+        return tokens + self.trie.greedy_tokenize(rest) if rest else tokens
+
+    def _last(self, tokens: list[int], text: bytes) -> list[int] | None:
+        """Of the tokens the last, which are this text; None if it begins within one."""
+        pieces = [self.tokens[token] if token < self.eos_token_id else _MARK for token in tokens]
+        at, left = len(pieces), len(text)
+        while left > 0 and at:
+            at -= 1
+            left -= len(pieces[at])
+        return tokens[at:] if b"".join(pieces[at:]) == text else None
+
+
+class _Compiled:
+    """A structure, ready to be followed by any number of outputs."""
+
+    def __init__(self, structure: Structure, vocabulary: _Vocabulary) -> None:
+        """Raises StructureError."""
+        self._vocabulary = vocabulary
+        try:
+            self._grammar = grammar_of(structure)
+            self._first = vocabulary.compile(self._grammar)
+            vocabulary.try_out(self._first.deep_copy())
+        except StructureError as error:
+            why = placed(structure, str(error), vocabulary.error_of)
+            raise StructureError(f"the {structure.kind.value} cannot be followed: {why}") from error
+
+    def copy(self, since: "LLMatcher | None" = None) -> "tuple[LLMatcher, LLMatcher]":
+        """For one more output, and what it is a copy of. since: this was, and its room is full."""
+        first = self._first
+        if first is since:
+            first = self._first = self._vocabulary.compile(self._grammar)
+        return first.deep_copy(), first
+
+
+class _Matcher:
+    """One output's way through its structure. Where that cannot be followed any further, the output may only end, and is broken."""
+
+    def __init__(self, ends: frozenset[int]) -> None:
+        self.inner: LLMatcher | None = None
+        """None when it may only end."""
+        self.broken = False
+        self._ends = ends
+        self._taken: list[int] = []
+
+    def follow(self, compiled: _Compiled) -> None:
+        self._compiled = compiled
+        self.inner, self._first = compiled.copy()
+
+    def break_off(self, why: str) -> None:
+        _LOG.warning("an output ends after %d tokens, its structure cannot be followed any further: %s", len(self._taken), why)
+        self.inner, self.broken = None, True
+
+    def take(self, token: int) -> None:
+        """What was said. An end token is the end, wherever the structure is: the request's own may come before its end."""
+        if self.inner is None:
+            return
+        if token in self._ends:
+            self.inner = None
+            return
+        self._taken.append(token)
+        if not self.inner.consume_token(token):
+            self._renew()
+
+    def finish(self, mask: NDArray[np.int32], end: int) -> None:
+        """After the library has filled the mask: what it calls the end are the end tokens."""
+        if self.inner is not None and self.inner.is_error():
+            self._renew()
+            if self.inner is not None:
+                _fill(self.inner, mask)
+                if self.inner.is_error():
+                    self.break_off(said(self.inner.get_error()))
+        words = mask.view(np.uint32)
+        if self.inner is None or words[end // 32] >> end % 32 & 1:
+            for token in self._ends:
+                words[token // 32] |= np.uint32(1 << token % 32)
+
+    def _renew(self) -> None:
+        """Say the same in a structure that is as good as new: the old one's room may be full, of what others have said in theirs."""
+        assert self.inner is not None
+        why = said(self.inner.get_error())
+        try:
+            self.inner, self._first = self._compiled.copy(since=self._first)
+        except StructureError as error:
+            self.break_off(str(error))
+            return
+        if not self.inner.consume_tokens(self._taken):
+            self.break_off(why)
+
+
+def _fill(matcher: "LLMatcher", mask: NDArray[np.int32]) -> None:
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+
+def _deep(work: Callable[[], T]) -> T:
+    """Done on a thread with a large stack, of which only what is used is taken. Raises RuntimeError if it fails."""
+    results: list[T] = []
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as fault:  # Also what the library calls a panic, which is no Exception.
+            faults.append(fault)
+
+    thread = threading.Thread(target=run, name="penstock-structure")
+    with _STARTING:
+        usual = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if faults:
+        raise RuntimeError(f"{type(faults[0]).__name__}: {faults[0]}") from faults[0]
+    return results[0]

@@ -1,0 +1,126 @@
+"""What is known of a request beside its answer: its id, who asked for what, when what happened. Never any text of a prompt or an output.
+
+Every response tells the request's id: the client's own, if it has sent one that may be written anywhere, or a new one.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic, time_ns
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.server.answers import new_id
+from penstock.server.desk import Call
+
+_HEADER = b"x-request-id"
+_SANE = re.compile(rb"[!-~]{1,128}")
+"""Printable ASCII without spaces."""
+_KEY = "penstock.account"
+
+
+@dataclass(slots=True)
+class Account:
+    """Of a request, until its response has been sent. Written on the loop, by the middleware and by the route."""
+
+    id: str
+    method: str
+    headers: Mapping[bytes, bytes]
+    """As the client has sent them; of several of a name the last."""
+    began: float = field(default_factory=monotonic)
+    ended: float = 0.0
+    """Seconds of monotonic()."""
+    began_ns: int = field(default_factory=time_ns)
+    """The same since 1970."""
+    route: str = "unknown"
+    """The path as the API names it, so without what clients put into it."""
+    status: int | None = None
+    """None if there was nobody to send it to."""
+    model: str | None = None
+    """Set, as is what follows, when the request has been read and checked."""
+    streams: bool = False
+    calls: Sequence[Call] = ()
+    fault: str | None = None
+    """The kind of what the request was refused with, or what has kept it from being complete."""
+    trace: str | None = None
+    """The id of the trace that it is a part of, where there are any."""
+
+    def asks(self, model: str, calls: Sequence[Call], *, streams: bool) -> None:
+        self.model, self.calls, self.streams = model, calls, streams
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(call.ready.tokens) for call in self.calls)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(call.counts[0] for call in self.calls)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(call.counts[1] for call in self.calls)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why its outputs have ended."""
+        return [reason for call in self.calls for reason in call.reasons]
+
+    @property
+    def admitted(self) -> float:
+        """When the first of its calls was begun; 0 if none was. So in what follows."""
+        return min((call.admitted for call in self.calls if call.admitted), default=0.0)
+
+    @property
+    def first(self) -> float:
+        """When there was a first piece of any."""
+        return min((call.first for call in self.calls if call.first), default=0.0)
+
+    @property
+    def last(self) -> float:
+        """When there was a last piece of any."""
+        return max((call.last for call in self.calls), default=0.0)
+
+
+Teller = Callable[[Account], None]
+
+
+def account_of(request: Request) -> Account:
+    account = request.scope[_KEY]
+    assert isinstance(account, Account)
+    return account
+
+
+class Accounts:
+    """Around an application: an account for each of its requests, which those who want to know are told when it is over."""
+
+    def __init__(self, app: ASGIApp, tell: Sequence[Teller]) -> None:
+        self._app, self._tell = app, tell
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(_HEADER, b"")
+        account = Account(given.decode() if _SANE.fullmatch(given) else new_id("req"), scope["method"], headers)
+        scope[_KEY] = account
+
+        async def sent(event: Message) -> None:
+            if event["type"] == "http.response.start":
+                account.status = event["status"]
+                event["headers"] = [*event.get("headers", ()), (_HEADER, account.id.encode())]
+            await send(event)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            account.ended = monotonic()
+            self._settle(account)
+
+    def _settle(self, account: Account) -> None:
+        fault = next((call.fault for call in account.calls if call.fault is not None), None)
+        if fault is not None:
+            account.fault = type(fault).__name__
+        for tell in self._tell:
+            tell(account)

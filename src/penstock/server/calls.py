@@ -1,0 +1,227 @@
+"""Tool calls as models write them, format by format.
+
+A call is given out from where its name and the beginning of its arguments are known. Until then, whatever is not what it began as is
+plain text again; afterwards it is a call that was broken off.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.server.jsontext import MalformedError, Value, loaded, written
+from penstock.server.reading import Arguments, Begin, Broken, Content, End, Part, Reader, Reading
+from penstock.server.schemas import kinds_of, typed
+
+_ARGUMENTS = ("arguments", "parameters")
+_LONGEST_NAME = 256
+_NAME = re.compile(r"[\w.-]*")
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Of the arguments of each function."""
+
+
+class Calls:
+    """The calls of one answer."""
+
+    def __init__(self, reader: Reader, functions: Schemas, *, several: bool = True) -> None:
+        """several: whether there may be more than one; what follows one is not read then."""
+        self.reader, self.functions, self._several = reader, functions, several
+        self._next, self._open = 0, False
+
+    @property
+    def enough(self) -> bool:
+        return bool(self._next and not self._open and not self._several)
+
+    def begin(self, name: str) -> Reading[None]:
+        yield Begin(self._next, name)
+        self._open = True
+
+    def told(self, text: str) -> Part:
+        return Arguments(self._next, text)
+
+    def end(self) -> Reading[None]:
+        yield End(self._next)
+        self._next, self._open = self._next + 1, False
+        self.reader.mark()
+
+    def broken(self) -> Part:
+        """Instead of a call that is malformed: what was read of it."""
+        text = self.reader.unmark()
+        if not self._open:
+            return Content(text)
+        self._next, self._open = self._next + 1, False
+        return Broken(self._next - 1, text)
+
+    # ---- JSON
+
+    def value(self, *, told: bool = False) -> Reading[str]:
+        """A JSON value. told: it is given out as arguments, piece by piece."""
+        value, pieces = Value(), list[str]()
+        while not value.done:
+            piece, end = value.take(self.reader.text, self.reader.at)
+            if end > self.reader.at:
+                self.reader.take(end - self.reader.at)
+                pieces.append(piece)
+                if told:
+                    yield self.told(piece)
+            else:
+                yield from self.reader.need()
+        return "".join(pieces)
+
+    def string(self) -> Reading[str]:
+        if (yield from self.reader.starts('"')) is None:
+            raise MalformedError("a string should come")
+        text = loaded((yield from self.value()))
+        assert isinstance(text, str)
+        return text
+
+    def object(self, *, bare: bool = False) -> Reading[None]:
+        """A call as an object with a name and arguments. bare: nothing else says that it is a call, so it has to be one of a function that
+        there is, and have nothing that calls do not have."""
+        name, held, begun = "", None, False
+        yield from self.reader.expect("{")
+        yield from self.reader.space()
+        more = not (yield from self.reader.skip("}"))
+        while more:
+            key = yield from self.string()
+            yield from self.reader.space()
+            yield from self.reader.expect(":")
+            yield from self.reader.space()
+            if key == "name" and not name:
+                name = yield from self.string()
+                if not name or (bare and name not in self.functions):
+                    raise MalformedError(f"{name!r} is no function")
+            elif key in _ARGUMENTS and held is None and not begun:
+                if name and (yield from self.reader.starts("{")):
+                    begun = True
+                    yield from self.begin(name)
+                    yield from self.value(told=True)
+                else:
+                    held = yield from self.value()
+            elif bare and key not in ("type", "id"):
+                raise MalformedError(f"a call has no {key!r}")
+            else:
+                yield from self.value()
+            yield from self.reader.space()
+            if more := not (yield from self.reader.skip("}")):
+                yield from self.reader.expect(",")
+                yield from self.reader.space()
+        if not begun:
+            if not name or (bare and held is None):
+                raise MalformedError("the call has no name, or no arguments")
+            arguments = _object(held)
+            yield from self.begin(name)
+            yield self.told(arguments)
+        yield from self.end()
+
+    def list(self) -> Reading[None]:
+        """Calls as a list of objects."""
+        yield from self.reader.expect("[")
+        while not self.enough:
+            yield from self.reader.space()
+            yield from self.object()
+            yield from self.reader.space()
+            if (yield from self.reader.skip("]")):
+                return
+            yield from self.reader.expect(",")
+
+    # ---- formats, each from behind its marker, or from the beginning of an answer where that is ""
+
+    def tagged(self, marker: str) -> Reading[None]:
+        """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or with <function=...> within, which may also stand alone."""
+        if marker == "<tool_call>":
+            yield from self.reader.space()
+            if (yield from self.reader.starts("{", "<function=")) == "{":
+                yield from self.object()
+            else:
+                yield from self.reader.expect("<function=")
+                yield from self._function()
+        else:
+            yield from self._function()
+        yield from self.reader.space()
+        yield from self.reader.skip("</tool_call>")
+
+    def _function(self) -> Reading[None]:
+        """NAME><parameter=KEY>value</parameter>...</function>"""
+        name = yield from self.reader.before(">", _LONGEST_NAME)
+        if not name:
+            raise MalformedError("the function has no name")
+        schema = self.functions.get(name, {})
+        yield from self.begin(name)
+        yield self.told("{")
+        between = ""
+        while True:
+            yield from self.reader.space()
+            if (yield from self.reader.skip("</function>")):
+                break
+            yield from self.reader.expect("<parameter=")
+            key = yield from self.reader.before(">", _LONGEST_NAME)
+            yield self.told(f"{between}{written(key)}: ")
+            yield from self._parameter(kinds_of(schema, key))
+            between = ", "
+        yield self.told("}")
+        yield from self.end()
+
+    def _parameter(self, kinds: frozenset[str]) -> Reading[None]:
+        """value</parameter>, a line break on each side of it being none of it."""
+        yield from self.reader.skip("\n")
+        pieces, is_text = list[str](), kinds == {"string"}
+        if is_text:
+            yield self.told('"')
+        part = (lambda text: self.told(written(text)[1:-1])) if is_text else pieces.append
+        end = yield from self.reader.until(("</parameter>",), part, trim=1)
+        if end is None:
+            raise MalformedError("the parameter does not end")
+        self.reader.behind(end)
+        yield self.told('"' if is_text else typed("".join(pieces), kinds))
+
+    def llama(self, marker: str) -> Reading[None]:
+        """{"name": ..., "parameters": {...}}, several with ; between, alone or behind <|python_tag|>."""
+        while True:
+            yield from self.reader.space()
+            yield from self.object(bare=not marker)
+            yield from self.reader.space()
+            if self.enough or not (yield from self.reader.skip(";")):
+                return
+
+    def mistral(self, marker: str) -> Reading[None]:
+        """[TOOL_CALLS] and a list of objects, or NAME[ARGS]{...}."""
+        yield from self.reader.space()
+        match (yield from self.reader.ahead()):
+            case "[":
+                yield from self.list()
+            case "{":
+                yield from self.object()
+            case _:
+                yield from self._named()
+
+    def _named(self) -> Reading[None]:
+        name = yield from self._word()
+        if (yield from self.reader.skip("[CALL_ID]")):
+            yield from self._word()
+        yield from self.reader.skip("[ARGS]")
+        yield from self.reader.space()
+        if not name or (yield from self.reader.starts("{")) is None:
+            raise MalformedError("a name and an object should come")
+        yield from self.begin(name)
+        yield from self.value(told=True)
+        yield from self.end()
+
+    def _word(self) -> Reading[str]:
+        while (size := len(_NAME.match(self.reader.text, self.reader.at)[0])) == self.reader.left:  # type: ignore[index]
+            if size > _LONGEST_NAME:
+                break
+            yield from self.reader.need()
+        if size > _LONGEST_NAME:
+            raise MalformedError("the name is too long")
+        return self.reader.take(size)
+
+
+def _object(held: str | None) -> str:
+    """A call's arguments: there may be none, and some models write the object as a string. Raises MalformedError."""
+    if held is None or held == "null":
+        return "{}"
+    if held.startswith('"'):
+        held = str(loaded(held)).strip() or "{}"
+    if not isinstance(loaded(held), dict):
+        raise MalformedError("arguments are an object")
+    return held

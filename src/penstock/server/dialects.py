@@ -1,0 +1,40 @@
+"""Which way a model writes tool calls and reasoning: its chat templates say it, or who serves it does."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.server.speech import FORMATS, THOUGHTS, Format, Thought
+
+AUTO, NONE = "auto", "none"
+TOOL_PARSERS, REASONING_PARSERS = (AUTO, NONE, *FORMATS), (AUTO, NONE, *THOUGHTS)
+_CALLS = {
+    "mistral": r"\[TOOL_CALLS\]",
+    "qwen3_coder": r"(?s)<tool_call>.*<function=|<function=.*<tool_call>",
+    "hermes": "<tool_call>",
+    "llama3_json": r'(?s)<\|python_tag\|>|ipython.*"parameters"|"parameters".*ipython',
+}
+"""What a template mentions whose model writes that format; the first that fits counts."""
+_REASONING = {"think": "</?think>", "mistral": r"\[/?THINK\]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    calls: Format | None = None
+    thought: Thought | None = None
+    names_developer: bool = False
+    """Whether the templates know the role, which most call system."""
+    short_ids: bool = False
+    """Whether they take only ids of tool calls that have nine letters and digits."""
+
+
+def dialect_of(templates: Mapping[str, str], calls: str = AUTO, reasoning: str = AUTO) -> Dialect:
+    """templates: sources. calls, reasoning: "auto", "none", or one of FORMATS and of THOUGHTS."""
+    source = "\n".join(templates.values())
+    calls = _mentioned(source, _CALLS) if calls == AUTO else calls
+    reasoning = _mentioned(source, _REASONING) if reasoning == AUTO else reasoning
+    return Dialect(FORMATS.get(calls), THOUGHTS.get(reasoning), "developer" in source, "[TOOL_CALLS]" in source)
+
+
+def _mentioned(source: str, patterns: Mapping[str, str]) -> str:
+    return next((name for name, pattern in patterns.items() if re.search(pattern, source)), NONE)

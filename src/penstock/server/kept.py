@@ -1,0 +1,68 @@
+"""Responses that clients may come back to, in memory: the newest, as many as there is room for."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.base.errors import PenstockError
+from penstock.server.wire import Message
+
+MOST = 4096
+"""Responses."""
+
+
+class NotKeptError(PenstockError):
+    """There is no such response, or no longer. `param`: the field that names it, if it is not the path."""
+
+    def __init__(self, name: str, param: str | None = None) -> None:
+        super().__init__(f"there is no response {name[:80]!r}: only the newest are kept, in memory, and none of a request with store false")
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    answer: bytes
+    messages: bytes
+    """The conversation up to its end, without instructions, as JSON."""
+
+
+class Kept:
+    """Of one thread."""
+
+    def __init__(self, room: int) -> None:
+        """room: bytes."""
+        self._room = room
+        self._size = 0
+        self._responses: OrderedDict[str, _Response] = OrderedDict()
+
+    def put(self, name: str, answer: bytes, messages: Sequence[Message]) -> None:
+        """Those that have been there for longest make room."""
+        one = _Response(answer, msgspec.json.encode(messages))
+        self._responses[name] = one
+        self._size += len(one.answer) + len(one.messages)
+        while self._size > self._room or len(self._responses) > MOST:
+            self._forget(next(iter(self._responses)))
+
+    def answer(self, name: str) -> bytes:
+        """Raises NotKeptError."""
+        return self._found(name).answer
+
+    def conversation(self, name: str, param: str) -> bytes:
+        """Up to the end of that response: messages, as JSON. Raises NotKeptError."""
+        return self._found(name, param).messages
+
+    def drop(self, name: str) -> None:
+        """Raises NotKeptError."""
+        self._found(name)
+        self._forget(name)
+
+    def _found(self, name: str, param: str | None = None) -> _Response:
+        if (one := self._responses.get(name)) is None:
+            raise NotKeptError(name, param)
+        return one
+
+    def _forget(self, name: str) -> None:
+        one = self._responses.pop(name)
+        self._size -= len(one.answer) + len(one.messages)

@@ -1,0 +1,181 @@
+"""Text that comes in pieces, read from its front by generators, and the parts of an answer that they give out.
+
+A generator of this kind gives out parts as they become certain, and None where it can say no more before there is more text. So a format
+is written down as it reads, and what it makes of a text does not depend on how that was cut.
+"""
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from penstock.server.jsontext import SPACE, MalformedError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A tool call: its number in the answer, from 0, and the function."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What is next of a call's arguments. All of them together are a JSON object, once the call has ended."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Instead of an end: the call is none, or was cut short. `text` is all that was read of it."""
+
+    index: int
+    text: str
+
+
+BREAK = "\n"
+_RUNS = {characters: re.compile(f"[{characters}]*") for characters in (SPACE, BREAK)}
+Part = Reasoning | Content | Begin | Arguments | End | Broken
+Reading = Generator[Part | None, None, T]
+
+
+class Reader:
+    """What has come: of `text`, what was not read yet begins `at`."""
+
+    def __init__(self) -> None:
+        self.text, self.at = "", 0
+        self.ended = False
+        """Whether all has come."""
+        self._marked: list[str] | None = None
+        """What was read since the mark, if there is one."""
+
+    def push(self, text: str) -> None:
+        self.text, self.at = self.text[self.at :] + text, 0
+
+    @property
+    def left(self) -> int:
+        """Characters."""
+        return len(self.text) - self.at
+
+    def mark(self) -> None:
+        """From here on what is read is also kept."""
+        self._marked = []
+
+    def unmark(self) -> str:
+        """What was read since the mark."""
+        text, self._marked = "".join(self._marked or ()), None
+        return text
+
+    def take(self, count: int) -> str:
+        text = self.text[self.at : self.at + count]
+        self.at += count
+        if self._marked is not None:
+            self._marked.append(text)
+        return text
+
+    def more(self) -> Reading[bool]:
+        """Wait for more text. False if no more comes."""
+        if not self.ended:
+            yield None
+        return not self.ended
+
+    def need(self) -> Reading[None]:
+        """The same, where the text cannot end. Raises MalformedError."""
+        if not (yield from self.more()):
+            raise MalformedError("the text ends too early")
+
+    def run(self, characters: str) -> int:
+        """How many of these come next, as far as there is text."""
+        found = _RUNS[characters].match(self.text, self.at)
+        assert found is not None
+        return found.end() - self.at
+
+    def ahead(self) -> Reading[str]:
+        """The next character that is no space; empty at the end."""
+        while (room := self.run(SPACE)) == self.left:
+            if not (yield from self.more()):
+                return ""
+        return self.text[self.at + room]
+
+    def space(self, characters: str = SPACE) -> Reading[None]:
+        """Read all of these that come next."""
+        while self.take(self.run(characters)) or not self.left:
+            if not self.left and not (yield from self.more()):
+                return
+
+    def starts(self, *literals: str, room: int = 0) -> Reading[str | None]:
+        """Which of them comes next, behind so many characters, if one does. It is not read yet."""
+        while True:
+            at = self.at + room
+            if found := next((one for one in literals if self.text.startswith(one, at)), None):
+                return found
+            begun = any(len(one) > self.left - room and one.startswith(self.text[at:]) for one in literals)
+            if not begun or not (yield from self.more()):
+                return None
+
+    def skip(self, literal: str) -> Reading[bool]:
+        """Read it if it comes next."""
+        found = yield from self.starts(literal)
+        if found:
+            self.take(len(literal))
+        return found is not None
+
+    def expect(self, literal: str) -> Reading[None]:
+        """Raises MalformedError."""
+        if not (yield from self.skip(literal)):
+            raise MalformedError(f"{self.text[self.at : self.at + 20]!r} comes where {literal!r} should")
+
+    def before(self, literal: str, most: int) -> Reading[str]:
+        """What stands before it, without spaces around; both are read. Raises MalformedError if that has more than so many characters."""
+        end = most + len(literal)
+        while (at := self.text.find(literal, self.at, self.at + end)) < 0:
+            if self.left >= end:
+                raise MalformedError(f"{literal!r} does not come")
+            yield from self.need()
+        return self.take(at - self.at + len(literal))[: -len(literal)].strip()
+
+    def until(self, markers: Sequence[str], part: Callable[[str], Part | None], trim: int | None = None) -> Reading[str | None]:
+        """All up to one of the markers, whichever comes first, but for line breaks before it: so many, or all of them. What `part` makes of
+        each piece is given out, unless that is nothing. Returns the marker, to be read with `behind`; None at the end of the text."""
+        while True:
+            found = min(((at, one) for one in markers if (at := self.text.find(one, self.at)) >= 0), default=None)
+            rest = self.text[self.at : found[0]] if found else self.text[self.at :]
+            certain = len(rest) - (0 if found or self.ended else _begun(rest, markers))
+            if markers and (found or not self.ended):
+                breaks = certain - len(rest[:certain].rstrip("\n"))
+                certain -= breaks if trim is None else min(breaks, trim)
+            if certain and (told := part(self.take(certain))) is not None:
+                yield told
+            if found:
+                return found[1]
+            if not (yield from self.more()) and not self.left:
+                return None
+
+    def behind(self, marker: str) -> None:
+        """Read up to the end of a marker that has come."""
+        self.take(self.text.index(marker, self.at) + len(marker) - self.at)
+
+
+def _begun(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of a text may be a marker's beginning."""
+    return max((size for one in markers for size in range(1, len(one)) if text.endswith(one[:size])), default=0)

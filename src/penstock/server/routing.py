@@ -1,0 +1,135 @@
+"""Which replica computes a prompt: the one that holds the longest beginning of it, unless that one has far more to do than another.
+
+What a replica holds is not asked: it is remembered, as the keys of the blocks of prompts that went there and of what came of them. A
+replica's oldest keys are forgotten when there are more than it has blocks for, as it gives up its oldest blocks itself. A key chains those
+before it, so that the first key that is missing ends the beginning that is held.
+
+Why this is safe: a router on a thread of its own asks and notes, and so does the thread that follows the answers. Each method holds the
+lock for all it does, and waits for nothing meanwhile. A mistake in what is remembered costs a prompt's computing and never changes an
+answer.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from threading import Lock
+
+
+class _Replica:
+    def __init__(self) -> None:
+        self.keys: OrderedDict[bytes, None] = OrderedDict()
+        """Of its blocks; the last is the newest."""
+        self.load = 0
+        """Requests under way."""
+        self.doubted = False
+        """Whether it was lost in the midst of an answer, and has not been heard of since."""
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """How many of a prompt's blocks, from its beginning on."""
+        for count, key in enumerate(keys):
+            if key not in self.keys:
+                return count
+        return len(keys)
+
+
+class Affinity:
+    """Which replicas there are, what each of them holds, and how busy it is."""
+
+    def __init__(self, slack: int, kept: int) -> None:
+        """slack: requests that a replica may have under way beyond the idlest's, and still be chosen for what it holds. kept: blocks that
+        are remembered of each; the oldest are forgotten first."""
+        self.slack, self.kept = slack, kept
+        self._replicas: dict[str, _Replica] = {}
+        self._lock = Lock()
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Their names."""
+        with self._lock:
+            return tuple(self._replicas)
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """Requests under way, by replica."""
+        with self._lock:
+            return {name: replica.load for name, replica in self._replicas.items()}
+
+    def keep(self, names: Iterable[str]) -> None:
+        """These replicas are there: new ones hold nothing, others are forgotten."""
+        with self._lock:
+            self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
+
+    def ranked(self, keys: Sequence[bytes]) -> list[str]:
+        """All replicas, the best for a prompt with these keys first."""
+        with self._lock:
+            idlest = min((replica.load for replica in self._replicas.values() if not replica.doubted), default=0)
+
+            def place(name: str) -> tuple[bool, int, int, int]:
+                replica = self._replicas[name]
+                held = replica.held(keys) if replica.load <= idlest + self.slack else 0
+                return replica.doubted, -held, replica.load, len(replica.keys)
+
+            return sorted(self._replicas, key=place)
+
+    def note(self, name: str, keys: Sequence[bytes]) -> None:
+        """A replica computes, or has computed, the blocks of these keys."""
+        with self._lock:
+            if (replica := self._replicas.get(name)) is None:
+                return
+            # The beginning is used whenever any of the rest is: it becomes the newest, and goes last.
+            for key in reversed(keys[: self.kept]):
+                replica.keys[key] = None
+                replica.keys.move_to_end(key)
+            while len(replica.keys) > self.kept:
+                replica.keys.popitem(last=False)
+
+    def sent(self, name: str) -> None:
+        """It has one more request under way."""
+        self._count(name, 1)
+
+    def ended(self, name: str) -> None:
+        """It has one less."""
+        self._count(name, -1)
+
+    def doubt(self, name: str) -> None:
+        """It was lost in the midst of an answer: it is the last choice until it is heard of, and holds nothing."""
+        with self._lock:
+            if (replica := self._replicas.get(name)) is not None:
+                replica.doubted = True
+                replica.keys.clear()
+
+    def trust(self, name: str) -> None:
+        """It has been heard of."""
+        with self._lock:
+            if (replica := self._replicas.get(name)) is not None:
+                replica.doubted = False
+
+    def _count(self, name: str, change: int) -> None:
+        with self._lock:
+            if (replica := self._replicas.get(name)) is not None:
+                replica.load = max(replica.load + change, 0)
+
+
+class Route:
+    """The keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the replica gets none."""
+
+    def __init__(self, keys: Sequence[bytes] = ()) -> None:
+        self.keys = keys
+
+    def __reduce__(self) -> tuple[type["Route"], tuple[()]]:
+        return Route, ()
+
+
+_SHARED: dict[str, Affinity] = {}
+
+
+def share(name: str, affinity: Affinity | None) -> None:
+    """What this process knows of the replicas that are known by a name is this; None is no longer anything."""
+    if affinity is None:
+        _SHARED.pop(name, None)
+    else:
+        _SHARED[name] = affinity
+
+
+def affinity_of(name: str) -> Affinity:
+    """What was shared by that name. Raises KeyError if nothing is."""
+    return _SHARED[name]

@@ -1,0 +1,278 @@
+"""What the page shows beside the chat: the machine at this moment, in numbers that others count. No paths, and nothing of any prompt but
+how long it is."""
+
+from collections import deque
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from penstock.api.llm import LLM
+from penstock.base.meter import Counts, KVStats, Prompt, TierStats, WeightStats, pass_seconds
+from penstock.engine.engine import Stats
+from penstock.memory.device import device_name, free_memory, total_memory
+from penstock.server.desk import Call, Desk
+
+_WINDOW = 2.0
+"""Seconds over which rates are taken; two passes of weights that stream, where these are longer."""
+_STALE = 10.0
+"""Seconds after which nobody has looked for so long that rates begin anew, if passes are not longer."""
+_CLOSE = 0.1
+"""Seconds between two looks that are both kept, at least: several pages may ask."""
+_PATIENCE = 0.5
+"""Seconds after which a prompt is told of: what is computed sooner comes and goes too fast to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What takes so many bytes of a tier."""
+
+    what: str
+    """weights, ring (weights on their way), beside (the host's part of weights, on a CPU), kv (of requests), kept (KV for later ones),
+    empty (room for KV), activations, other, free."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """bytes: all that penstock may use of the device, all there is of host memory, and all that penstock has on disk or may put there.
+    The parts add up to it."""
+
+    tier: str
+    bytes: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """What crosses a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited: share of the time for which
+    arithmetic waited for weights because of it. KV that long contexts read back from disk is not counted."""
+
+    link: str
+    weights: float
+    kv: float
+    ceiling: float
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptState:
+    """A prompt that is being computed. rate: tokens a second. left: seconds. Both None if not known yet."""
+
+    reached: int
+    length: int
+    rate: float | None
+    left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """Prompt tokens since the engine started: computed, and found on a tier."""
+
+    computed: int
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanState:
+    """Where weights rest, and what a pass over them moves. seconds: of a pass, as predicted; measured: lately, 0 if not known. binding:
+    what bounds it, "disk", "link" or "compute"; empty if nothing streams."""
+
+    device: int
+    host: int
+    disk: int
+    copied: int
+    read: int
+    seconds: float
+    measured: float
+    binding: str
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    model: str
+    family: str
+    layers: int
+    dtype: str
+    device: str
+    longest: int
+    open: bool
+    """Whether requests are taken."""
+    running: int
+    waiting: int
+    output_tokens: int
+    output_rate: float
+    computed_rate: float
+    """Tokens a second: of outputs, and all that were computed."""
+    prompt: PromptState | None
+    tiers: tuple[TierState, ...]
+    links: tuple[LinkState, ...]
+    cache: CacheState
+    plan: PlanState
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was counted at a moment."""
+
+    counts: Counts
+    stats: Stats
+
+
+class Watch:
+    """Looks at a model again and again. On the desk's loop; what steps change is read as they leave it, and nothing is waited for."""
+
+    def __init__(self, llm: LLM, desk: Desk, name: str) -> None:
+        self._llm, self._desk, self._name = llm, desk, name
+        self._device = device_name(llm.booted.device)
+        self._longest = llm.booted.engine.scheduler.longest
+        self._seen = deque[_Look]()
+        self._prompt: tuple[Call, Prompt] | None = None
+
+    def look(self) -> State:
+        booted, stats = self._llm.booted, self._desk.stats
+        weights, kv = booted.weights.stats(), booted.engine.kv_stats()
+        now = _Look(Counts(perf_counter(), weights, kv), stats)
+        first = self._since(now)
+        seconds = now.counts.when - first.counts.when
+
+        def rate(counted: float) -> float:
+            return counted / seconds if seconds > 0 else 0.0
+
+        spec = booted.spec
+        return State(
+            model=self._name,
+            family=spec.family,
+            layers=spec.layers,
+            dtype=booted.dtype,
+            device=self._device,
+            longest=self._longest,
+            open=self._desk.open,
+            running=stats.running,
+            waiting=max(self._desk.outputs - stats.running, stats.waiting),
+            output_tokens=stats.output_tokens,
+            output_rate=rate(stats.output_tokens - first.stats.output_tokens),
+            computed_rate=rate(stats.computed_tokens - first.stats.computed_tokens),
+            prompt=self._prompt_at(now.counts.when),
+            tiers=(self._on_device(stats, weights), self._on_host(weights, kv, stats.tiers), self._on_disk(weights, kv, stats.tiers)),
+            links=_links(first, now, seconds),
+            cache=self._cache(),
+            plan=self._plan(weights),
+        )
+
+    def _since(self, now: _Look) -> _Look:
+        """The look from which on rates are taken."""
+        seen, when = self._seen, now.counts.when
+        window = max(_WINDOW, 2 * now.counts.weights.predicted) if now.counts.weights.streams else _WINDOW
+        if seen and when - seen[-1].counts.when > max(_STALE, window):
+            seen.clear()
+        if not seen or when - seen[-1].counts.when >= _CLOSE:
+            seen.append(now)
+        while len(seen) > 2 and when - seen[1].counts.when >= window:
+            seen.popleft()
+        return seen[0]
+
+    def _prompt_at(self, now: float) -> PromptState | None:
+        call, progress, stats = self._desk.reading, self._llm.booted.engine.progress, self._desk.stats
+        # One of which nothing is computed may still be waiting.
+        if call is None or not (progress.reached or stats.waiting == 0):
+            self._prompt = None
+            return None
+        if self._prompt is None or self._prompt[0] is not call:
+            self._prompt = call, Prompt(len(call.ready.tokens), now, progress.computed)
+        prompt = self._prompt[1]
+        prompt.see(now, progress.reached, progress.computed)
+        if now - prompt.begin < _PATIENCE:
+            return None
+        rate = prompt.rate
+        # Until a step of it is over while somebody looks, what it had reached before is not known by `prompt`.
+        reached = max(prompt.reached, min(progress.reached, prompt.length))
+        return PromptState(reached, prompt.length, rate or None, prompt.left(now) if rate and prompt.reached else None)
+
+    def _on_device(self, stats: Stats, weights: WeightStats) -> TierState:
+        budget, block = self._llm.booted.budget, self._llm.booted.budget.block_bytes
+        beside = budget.weights - weights.device - weights.device_ring
+        parts = [Part("weights", weights.device)]
+        parts += [Part(what, size) for what, size in (("ring", weights.device_ring), ("beside", beside)) if size > 0]
+        parts += _kv_parts(budget.kv, (stats.kv_blocks - stats.kv_blocks_free) * block, stats.kv_blocks_cached * block)
+        parts.append(Part("activations", budget.activations))
+        return _tier("device", budget.total, parts)
+
+    def _on_host(self, weights: WeightStats, kv: KVStats | None, tiers: TierStats | None) -> TierState:
+        host = torch.device("cpu")
+        whole, free = total_memory(host), free_memory(host)
+        parts = [Part(what, size) for what, size in (("weights", weights.host), ("ring", weights.host_ring)) if size]
+        if kv is not None:
+            parts += _kv_parts(kv.room, kv.host, tiers.cached_host * self._block(kv) if tiers is not None else 0)
+        # What is pinned for penstock is not free, and neither is what others have.
+        parts.append(Part("other", max(whole - free - sum(part.bytes for part in parts), 0)))
+        return _tier("host", whole, parts)
+
+    def _on_disk(self, weights: WeightStats, kv: KVStats | None, tiers: TierStats | None) -> TierState:
+        parts, room = [Part("weights", weights.disk)] if weights.disk else [], 0
+        scheduler = self._llm.booted.engine.scheduler
+        if kv is not None:
+            far = scheduler.host.blocks - scheduler.host.near
+            kept = scheduler.tiers.disk.capacity if scheduler.tiers.disk is not None else 0
+            room = (far + kept) * self._block(kv)
+        if kv is not None and room:
+            parts += _kv_parts(room, kv.disk, tiers.disk_bytes if tiers is not None else 0)
+        return _tier("disk", sum(part.bytes for part in parts), parts)
+
+    def _block(self, kv: KVStats) -> int:
+        """Bytes of a block on the host."""
+        return kv.room // self._llm.booted.engine.scheduler.host.near
+
+    def _cache(self) -> CacheState:
+        counts = self._llm.booted.engine.scheduler.tiers.counts
+        found = counts.found + counts.found_host + counts.found_disk
+        return CacheState(max(counts.prompts - found, 0), counts.found, counts.found_host, counts.found_disk)
+
+    def _plan(self, weights: WeightStats) -> PlanState:
+        placement, streams = self._llm.booted.weights.placement, weights.streams
+        return PlanState(
+            weights.device,
+            weights.host,
+            weights.disk,
+            placement.streamed,
+            placement.read,
+            weights.predicted,
+            pass_seconds(look.counts for look in self._seen) if streams else 0.0,
+            weights.binding if streams else "",
+        )
+
+
+def _kv_parts(room: int, held: int, kept: int) -> list[Part]:
+    """Of room for KV: what requests hold, what is kept for later ones, and what is empty."""
+    kept = max(min(kept, room - held), 0)
+    return [Part("kv", held), Part("kept", kept), Part("empty", max(room - held - kept, 0))]
+
+
+def _tier(name: str, size: int, parts: list[Part]) -> TierState:
+    """With what is left, and no smaller than what was counted on it, of which some has just moved."""
+    taken = sum(part.bytes for part in parts)
+    if size > taken:
+        parts = [*parts, Part("free", size - taken)]
+    return TierState(name, max(size, taken), tuple(parts))
+
+
+def _links(first: _Look, now: _Look, seconds: float) -> tuple[LinkState, ...]:
+    """The links that something has crossed or is meant to."""
+    before, after = first.counts, now.counts
+    weights, flow = after.weights, after.weights.since(before.weights).flow(seconds)
+    up, inward, through = 0, 0, 0
+    if now.stats.tiers is not None and first.stats.tiers is not None:
+        up = now.stats.tiers.up.bytes - first.stats.tiers.up.bytes
+        inward = now.stats.tiers.inward.bytes - first.stats.tiers.inward.bytes
+    if after.kv is not None and before.kv is not None:
+        through = after.kv.copied - before.kv.copied
+    links = []
+    if weights.copied or weights.link_rate or after.kv is not None:
+        kv = (through + up) / seconds if seconds > 0 else 0.0
+        links.append(LinkState("host to device", flow.copied, kv, weights.link_rate, flow.waited_link))
+    if weights.disk or (now.stats.tiers is not None and (now.stats.tiers.disk_bytes or now.stats.tiers.inward.bytes)):
+        kv = inward / seconds if seconds > 0 else 0.0
+        links.append(LinkState("disk to host", flow.read, kv, weights.disk_rate, flow.waited_disk))
+    return tuple(links)

@@ -1,0 +1,52 @@
+"""What clients may send for an answer of a given form: OpenAI's field, and the newer one of other servers."""
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from penstock.base.errors import StructureError
+from penstock.step.structure import Structure
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """None of these three changes anything: an answer is always what the schema says."""
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structure(self) -> Structure | None:
+        """None for plain text. Raises StructureError."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise StructureError("response_format of type json_schema, and no other, has a json_schema with a schema in it")
+        if self.json_schema is not None:
+            return Structure.json_schema(self.json_schema.schema)
+        return Structure.json_object() if self.type == "json_object" else None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """One of these."""
+
+    json: dict[str, Any] | str | None = None
+    """A schema."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def structure(self) -> Structure:
+        """Raises StructureError."""
+        match (self.json, self.regex, self.choice, self.grammar):
+            case (schema, None, None, None) if schema is not None:
+                return Structure.json_schema(schema)
+            case (None, str(pattern), None, None):
+                return Structure.regex(pattern)
+            case (None, None, list(texts), None):
+                return Structure.choice(texts)
+            case (None, None, None, str(grammar)):
+                return Structure.lark(grammar)
+        raise StructureError("structured_outputs have exactly one of json, regex, choice and grammar")

@@ -1,0 +1,163 @@
+"""What clients may send to /v1/responses: a request for a chat in other words, and it is read as one."""
+
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from penstock.server.items import led
+from penstock.server.structured import StructuredOutputs
+from penstock.server.wire import ChatRequest, FieldError, Message, Priority, StreamOptions, Timeout, invalid
+
+MOST_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = {
+    LOGPROBS,
+    # Of items that there are none of, and of reasoning, which is told in plain text anyway:
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+}
+_RENAMED = {
+    "messages": "input",
+    "response_format": "text",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
+}
+"""Fields of a chat's request, as they are called here."""
+_SAME = (
+    "model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority", "timeout",
+    "chat_template_kwargs",
+)  # fmt: skip
+
+
+class Reasons(Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    """Neither has an effect: reasoning is told in full."""
+
+
+class Form(Struct, forbid_unknown_fields=True):
+    """Of the answer's text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: Form | None = None
+    reasoning: Reasons | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    # Labels, and what suits whatever is answered:
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = None
+    # Beside OpenAI's:
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    priority: Priority = 0
+    timeout: Timeout | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def stores(self) -> bool:
+        return self.store is not False
+
+    def check(self) -> None:
+        """Raises FieldError for what the fields do not allow together, or this server at all."""
+        if self.truncation not in (None, "disabled"):
+            message = f"truncation {self.truncation[:40]!r} was asked for, but nothing is left out of a conversation; set it to disabled"
+            raise FieldError(message, "truncation")
+        if self.background:
+            raise FieldError("a response in the background was asked for, but they are computed while clients wait", "background")
+        if unknown := [name for name in self.include or () if name not in _INCLUDABLE]:
+            raise FieldError(f"include has {unknown[0][:80]!r}; there may be {', '.join(sorted(_INCLUDABLE))}", "include")
+        if self.metadata is not None and len(self.metadata) > MOST_METADATA:
+            raise FieldError(f"metadata have {len(self.metadata)} keys; {MOST_METADATA} are allowed", "metadata")
+        if self.top_logprobs and LOGPROBS not in (self.include or ()):
+            raise FieldError(f"top_logprobs need {LOGPROBS!r} in include; add it, or leave top_logprobs out", "top_logprobs")
+        if not self.input and self.previous_response_id is None:
+            raise FieldError("there is no input; give a text or a list of items", "input")
+
+    def chat(self, messages: Sequence[Message]) -> ChatRequest:
+        """The same as a request for a chat: the answer to these messages. Raises FieldError."""
+        logprobs = LOGPROBS in (self.include or ())
+        fields: dict[str, object] = {name: getattr(self, name) for name in _SAME}
+        fields["max_completion_tokens"] = self.max_output_tokens
+        fields |= {"logprobs": logprobs, "top_logprobs": self.top_logprobs if logprobs else None}
+        if self.tools is not None:
+            fields["tools"] = [_tool(at, tool) for at, tool in enumerate(self.tools)]
+        if isinstance(choice := self.tool_choice, dict) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {key: value for key, value in choice.items() if key != "type"}}
+        fields["tool_choice"] = choice
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None:
+            fields |= {"verbosity": self.text.verbosity, "response_format": _format(self.text.format)}
+        try:
+            chat = msgspec.convert({"messages": [{"role": "user"}], **fields}, ChatRequest)
+        except msgspec.ValidationError as error:  # Of what is not checked here: the form of the text.
+            raise FieldError(f"text.format is not valid: {invalid(error)}", "text") from error
+        chat.structured_outputs = self.structured_outputs
+        chat.messages = led(messages, self.instructions)
+        return chat
+
+
+def _tool(at: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        kind = str(tool.get("type"))[:80]
+        raise FieldError(f"tools[{at}] is of type {kind!r}, but a model here can only be given functions of its client's", "tools")
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type" and value is not None}}
+
+
+def _format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if form is None or form.get("type") != "json_schema":
+        return None if form is None else dict(form)
+    return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
+
+
+@contextmanager
+def named_here() -> Generator[None]:
+    """Errors about a field of the chat's request name the one that it comes from."""
+    try:
+        yield
+    except FieldError as error:
+        if (name := _RENAMED.get(error.param or "")) is None:
+            raise
+        raise FieldError(re.sub(rf"\b{error.param}\b", name, str(error)), name) from error

@@ -1,0 +1,89 @@
+"""What an output must be as a whole: JSON of a schema, or text of a regular expression, a list or a grammar."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.base.errors import StructureError
+
+LONGEST = 64 << 10
+"""Characters of one."""
+
+
+class StructureKind(Enum):
+    JSON_SCHEMA = "JSON schema"
+    JSON_OBJECT = "JSON object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Made by one of the methods below, which raise StructureError for what is plainly none; the rest is found by whoever compiles it.
+
+    `text` is a schema as JSON, a regular expression, the strings to choose from as JSON, or a grammar. Of a JSON object there is none.
+    """
+
+    kind: StructureKind
+    text: str
+
+    @staticmethod
+    def json_schema(schema: str | Mapping[str, object]) -> "Structure":
+        """JSON that a JSON Schema allows: the schema as an object, or as text."""
+        return Structure(StructureKind.JSON_SCHEMA, _bounded(StructureKind.JSON_SCHEMA, _written(schema)))
+
+    @staticmethod
+    def json_object() -> "Structure":
+        """Any JSON object."""
+        return Structure(StructureKind.JSON_OBJECT, "")
+
+    @staticmethod
+    def regex(pattern: str) -> "Structure":
+        """Text that a regular expression matches as a whole. In the syntax of Rust's `regex`, without look-around and back-references."""
+        return Structure(StructureKind.REGEX, _bounded(StructureKind.REGEX, pattern))
+
+    @staticmethod
+    def choice(texts: Sequence[str]) -> "Structure":
+        """One of these strings."""
+        if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
+            raise StructureError("the choice must be a list of strings, at least one")
+        for text in texts:
+            _bounded(StructureKind.CHOICE, text)
+        return Structure(StructureKind.CHOICE, _bounded(StructureKind.CHOICE, json.dumps(list(texts), ensure_ascii=False)))
+
+    @staticmethod
+    def lark(grammar: str) -> "Structure":
+        """Text of a grammar in llguidance's variant of Lark's syntax, from the rule `start` on."""
+        return Structure(StructureKind.LARK, _bounded(StructureKind.LARK, grammar))
+
+
+def _written(schema: object) -> str:
+    """A JSON schema as text in one form."""
+    if isinstance(schema, str):
+        _bounded(StructureKind.JSON_SCHEMA, schema)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise StructureError(f"the JSON schema is not JSON: {error}") from error
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise StructureError(f"the JSON schema must be an object; got {type(schema).__name__}")
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StructureError(f"the JSON schema is not JSON: {error}") from error
+
+
+def _bounded(kind: StructureKind, text: object) -> str:
+    if not isinstance(text, str):
+        raise StructureError(f"the {kind.value} must be text; got {type(text).__name__}")
+    if len(text) > LONGEST:
+        raise StructureError(f"the {kind.value} has {len(text)} characters; {LONGEST} are allowed, so give a smaller one")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise StructureError(f"the {kind.value} is not valid Unicode at character {error.start}; give it as UTF-8") from error
+    return text

@@ -1,0 +1,289 @@
+"""A desk whose calls replicas carry out: whatever is lost when, clients have the answer that one engine would have given.
+
+The replicas here are desks in this process, on one model, and what is lost is what comes of them.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from penstock import LLM, Completion, SamplingParams
+from penstock.api.llm import SHIPPED_MODEL
+from penstock.api.outputs import Delta
+from penstock.base.errors import ConfigError, EngineClosedError, LengthError, RequestError
+from penstock.cli.main import main
+from penstock.server import fleet
+from penstock.server.desk import BusyError, Call, Desk
+from penstock.server.errands import Came, Errand, Facts, FarLLM, LostError, Message, carried_out
+from penstock.server.fleet import Fleet
+from penstock.server.metrics import Metrics
+from penstock.server.routing import Affinity
+from penstock.server.scale import bounds
+from penstock.step.structure import Structure
+
+SIZE, ROWS = 16, 4
+STORY = "Once upon a time there was a boat that could not swim. One day it asked the sea about it, and the sea said"
+"""More than a block."""
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=1.5, seed=7, n=2, logprobs=2)
+STOPPED = SamplingParams(temperature=0, max_tokens=30, stop=["."])
+NUMBERED = SamplingParams(temperature=1.5, seed=3, max_tokens=10, structure=Structure.regex("[a-z]{4} [0-9]{20}"))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(device="cpu", dtype="float32", device_memory="400MiB", max_sequences=ROWS, block_size=SIZE) as llm:
+        yield llm
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a replica is lost with: after so many messages, without a word if it is `silent`, and with all that it waits for if it `hangs`.
+    Instead of the seeds that were decided it may have drawn with others."""
+
+    after: int = 1 << 30
+    silent: bool = False
+    hangs: bool = False
+    seed: int | None = None
+
+
+class Crew:
+    """Each errand goes to the next replica, and what is lost with it is said."""
+
+    def __init__(self, llm: LLM, losses: Sequence[Loss]) -> None:
+        self._llm, self._losses = llm, list(losses)
+        self.desk: Desk | None = None
+        self.sent: list[Sequence[bytes]] = []
+        self.open = 0
+        """Answers that are waited for."""
+
+    async def answer(self, keys: Sequence[bytes], errand: Errand) -> AsyncGenerator[Message]:
+        if self.desk is None:
+            self.desk = Desk(self._llm, Metrics(), queue=1000)
+        loss = self._losses[len(self.sent)] if len(self.sent) < len(self._losses) else Loss()
+        self.sent.append(keys)
+        if loss.seed is not None:
+            samplings = self._llm.read(errand.prompt, replace(errand.params or GREEDY, seed=loss.seed)).samplings
+            errand = replace(errand, decided=errand.decided | {"samplings": samplings})
+        self.open += 1
+        try:
+            count = 0
+            async with aclosing(carried_out(self._llm, self.desk, f"replica {len(self.sent) - 1}", errand)) as messages:
+                async for message in messages:
+                    for part in _parts(message):
+                        if count == loss.after:
+                            if loss.hangs:
+                                await asyncio.Event().wait()
+                            if loss.silent:
+                                return
+                            raise LostError("the replica is lost")
+                        yield part
+                        count += 1
+        finally:
+            self.open -= 1
+
+    async def everyone(self, what: str) -> Mapping[str, Any]:
+        return {}
+
+
+def _parts(message: Message) -> list[Message]:
+    """Token by token, however many have come at a time."""
+    return [replace(message, deltas=(delta,)) for delta in message.deltas] if isinstance(message, Came) else [message]
+
+
+Work = Callable[[FarLLM, Fleet, Crew], Awaitable[None]]
+
+
+def with_a_fleet(llm: LLM, work: Work, *losses: Loss, affinity: Affinity | None = None, patience: float = 30.0) -> Crew:
+    """Nothing is left when it is closed."""
+    crew = Crew(llm, losses)
+
+    async def run() -> None:
+        far = FarLLM(SHIPPED_MODEL, Facts.of(llm), replicas=2)
+        desk = Fleet(far, Metrics(), crew, affinity or Affinity(1, 100), queue=8, patience=patience)
+        try:
+            await work(far, desk, crew)
+        finally:
+            await desk.close(0)
+            assert not desk.open
+            if crew.desk is not None:
+                crew.desk._mail.put(None)
+                await asyncio.to_thread(crew.desk._thread.join)
+        assert desk.outputs == 0
+        assert crew.open == 0
+        far.close()
+
+    asyncio.run(run())
+    assert llm.stats().running == llm.stats().waiting == 0
+    return crew
+
+
+async def streamed(call: Call) -> list[Delta]:
+    return [delta async for deltas in call.pieces() for delta in deltas]
+
+
+def same(found: Completion, expected: Completion) -> None:
+    """But for what was found of the prompt, which depends on who asked before."""
+    assert replace(found, cached_tokens=0, cached_host=0, cached_disk=0) == replace(expected, cached_tokens=0, cached_host=0, cached_disk=0)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, STOPPED, NUMBERED], ids=["greedy", "drawn", "stopped", "structured"])
+def test_wherever_replicas_are_lost_a_stream_goes_on_with_what_is_next(llm: LLM, params: SamplingParams) -> None:
+    [expected] = llm.generate(STORY, params)
+    for losses in ([0], [1], [2], [7], [3, 5], [5, 3, 1]):
+
+        async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+            [call] = desk.ask([far.read(STORY, params)])
+            deltas = await streamed(call)
+            for output in expected.outputs:
+                own = [delta for delta in deltas if delta.index == output.index]
+                assert [token for delta in own for token in delta.tokens] == list(output.tokens)
+                assert "".join(delta.text for delta in own) == output.text
+                assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [output.finish_reason]
+            same(call.so_far(), expected)
+            assert call.counts[0] == sum(len(output.tokens) for output in expected.outputs)
+            assert call.reasons == [output.finish_reason.value for output in expected.outputs]
+
+        crew = with_a_fleet(llm, work, *(Loss(after, silent=after % 2 == 0) for after in losses))
+        assert len(crew.sent) == len(losses) + 1, "it was lost"
+
+
+@pytest.fixture(scope="module")
+def another(llm: LLM) -> int:
+    """A seed with which the first output begins with other tokens."""
+
+    def begins(seed: int) -> tuple[int, ...]:
+        return llm.generate(STORY, replace(DRAWN, seed=seed))[0].outputs[0].tokens[:3]
+
+    return next(seed for seed in range(8, 40) if begins(seed) != begins(DRAWN.seed or 0))
+
+
+def test_a_whole_answer_begins_anew_if_another_replica_has_other_tokens(llm: LLM, another: int) -> None:
+    [expected] = llm.generate(STORY, replace(DRAWN, seed=another))
+
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        first, second = desk.ask([far.read(STORY, DRAWN), far.read("The sea", GREEDY)])
+        # Of the first nobody has been given anything before the second is complete.
+        await second.completion()
+        same(await first.completion(), expected)
+
+    with_a_fleet(llm, work, Loss(12), Loss(), Loss(seed=another))
+
+
+def test_a_stream_ends_with_an_error_rather_than_with_other_tokens(llm: LLM, another: int) -> None:
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        [call] = desk.ask([far.read(STORY, DRAWN)])
+        with pytest.raises(EngineClosedError, match="goes on with other tokens; send the request again"):
+            await streamed(call)
+        assert call.reasons == ["error", "error"]
+
+    with_a_fleet(llm, work, Loss(12), Loss(seed=another))
+
+
+def test_a_request_that_replicas_are_lost_with_again_and_again_is_given_up(llm: LLM) -> None:
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        [call] = desk.ask([far.read(STORY, GREEDY)])
+        with pytest.raises(EngineClosedError, match="4 replicas were lost with this request"):
+            await call.completion()
+
+    assert len(with_a_fleet(llm, work, *[Loss(2)] * 9).sent) == 4
+
+
+def test_what_no_replica_can_answer_is_not_asked_twice(llm: LLM) -> None:
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        with pytest.raises(LengthError, match=f"a replica holds {llm.booted.engine.scheduler.longest} in all"):
+            far.read(STORY, SamplingParams(max_tokens=1 << 20))
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            far.read([], GREEDY)
+        ready = replace(far.read([1, 2, 3], GREEDY), given=[1 << 40])
+        [call] = desk.ask([ready])
+        with pytest.raises(RequestError, match="is not in the vocabulary"):
+            await call.completion()
+
+    assert len(with_a_fleet(llm, work).sent) == 1
+
+
+def test_an_answer_that_nothing_can_come_of_any_more_is_asked_of_another_replica(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine has stopped without a word: all that is known is that the replica is not there any more."""
+    monkeypatch.setattr(fleet, "_LOOK", 0.02)
+    [expected] = llm.generate(STORY, GREEDY)
+    affinity = Affinity(1, 100)
+    affinity.keep(["replica 0", "replica 1"])
+
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        [call] = desk.ask([far.read(STORY, GREEDY)])
+        pieces = call.pieces()
+        begun = list(await anext(pieces))
+        affinity.keep(["replica 1"])
+        rest = [delta async for deltas in pieces for delta in deltas]
+        assert [token for delta in (*begun, *rest) for token in delta.tokens] == list(expected.tokens)
+
+    crew = with_a_fleet(llm, work, Loss(3, hangs=True), affinity=affinity, patience=0.0)
+    assert len(crew.sent) == 2
+
+
+def test_who_leaves_takes_its_errand_along_and_there_is_room_again(llm: LLM) -> None:
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        endless = far.read(STORY, SamplingParams(max_tokens=5000, ignore_eos=True, n=4))
+        calls = desk.ask([endless] * 4)
+        with pytest.raises(BusyError, match="16 outputs are under way or waiting, and 16 can at most"):
+            desk.ask([far.read("The sea", GREEDY)])
+        await anext(calls[0].pieces())
+        for call in calls:
+            call.leave()
+        assert desk.outputs == 0
+        while crew.open:
+            await asyncio.sleep(0.01)
+        same((await desk.ask([far.read("The sea", GREEDY)])[0].completion()), llm.generate("The sea", GREEDY)[0])
+
+    with_a_fleet(llm, work)
+
+
+def test_a_conversation_goes_on_where_its_answer_was_computed(llm: LLM) -> None:
+    affinity = Affinity(1, 100)
+    affinity.keep(["replica 0", "replica 1"])
+
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        [call] = desk.ask([far.read(STORY, replace(GREEDY, max_tokens=2 * SIZE))])
+        found = await call.completion()
+        behind = far.read([*found.prompt_tokens, *found.tokens, 5], GREEDY)
+        [then] = desk.ask([behind])
+        await then.completion()
+        said = crew.sent[1]
+        assert len(said) == (len(found.prompt_tokens) + len(found.tokens)) // SIZE, "its full blocks"
+        affinity.doubt("replica 1")
+        affinity.trust("replica 1")
+        held = affinity._replicas["replica 0"].held(said)
+        # Of the last token there is no KV, so the block that it ends is not held.
+        assert held == (len(found.prompt_tokens) + len(found.tokens) - 1) // SIZE > len(crew.sent[0])
+        assert affinity.ranked(said) == ["replica 0", "replica 1"]
+
+    with_a_fleet(llm, work, affinity=affinity)
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.startswith("penstock.server.replicas")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["serve", "--replicas", "1:2", "--port", "0", "--quiet"]) == 2
+    assert capsys.readouterr().err == "penstock: error: replicas need ray, which is not installed; pip install 'penstock[ray]'\n"
+
+
+def test_what_is_for_replicas_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--ray-address", "auto", "--port", "0", "--quiet"]) == 2
+    assert "are for replicas; say how many with --replicas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "2:1", "1:2:3", "-1", "", ":", "1:", "two", "1.5"])
+def test_numbers_of_replicas_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match="are not a number, or the least and the most of them; write 2, or 1:4"):
+        bounds(text)
+
+
+def test_numbers_of_replicas() -> None:
+    assert [bounds("2"), bounds("1:4"), bounds("3:3")] == [(2, 2), (1, 4), (3, 3)]

@@ -1,0 +1,516 @@
+"""The server's page: its files, the state that it shows, and both in a browser, where there is one."""
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+
+LONG = 30.0
+"""Seconds after which what must happen is taken not to."""
+FLAGS = ("--port", "0", "--device", "cpu", "--dtype", "float32", "--max-sequences", "2", "--queue", "8")
+KEY = "a key of this server"
+FILES = {
+    "/": "text/html; charset=utf-8",
+    "/page/page.css": "text/css; charset=utf-8",
+    "/page/page.js": "text/javascript; charset=utf-8",
+    "/page/icon.svg": "image/svg+xml",
+}
+SECRET = "the heron that nobody else may read of"
+ENDLESS = {"model": "shipped", "prompt": SECRET, "max_tokens": 6000, "ignore_eos": True, "stream": True}
+ENTER, SHIFT, ESCAPE, TAB = "\ue007", "\ue008", "\ue00c", "\ue004"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+DRIVER = shutil.which("chromedriver") or ""
+Answer = tuple[int, Mapping[str, str], bytes]
+
+
+def until(happens: Callable[[], Any], seconds: float = LONG) -> Any:
+    """What it comes to, once that is true."""
+    late = time.monotonic() + seconds
+    while not (come := happens()):
+        assert time.monotonic() < late, "it does not happen"
+        time.sleep(0.02)
+    return come
+
+
+class Server:
+    """The command."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        self.url, self.log = url, log
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=LONG)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+        connection = self.connection()
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body).encode(), dict(headers or {}))
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()
+        finally:
+            connection.close()
+
+    def state(self, **headers: str) -> Any:
+        status, _, said = self.ask("GET", "/state", headers=headers)
+        assert status == 200, said
+        return json.loads(said)
+
+    @contextmanager
+    def load(self, *bodies: Mapping[str, Any], key: str = "") -> Iterator[None]:
+        """Requests under way that nobody reads."""
+        with ExitStack() as opened:
+            for body in bodies:
+                connection = self.connection()
+                opened.callback(connection.close)
+                connection.request("POST", "/v1/completions", json.dumps(body).encode(), {"Authorization": f"Bearer {key}"} if key else {})
+            yield
+
+
+@contextmanager
+def serving(folder: Path, *flags: str, key: str = "") -> Iterator[Server]:
+    log = folder / "said.txt"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "serve", *FLAGS, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PENSTOCK_API_KEYS": key},
+        )
+    try:
+        found = until(
+            lambda: re.search(r"^serving \S+ at (http\S+)\n", log.read_text(), re.MULTILINE) or process.poll() is not None, 3 * LONG
+        )
+        assert process.poll() is None, log.read_text()
+        yield Server(found[1], log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG) == 0
+        assert "Traceback" not in log.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With contexts in host memory and blocks kept on disk, so that there is something on every tier; and a key."""
+    folder = tmp_path_factory.mktemp("page")
+    beside = ("--device-memory", "200MiB", "--host-kv-memory", "80MiB", "--disk-kv-memory", "300MiB", "--kv-directory", str(folder / "kv"))
+    with serving(folder, *beside, "--max-length", "8192", "--max-step-tokens", "128", key=KEY) as server:
+        yield server
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_file_comes_with_its_type_and_is_strict_about_where_from(server: Server, path: str) -> None:
+    status, headers, said = server.ask("GET", path)
+    assert (status, headers["content-type"]) == (200, FILES[path])
+    assert headers["content-security-policy"].startswith("default-src 'self';")
+    assert "unsafe" not in headers["content-security-policy"]
+    assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-cache")
+    again, kept, nothing = server.ask("GET", path, headers={"If-None-Match": f'"other", W/{headers["etag"]}'})
+    assert (again, nothing, kept["etag"]) == (304, b"", headers["etag"])
+    assert kept["content-security-policy"] == headers["content-security-policy"]
+    assert server.ask("GET", path, headers={"If-None-Match": '"other"'})[2] == said
+    assert server.ask("POST", path, {})[0] == 405
+
+
+def test_no_file_asks_anything_of_another_server_or_makes_markup_of_text(server: Server) -> None:
+    for path in FILES:
+        text = server.ask("GET", path)[2].decode().replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert not re.findall(r"(?:https?:|wss?:|[\"'(])//", text), path
+        assert not re.findall(r"@import|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|\sstyle=|\son\w+=", text), path
+    for referred in re.findall(r'(?:href|src)="([^"#]+)"', server.ask("GET", "/")[2].decode()):
+        assert referred in FILES
+
+
+def test_beside_the_files_there_is_nothing_to_be_had(server: Server) -> None:
+    for path in ("/page/", "/page/../page.py", "/page/%2e%2e/page.py", "/page//etc/passwd", "/page/page.py"):
+        assert server.ask("GET", path)[0] == 404
+
+
+# ---- state
+
+
+def test_the_state_needs_a_key_where_there_are_keys_and_the_files_do_not(server: Server) -> None:
+    for headers in ({}, {"Authorization": "Bearer another"}):
+        status, _, said = server.ask("GET", "/state", headers=headers)
+        assert (status, json.loads(said)["error"]["code"]) == (401, "invalid_api_key")
+    status, headers, _ = server.ask("GET", "/state", headers={"Authorization": f"Bearer {KEY}"})
+    assert (status, headers["content-type"], headers["cache-control"]) == (200, "application/json", "no-store")
+
+
+def told(server: Server) -> Any:
+    return server.state(Authorization=f"Bearer {KEY}")
+
+
+def counted(server: Server, name: str, **labels: str) -> float:
+    """By /metrics, which has it from the engine's own counts."""
+    said = server.ask("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})[2].decode()
+    shown = "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}" if labels else ""
+    found = re.search(rf"^penstock:{re.escape(name + shown)} (\S+)$", said, re.MULTILINE)
+    assert found is not None, f"{name} in {said}"
+    return float(found[1])
+
+
+def parts_of(state: Any, tier: str) -> dict[str, int]:
+    [found] = [one for one in state["tiers"] if one["tier"] == tier]
+    return {part["what"]: part["bytes"] for part in found["parts"]}
+
+
+def test_the_numbers_add_up_and_are_those_of_the_engine(server: Server) -> None:
+    words = " ".join(f"word{number}" for number in range(300))
+    for _ in range(2):
+        body = {"model": "shipped", "prompt": f"{SECRET} {words}", "max_tokens": 4, "temperature": 0}
+        status, _, said = server.ask("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEY}"})
+        assert status == 200, said
+    usage = json.loads(said)["usage"]
+    until(lambda: told(server)["running"] == 0)
+    state = told(server)
+    assert [tier["tier"] for tier in state["tiers"]] == ["device", "host", "disk"]
+    for tier in state["tiers"]:
+        assert tier["bytes"] == sum(part["bytes"] for part in tier["parts"]), tier
+        assert all(part["bytes"] >= 0 for part in tier["parts"]), tier
+    device, host, disk = (parts_of(state, tier) for tier in ("device", "host", "disk"))
+    assert sum(device.values()) <= 200 << 20
+    assert (device["weights"], host.get("weights", 0), disk.get("weights", 0)) == tuple(
+        counted(server, "weights_bytes", tier=tier) for tier in ("device", "host", "disk")
+    )
+    assert device["kept"] > 0
+    assert device["kv"] == counted(server, "far_kv_bytes", tier="disk") == 0
+    assert device["kept"] % counted(server, "kv_blocks_cached") == 0
+    assert state["output_tokens"] == counted(server, "generation_tokens_total")
+    assert state["cache"]["device"] == counted(server, "prefix_cache_hits_total", tier="device")
+    assert state["cache"]["device"] >= usage["prompt_tokens_details"]["cached_tokens"] > 0
+    found = sum(state["cache"].values())
+    assert found == counted(server, "prompt_tokens_total")
+    assert state["plan"]["device"] == device["weights"]
+
+
+def test_requests_under_way_are_told_and_nothing_of_what_they_say(server: Server) -> None:
+    with server.load(*[ENDLESS] * 3, key=KEY):
+        state = until(lambda: (one := told(server))["running"] == 2 and one["waiting"] == 1 and one["output_rate"] > 0 and one)
+        assert counted(server, "num_requests_running") == 2
+        assert parts_of(state, "device")["kv"] > 0
+        said = json.dumps(state)
+        assert "heron" not in said
+        assert "/" not in said.replace(" tokens/s", "")
+    until(lambda: (state := told(server))["running"] + state["waiting"] == 0 and parts_of(state, "device")["kv"] == 0)
+
+
+def test_a_prompt_is_followed_until_it_is_computed(server: Server) -> None:
+    length, steps = 3000, []
+    body = {"model": "shipped", "prompt": [7 + at % 900 for at in range(length)], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with server.load(body, key=KEY):
+
+        def over() -> bool:
+            state = told(server)
+            if state["prompt"] is not None:
+                steps.append(state["prompt"])
+            return bool(steps) and state["prompt"] is None
+
+        until(over, 2 * LONG)
+    assert {step["length"] for step in steps} == {length}
+    reached = [step["reached"] for step in steps]
+    assert reached == sorted(reached)
+    assert len(set(reached)) > 3
+    timed = [step for step in steps if step["left"] is not None]
+    assert timed
+    assert all(0 <= step["left"] <= length / step["rate"] for step in timed)
+
+
+# ---- in a browser
+
+
+class Browser:
+    """A headless one, by the protocol that every browser's driver speaks."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONG)
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}"]
+        flags += ["--disable-background-networking", "--disable-component-update", "--no-first-run", "--window-size=1400,900"]
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": {"binary": BROWSER, "args": flags},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        self._session = ""
+        self._session = f"/session/{self._ask('POST', '/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']}"
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        self._connection.request(method, self._session + path, None if body is None else json.dumps(body).encode())
+        answer = self._connection.getresponse()
+        value = json.loads(answer.read())["value"]
+        assert answer.status == 200, value
+        return value
+
+    def open(self, url: str) -> None:
+        self._ask("POST", "/url", {"url": url})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self._ask("POST", "/execute/sync", {"script": script, "args": arguments})
+
+    def text(self, selector: str) -> str:
+        """As it is seen, empty if there is none."""
+        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+
+    def count(self, selector: str) -> int:
+        """Of those that are seen."""
+        return int(self.run("return [...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility()).length", selector))
+
+    def click(self, selector: str) -> None:
+        [element] = self._ask("POST", "/element", {"using": "css selector", "value": selector}).values()
+        self._ask("POST", f"/element/{element}/click", {})
+
+    def type(self, keys: str) -> None:
+        """Into what has the focus. A key after SHIFT is pressed with it."""
+        actions, shifted = [], False
+        for key in keys:
+            actions.append({"type": "keyDown", "value": key})
+            if key == SHIFT:
+                shifted = True
+                continue
+            actions.append({"type": "keyUp", "value": key})
+            if shifted:
+                actions.append({"type": "keyUp", "value": SHIFT})
+                shifted = False
+        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
+
+    def accept(self) -> None:
+        """What a dialog asks."""
+        self._ask("POST", "/alert/accept", {})
+
+    def command(self, name: str, **parameters: Any) -> Any:
+        return self._ask("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
+
+    def complaints(self) -> list[str]:
+        """On the console, since the last time."""
+        return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"}) if entry["level"] in ("SEVERE", "WARNING")]
+
+    def close(self) -> None:
+        self._ask("DELETE", "")
+        self._connection.close()
+
+
+@contextmanager
+def browsing(folder: Path) -> Iterator[Browser]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    driver = subprocess.Popen([DRIVER, f"--port={port}", "--log-level=SEVERE"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+
+        def listens() -> bool:
+            with socket.socket() as there:
+                return there.connect_ex(("127.0.0.1", port)) == 0
+
+        until(listens)
+        browser = Browser(port, folder)
+        try:
+            yield browser
+        finally:
+            browser.close()
+    finally:
+        driver.terminate()
+        driver.wait()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if not (BROWSER and DRIVER):
+        pytest.skip(f"needs {'chromedriver' if BROWSER else 'chromium'}, which is not installed")
+    with browsing(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Browser]:
+    """The page, with its key, as somebody sees it who has never been there; whatever a test does, the console stays silent."""
+    browser.open(f"{server.url}/page/icon.svg")
+    browser.run("localStorage.clear(); sessionStorage.setItem('penstock.key', arguments[0])", KEY)
+    browser.complaints()
+    browser.open(server.url)
+    until(lambda: browser.text("#model") == "shipped")
+    yield browser
+    # For the picture that was opened first the browser looks for an icon, which the page names itself.
+    assert [one for one in browser.complaints() if "/favicon.ico" not in one] == []
+
+
+def set_field(page: Browser, name: str, value: str) -> None:
+    page.run(
+        "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
+        "field.dispatchEvent(new Event('input', { bubbles: true }))",
+        name,
+        value,
+    )
+
+
+def finished(page: Browser) -> bool:
+    return page.count("#again") == 1
+
+
+def test_a_message_is_answered_as_the_server_answers_it_and_kept(page: Browser, server: Server) -> None:
+    for name, value in {"temperature": "0", "max_tokens": "12", "seed": "3", "system": "Be brief."}.items():
+        set_field(page, name, value)
+    page.type(f"A boat{SHIFT}{ENTER}at sea.{ENTER}")
+    until(lambda: finished(page))
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A boat\nat sea."}]
+    asked = {"model": "shipped", "messages": talk, "temperature": 0, "max_tokens": 12}
+    said = json.loads(server.ask("POST", "/v1/chat/completions", asked, {"Authorization": f"Bearer {KEY}"})[2])
+    kept = page.run("return JSON.parse(localStorage.getItem(Object.keys(localStorage).find((key) => key.startsWith('penstock.chat.'))))")
+    assert [turn["content"] for turn in kept["turns"]] == ["A boat\nat sea.", said["choices"][0]["message"]["content"]]
+    assert page.text(".turn.user .body") == "A boat\nat sea."
+    assert said["choices"][0]["message"]["content"].split()[-1] in page.text(".turn.assistant .body")
+    assert "12 tokens" in page.text(".turn.assistant .under")
+    first = page.text(".turn.assistant .body")
+    page.click("#again")
+    until(lambda: finished(page))
+    assert page.text(".turn.assistant .body") == first
+    assert page.count(".turn") == 2
+    page.click("#new")
+    assert page.count(".turn") == 0
+    page.type(f"Another one{ENTER}")
+    until(lambda: finished(page))
+    page.open(server.url)
+    assert until(lambda: page.count("#list .open")) == 2
+    assert page.text("#list li:nth-child(1)").startswith("Another one")
+    page.click("#list li:nth-child(2) .open")
+    assert page.text(".turn.assistant .body") == first
+    assert page.run("return document.getElementById('seed').value") == "3"
+    page.click("#list li:nth-child(2) .delete")
+    page.accept()
+    assert page.count("#list .open") == 1
+    assert page.run("return Object.keys(localStorage).filter((key) => key.startsWith('penstock.chat.')).length") == 1
+
+
+def test_an_answer_is_seen_as_it_comes_and_escape_stops_it(page: Browser, server: Server) -> None:
+    set_field(page, "max_tokens", "4000")
+    set_field(page, "temperature", "6")
+    set_field(page, "seed", "3")  # Drawn so, it goes on for 1,652 tokens.
+    page.type(f"Once upon a time{ENTER}")
+    begun = until(lambda: page.text(".turn.assistant .body"))
+    until(lambda: len(page.text(".turn.assistant .body")) > len(begun) + 20)
+    assert (page.count("#stop"), page.count("#send")) == (1, 0)
+    assert page.run("return document.querySelector('.turn.assistant').ariaBusy") == "true"
+    until(lambda: page.text("#running") == "1")
+    page.type(ESCAPE)
+    until(lambda: finished(page))
+    assert page.text(".turn.assistant .under").startswith("Stopped.")
+    assert page.run("return document.activeElement.id") == "say"
+    until(lambda: told(server)["running"] == 0)
+    page.click("#again")
+    until(lambda: page.count("#stop") and page.text(".turn.assistant .body"))
+    page.click("#stop")
+    until(lambda: finished(page))
+    assert page.count(".turn") == 2
+
+
+def test_what_a_model_says_is_text_and_code_stands_apart(page: Browser, server: Server) -> None:
+    said = "One <b>bold</b> <img src=x onerror=alert(1)>\n\nTwo\n```js\nlet a = '<i>';\n\nb()\n```\nThree\n~~~\nopen"
+    answer = {"role": "assistant", "content": said, "reasoning": "First <b>this</b>,\nthen that."}
+    chat = {"id": "one", "when": 1, "turns": [{"role": "user", "content": "?"}, answer]}
+    page.run("localStorage.setItem('penstock.chat.one', arguments[0])", json.dumps(chat))
+    page.open(server.url)
+    until(lambda: page.text("#model") == "shipped")
+    blocks = page.run("return [...document.querySelector('.assistant .body').children].map((one) => [one.localName, one.textContent])")
+    assert blocks == [
+        ["p", "One <b>bold</b> <img src=x onerror=alert(1)>"],
+        ["p", "Two"],
+        ["pre", "let a = '<i>';\n\nb()"],
+        ["p", "Three"],
+        ["pre", "open"],
+    ]
+    assert page.run("return document.querySelector('.assistant .reasoning p').textContent") == answer["reasoning"]
+    assert page.count(".reasoning[open]") == 0
+    page.click(".reasoning summary")
+    assert page.text(".reasoning p").endswith("then that.")
+    assert page.count("#thread img, #thread b, #thread i") == 0
+
+
+def test_the_machine_shows_what_the_state_tells(page: Browser, server: Server) -> None:
+    with server.load(*[ENDLESS] * 3, key=KEY):
+        until(lambda: (page.text("#running"), page.text("#waiting")) == ("2", "1"))
+        until(lambda: float(page.text("#rate").replace(",", "")) > 0)
+        assert page.count(".tier") == 3
+        assert page.text(".tier .of").startswith("1")
+        widths = page.run("return [...document.querySelectorAll('.tier .bar')].map((bar) => [bar.scrollWidth, bar.clientWidth])")
+        assert all(inner <= outer for inner, outer in widths)
+        assert page.run("return document.documentElement.scrollHeight <= innerHeight")
+    until(lambda: page.text("#running") == "0")
+
+
+def test_a_wrong_key_is_asked_for_again_and_kept_for_the_tab_alone(page: Browser, server: Server) -> None:
+    page.run("sessionStorage.clear()")
+    until(lambda: page.count("#ask-key") == 1)
+    page.type(f"wrong{ENTER}")
+    until(lambda: page.count("#ask-key") == 1 and "not one of" in page.text("#key-text"))
+    page.type(f"{KEY}{ENTER}")
+    until(lambda: page.count("#gauges") == 1 and page.count("#ask-key") == 0)
+    assert page.run("return sessionStorage.getItem('penstock.key')") == KEY
+    assert KEY not in page.run("return JSON.stringify(localStorage)")
+    assert any("401" in complaint for complaint in page.complaints())  # The browser's own word for it, and the only one.
+
+
+def test_it_is_dark_where_that_is_preferred(page: Browser) -> None:
+    def lightness() -> list[int]:
+        colors = page.run("const own = getComputedStyle(document.body); return [own.backgroundColor, own.color]")
+        return [sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors]
+
+    ground, ink = lightness()
+    assert ground > 600 > 300 > ink
+    page.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    try:
+        ground, ink = lightness()
+        assert ground < 150 < 500 < ink
+    finally:
+        page.command("Emulation.setEmulatedMedia", features=[])
+
+
+def test_on_a_phone_there_is_one_column_and_the_machine_behind_a_button(page: Browser) -> None:
+    page.command("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True)
+    try:
+        assert (page.count(".talk"), page.count(".machine"), page.count(".chats")) == (1, 0, 0)
+        page.click("#show-machine")
+        assert (page.count(".talk"), page.count(".machine")) == (0, 1)
+        assert page.run("return document.getElementById('show-machine').ariaExpanded") == "true"
+        assert page.run("return document.documentElement.scrollWidth") == 390
+        page.type(ESCAPE)
+        assert (page.count(".talk"), page.count(".machine")) == (1, 0)
+        page.click("#show-chats")
+        assert page.count(".chats") == 1
+        page.click("#new")
+        assert (page.count(".talk"), page.run("return document.activeElement.id")) == (1, "say")
+        assert page.run("return document.documentElement.scrollWidth") == 390
+    finally:
+        page.command("Emulation.clearDeviceMetricsOverride")
+
+
+def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_seen(page: Browser) -> None:
+    page.run("document.querySelector('.skip').focus()")
+    reached = []
+    for _ in range(9):
+        page.type(TAB)
+        reached.append(
+            page.run("return document.activeElement.id || document.activeElement.className || document.activeElement.textContent")
+        )
+        seen = page.run("const own = getComputedStyle(document.activeElement); return [own.outlineStyle, own.outlineWidth]")
+        assert seen[0] != "none", reached
+    assert reached == ["new", "system", "temperature", "top_p", "max_tokens", "seed", "thread", "say", "send"]

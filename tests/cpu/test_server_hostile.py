@@ -1,0 +1,205 @@
+"""Clients that waste a server's time and memory: afterwards it answers as if there had been none, and holds nothing of theirs.
+
+Small crowds, on one server; benchmarks/hostile_clients.py has the same in full.
+"""
+
+import asyncio
+import json
+import random
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import uvicorn
+
+import hostile
+from hostile import CHAT, ENDLESS_ONES, FLAGS, MIB, TEXT, Rest, Watched, post, status_of
+from penstock import LLM, SamplingParams
+from penstock.server import connection
+from penstock.server.connection import Connection
+from servers import COUNT, SETTINGS, STORY, TALK, ending
+from streams import LONG
+
+PATIENCE = {"_LONGEST_HEAD": 1.0, "_LOOK": 3.0}
+"""Seconds; the real ones are longer than a test."""
+ROOM = 24 * MIB
+"""Bytes that a server may have more afterwards: caches that are filled once, and what malloc has in pieces."""
+LONGER = 80
+"""Tokens of what slow readers ask for."""
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(None, **SETTINGS) as llm:  # type: ignore[arg-type]
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def texts(llm: LLM) -> tuple[str, str]:
+    """A short answer and a long one."""
+    short, long = llm.generate(
+        [STORY, STORY], [SamplingParams(temperature=0, max_tokens=COUNT), SamplingParams(temperature=0, max_tokens=LONGER, ignore_eos=True)]
+    )
+    return short.text, long.text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("server")
+    flags = ("--port", "0", *FLAGS, "--queue", "12", "--max-body", str(MIB * 3 // 2))
+    with ending(Watched(folder, *flags, files=400, **PATIENCE)) as server:
+        yield server.wait()
+        server.signal(signal.SIGTERM)
+        assert server.ended() == 0
+        assert "Traceback" not in server.said()
+
+
+@pytest.fixture(scope="module")
+def before(server: Watched) -> Rest:
+    return server.warm()
+
+
+@contextmanager
+def survived(server: Watched, before: Rest, text: str) -> Iterator[None]:
+    """And nothing is left of what was done."""
+    yield
+    status, _, said = server.complete()
+    assert (status, said["choices"][0]["text"]) == (200, text)
+    after = server.rest(before)
+    assert after.rss < before.rss + ROOM
+
+
+def test_clients_that_go_leave_nothing(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    with survived(server, before, texts[0]):
+        found = hostile.leave_early(server, 30)
+    assert min(found[kind] for kind in ("before the answer", "in a stream", "in an upload")) > 2
+
+
+def test_who_goes_behind_a_second_request_is_noticed(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    with survived(server, before, texts[0]):
+        assert hostile.leave_behind_another(server, 3) > 0
+
+
+def test_slow_readers_hold_up_nobody_and_have_their_answers(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    def others() -> bool:
+        status, _, said = server.complete()
+        return bool(status == 200 and said["choices"][0]["text"] == texts[0])
+
+    with survived(server, before, texts[0]):
+        found = hostile.read_slowly(server, 4, 0, LONGER, texts[1], others)
+    assert found.answered > 0
+    assert (found.whole, found.dropped) == (2, 0)
+    assert found.rss < before.rss + 4 * 4 * MIB + ROOM
+
+
+def test_malformed_bodies_are_refused(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    with survived(server, before, texts[0]):
+        found = hostile.send_malformed(server, 150)
+    assert found["400"] > 50
+    assert found["200"] > 5
+
+
+def test_requests_whose_length_is_a_lie_are_refused(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    with survived(server, before, texts[0]):
+        found = hostile.send_broken(server, 60)
+    assert found["400"] > 10
+    assert "200" in found
+
+
+@pytest.mark.parametrize("kind", ENDLESS_ONES)
+def test_what_does_not_end_is_not_kept(server: Watched, before: Rest, texts: tuple[str, str], kind: str) -> None:
+    server.rss = 0
+    with survived(server, before, texts[0]):
+        status, sent = hostile.pour(server, kind, 12 * MIB)
+    assert server.rss < before.rss + ROOM + 6 * MIB
+    if kind in ("a body", "chunks", "small chunks"):
+        assert status == 413
+    elif kind == "requests behind a stream":
+        assert status in (200, 429)
+    else:
+        assert status in (0, 200, 400, 431)
+        assert sent < 12 * MIB
+
+
+def test_large_requests_are_answered(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    with survived(server, before, texts[0]):
+        found = hostile.send_large(server, MIB // 8)
+    assert found["400"] > 10
+
+
+def test_connections_that_never_ask_are_closed(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    with survived(server, before, texts[0]):
+        found = hostile.never_end(server, 4)
+    assert found["408"] == 8
+    assert found["none"] == 12
+
+
+def test_more_connections_than_open_files_are_refused(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    with survived(server, before, texts[0]):
+        found = hostile.come_together(server, 450)
+    assert found["200"] > 100
+    assert found.get("503", 0) + found.get("none", 0) > 100
+    assert "out of system resource" not in server.said()
+
+
+def test_only_so_many_large_requests_are_on_their_way(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+    server.rss = 0
+    with survived(server, before, texts[0]):
+        found = hostile.hold_uploads(server, 12, MIB * 5 // 4, 8)
+    assert found == {"none": 4, "429": 8}
+    assert server.rss < before.rss + ROOM + 8 * MIB
+
+
+def test_large_requests_are_read_again_afterwards(server: Watched, texts: tuple[str, str]) -> None:
+    """Whatever was counted of those that were not."""
+    for _ in range(6):
+        status, _, said = server.complete(user="u" * (MIB * 5 // 4))
+        assert (status, said["choices"][0]["text"]) == (200, texts[0])
+
+
+def test_a_request_is_answered_whatever_comes_behind_it(server: Watched, texts: tuple[str, str]) -> None:
+    body = json.dumps({"model": "shipped", "prompt": STORY, "max_tokens": COUNT, "temperature": 0}).encode()
+    rng = random.Random(3)
+    for more in (
+        post(TEXT, body),
+        b"\x00" * 100,
+        bytes(rng.randrange(256) for _ in range(5000)),
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 5000,
+    ):
+        with server.connected() as connection:
+            connection.sendall(post(TEXT, body) + more)
+            got = b""
+            while part := connection.recv(1 << 16):
+                got += part
+        assert status_of(got) == 200, more[:50]
+        assert texts[0].encode() in got
+        assert got.count(b"HTTP/1.1 ") == 1
+    assert server.ask("POST", CHAT, {"model": "shipped", "messages": TALK, "max_tokens": 2})[0] == 200
+
+
+def test_who_does_not_read_for_too_long_is_left() -> None:
+    """With the very connections of the server, and an answer that no buffer holds."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (64 * MIB))]})
+        await send({"type": "http.response.body", "body": bytes(64 * MIB)})
+
+    async def meet() -> None:
+        server = uvicorn.Server(uvicorn.Config(answer, http=Connection, lifespan="off", log_config=None))
+        with socket.create_server(("127.0.0.1", 0)) as listening, patch.object(connection, "_LONGEST_STALL", 0.2):
+            serving = asyncio.ensure_future(server.serve([listening]))
+            reader, writer = await asyncio.open_connection(*listening.getsockname(), limit=1024)
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            while server.server_state.connections:
+                await asyncio.sleep(0.01)
+            assert len(await reader.read(-1)) < 64 * MIB
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(asyncio.wait_for(meet(), LONG))
