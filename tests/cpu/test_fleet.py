@@ -17,13 +17,13 @@ from penstock.api.llm import SHIPPED_MODEL
 from penstock.api.outputs import Delta
 from penstock.base.errors import ConfigError, EngineClosedError, LengthError, RequestError
 from penstock.cli.main import main
-from penstock.server import fleet
 from penstock.server.desk import BusyError, Call, Desk
-from penstock.server.errands import Came, Errand, Facts, FarLLM, LostError, Message, carried_out
-from penstock.server.fleet import Fleet
+from penstock.server.fleet import desk as far
+from penstock.server.fleet.desk import Fleet
+from penstock.server.fleet.errands import Came, Errand, Facts, FarLLM, LostError, Message, carried_out
+from penstock.server.fleet.routing import Affinity
+from penstock.server.fleet.scale import bounds
 from penstock.server.metrics import Metrics
-from penstock.server.routing import Affinity
-from penstock.server.scale import bounds
 from penstock.step.structure import Structure
 
 SIZE, ROWS = 16, 4
@@ -210,7 +210,7 @@ def test_what_no_replica_can_answer_is_not_asked_twice(llm: LLM) -> None:
 
 def test_an_answer_that_nothing_can_come_of_any_more_is_asked_of_another_replica(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine has stopped without a word: all that is known is that the replica is not there any more."""
-    monkeypatch.setattr(fleet, "_LOOK", 0.02)
+    monkeypatch.setattr(far, "_LOOK", 0.02)
     [expected] = llm.generate(STORY, GREEDY)
     affinity = Affinity(1, 100)
     affinity.keep(["replica 0", "replica 1"])
@@ -267,7 +267,7 @@ def test_a_conversation_goes_on_where_its_answer_was_computed(llm: LLM) -> None:
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in [name for name in sys.modules if name.startswith("penstock.server.replicas")]:
+    for name in [name for name in sys.modules if name.startswith("penstock.server.fleet.replicas")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "--replicas", "1:2", "--port", "0", "--quiet"]) == 2

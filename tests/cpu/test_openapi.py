@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.server.app import House, Settings, application
 from penstock.server.openapi import OPERATIONS, RANGES, described
-from penstock.server.wire import ChatRequest, CompletionRequest, FieldError
+from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError
 from servers import FLAGS, ROOM, STORY, TALK, Server, Stream, serving, until
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -27,8 +27,8 @@ from prometheus_client.parser import text_string_to_metric_families
 collected = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs OpenTelemetry")
 
 from penstock.cli.main import main  # noqa: E402
-from penstock.server import telemetry  # noqa: E402
-from penstock.server.logs import JsonLines, TextLines, logged, note  # noqa: E402
+from penstock.server.watching import telemetry  # noqa: E402
+from penstock.server.watching.logs import JsonLines, TextLines, logged, note  # noqa: E402
 from streams import LONG  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -527,7 +527,7 @@ def test_what_ends_a_server_is_an_event_too(debug: bool, capsys: pytest.CaptureF
 def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from penstock.server.accounts import Account
+    from penstock.server.watching.accounts import Account
 
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))

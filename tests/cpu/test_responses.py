@@ -11,9 +11,9 @@ openai = pytest.importorskip("openai", reason="needs the client that the server 
 
 from pydantic import BaseModel  # noqa: E402
 
-from penstock.server.items import led, messages_of  # noqa: E402
 from penstock.server.kept import MOST, Kept, NotKeptError  # noqa: E402
-from penstock.server.wire import FieldError, Message  # noqa: E402
+from penstock.server.wire.items import led, messages_of  # noqa: E402
+from penstock.server.wire.requests import FieldError, Message  # noqa: E402
 from servers import FLAGS, Server, Stream, counted, serving, until  # noqa: E402
 from speakers import NOW, THINK, WEATHER, checkpoint, saying  # noqa: E402
 from streams import LONG  # noqa: E402

@@ -14,11 +14,11 @@ openai = pytest.importorskip("openai", reason="needs the client that the server 
 
 from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
 from penstock.api.text import Tokenizer  # noqa: E402
-from penstock.server.dialects import Dialect, dialect_of  # noqa: E402
+from penstock.server.parsing.dialects import Dialect, dialect_of  # noqa: E402
+from penstock.server.parsing.speech import FORMATS, THOUGHTS  # noqa: E402
+from penstock.server.parsing.tools import told_messages, tools_of  # noqa: E402
 from penstock.server.prompts import chat_tokens  # noqa: E402
-from penstock.server.speech import FORMATS, THOUGHTS  # noqa: E402
-from penstock.server.tools import told_messages, tools_of  # noqa: E402
-from penstock.server.wire import FieldError, Message, TokenizeRequest  # noqa: E402
+from penstock.server.wire.requests import FieldError, Message, TokenizeRequest  # noqa: E402
 from servers import FLAGS, Server, serving  # noqa: E402
 from speakers import CALL, NOW, TEMPLATE, THINK, WEATHER, called, checkpoint, saying  # noqa: E402
 from streams import LONG  # noqa: E402

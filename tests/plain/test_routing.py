@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.keys import block_keys, root_key
-from penstock.server.routing import Affinity
+from penstock.server.fleet.routing import Affinity
 
 ROOT, SIZE = root_key(b""), 4
 

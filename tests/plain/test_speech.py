@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.server.jsontext import MalformedError, Value
-from penstock.server.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
-from penstock.server.schemas import kinds_of, typed
-from penstock.server.speech import FORMATS, LIST, THOUGHTS, Called, Speech, _joined, whole
+from penstock.server.parsing.jsontext import MalformedError, Value
+from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
+from penstock.server.parsing.schemas import kinds_of, typed
+from penstock.server.parsing.speech import FORMATS, LIST, THOUGHTS, Called, Speech, _joined, whole
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "weather": {

@@ -115,10 +115,11 @@ def _configure(ctx: click.Context, parameter: click.Parameter, value: Path | Non
     if ctx.resilient_parsing or (named is None and not USUAL_CONFIG.is_file()):
         return
     from penstock.cli.configfile import all_commands, read  # 20 ms, and only where there is such a file
-    from penstock.cli.main import root
 
+    root = ctx.find_root()
+    assert isinstance(root.command, click.Group)
     file = read(named or USUAL_CONFIG)
-    for fault in file.faults(all_commands(root, ctx.find_root())):
+    for fault in file.faults(all_commands(root.command, root)):
         raise click.UsageError(f"{file.path}: {fault}", ctx)
     outermost = ctx
     while outermost.parent is not None and outermost.parent.parent is not None:

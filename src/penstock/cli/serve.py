@@ -16,10 +16,10 @@ from penstock.cli.command import Command, Session, option
 from penstock.cli.load import load
 from penstock.cli.options import engine_config, engine_options
 from penstock.cli.terminal import say
-from penstock.server.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
+from penstock.server.parsing.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 if TYPE_CHECKING:
-    from penstock.server.replicas import Replicas
+    from penstock.server.fleet.replicas import Replicas
 
 SERVER, REPLICAS, LIMITS, LOG = "Server options", "Replicas", "Limits", "Log"
 FORMATS, LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
@@ -35,7 +35,7 @@ EXAMPLES = """
 
 
 def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    from penstock.server.scale import bounds
+    from penstock.server.fleet.scale import bounds
 
     try:
         return None if value is None else bounds(value)
@@ -81,9 +81,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     asked = ctx.params
     try:
         from penstock.server.app import Settings
-        from penstock.server.logs import last_line, logged, note
         from penstock.server.run import Listening, serve
-        from penstock.server.telemetry import traced
+        from penstock.server.watching.logs import last_line, logged, note
+        from penstock.server.watching.telemetry import traced
     except ModuleNotFoundError as missing:
         raise ConfigError(f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'") from missing
     from penstock.api.llm import SHIPPED_MODEL  # torch, after what could be checked without it
@@ -129,10 +129,10 @@ def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
     if launched() is not None:
         raise ConfigError("replicas are started by Ray, and this process was by torchrun; start one penstock serve, without torchrun")
     try:
-        from penstock.server.replicas import Replicas
+        from penstock.server.fleet.replicas import Replicas
     except ModuleNotFoundError as missing:
         raise ConfigError("replicas need ray, which is not installed; pip install 'penstock[ray]'") from missing
-    from penstock.server.scale import Scale
+    from penstock.server.fleet.scale import Scale
 
     least, most = asked["replicas"]
     scale = Scale(least, most, asked["ray_address"], asked["replica_cpus"], asked["scale_up_after"], asked["scale_down_after"])

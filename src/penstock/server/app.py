@@ -17,22 +17,22 @@ from starlette.types import ASGIApp
 
 from penstock.api.llm import LLM
 from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
-from penstock.server.accounts import Accounts, Teller, account_of
 from penstock.server.answers import Answer, error
 from penstock.server.desk import BusyError, DeadlineError, Desk
-from penstock.server.dialects import AUTO, Dialect, dialect_of
-from penstock.server.fleet import Fleet
+from penstock.server.fleet.desk import Fleet
 from penstock.server.kept import Kept, NotKeptError
-from penstock.server.logs import note_request
 from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.openapi import described
 from penstock.server.page import FILES, told
+from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
 from penstock.server.prompts import chat_tokens, read
 from penstock.server.responses import read_response
 from penstock.server.sending import GONE, completed, json_response, responded, said
-from penstock.server.state import Watch
 from penstock.server.uploads import Uploads
-from penstock.server.wire import (
+from penstock.server.watching.accounts import Accounts, Teller, account_of
+from penstock.server.watching.logs import note_request
+from penstock.server.watching.state import Watch
+from penstock.server.wire.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -41,7 +41,7 @@ from penstock.server.wire import (
     blamed,
     decoded,
 )
-from penstock.server.wire_responses import ResponsesRequest
+from penstock.server.wire.responses import ResponsesRequest
 
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")

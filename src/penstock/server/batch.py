@@ -20,7 +20,7 @@ from penstock.api.llm import LLM
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.server.answers import Answer, error, new_id
 from penstock.server.prompts import Telling, read
-from penstock.server.wire import ChatRequest, CompletionRequest, FieldError, decoded
+from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, decoded
 
 KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 _AHEAD = 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.base.errors import PenstockError
-from penstock.server.wire import Message
+from penstock.server.wire.requests import Message
 
 MOST = 4096
 """Responses."""

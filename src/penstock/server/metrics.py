@@ -7,7 +7,7 @@ model is, also those of tiers that are not in use.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,9 +18,6 @@ from penstock.api.outputs import Completion
 from penstock.base.meter import Direction, KVStats, TierStats, WeightStats
 from penstock.engine.engine import Stats
 from penstock.step.plan import Route
-
-if TYPE_CHECKING:
-    from penstock.server.desk import Desk
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -47,6 +44,18 @@ class Times:
     @property
     def whole(self) -> float:
         return self.queue + self.prefill + self.decode
+
+
+class Counts(Protocol):
+    """What a desk knows of the moment."""
+
+    @property
+    def stats(self) -> Stats:
+        """The engine's, as it has last told them."""
+
+    @property
+    def outputs(self) -> int:
+        """That are asked for and not complete."""
 
 
 class Metrics:
@@ -82,7 +91,7 @@ class Metrics:
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(_PREFIX + name, what, labels, registry=self._registry)
 
-    def watch(self, llm: LLM, desk: "Desk") -> None:
+    def watch(self, llm: LLM, desk: Counts) -> None:
         """From now on the engine's own counts are told too."""
         self._looks = llm.booted.engine.scheduler.prefixes.share
         self._registry.register(_Engine(llm, desk))
@@ -132,7 +141,7 @@ class Metrics:
 class _Engine(Collector):
     """The engine's counts, at the moment they are asked for."""
 
-    def __init__(self, llm: LLM, desk: "Desk") -> None:
+    def __init__(self, llm: LLM, desk: Counts) -> None:
         self._llm, self._desk = llm, desk
         self._rates = _Rates()
 

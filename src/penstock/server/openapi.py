@@ -11,11 +11,11 @@ from typing import Any, Literal
 import msgspec
 
 from penstock import __version__
-from penstock.server import shapes
 from penstock.server.page import FILES
-from penstock.server.state import State
-from penstock.server.wire import MOST_LOGPROBS, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from penstock.server.wire_responses import ResponsesRequest
+from penstock.server.watching.state import State
+from penstock.server.wire import shapes
+from penstock.server.wire.requests import MOST_LOGPROBS, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.server.wire.responses import ResponsesRequest
 
 Json = dict[str, Any]
 """As it is written."""

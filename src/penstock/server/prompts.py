@@ -10,11 +10,11 @@ from penstock.api.llm import LLM, Prompt
 from penstock.api.outputs import Completion, Delta
 from penstock.base.errors import StructureError
 from penstock.server.answers import Answer, Chat, Texts
-from penstock.server.dialects import Dialect, dialect_of
-from penstock.server.forms import behind_reasoning, may_be_behind
-from penstock.server.speech import LIST, Speech
-from penstock.server.tools import Tools, told_messages, tools_of
-from penstock.server.wire import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
+from penstock.server.parsing.dialects import Dialect, dialect_of
+from penstock.server.parsing.forms import behind_reasoning, may_be_behind
+from penstock.server.parsing.speech import LIST, Speech
+from penstock.server.parsing.tools import Tools, told_messages, tools_of
+from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure, StructureKind
 

@@ -16,14 +16,14 @@ from penstock.api.outputs import Completion, Delta
 from penstock.api.text import Tokenizer
 from penstock.server.answers import logprob_entries, new_call
 from penstock.server.desk import Call
-from penstock.server.dialects import Dialect
-from penstock.server.items import messages_of
 from penstock.server.kept import Kept
+from penstock.server.parsing.dialects import Dialect
+from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
+from penstock.server.parsing.speech import Speech
 from penstock.server.prompts import read_chat
-from penstock.server.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
-from penstock.server.speech import Speech
-from penstock.server.wire import Message
-from penstock.server.wire_responses import ResponsesRequest, named_here
+from penstock.server.wire.items import messages_of
+from penstock.server.wire.requests import Message
+from penstock.server.wire.responses import ResponsesRequest, named_here
 from penstock.step.request import FinishReason
 
 Item = dict[str, Any]

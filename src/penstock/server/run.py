@@ -9,17 +9,18 @@ import socket
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import uvicorn
 
 from penstock.api.llm import LLM
 from penstock.base.errors import ConfigError
-from penstock.server.accounts import Teller
 from penstock.server.app import House, Settings, application
 from penstock.server.connection import Connection, room
 from penstock.server.desk import Desk
-from penstock.server.logs import note
 from penstock.server.metrics import Metrics
+from penstock.server.watching.accounts import Teller
+from penstock.server.watching.logs import note
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5
@@ -38,8 +39,8 @@ class Listening:
     most_seconds: float | None = None
 
 
-def _own_desk(llm: LLM, metrics: Metrics, listening: Listening) -> Desk:
-    return Desk(llm, metrics, queue=listening.queue)
+class NewDesk(Protocol):
+    def __call__(self, llm: LLM, metrics: Metrics, *, queue: int) -> Desk: ...
 
 
 def serve(
@@ -49,7 +50,7 @@ def serve(
     *,
     ready: Callable[[str], object] = lambda _: None,
     tellers: Sequence[Teller] = (),
-    desk: Callable[[LLM, Metrics, Listening], Desk] = _own_desk,
+    desk: NewDesk = Desk,
     give_up: Callable[[], object] = lambda: None,
 ) -> None:
     """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one waits for nothing.
@@ -68,7 +69,7 @@ class _Life:
     def __init__(
         self,
         load: Callable[[], LLM],
-        desk: Callable[[LLM, Metrics, Listening], Desk],
+        desk: NewDesk,
         house: House,
         listening: Listening,
         ready: Callable[[str], object],
@@ -125,7 +126,7 @@ class _Life:
             # What is there for good is not looked at again and again by the garbage collector, which holds everybody up.
             gc.collect()
             gc.freeze()
-            desk = self._desk(llm, self._house.metrics, self._listening)
+            desk = self._desk(llm, self._house.metrics, queue=self._listening.queue)
             desk.most_seconds = self._listening.most_seconds
             failed = asyncio.ensure_future(desk.failure())
             try:

@@ -15,14 +15,14 @@ from starlette.types import Receive, Scope, Send
 from penstock.api.jobs import Ready
 from penstock.api.outputs import Completion, Delta
 from penstock.base.errors import PenstockError
-from penstock.server.accounts import account_of
 from penstock.server.answers import error
 from penstock.server.desk import Call, Desk
 from penstock.server.kept import Kept
 from penstock.server.prompts import Telling
 from penstock.server.responses import Told
-from penstock.server.wire import ChatRequest, CompletionRequest
-from penstock.server.wire_responses import ResponsesRequest
+from penstock.server.watching.accounts import account_of
+from penstock.server.wire.requests import ChatRequest, CompletionRequest
+from penstock.server.wire.responses import ResponsesRequest
 
 T = TypeVar("T")
 _LOG = logging.getLogger("penstock")

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.server.items import led
-from penstock.server.structured import StructuredOutputs
-from penstock.server.wire import ChatRequest, FieldError, Message, Priority, StreamOptions, Timeout, invalid
+from penstock.server.wire.items import led
+from penstock.server.wire.requests import ChatRequest, FieldError, Message, Priority, StreamOptions, Timeout, invalid
+from penstock.server.wire.structured import StructuredOutputs
 
 MOST_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from penstock.server.calls import Calls, Schemas
-from penstock.server.jsontext import SPACE, MalformedError
-from penstock.server.reading import BREAK, Arguments, Begin, Broken, Content, End, Part, Reader, Reading, Reasoning
+from penstock.server.parsing.calls import Calls, Schemas
+from penstock.server.parsing.jsontext import SPACE, MalformedError
+from penstock.server.parsing.reading import BREAK, Arguments, Begin, Broken, Content, End, Part, Reader, Reading, Reasoning
 
 P = TypeVar("P")
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from penstock.server.dialects import Dialect
-from penstock.server.jsontext import MalformedError, loaded
-from penstock.server.wire import FieldError, Message, invalid
+from penstock.server.parsing.dialects import Dialect
+from penstock.server.parsing.jsontext import MalformedError, loaded
+from penstock.server.wire.requests import FieldError, Message, invalid
 
 T = TypeVar("T")
 MOST_TOOLS = 128

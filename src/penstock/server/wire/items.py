@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from penstock.server.wire import FieldError, Message, invalid
+from penstock.server.wire.requests import FieldError, Message, invalid
 
 T = TypeVar("T")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from penstock import __version__
-from penstock.server.accounts import Account, Teller
+from penstock.server.watching.accounts import Account, Teller
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from penstock.base.errors import PenstockError, RequestError, StructureError
-from penstock.server.structured import ResponseFormat, StructuredOutputs
+from penstock.server.wire.structured import ResponseFormat, StructuredOutputs
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure
 

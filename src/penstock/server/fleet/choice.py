@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from penstock.server.routing import Route, affinity_of
+from penstock.server.fleet.routing import Route, affinity_of
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes have no types here.

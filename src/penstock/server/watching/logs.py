@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from penstock.server.accounts import Account
+from penstock.server.watching.accounts import Account
 
 _LOG = logging.getLogger("penstock")
 _POLLED = ("/health", "/ready", "/metrics", "/state")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.server.jsontext import SPACE, MalformedError
+from penstock.server.parsing.jsontext import SPACE, MalformedError
 
 T = TypeVar("T")
 

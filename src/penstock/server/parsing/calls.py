@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.server.jsontext import MalformedError, Value, loaded, written
-from penstock.server.reading import Arguments, Begin, Broken, Content, End, Part, Reader, Reading
-from penstock.server.schemas import kinds_of, typed
+from penstock.server.parsing.jsontext import MalformedError, Value, loaded, written
+from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reader, Reading
+from penstock.server.parsing.schemas import kinds_of, typed
 
 _ARGUMENTS = ("arguments", "parameters")
 _LONGEST_NAME = 256

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.server.speech import FORMATS, THOUGHTS, Format, Thought
+from penstock.server.parsing.speech import FORMATS, THOUGHTS, Format, Thought
 
 AUTO, NONE = "auto", "none"
 TOOL_PARSERS, REASONING_PARSERS = (AUTO, NONE, *FORMATS), (AUTO, NONE, *THOUGHTS)

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from math import ceil, floor
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import msgspec
@@ -34,17 +34,14 @@ from penstock.base import errors
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, ConfigError, DeviceError, EngineClosedError, PenstockError
 from penstock.memory.device import free_memory
-from penstock.server.choice import PrefixRouter
 from penstock.server.desk import Desk
-from penstock.server.errands import Errand, Facts, FarLLM, LostError, Message, carried_out
-from penstock.server.fleet import Fleet
+from penstock.server.fleet.choice import PrefixRouter
+from penstock.server.fleet.desk import Fleet
+from penstock.server.fleet.errands import Errand, Facts, FarLLM, LostError, Message, carried_out
+from penstock.server.fleet.routing import Affinity, Route, share
+from penstock.server.fleet.scale import Scale
 from penstock.server.metrics import Metrics
-from penstock.server.routing import Affinity, Route, share
-from penstock.server.scale import Scale
-from penstock.server.state import Watch
-
-if TYPE_CHECKING:
-    from penstock.server.run import Listening
+from penstock.server.watching.state import Watch
 
 _LOG = logging.getLogger("penstock")
 _NAME = "replica"
@@ -169,9 +166,9 @@ class Replicas:
         """Do not wait any longer for a replica."""
         self._enough.set()
 
-    def desk(self, llm: LLM, metrics: Metrics, listening: "Listening") -> Desk:
+    def desk(self, llm: LLM, metrics: Metrics, *, queue: int) -> Desk:
         assert isinstance(llm, FarLLM)
-        return Fleet(llm, metrics, self, self._affinity, queue=listening.queue, patience=listening.patience)
+        return Fleet(llm, metrics, self, self._affinity, queue=queue, patience=self._patience)
 
     def stop(self) -> None:
         """End them, and whatever was started for them."""

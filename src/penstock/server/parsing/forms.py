@@ -4,7 +4,7 @@ import json
 import re
 
 from penstock.api.text import Tokenizer
-from penstock.server.speech import Thought
+from penstock.server.parsing.speech import Thought
 from penstock.step.structure import Structure, StructureKind
 
 _SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.server.jsontext import MalformedError, loaded, written
+from penstock.server.parsing.jsontext import MalformedError, loaded, written
 
 _DEEPEST = 16
 """Schemas within schemas that are looked into."""

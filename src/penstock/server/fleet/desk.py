@@ -21,10 +21,10 @@ from penstock.api.jobs import Job, Ready, Sequel
 from penstock.api.outputs import Completion, Delta
 from penstock.base.errors import EngineClosedError, PenstockError
 from penstock.server.desk import Call, Desk
-from penstock.server.errands import Begun, Came, Errand, FarLLM, LostError, Message, Refused, Sendable
+from penstock.server.fleet.errands import Begun, Came, Errand, FarLLM, LostError, Message, Refused, Sendable
+from penstock.server.fleet.routing import Affinity
+from penstock.server.fleet.together import counted, side_by_side, summed
 from penstock.server.metrics import Metrics
-from penstock.server.routing import Affinity
-from penstock.server.together import counted, side_by_side, summed
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
 

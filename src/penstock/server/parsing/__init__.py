@@ -1,0 +1,1 @@
+"""What a model says, taken apart as it comes: reasoning, content, calls of tools."""

@@ -1,0 +1,1 @@
+"""What goes over the wire, field by field: requests as clients send them, answers as they are described."""
