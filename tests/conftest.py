@@ -1,5 +1,6 @@
 """What every test may count on: a marker per folder, one thread for CPU arithmetic, a GPU where one is needed, real material."""
 
+import gc
 import os
 import signal
 import sys
@@ -46,8 +47,18 @@ def why_no_gpu() -> str:
     return "" if torch.cuda.is_available() else f"needs a CUDA device; torch {torch.__version__} sees none"
 
 
+_imported = 0
+"""Modules that were there when garbage was last set apart from them."""
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Several workers share the cores, and sums in one thread come out the same on every machine size."""
+    """Several workers share the cores, and sums in one thread come out the same on every machine size. What was imported stays: every model
+    that is loaded collects garbage, and going through all of transformers for it would take longer than most tests."""
+    global _imported
+    if len(sys.modules) > _imported + 50:
+        gc.collect()
+        gc.freeze()
+        _imported = len(sys.modules)
     if item.get_closest_marker("cpu") and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -1,10 +1,9 @@
 """A trace that is served by the engine is found again on every tier, is answered as without tiers, and is told in full."""
 
 import dataclasses
-import gc
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,16 +24,6 @@ from penstock.weights.checkpoint import Checkpoint
 
 TALKS, TURNS, LENGTH = 6, 4, 3
 """Conversations that take turns; each prompt is longer by so many blocks of the trace. All begin with the same two."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _light() -> Iterator[None]:
-    """Every boot collects garbage, and what transformers leaves takes ten times as long as all else."""
-    tiny.checkpoint("llama")
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

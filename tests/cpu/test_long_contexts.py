@@ -1,10 +1,9 @@
 """Contexts that do not fit the device's pages give what they give when they do: whatever the sizes, whoever else is there, whatever is late
 or interrupted. And every wait on the way that a CPU's streams can miss is needed."""
 
-import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -33,15 +32,6 @@ MIB = 1 << 20
 CARRIER = {Carrier: ["begin", "send", "take", "release"]}
 STREAMS = {Line: ["copy_rows", "copy_pieces", "wait", "mark"], Caller: ["copy", "copy_rows", "wait", "mark"]}
 """What may be interrupted: the carrier's calls, and in their midst whatever speaks to a stream."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _light() -> Iterator[None]:
-    """Every boot collects garbage, and what transformers leaves takes ten times as long as all else."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 and however the process before has ended."""
 
 import errno
-import gc
 import json
 import logging
 import os
@@ -56,15 +55,6 @@ from talks import (
 
 TALKS = int(os.environ.get("PENSTOCK_TALKS", "6"))
 """Conversations of each case."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _light() -> Iterator[None]:
-    """Every boot collects garbage, and what transformers leaves takes ten times as long as all else."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

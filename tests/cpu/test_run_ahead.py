@@ -42,7 +42,7 @@ def wanted() -> list[tuple[list[int], SamplingParams]]:
         SamplingParams(temperature=0, max_tokens=1),
         SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1, logprobs=-1),
         SamplingParams(temperature=1.2, seed=9, max_tokens=30, min_tokens=8),
-        SamplingParams(temperature=1.0, seed=5, max_tokens=9, n=3, presence_penalty=0.4),
+        SamplingParams(temperature=1.0, seed=6, max_tokens=9, n=3, presence_penalty=0.4),
     ]
     return [(prompts[index % len(prompts)], wish) for index, wish in enumerate([*wishes, *wishes])]
 

@@ -135,7 +135,7 @@ _ENGINE = (
     option(ENGINE, "--max-length", type=int, metavar="N", help="Most tokens of prompt and output together. [the model's]"),
     BEYOND_TRAINED,
     MAX_STEP_TOKENS,
-    option(ENGINE, "--max-sequences", type=int, metavar="N", help="Most sequences in one step. [as many as outputs]"),
+    option(ENGINE, "--max-sequences", type=int, metavar="N", help="Most sequences in one step. [run: its outputs; else 64, on a GPU 256]"),
     *BLOCKS,
     option(ENGINE, "--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of equal beginnings. [on]"),
     option(ENGINE, "--tensor-parallel", type=click.IntRange(min=1), default=1, metavar="N", help="Divide the model among N devices. [1]"),
