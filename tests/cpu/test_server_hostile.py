@@ -138,6 +138,28 @@ def test_connections_that_never_ask_are_closed(server: Watched, before: Rest, te
     assert found["none"] == 12
 
 
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "not HTTP"),
+        (b"GET /health HTTP/1.1\r\nHost: here\r\nX: " + b"x" * (connection.MOST_HEAD + 1), 431, "more than 65,536 bytes"),
+        (b"GET /health HTTP/1.1\r\nHost: here\r\n", 408, "did not come to its end"),
+    ],
+)
+def test_what_no_route_is_asked_about_is_an_error_like_others(server: Watched, sent: bytes, status: int, said: str) -> None:
+    with server.connected() as connection:
+        connection.sendall(sent)
+        got = b""
+        while part := connection.recv(1 << 16):
+            got += part
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert status_of(got) == status
+    assert b"content-type: application/json" in head
+    fault = json.loads(body)["error"]
+    assert said in fault["message"]
+    assert set(fault) == {"message", "type", "param", "code"}
+
+
 def test_more_connections_than_open_files_are_refused(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
     with survived(server, before, texts[0]):
         found = hostile.come_together(server, 450)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from penstock.server.answers import error
 
 MOST_HEAD = 64 << 10
 """Bytes of a request's line and headers, and of what follows its body."""
@@ -26,6 +29,16 @@ _LONGEST_STALL = 300.0
 """Seconds in which a client that has much to read has read hardly anything."""
 _ENOUGH, _OTHERS = 1 << 16, 128
 """Open files: as many as are ever needed, and those that are no connections."""
+_REFUSALS = {
+    400: ("what came is not HTTP; is it meant for this port, and is there TLS where none is spoken?", "invalid_request_error"),
+    408: (
+        f"the request did not come to its end; its head may take {_LONGEST_HEAD:g} s, its body {_SLOWEST:,} bytes a second",
+        "timeout_error",
+    ),
+    431: (f"the request's line and headers have more than {MOST_HEAD:,} bytes; send fewer or shorter ones", "invalid_request_error"),
+    503: ("there are as many connections as this server may have; try again later, or let it open more files", "server_error"),
+}
+"""What is said where no route is asked, and of which kind it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +100,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if not self._deaf:
-            self._deaf = True
-            super().send_400_response(msg)
+            self._refuse(400)
 
     # ---- what the parser has found
 
@@ -160,5 +172,7 @@ class Connection(HttpToolsProtocol):
         if self._answers:
             self.transport.abort()
         else:
-            self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+            body = msgspec.json.encode(error(*_REFUSALS[status]))
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
             self.transport.close()
