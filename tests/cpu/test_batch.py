@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.api import structures
 from penstock.base.errors import ConfigError
 from penstock.cli.main import main
 from penstock.server.batch import Batch, Tally
@@ -111,6 +112,17 @@ def test_what_cannot_be_served_is_said_in_its_line(llm: LLM, tmp_path: Path) -> 
     }.items():  # fmt: skip
         assert part in bad[name]["body"]["error"]["message"], name
     assert sum(one["response"]["status_code"] == 200 for one in texts) == 1
+
+
+def test_a_structure_for_which_there_is_no_time_is_not_said_to_be_wrong(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(structures, "_MOST_LATE", 0)
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text(line("a", prompt="Hello", max_tokens=3, structured_outputs={"regex": "a+"}))
+    Batch(llm, source, target, NAMES).run()
+    response = answers(target)["a"]
+    assert response["status_code"] == 429
+    assert "try again later" in str(response["body"])
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> None:

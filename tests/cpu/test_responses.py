@@ -173,6 +173,13 @@ def test_log_probabilities_stand_with_their_text(client: Any) -> None:
     streamed = [entry.token for event in found if event.type == "response.output_text.delta" for entry in event.logprobs]
     assert streamed == [entry.token for entry in part.logprobs]
     assert client.responses.create(**asked("Yes.")).output[0].content[0].logprobs == []
+    told = {"tools": TOOLS, "include": ["message.output_text.logprobs"]}
+    for request in (asked(CALL, "So.", **told), asked("So.", CALL, **told)):  # Those of a call are not a message's,
+        outputs = client.responses.create(**request).output, events(client, request)[-1].response.output
+        for [text] in ([item.content[0] for item in output if item.type == "message"] for output in outputs):
+            assert "".join(entry.token for entry in text.logprobs) == text.text == "So."
+    [broken] = client.responses.create(**asked(CALL, max_output_tokens=24, **told)).output  # but where it is none.
+    assert "".join(entry.token for entry in broken.content[0].logprobs) == broken.content[0].text
 
 
 FORM: dict[str, Any] = {"format": {"type": "json_schema", "name": "outlook", "schema": {"enum": [{"a": 1}]}}}

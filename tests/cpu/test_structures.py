@@ -1,13 +1,17 @@
 """Outputs that are held to a structure: each is what was asked for, whatever else runs, and who asks for too much is told at once."""
 
+import gc
 import json
 import math
+import pickle
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +31,11 @@ from penstock.api.text import Tokenizer  # noqa: E402
 from penstock.base.errors import RequestError, StructureError  # noqa: E402
 from penstock.cli.main import main  # noqa: E402
 from penstock.ops.sampling import draw_reference  # noqa: E402
+from penstock.server.desk import BusyError  # noqa: E402
+from penstock.server.parsing.forms import behind_reasoning, may_be_behind  # noqa: E402
+from penstock.server.parsing.speech import THOUGHTS  # noqa: E402
+from penstock.server.prompts import read  # noqa: E402
+from penstock.server.wire.requests import CompletionRequest, decoded  # noqa: E402
 from penstock.step.plan import Admission, Row  # noqa: E402
 from penstock.step.structure import LONGEST  # noqa: E402
 from penstock.worker.runner import Runner  # noqa: E402
@@ -176,6 +185,12 @@ def tokens(completions: Sequence[Completion]) -> list[list[tuple[int, ...]]]:
     return [[output.tokens for output in one.outputs] for one in completions]
 
 
+def never(text: str) -> dict[int, float]:
+    """Of the tokens that begin so."""
+    tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
+    return {token: -math.inf for token in range(tokenizer.vocabulary_size) if tokenizer.token_text(token).startswith(text)}
+
+
 # ---- what comes of them
 
 
@@ -282,6 +297,14 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(llm: LLM, caplog: py
         ("json_schema", {"type": "integer", "minimum": 3, "maximum": 2}, "is greater than maximum"),
         ("json_schema", {"$ref": "#"}, "it allows no text at all"),
         ("json_schema", {"items": {"multipleOf": 9999999}}, "multipleOf comes to 9999999"),
+        ("json_schema", '{"multipleOf": 1' + "0" * 400 + "}", "multipleOf comes to more than can be shown"),
+        (
+            "json_schema",
+            '{"multipleOf": [{"multipleOf": %s}, {"multipleOf": %s}]}' % (("9" * 4300,) * 2),
+            "comes to more than can be shown",
+        ),
+        ("json_schema", {"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}, "has a common multiple of 99400891"),
+        ("json_schema", '{"items":' * 600 + "{}" + "}" * 600, "601 values deep; 400 are allowed"),
         ("json_schema", {"type": "object", "properties": {f"p{at}": {} for at in range(1500)}}, "make it simpler"),
         ("json_schema", {"x-guidance": 3}, "the JSON schema cannot be followed"),
         ("json_schema", '{"a":', "the JSON schema is not JSON: Expecting value: line 1 column 6"),
@@ -303,6 +326,7 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(llm: LLM, caplog: py
         ("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply nested"),
         ("lark", "start: " + "a{" * 9000 + '"a"' + "}" * 9000, "not supported"),
         ("lark", r'start: %json {"multiple\u004ff": 9999999}', "multipleOf comes to 9999999"),
+        ("lark", "start: " + '%json {"type": "integer", "multipleOf": 9001} ' * 20, "multipleOf comes to 180020"),
         ("lark", "start: %json {", "behind a %json in it is not JSON"),
         ("lark", '{"grammars": [{"json_schema": {"multipleOf": 9999999}}]}', "the grammar cannot be followed"),
     ],
@@ -323,6 +347,94 @@ def test_rules_that_lead_one_to_the_next_by_thousands_take_no_process_down(llm: 
         Structure.json_schema({"$ref": "#/$defs/d0", "$defs": parts}),
     ):
         assert llm.generate(PROMPT, SamplingParams(structure=structure, max_tokens=2))[0].tokens
+
+
+def test_a_schema_in_a_grammar_may_speak_of_others(llm: LLM) -> None:
+    grammar = Structure.lark('start: %json {"const": "%json is none"} %json {"const": 1}')
+    text = llm.generate(PROMPT, SamplingParams(structure=grammar, max_tokens=60))[0].text
+    assert re.fullmatch(r'"%json is none"\s*1', text), text
+
+
+def test_forms_behind_reasoning_are_what_they_are_alone(llm: LLM) -> None:
+    for form, text in (
+        (Structure.choice(["%json {"]), "%json {"),
+        (Structure.regex("%json/\\/\n\\\\"), "%json//\n\\"),
+        (Structure.json_schema({"const": "%json {"}), '"%json {"'),
+    ):
+        assert may_be_behind(form)
+        params = SamplingParams(structure=behind_reasoning(form, THOUGHTS["think"], llm.tokenizer, opened=False), max_tokens=60)
+        assert llm.generate(PROMPT, replace(params, logit_bias=never("<")))[0].text == text
+    assert not may_be_behind(Structure.regex("(?ix) a # the end of the line matters\n b"))
+
+
+def test_what_was_compiled_is_there_for_as_long_as_who_asked_for_it(llm: LLM) -> None:
+    """However many others come, nothing is compiled where steps are computed. Then it is given back."""
+    with patch.object(compiled, "_KEPT", compiled._WEIGHT * 2 + 40), LLM(**SETTINGS) as llm:
+        texts = [f"{word} {word}" for word in ("one", "two", "three", "four", "five")]
+        ready = [llm.read(PROMPT, SamplingParams(structure=Structure.choice([text]), max_tokens=60, n=2)) for text in texts]
+        with patch.object(compiled._Vocabulary, "compile", side_effect=AssertionError("it is compiled again")) as again:
+            jobs = [llm.begin(one) for one in ready]
+            llm.read(PROMPT, SamplingParams(structure=Structure.choice(texts[:1])))
+            while not all(job.done for job in jobs):
+                llm.advance()
+        assert [job.completion().text for job in jobs] == texts
+        assert again.call_count == 0
+        structures = llm._structures
+        assert len(structures._alive) == len(structures._held) == 5
+        del ready, jobs
+        llm.generate([PROMPT] * 12, SamplingParams(max_tokens=1))  # Rows are others' now.
+        gc.collect()
+        assert not structures._rows
+        assert (len(structures._held), len(structures._alive), len(structures._known)) == (0, 2, 2)
+    assert not structures._known
+
+
+def test_requests_hold_no_more_than_there_is_room_for(llm: LLM) -> None:
+    small = compiled._WEIGHT + 20
+    with patch.object(compiled, "_KEPT", small), patch.object(compiled, "_HELD", 3 * small):
+        structures = Structures(lambda: llm.tokenizer, llm.spec.vocab_size, (1,))
+        forms = [Structure.choice([f"form {at}"]) for at in range(6)]
+        for form in forms:
+            structures.check(form, {1})
+            assert len(structures._alive) <= 4
+        structures.begin(Row(0), replace(sampling(end=frozenset({1})), structure=forms[-1]))
+        assert llm.decode(walk(structures, 0, 1, frozenset({1}))) == "form 5"
+        structures.close()
+
+
+def test_what_takes_the_library_too_long_is_refused_and_holds_up_nobody(llm: LLM) -> None:
+    """It cannot be told to stop: some are left to themselves, and while they go on nothing new is compiled."""
+    structures, going, easy = Structures(lambda: llm.tokenizer, llm.spec.vocab_size, (1,)), threading.Event(), Structure.regex("a")
+    structures.check(easy, {1})
+    assert structures._vocabulary is not None
+    real, structures._vocabulary._matcher = structures._vocabulary._matcher, lambda *_, **__: going.wait(LONG)  # type: ignore[assignment]
+    try:
+        with patch.object(compiled, "_PATIENCE", 0.01):
+            for at in range(compiled._MOST_LATE):
+                with pytest.raises(StructureError, match=r"more than 0\.01 seconds") as slow:
+                    structures.check(Structure.json_schema({"items": {"minLength": at}}), {1})
+                assert not isinstance(slow.value, compiled.CrowdedError)
+        with pytest.raises(compiled.CrowdedError, match="try again later"):
+            structures.check(Structure.regex("b"), {1})
+        structures.check(easy, {1})
+        busy: Any = SimpleNamespace(read=lambda *_: structures.check(Structure.regex("b"), {1}), tokenizer=llm.tokenizer)
+        with pytest.raises(BusyError, match="try again later") as refused:
+            read(busy, decoded(b'{"model": "a", "prompt": "b"}', CompletionRequest))
+        assert refused.value.seconds > 0
+    finally:
+        structures._vocabulary._matcher = real
+        going.set()
+        for thread in list(compiled._LATE):
+            thread.join(LONG)
+    structures.check(Structure.regex("b"), {1})
+    assert not compiled._LATE
+    structures.close()
+
+
+def test_a_structure_is_sent_without_what_was_compiled(llm: LLM) -> None:
+    form = Structure.regex("a")
+    llm.read(PROMPT, SamplingParams(structure=form))
+    assert pickle.loads(pickle.dumps(form)) == form
 
 
 def test_settings_that_are_against_its_end_are_refused(llm: LLM) -> None:
@@ -435,6 +547,9 @@ class Said:
 
     def begin(self, row: Row, sampling: object) -> None:
         self.heard.append("begin")
+
+    def end(self, row: Row) -> None:
+        self.heard.append("end")
 
     def take(self, row: Row, tokens: Sequence[int]) -> None:
         self.heard.append(tuple(tokens))

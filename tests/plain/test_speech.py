@@ -4,11 +4,13 @@ import json
 import re
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from penstock.server.parsing import schemas
 from penstock.server.parsing.jsontext import MalformedError, Value
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
 from penstock.server.parsing.schemas import kinds_of, typed
@@ -137,6 +139,8 @@ WELL: list[tuple[str | None, dict[str, Any], str, list[Part]]] = [
     ("mistral", {"several": False}, '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "x"}]', calls(("now", "{}"))),
     ("list", {}, '[{"name": "now", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]',
      calls(("now", "{}"), ("weather", '{"city": "a"}'))),
+    ("list", {}, '[{"name": "now"}', calls(("now", "{}"))),
+    ("mistral", {}, '[TOOL_CALLS][{"name": "now"}', calls(("now", "{}"))),
     (None, {"thought": THINK}, "\n<think>\n\na\n\nb\n\n</think>\n\n\n  c\n", [Reasoning("a\n\nb"), Content("  c\n")]),
     (None, {"thought": THINK, "thinking": True}, "\na <think> b</think>c", [Reasoning("a <think> b"), Content("c")]),
     (None, {"thought": THINK, "thinking": True}, "a\n", [Reasoning("a\n")]),
@@ -146,6 +150,9 @@ WELL: list[tuple[str | None, dict[str, Any], str, list[Part]]] = [
     ("hermes", {"thought": THINK}, '<think>a<tool_call></think><tool_call>{"name":"x"}', [Reasoning("a<tool_call>"), *calls(("x", "{}"))]),
 ]  # fmt: skip
 ILL: list[tuple[str, str]] = [
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "x", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+    ("qwen3_coder", "a\n\n\n<function=></function>"),
     ("hermes", "a\n\n<tool_call>\nno</tool_call> b"),
     ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
@@ -208,6 +215,18 @@ def test_a_call_behind_a_broken_one_is_a_call() -> None:
     text = '<tool_call>{"name": "x", "arguments": {,}}</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
     assert whole(speech("hermes"), text) == [Content('<tool_call>{"name": "x", "arguments": {,}}</tool_call>'), Called("now", "{}")]
     assert whole(speech("list"), '[{"name": "now"}, 5]') == [Called("now", "{}"), Content(", 5]")]
+
+
+def test_line_breaks_are_left_out_before_a_marker_and_nowhere_else() -> None:
+    for more in ("", "\n", "\n\n\n"):
+        made, expected = speech("hermes"), [f"a\n\n{more}b", "c"]
+        told = [
+            part for piece in ("a", "\n", f"\n{more}", "b\n", more, '<tool_call>{"name": "now"}\n', more, "c") for part in made.push(piece)
+        ]
+        assert [part.text for part in _joined([*told, *made.finish()]) if isinstance(part, Content)] == expected
+        ends = parts("hermes", ["a\n", more, "\n"])
+        assert ends == [Content(f"a\n{more}\n")]
+        assert parts("hermes", ["a\n", more, "<tool_call>", "\n!"]) == [Content(f"a\n{more}<tool_call>\n!")]
 
 
 def test_no_more_is_held_back_than_may_be_a_marker() -> None:
@@ -297,6 +316,10 @@ def test_schemas_that_go_in_circles_or_are_none_leave_it_open() -> None:
     circle = {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"anyOf": [{"$ref": "#/nowhere"}, 5]}, "c": True, "d": {"const": 1.5}}}
     assert [sorted(kinds_of(circle, key)) for key in "abcd"] == [[], [], [], ["number"]]
     assert kinds_of({"properties": 3}, "a") == {"string"}
+    many = {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}, {"type": "null"}, {"$ref": "#/properties/a"}] * 2}}}
+    with patch.object(schemas, "_found", wraps=schemas._found) as found:
+        assert kinds_of(many, "a") == {"null"}
+    assert found.call_count < 10, "each schema is looked into once"
 
 
 def test_long_texts_take_time_in_proportion() -> None:
@@ -304,9 +327,11 @@ def test_long_texts_take_time_in_proportion() -> None:
     made = speech("hermes")
     for _ in range(5_000):
         made.push("\n")
+    assert made._reader.left == 0, "they are looked through again and again"
     assert made.push("a") == [Content("\n" * 5_000 + "a")]
     made.push('<tool_call>{"name": "x", "arguments": {"a": "')
     for _ in range(5_000):
         assert made.push("word ") == [Arguments(0, "word ")]
     assert len(whole(speech("hermes"), '<tool_call>{"name": "now"}</tool_call>\n' * 5_000)) == 5_000
+    assert whole(speech("qwen3_coder"), "<tool_call>x" * 10_000) == [Content("<tool_call>x" * 10_000)]
     assert whole(speech("hermes", thought=THINK), "\n" * 50_000 + "<think>" + "\n" * 50_000 + "a") == [Reasoning("a")]

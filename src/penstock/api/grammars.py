@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
-from math import isfinite
+from math import isfinite, lcm
 from time import monotonic
 
 from penstock.base.errors import StructureError
@@ -12,11 +12,14 @@ from penstock.step.structure import Structure, StructureKind
 
 _MOST_MULTIPLE = 20_000
 """Of all `multipleOf` of a schema together, written without a point: the library takes a state for each."""
+_MOST_COMMON = 100_000
+"""The least number that all of these divide: where several hold for one number, the library takes a state for each up to that."""
 _SPACE = r" {1,2}|\r?\n[ \t]{0,32}"
 """Between the parts of JSON: enough to write it in lines, and an end for models that like spaces."""
 _PATIENCE = 0.5
 """Seconds in which the part of a schema is looked for that is at fault."""
 _LONGEST_SAID = 300
+_MOST_SHOWN = 10**30
 _WITHIN = ("properties", "patternProperties", "$defs", "definitions")
 _OF = ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf")
 
@@ -44,33 +47,43 @@ def _of_lark(text: str) -> str:
 
 
 def _of_schema(schema: dict[str, object]) -> str:
+    _check_multiples(schema)
     return json.dumps({"grammars": [{"json_schema": _safe(schema)}]})
 
 
 def _with_schemas(text: str) -> str:
     """A grammar, the schemas in it made safe. Raises StructureError."""
-    parts: list[str] = []
+    parts, schemas = list[str](), list[object]()
     at = 0
     for found in re.finditer(r"%json\s*", text):
+        if found.start() < at:  # Within a schema.
+            continue
         try:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
+            parts += text[at : found.end()], json.dumps(_safe(schema) if isinstance(schema, dict) else schema)
         except (ValueError, RecursionError) as error:
             raise StructureError(f"what is behind a %json in it is not JSON: {error}") from error
-        if found.start() >= at:
-            parts += text[at : found.end()], json.dumps(_safe(schema) if isinstance(schema, dict) else schema)
-            at = end
+        schemas.append(schema)
+        at = end
+    _check_multiples(schemas)
     return "".join([*parts, text[at:]])
 
 
 def _safe(schema: dict[str, object]) -> dict[str, object]:
-    """With an end to spaces, unless it has rules of its own for the library. Raises StructureError if it takes too much."""
-    total = sum(_multiples(schema))
-    if total > _MOST_MULTIPLE:
-        raise StructureError(f"multipleOf comes to {total}, written without points; {_MOST_MULTIPLE} are allowed")
+    """With an end to spaces, unless it has rules of its own for the library."""
     own = schema.get("x-guidance", {})
     if not isinstance(own, dict) or "whitespace_flexible" in own:
         return schema
     return {**schema, "x-guidance": {"whitespace_pattern": _SPACE, **own}}
+
+
+def _check_multiples(schema: object) -> None:
+    """Of one, or of several in a list. Raises StructureError if they take too much."""
+    numbers = [number for number in _multiples(schema) if number]
+    for what, came, most in (("comes to", sum(numbers), _MOST_MULTIPLE), ("has a common multiple of", lcm(*numbers), _MOST_COMMON)):
+        if came > most:
+            shown = came if came < _MOST_SHOWN else "more than can be shown"
+            raise StructureError(f"multipleOf {what} {shown}, written without points; {most} are allowed")
 
 
 def _multiples(schema: object) -> Iterator[int]:
@@ -81,7 +94,7 @@ def _multiples(schema: object) -> Iterator[int]:
             case dict() as entries:
                 waiting += entries.values()
                 number = entries.get("multipleOf")
-                if isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number):
+                if type(number) is int or (isinstance(number, float) and isfinite(number)):
                     yield int("".join(map(str, Decimal(str(number)).as_tuple().digits)))
             case list() as entries:
                 waiting += entries

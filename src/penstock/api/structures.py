@@ -1,8 +1,11 @@
 """Structures compiled for a model's tokens, and how far each output has come in its own; by llguidance.
 
-A structure is compiled where a request is read, on the caller's thread, so one that is none is refused before anything runs. On the
-engine's thread an output gets a copy, in microseconds. Copies share what the library learns of a structure as it goes along, which makes
-them fast, and fills up: an output that meets the end of that room gets the structure anew, and says there what it has said.
+A structure is compiled where a request is read, while its reader waits, so one that is none is refused before anything runs. What was
+compiled is there for as long as the request that it was compiled for, and a while longer for others. On the engine's thread an output gets
+a copy, in microseconds. Copies share what the library learns of a structure as it goes along, which makes them fast, and fills up: an
+output that meets the end of that room gets the structure anew, and says there what it has said.
+
+The library cannot be told to stop. What takes it too long is refused and left to itself; where several such go on, nothing new is begun.
 
 Why this is safe. What is compiled changes under the library's own lock; a compiled structure is put in its place in one assignment. Rows
 are the engine's thread's alone.
@@ -11,8 +14,10 @@ are the engine's thread's alone.
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +36,15 @@ T = TypeVar("T")
 _LOG = logging.getLogger("penstock")
 _MANY = 8
 """Rows whose masks are worth several threads."""
-_KEPT = 128
-"""Compiled structures that are kept for later requests."""
+_WEIGHT = 8 << 10
+"""Characters that a structure counts for beside its own: most compiled ones take a few hundred kilobytes, those of long texts up to some
+hundred megabytes."""
+_KEPT, _HELD = 128 * _WEIGHT, 256 * _WEIGHT
+"""Of all compiled structures that are kept for later requests; and of all that there are, up to which requests hold theirs."""
+_PATIENCE = 10.0
+"""Seconds for which a reader waits for its structure, and before that for its turn: most take milliseconds, hard ones a second."""
+_MOST_LATE = 2
+"""Structures that nobody waits for any more, and that the library still compiles."""
 _STACK = 256 << 20
 """Bytes for the thread that compiles: the library goes down into rules one within the other, which may be thousands."""
 _TRIED = 4
@@ -51,6 +63,16 @@ _LIMITS = {
 _MARK = b"\xff"
 """Before the name of a special token, which no text has."""
 _STARTING = threading.Lock()
+_LATE: list[threading.Thread] = []
+"""Compile what nobody waits for any more; some may have ended."""
+
+
+class CrowdedError(StructureError):
+    """The structure may be as good as any, but others take all the time that there is."""
+
+
+class _SlowError(StructureError):
+    """Nobody waits any longer."""
 
 
 class Structures:
@@ -65,20 +87,32 @@ class Structures:
         self._noting = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
         self._known: OrderedDict[Structure, _Compiled] = OrderedDict()
+        """The latest; as keys there are only copies, since those that requests have hold what was compiled."""
+        self._alive: WeakValueDictionary[Structure, _Compiled] = WeakValueDictionary()
+        """And all that somebody holds."""
+        self._held: dict[int, tuple[ref[Structure], _Compiled]] = {}
+        """By those that were checked, for as long as they are there: by their ids, as there may be several that are equal."""
         self._rows: dict[Row, _Matcher] = {}
         self._executor: LLExecutor | None = None
 
     def check(self, structure: Structure, end_tokens: Collection[int]) -> None:
-        """Compile it. end_tokens: those that would end an output. Raises StructureError."""
+        """Compile it, to be there as long as this object is. end_tokens: those that would end an output. Raises StructureError."""
         if not end_tokens:
             raise StructureError("a structure's end is an end token, and the model names none; give stop_token_ids")
-        self._compiled(structure)
+        compiled, held, name = self._compiled(structure), self._held, id(structure)
+        with self._noting:
+            room = _weight(self._alive) <= _HELD
+        if room:
+            held[name] = ref(structure, lambda _: held.pop(name, None)), compiled
 
     def close(self) -> None:
         """Let go of the tokens, which the library has a copy of. Nothing is compiled afterwards."""
         if self._vocabulary is not None:
             self._vocabulary.words.trie = None
         self._vocabulary = None
+        self._known.clear()
+        self._held.clear()
+        self._rows.clear()
 
     # -- a worker's guide
 
@@ -87,8 +121,11 @@ class Structures:
         self._rows[row] = matcher = _Matcher(sampling.end_tokens)
         try:
             matcher.follow(self._compiled(sampling.structure))
-        except StructureError as error:  # It had been forgotten, and the second time there is no room for it.
+        except StructureError as error:  # It could not be held, and the second time there is no room for it.
             matcher.break_off(str(error))
+
+    def end(self, row: Row) -> None:
+        self._rows.pop(row, None)
 
     def take(self, row: Row, tokens: Sequence[int]) -> None:
         matcher = self._rows[row]
@@ -123,23 +160,41 @@ class Structures:
         """Raises StructureError."""
         if (known := self._found(structure)) is not None:
             return known
-        with self._compiling:
+        with self._turn():
             if (known := self._found(structure)) is not None:
                 return known
             if self._vocabulary is None:
                 self._vocabulary = _Vocabulary(self._tokenizer(), self._size, self._ends)
             made = _Compiled(structure, self._vocabulary)
+            own = Structure(structure.kind, structure.text)
             with self._noting:
-                self._known[structure] = made
-                while len(self._known) > _KEPT:
+                self._known[own] = self._alive[own] = made
+                while _weight(self._known) > _KEPT:
                     self._known.popitem(last=False)
         return made
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """To compile. Raises CrowdedError if it does not come."""
+        with _STARTING:
+            _LATE[:] = [thread for thread in _LATE if thread.is_alive()]
+        if len(_LATE) >= _MOST_LATE or not self._compiling.acquire(timeout=_PATIENCE):
+            raise CrowdedError("the structures of other requests take long to be compiled, so this one has to wait; try again later")
+        try:
+            yield
+        finally:
+            self._compiling.release()
 
     def _found(self, structure: Structure) -> "_Compiled | None":
         with self._noting:
             if structure in self._known:
                 self._known.move_to_end(structure)
-            return self._known.get(structure)
+                return self._known[structure]
+            return self._alive.get(structure)
+
+
+def _weight(structures: Iterable[Structure]) -> int:
+    return sum(_WEIGHT + len(structure.text) for structure in list(structures))
 
 
 class _Vocabulary:
@@ -243,7 +298,8 @@ class _Compiled:
             self._first = vocabulary.compile(self._grammar)
             vocabulary.try_out(self._first.deep_copy())
         except StructureError as error:
-            why = placed(structure, str(error), vocabulary.error_of)
+            slow = isinstance(error, _SlowError)  # And would be in parts, too.
+            why = str(error) if slow else placed(structure, str(error), vocabulary.error_of)
             raise StructureError(f"the {structure.kind.value} cannot be followed: {why}") from error
 
     def copy(self, since: "LLMatcher | None" = None) -> "tuple[LLMatcher, LLMatcher]":
@@ -314,7 +370,8 @@ def _fill(matcher: "LLMatcher", mask: NDArray[np.int32]) -> None:
 
 
 def _deep(work: Callable[[], T]) -> T:
-    """Done on a thread with a large stack, of which only what is used is taken. Raises RuntimeError if it fails."""
+    """Done on a thread with a large stack, of which only what is used is taken. Raises RuntimeError if it fails, StructureError if it takes
+    too long."""
     results: list[T] = []
     faults: list[BaseException] = []
 
@@ -324,14 +381,18 @@ def _deep(work: Callable[[], T]) -> T:
         except BaseException as fault:  # Also what the library calls a panic, which is no Exception.
             faults.append(fault)
 
-    thread = threading.Thread(target=run, name="penstock-structure")
+    thread = threading.Thread(target=run, name="penstock-structure", daemon=True)
     with _STARTING:
         usual = threading.stack_size(_STACK)
         try:
             thread.start()
         finally:
             threading.stack_size(usual)
-    thread.join()
+    thread.join(_PATIENCE)
+    if thread.is_alive():
+        with _STARTING:
+            _LATE.append(thread)
+        raise _SlowError(f"it takes more than {_PATIENCE:g} seconds to compile; make it simpler")
     if faults:
         raise RuntimeError(f"{type(faults[0]).__name__}: {faults[0]}") from faults[0]
     return results[0]

@@ -19,6 +19,7 @@ from penstock.api.jobs import Job, Ready
 from penstock.api.llm import LLM
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.server.answers import Answer, error, new_id
+from penstock.server.desk import BusyError
 from penstock.server.prompts import Telling, read
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, decoded
 
@@ -148,6 +149,8 @@ class Batch:
                 ids.add(name)
                 if name not in self._seen:
                     tasks.append(_Task(name, *self._read(asked)))
+            except BusyError as fault:
+                refused.append(_line(name, 429, error(str(fault), "rate_limit_error")))
             except PenstockError as fault:
                 if name not in self._seen:
                     param = fault.param if isinstance(fault, FieldError) else None

@@ -8,8 +8,10 @@ from typing import Protocol
 from penstock.api.jobs import Ready
 from penstock.api.llm import LLM, Prompt
 from penstock.api.outputs import Completion, Delta
+from penstock.api.structures import CrowdedError
 from penstock.base.errors import StructureError
 from penstock.server.answers import Answer, Chat, Texts
+from penstock.server.desk import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, may_be_behind
 from penstock.server.parsing.speech import LIST, Speech
@@ -17,6 +19,9 @@ from penstock.server.parsing.tools import Tools, told_messages, tools_of
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, TokenizeRequest
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure, StructureKind
+
+_CROWDED = 10.0
+"""Seconds after which there may be time for a structure again."""
 
 
 class Telling(Protocol):
@@ -75,9 +80,11 @@ def read_chat(llm: LLM, asked: ChatRequest, dialect: Dialect | None = None) -> t
 
 
 def _read(llm: LLM, prompt: Prompt, params: SamplingParams, asked: ChatRequest | CompletionRequest) -> Ready:
-    """Raises FieldError and RequestError."""
+    """Raises FieldError, RequestError and BusyError."""
     try:
         return replace(llm.read(prompt, params), priority=asked.priority)
+    except CrowdedError as error:
+        raise BusyError(str(error), _CROWDED) from error
     except StructureError as error:
         raise FieldError(str(error), asked.structured_by) from error
 

@@ -64,6 +64,8 @@ class Told:
         """Of the item."""
         self._pending: list[Any] = []
         """Log-probabilities of tokens whose text has not been told."""
+        self._called: list[Any] = []
+        """And of those that a call has been made of, which are nobody's unless it is broken off."""
         self._reasoned = 0
         """Tokens of reasoning."""
         self._finish: FinishReason | None = None
@@ -125,16 +127,22 @@ class Told:
                 self._say("message", part.text)
             case Begin():
                 self._open("function_call", call_id=new_call(), name=part.name, arguments="")
+                self._called, self._pending = self._pending, []
             case Arguments():
                 self._text.append(part.text)
+                self._called += self._pending
+                self._pending = []
                 self._tell("response.function_call_arguments.delta", **self._place(), delta=part.text)
             case End():
                 self._close("completed")
+                self._pending = []
             case Broken() if self._asked.streams:
                 self._close("incomplete")
+                self._pending = []
             case Broken():  # It has not been told yet.
                 self.response["output"].pop()
                 self._item = None
+                self._pending = self._called + self._pending
                 self._say("message", part.text)
 
     def _say(self, kind: str, text: str) -> None:

@@ -9,6 +9,8 @@ from penstock.base.errors import StructureError
 
 LONGEST = 64 << 10
 """Characters of one."""
+DEEPEST = 400
+"""Values of a schema one within the other. Whoever compiles it may allow less, and goes down into it with calls."""
 
 
 class StructureKind(Enum):
@@ -19,7 +21,7 @@ class StructureKind(Enum):
     LARK = "grammar"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Structure:
     """Made by one of the methods below, which raise StructureError for what is plainly none; the rest is found by whoever compiles it.
 
@@ -72,9 +74,22 @@ def _written(schema: object) -> str:
     if not isinstance(schema, Mapping):
         raise StructureError(f"the JSON schema must be an object; got {type(schema).__name__}")
     try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise StructureError(f"the JSON schema is not JSON: {error}") from error
+    if (depth := _depth(schema)) > DEEPEST:
+        raise StructureError(f"the JSON schema is {depth} values deep; {DEEPEST} are allowed, so give a flatter one")
+    return text
+
+
+def _depth(value: object) -> int:
+    """Of JSON, whose values are in no circle."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        parts = [one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else () for one in level]
+        level = [inner for part in parts for inner in part]
+    return depth
 
 
 def _bounded(kind: StructureKind, text: object) -> str:

@@ -29,6 +29,10 @@ class Guide(Protocol):
         """The row is another output's, of which nothing has been said."""
         ...
 
+    def end(self, row: Row) -> None:
+        """Nothing more is asked of that output."""
+        ...
+
     def take(self, row: Row, tokens: Sequence[int]) -> None:
         """This has been said."""
         ...
@@ -68,7 +72,9 @@ class Masks:
 
     def admit(self, admission: Admission) -> None:
         """Nothing is made of a structure before the row is to say something: then a pass is under way."""
-        self._lines.pop(admission.row, None)
+        before = self._lines.pop(admission.row, None)
+        if before is not None and before.begun:
+            self._guide.end(admission.row)
         if admission.sampling.structure is not None:
             self._lines[admission.row] = _Line(admission.sampling, admission.output)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.server.parsing.jsontext import MalformedError, Value, loaded, written
+from penstock.server.parsing.jsontext import MalformedError, Value, loaded, told, written
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reader, Reading
 from penstock.server.parsing.schemas import kinds_of, typed
 
@@ -43,8 +43,8 @@ class Calls:
         self._next, self._open = self._next + 1, False
         self.reader.mark()
 
-    def broken(self) -> Part:
-        """Instead of a call that is malformed: what was read of it."""
+    def broken(self) -> Content | Broken:
+        """Instead of a call that is malformed: what was read of it, or since the one before it, which may be nothing."""
         text = self.reader.unmark()
         if not self._open:
             return Content(text)
@@ -70,9 +70,7 @@ class Calls:
     def string(self) -> Reading[str]:
         if (yield from self.reader.starts('"')) is None:
             raise MalformedError("a string should come")
-        text = loaded((yield from self.value()))
-        assert isinstance(text, str)
-        return text
+        return told((yield from self.value()))
 
     def object(self, *, bare: bool = False) -> Reading[None]:
         """A call as an object with a name and arguments. bare: nothing else says that it is a call, so it has to be one of a function that
@@ -221,7 +219,7 @@ def _object(held: str | None) -> str:
     if held is None or held == "null":
         return "{}"
     if held.startswith('"'):
-        held = str(loaded(held)).strip() or "{}"
+        held = told(held).strip() or "{}"
     if not isinstance(loaded(held), dict):
         raise MalformedError("arguments are an object")
     return held

@@ -7,6 +7,12 @@ from penstock.api.text import Tokenizer
 from penstock.server.parsing.speech import Thought
 from penstock.step.structure import Structure, StructureKind
 
+_NO_PART = {
+    StructureKind.JSON_SCHEMA: re.compile(r"multipleOf|\\u"),
+    StructureKind.REGEX: re.compile(r"(?s)\(\?\w*x.*\n"),
+}
+"""What is in one that can be no part of a grammar: a regular expression with comments, which ends of lines end."""
+_IN_GRAMMAR = {"/": r"\/", "\n": r"\n", "\\\n": r"\n", "%": r"\x25"}
 _SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}
 """As JSON has them that is all of an output."""
 
@@ -24,9 +30,9 @@ def behind_reasoning(structure: Structure, thought: Thought, tokenizer: Tokenize
 
 
 def may_be_behind(structure: Structure) -> bool:
-    """Else it says what all of the output is, as a grammar does, and a schema that can be no part of one."""
-    is_schema = structure.kind is StructureKind.JSON_SCHEMA
-    return structure.kind is not StructureKind.LARK and not (is_schema and ("multipleOf" in structure.text or "\\u" in structure.text))
+    """Else it says what all of the output is, as a grammar does, and whatever can be no part of one."""
+    no_part = _NO_PART.get(structure.kind)
+    return structure.kind is not StructureKind.LARK and (no_part is None or no_part.search(structure.text) is None)
 
 
 def _special(mark: str, tokenizer: Tokenizer) -> str | None:
@@ -42,6 +48,6 @@ def _rule(structure: Structure) -> str:
         case StructureKind.JSON_OBJECT:
             return f"%json {json.dumps(_SPACES | {'type': 'object'})}"
         case StructureKind.CHOICE:
-            return " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(structure.text))
-    pattern = re.sub(r"(?s)\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], structure.text)
-    return "/" + pattern.replace("\n", r"\n") + "/"
+            texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(structure.text))
+            return " | ".join(texts).replace("%", r"\u0025")
+    return "/" + re.sub(r"(?s)\\.|[/\n%]", lambda found: _IN_GRAMMAR.get(found[0], found[0]), structure.text) + "/"

@@ -125,6 +125,18 @@ def loaded(text: str) -> object:
         raise MalformedError(str(error)) from error
 
 
+def told(text: str) -> str:
+    """What a JSON string says. Raises MalformedError for what is none, and for half a character, which nobody could be sent."""
+    said = loaded(text)
+    if not isinstance(said, str):
+        raise MalformedError("it is no string")
+    try:
+        said.encode()
+    except UnicodeEncodeError as error:
+        raise MalformedError(str(error)) from error
+    return said
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise MalformedError(f"{name} is no JSON")
 

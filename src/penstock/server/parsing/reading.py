@@ -68,6 +68,8 @@ class Reader:
         """Whether all has come."""
         self._marked: list[str] | None = None
         """What was read since the mark, if there is one."""
+        self.breaks = 0
+        """Line breaks that were left out before the marker which `until` has come to."""
 
     def push(self, text: str) -> None:
         self.text, self.at = self.text[self.at :] + text, 0
@@ -77,9 +79,9 @@ class Reader:
         """Characters."""
         return len(self.text) - self.at
 
-    def mark(self) -> None:
-        """From here on what is read is also kept."""
-        self._marked = []
+    def mark(self, before: str = "") -> None:
+        """From here on what is read is also kept, behind what was read before."""
+        self._marked = [before]
 
     def unmark(self) -> str:
         """What was read since the mark."""
@@ -104,15 +106,16 @@ class Reader:
         if not (yield from self.more()):
             raise MalformedError("the text ends too early")
 
-    def run(self, characters: str) -> int:
-        """How many of these come next, as far as there is text."""
-        found = _RUNS[characters].match(self.text, self.at)
+    def run(self, characters: str, room: int = 0) -> int:
+        """How many of these come next, behind so many characters, as far as there is text."""
+        found = _RUNS[characters].match(self.text, self.at + room)
         assert found is not None
-        return found.end() - self.at
+        return found.end() - found.start()
 
     def ahead(self) -> Reading[str]:
         """The next character that is no space; empty at the end."""
-        while (room := self.run(SPACE)) == self.left:
+        room = 0
+        while (room := room + self.run(SPACE, room)) == self.left:
             if not (yield from self.more()):
                 return ""
         return self.text[self.at + room]
@@ -157,18 +160,23 @@ class Reader:
     def until(self, markers: Sequence[str], part: Callable[[str], Part | None], trim: int | None = None) -> Reading[str | None]:
         """All up to one of the markers, whichever comes first, but for line breaks before it: so many, or all of them. What `part` makes of
         each piece is given out, unless that is nothing. Returns the marker, to be read with `behind`; None at the end of the text."""
+        any_of = re.compile("|".join(map(re.escape, markers)))
+        held = 0  # Line breaks at the end of what was read, which are counted, as there may be no end of them.
         while True:
-            found = min(((at, one) for one in markers if (at := self.text.find(one, self.at)) >= 0), default=None)
-            rest = self.text[self.at : found[0]] if found else self.text[self.at :]
-            certain = len(rest) - (0 if found or self.ended else _begun(rest, markers))
-            if markers and (found or not self.ended):
-                breaks = certain - len(rest[:certain].rstrip("\n"))
-                certain -= breaks if trim is None else min(breaks, trim)
-            if certain and (told := part(self.take(certain))) is not None:
+            found = any_of.search(self.text, self.at) if markers else None
+            rest = self.text[self.at : found.start()] if found else self.text[self.at :]
+            piece = self.take(len(rest) - (0 if found or self.ended else _begun(rest, markers)))
+            if body := piece.rstrip(BREAK):
+                body, held = BREAK * held + body, 0
+            held += len(piece) - len(piece.rstrip(BREAK))
+            kept = 0 if not markers or (self.ended and not found) else held if trim is None else min(held, trim)
+            body, held = body + BREAK * (held - kept), kept
+            if body and (told := part(body)) is not None:
                 yield told
             if found:
-                return found[1]
-            if not (yield from self.more()) and not self.left:
+                self.breaks = held
+                return found[0]
+            if not (yield from self.more()) and not self.left and not held:
                 return None
 
     def behind(self, marker: str) -> None:

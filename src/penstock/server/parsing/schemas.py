@@ -17,14 +17,16 @@ def kinds_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return frozenset({"string"})
-    return _kinds(properties[key], schema, 0)
+    return _kinds(properties[key], schema, 0, set())
 
 
-def _kinds(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+def _kinds(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) -> frozenset[str]:
+    """seen: schemas, by their ids, that were looked into. Nothing new comes of one that many others refer to."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST or id(schema) in seen:
         return frozenset()
+    seen.add(id(schema))
     if isinstance(place := schema.get("$ref"), str):
-        return _kinds(_found(place, root), root, depth + 1)
+        return _kinds(_found(place, root), root, depth + 1, seen)
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset({named})
@@ -32,7 +34,7 @@ def _kinds(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str
         return frozenset(one for one in named if isinstance(one, str))
     for several in ("anyOf", "oneOf", "allOf"):
         if isinstance(options := schema.get(several), list):
-            return frozenset().union(*(_kinds(one, root, depth + 1) for one in options))
+            return frozenset().union(*(_kinds(one, root, depth + 1, seen) for one in options))
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return frozenset(_OF[type(value)] for value in values)
 

@@ -112,7 +112,7 @@ class Speech:
         markers = () if format is None else format.markers
         while (marker := (yield from self._reader.until(markers, Content))) is not None:
             assert format is not None
-            self._reader.mark()
+            self._reader.mark(BREAK * self._reader.breaks)
             self._reader.behind(marker)
             yield from self._call(format, marker)
 
@@ -120,7 +120,8 @@ class Speech:
         try:
             yield from format.read(self._calls, marker)
         except MalformedError:
-            yield self._calls.broken()
+            if (broken := self._calls.broken()).text:
+                yield broken
             return
         self._reader.unmark()
         yield from self._reader.space()
