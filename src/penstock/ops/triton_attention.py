@@ -438,20 +438,22 @@ def paged_run(
     assert start >= 0, start
     if tuning is None:
         tuning = replace(decode_tuning(dim, q.element_size(), k_cache.shape[1]), workers_per_sm=2, least=1)
-    together = run_tokens(heads // k_cache.shape[2])
+    together = run_tokens(heads // k_cache.shape[2], dim * q.element_size())
     cut = _Cut(triton.cdiv(tokens, together), together, start + tokens, None, start)
     return _attended(q, k_cache, v_cache, blocks[None].expand(cut.count, -1), cut, out, None, tuning, scale=scale, window=window)
 
 
-def run_tokens(group: int) -> int:
-    """Tokens whose query heads, `group` for each KV head, are multiplied with the same keys at a time."""
-    return max(64 // group, 1)
+def run_tokens(group: int, head_bytes: int) -> int:
+    """Tokens whose query heads, `group` for each KV head, are multiplied with the same keys at a time: of large heads fewer, since these
+    and two tiles of keys and values together have to fit where a device has 99 KiB for a program."""
+    return max(min(64, max(16, 16384 // head_bytes)) // group, 1)
 
 
 def suits_run(q: Tensor, k_cache: Tensor, start: int) -> bool:
     """Whether `paged_run` is the way to attend to so much: it reads more than a call that gathers a past first and merges it later, in
     fewer launches."""
-    return -(-len(q) // run_tokens(q.shape[1] // k_cache.shape[2])) * (start + len(q)) <= _MOST_READ
+    together = run_tokens(q.shape[1] // k_cache.shape[2], q.shape[2] * q.element_size())
+    return -(-len(q) // together) * (start + len(q)) <= _MOST_READ
 
 
 @dataclass(frozen=True, slots=True)

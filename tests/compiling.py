@@ -1,0 +1,190 @@
+"""Compiles what would be launched on a GPU, where there is none: kernels that the interpreter takes may be none to the compiler, or may
+want more than a device has. Run as a program, since Triton decides when it is imported whether it interprets.
+
+    python tests/compiling.py 89 [a case ...]
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+from triton.runtime.jit import MockTensor
+
+from penstock.ops import triton_attention, triton_experts, triton_linear, triton_pointwise, triton_sampling, triton_steps, triton_tiles
+from penstock.ops.kernels import early_launches
+
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""By compute capability: bytes of shared memory that a program may have (CUDA C++ Programming Guide, technical specifications)."""
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB, SIZE = 32, 8, 128, 4096, 14336, 128256, 64
+
+
+class Driver:
+    """Of a device that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+        shared = SHARED[capability]
+        self.utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": shared, "multiprocessor_count": 80})
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def pages(heads: int = KV_HEADS, dim: int = DIM, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    return empty(2, 64, SIZE, heads, dim, dtype=dtype).unbind(0)  # type: ignore[return-value]
+
+
+def decode(
+    batch: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, joins: bool = False, dtype: torch.dtype = BF16
+) -> None:
+    q, table, lengths = empty(batch, heads, dim, dtype=dtype), empty(batch, 64, dtype=torch.int32), empty(batch, dtype=torch.int32)
+    triton_attention.paged_decode(
+        q,
+        *pages(dim=dim, dtype=dtype),
+        table,
+        lengths,
+        scale=0.1,
+        window=window,
+        max_length=4096,
+        arrivals=empty(batch * KV_HEADS, dtype=torch.int32) if joins else None,
+    )
+
+
+def run(tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, dtype: torch.dtype = BF16) -> None:
+    q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
+    triton_attention.paged_run(q, *pages(dim=dim, dtype=dtype), blocks, 2048, scale=0.1, window=window)
+
+
+def merge() -> None:
+    state = lambda: (empty(16, HEADS, DIM), empty(16, HEADS, dtype=torch.float32))  # noqa: E731
+    triton_attention.merge_states(*state(), *state())
+
+
+def write() -> None:
+    triton_attention.write_kv(empty(8, KV_HEADS, DIM), empty(8, KV_HEADS, DIM), *pages(), empty(8, dtype=torch.int64))
+
+
+def pointwise(*, gains: bool) -> None:
+    turns = empty(8, DIM // 2, dtype=torch.float32), empty(8, DIM // 2, dtype=torch.float32)
+    triton_pointwise.rms_norm(empty(8, HIDDEN), empty(HIDDEN), 1e-5, empty(8, HIDDEN))
+    triton_pointwise.silu_mul(empty(8, 2 * INNER))
+    triton_pointwise.rope_(empty(8, HEADS, DIM), empty(8, KV_HEADS, DIM), *turns)
+    norms = (empty(DIM), empty(DIM)) if gains else None
+    triton_pointwise.project(
+        empty(8, (HEADS + 2 * KV_HEADS) * DIM), *turns, *pages(), empty(8, dtype=torch.int64), heads=HEADS, gains=norms, eps=1e-5
+    )
+
+
+def linear() -> None:
+    triton_linear.one_row(empty(1, HIDDEN), empty(6144, HIDDEN))
+    triton_linear.one_row(empty(1, HIDDEN), empty(2 * INNER, HIDDEN), gated=True)
+    triton_linear.one_row(empty(1, INNER), empty(HIDDEN, INNER))
+
+
+def draw() -> None:
+    triton_sampling.draw(empty(4, VOCAB, dtype=torch.float32), empty(4, 6, dtype=torch.float64), empty(4, dtype=torch.int64))
+
+
+def steps() -> None:
+    newest, rates = empty(8, dtype=torch.int64), empty(DIM // 2, dtype=torch.float64)
+    given = empty(4, 8, dtype=torch.int32)
+    triton_steps.place(given, empty(8, 64, dtype=torch.int32), newest, rates, empty(1, dtype=torch.float64), SIZE)
+    best, tokens = empty(8, dtype=torch.int64), empty(8, dtype=torch.int64)
+    triton_steps.likeliest(empty(8, VOCAB), empty(8, dtype=torch.int32), newest, tokens, best)
+
+
+def fold(queries: int, dtype: torch.dtype = BF16) -> None:
+    k, v = empty(4096, 2, KV_HEADS, DIM, dtype=dtype).unbind(1)
+    out, lse = empty(queries, HEADS, DIM, dtype=torch.float32), empty(queries, HEADS, dtype=torch.float32)
+    triton_tiles.fold_tile(out, lse, empty(queries, HEADS, DIM, dtype=dtype), k, v, scale=0.1)
+
+
+def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
+    """Of Qwen3-30B-A3B: 128, of which 8 are used, of 2,048 by 768."""
+    number, top, hidden, inner = 128, 8, 2048, 768
+    tuning = triton_experts.expert_tuning(tokens * top, number, dtype)
+    chosen, shares = triton_experts.choose(empty(tokens, number, dtype=dtype), top, normalise=True)
+    order, blocks, _ = triton_experts.arrange(chosen, number, tuning.rows)
+    h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
+    table = empty(number, 2, dtype=torch.int64)
+    triton_experts.products(empty(tokens, hidden, dtype=dtype), order, blocks, table, h, y, tuning, 0, blocks.shape[1])
+    triton_experts.combine(y, shares)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "decode, one row": lambda: decode(1),
+    "decode, many rows": lambda: decode(64, joins=True),
+    "decode, a window": lambda: decode(2, window=512, joins=True),
+    "decode, wide heads": lambda: decode(2, heads=16, dim=256),
+    "decode, wide heads in float32": lambda: decode(2, heads=16, dim=256, dtype=torch.float32),
+    "decode, one KV head for many": lambda: decode(2, heads=64 * KV_HEADS),
+    "decode, float32": lambda: decode(2, dtype=torch.float32),
+    "run": lambda: run(64),
+    "run, a window": lambda: run(20, window=512),
+    "run, wide heads": lambda: run(20, heads=16, dim=256),
+    "run, float32": lambda: run(20, dtype=torch.float32),
+    "run, wide heads in float32": lambda: run(20, heads=16, dim=256, dtype=torch.float32),
+    "merge": merge,
+    "write": write,
+    "pointwise": lambda: pointwise(gains=False),
+    "pointwise, norms of heads": lambda: pointwise(gains=True),
+    "linear": linear,
+    "draw": draw,
+    "steps": steps,
+    "fold, one": lambda: fold(1),
+    "fold, some": lambda: fold(8),
+    "fold, float32": lambda: fold(8, torch.float32),
+    "experts, few": lambda: experts(4),
+    "experts, some": lambda: experts(100),
+    "experts, many": lambda: experts(4096),
+    "experts, float32": lambda: experts(100, torch.float32),
+}
+
+
+def main(capability: int, names: list[str]) -> None:
+    """A line of JSON with the bytes of shared memory that a program may have, and one for each kernel."""
+    print(SHARED[capability])
+    driver.set_active(Driver(capability))  # type: ignore[arg-type]
+    compiled = JITFunction.run
+    case = ""
+
+    def only_compiled(self: Any, *arguments: Any, grid: object, warmup: bool, **more: Any) -> Any:
+        mocked = [MockTensor(one.dtype, list(one.shape)) if isinstance(one, Tensor) else one for one in arguments]
+        if "WIDEN" in more:  # Which is for the interpreter.
+            more["WIDEN"] = False
+        kernel = compiled(self, *mocked, grid=grid, warmup=True, **more)
+        print(json.dumps({"case": case, "kernel": self.__name__, "shared": kernel.metadata.shared}), flush=True)
+        return kernel
+
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(JITFunction, "run", only_compiled))
+        patched.enter_context(patch.object(triton_experts, "_shared_memory", lambda _: SHARED[capability]))
+        for module in (triton_attention, triton_tiles):
+            patched.enter_context(patch.object(module, "multiprocessors", lambda _: 80))
+        for case in names or CASES:
+            for early in (False, True) if capability >= 90 else (False,):
+                with early_launches(early):
+                    CASES[case]()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
