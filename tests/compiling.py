@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,8 +31,6 @@ class Driver:
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
-        shared = SHARED[capability]
-        self.utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": shared, "multiprocessor_count": 80})
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -49,8 +46,8 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def pages(heads: int = KV_HEADS, dim: int = DIM, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
-    return empty(2, 64, SIZE, heads, dim, dtype=dtype).unbind(0)  # type: ignore[return-value]
+def pages(dim: int = DIM, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    return empty(2, 64, SIZE, KV_HEADS, dim, dtype=dtype).unbind(0)  # type: ignore[return-value]
 
 
 def decode(
