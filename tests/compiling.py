@@ -69,6 +69,8 @@ def decode(
 def run(tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, dtype: torch.dtype = BF16) -> None:
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
     triton_attention.paged_run(q, *pages(dim=dim, dtype=dtype), blocks, 2048, scale=0.1, window=window)
+    where = empty(2, dtype=torch.int32)
+    triton_attention.placed_run(q, *pages(dim=dim, dtype=dtype), blocks.int(), where, scale=0.1, window=window, max_length=4096)
 
 
 def merge() -> None:

@@ -65,6 +65,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         sys.modules["torch"].manual_seed(0)
         if item.get_closest_marker("cpu"):
             sys.modules["torch"].set_num_threads(1)
+            if "triton.runtime.interpreter" in sys.modules:  # Imported where kernels are interpreted, and nowhere else.
+                import bounds  # Which imports torch.
+
+                bounds.install()
 
 
 @pytest.fixture(scope="session")

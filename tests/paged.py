@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.ops.triton_attention import DecodeTuning, paged_decode, paged_run
+from penstock.ops.triton_attention import DecodeTuning, paged_decode, paged_run, placed_run
 
 # Against the largest value of the answer: that of one rounding, and of the probabilities rounded before they meet V.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -112,3 +112,21 @@ def check_run(
         seen = start + token + 1
         check_answer(got[token], lse[token], *attend(q[token], k[:seen], v[:seen], scale, window))
     assert out[-1].isnan().all(), "what is behind the last token was written"
+
+
+def check_placed_run(
+    tokens: int, start: int, padding: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16,
+    window: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu", max_length: int | None = None,
+) -> None:  # fmt: skip
+    """As `check_run`, of a run that begins where it is told on the device, with padding behind it that answers nothing but zeros."""
+    rng = torch.Generator().manual_seed(tokens)
+    k_cache, v_cache = pool_views(-(-(start + tokens) // block_size) + 2, block_size, kv_heads, dim, dtype, device)
+    table, [k], [v] = fill(k_cache, v_cache, [start + tokens], rng)
+    q = torch.randn(tokens + padding, heads + 2 * kv_heads, dim, generator=rng).to(k_cache)[:, :heads]
+    scale, where = 1.3 / math.sqrt(dim), torch.tensor([start, tokens], dtype=torch.int32, device=device)
+    bound = start + tokens if max_length is None else max_length
+    got, lse = placed_run(q, k_cache, v_cache, table[0], where, scale=scale, window=window, max_length=bound)
+    for token in range(tokens):
+        seen = start + token + 1
+        check_answer(got[token], lse[token], *attend(q[token], k[:seen], v[:seen], scale, window))
+    assert not got[tokens:].any()

@@ -1,16 +1,21 @@
 """Whatever is wrong with a model, a setting or a prompt is said in one line, as an error of its kind, and nothing else suffers."""
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiny
-from penstock import LLM, PenstockError, SamplingParams
+from penstock import LLM, Completion, Output, PenstockError, SamplingParams, Structure
 from penstock.base.errors import (
     BudgetError,
     CheckpointError,
@@ -21,6 +26,7 @@ from penstock.base.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from penstock.worker.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -301,3 +307,122 @@ def test_a_closed_engine() -> None:
     with LLM(tiny.checkpoint("llama"), device="cpu", dtype="float32", max_length=128) as inside:
         pass
     refused(EngineClosedError, "closed", call=lambda: inside.generate([3, 4]))
+
+
+# -- logits that are not numbers -----------------------------------------------------------------------------------------------
+
+BAD = 75
+"""A token whose embedding is not a number. Half of the prompts have it, and it is in the middle of a greedy answer to another."""
+
+
+@pytest.fixture
+def spelt(damaged: Path) -> Path:
+    """A sound checkpoint with a tokenizer: three special tokens, then characters."""
+    vocabulary = {word: token for token, word in enumerate(["<pad>", "<s>", "</s>", "\u0120", *map(chr, range(33, 126))])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(damaged / "tokenizer.json"))
+    return damaged
+
+
+def wishes() -> list[SamplingParams]:
+    found = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20),
+        SamplingParams(temperature=1.1, top_k=5, min_p=0.01, seed=4, max_tokens=20, n=2),
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=20, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=0),
+        SamplingParams(temperature=0, max_tokens=20, min_tokens=15, presence_penalty=0.5, logit_bias={BAD: 1.5}),
+    ]
+    if find_spec("llguidance") is not None:
+        through = f"one{chr(33 + BAD - 4)}[a-f]{{4,9}}"
+        found += [
+            SamplingParams(temperature=0, max_tokens=20, structure=Structure.regex(through)),
+            SamplingParams(temperature=0.7, seed=6, max_tokens=20, structure=Structure.regex("[a-f]{4,9}|[0-9]{4,9}")),
+        ]
+    return found
+
+
+def answers(model: Path, asked: list[tuple[list[int], SamplingParams]], **settings: object) -> list[Completion]:
+    """Of an engine that holds nothing afterwards, and goes on."""
+    more = {"max_length": 128, "block_size": 4, "max_sequences": 12, "max_step_tokens": 48, "check": True}
+    with open_model(model, **more | settings)() as llm:
+        found = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+        stats = llm.stats()
+        assert (stats.running, stats.waiting, stats.kv_blocks_free) == (0, 0, stats.kv_blocks)
+        assert stats.preemptions or "kv_blocks" not in settings
+        [completion] = llm.generate(tiny.prompts()[2], GREEDY)
+        assert list(completion.tokens) == tiny.references("llama")[2].tokens[:20]
+    return found
+
+
+def ended_early(prompt: list[int], right: Output, found: Output) -> bool:
+    """Whether the answer had to. Then it is right as far as it goes, and of the last token nothing is known; else it is right."""
+    bad = BAD in prompt or BAD in right.tokens[:-1]
+    if bad:
+        known = 0 if BAD in prompt else right.tokens.index(BAD) + 1
+        assert (found.finish_reason, len(found.tokens)) == ("error", known + 1)
+        assert found.tokens[:known] == right.tokens[:known]
+        assert found.text == right.text[: len(found.text)]
+    else:
+        assert (found.tokens, found.text, found.finish_reason) == (right.tokens, right.text, right.finish_reason)
+    if found.logprobs is not None:
+        assert [entry.token for entry in found.logprobs] == list(found.tokens)
+        assert [math.isnan(entry.logprob) for entry in found.logprobs] == [False] * (len(found.tokens) - bad) + [True] * bad
+    return bad
+
+
+@pytest.mark.parametrize(("ahead", "settings"), [(False, {}), (True, {"kv_blocks": 40})])
+def test_logits_that_are_not_numbers(spelt: Path, ahead: bool, settings: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    """An answer ends where the model has come to such, and the log says why; all others are what they are without it."""
+    asked = [(prompt, wish) for wish in wishes() for prompt in tiny.prompts()]
+    sound = answers(spelt, asked, **settings)
+    weights = load_file(spelt / "model.safetensors")
+    weights["model.embed_tokens.weight"][BAD] = math.nan
+    save_file(weights, spelt / "model.safetensors", metadata={"format": "pt"})
+    with patch.object(Runner, "ahead", ahead), caplog.at_level(logging.ERROR, "penstock"):
+        found = answers(spelt, asked, **settings)
+    early = [
+        ended_early(prompt, *outputs)
+        for (prompt, _), right, one in zip(asked, sound, found, strict=True)
+        for outputs in zip(right.outputs, one.outputs, strict=True)
+    ]
+    amid = [wish for (_, wish), one in zip(asked, found, strict=True) if one.finish_reason == "error" and len(one.tokens) > 1]
+    assert any(wish.structure for wish in amid) == any(wish.structure for wish in wishes())
+    assert any(wish.structure is None for wish in amid)
+    for one in found:
+        for place, entry in enumerate(one.prompt_logprobs or ()):
+            assert (entry is None) == (place == 0)
+            if entry is not None and (BAD not in one.prompt_tokens or BAD in one.prompt_tokens[:place]):
+                assert math.isnan(entry.logprob) == (BAD in one.prompt_tokens)
+    named = 0
+    for record in caplog.records:
+        assert record.levelname == "ERROR"
+        assert "logits are not numbers (NaN)" in record.getMessage()
+        assert isinstance(record.args, tuple)
+        assert isinstance(record.args[0], int)
+        named += record.args[0]
+    assert named == sum(early)
+
+
+@pytest.mark.parametrize("chunk", [48, 8])
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_what_others_would_find_of_such_a_prompt_is_taken_back(damaged: Path, tmp_path: Path, store: str, chunk: int) -> None:
+    """In a pass what is no number spreads, also to the tokens before it, which others may share: from no tier do they get that."""
+    bad = [*range(5, 20), BAD, 30]
+    shared = [*bad[:15], 40, 41]
+    settings: dict[str, object] = {"max_length": 128, "block_size": 4, "max_step_tokens": chunk, "check": True}
+    with open_model(damaged, **settings)() as llm:
+        right = llm.generate([shared], GREEDY)[0].tokens
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.embed_tokens.weight"][BAD] = math.nan
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    kept = {"host_kv_memory": "1MiB", "disk_kv_memory": "4MiB", "kv_directory": tmp_path / "kv", "kv_store": store, "kv_blocks": 40}
+    for _ in range(2):  # Then with what the disk has kept.
+        with open_model(damaged, **settings, **kept)() as llm:
+            for _ in range(2):
+                assert llm.generate([bad], GREEDY)[0].finish_reason == "error"
+                [found] = llm.generate([shared], GREEDY)
+                assert (found.finish_reason, found.tokens) == ("length", right)

@@ -15,8 +15,8 @@ import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.spec import ModelSpec
 from penstock.ops import attention
-from penstock.step.plan import Plan
-from penstock.worker.graphs import DecodeGraphs, DecodeStep, row_counts, why_not
+from penstock.weights.checkpoint import Checkpoint
+from penstock.worker.graphs import DecodeGraphs, DecodeStep, row_counts, run_counts, why_not
 from penstock.worker.runner import Runner
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 7}
@@ -43,36 +43,61 @@ def paged_decode(
     return out, None
 
 
+def placed_run(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, where: Tensor, *, scale: float, window: int | None, max_length: int
+) -> tuple[Tensor, None]:
+    start, count = where.tolist()
+    assert start + count <= max_length
+    lengths = torch.tensor([start + at + 1 if at < count else 0 for at in range(len(q))])
+    table = blocks[None].expand(len(q), -1)
+    return paged_decode(q, k_cache, v_cache, table, lengths, scale=scale, window=window, max_length=max_length, out=torch.zeros_like(q))
+
+
+KERNELS = SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode, placed_run=placed_run)
+
+
 class Played:
     """Computes what a graph would replay."""
 
     seen: ClassVar[list[int]] = []
+    runs: ClassVar[list[int]] = []
 
     def __init__(self, graphs: DecodeGraphs, count: int) -> None:
         self._graphs, self._count = graphs, count
 
     def replay(self) -> None:
         self.seen.append(self._count)
-        with patch.object(attention, "_kernels", lambda x: SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode)):
+        with patch.object(attention, "_kernels", lambda x: KERNELS):
             self._graphs._step.compute(self._count, self._graphs._weights)
 
+    def run(self) -> None:
+        self.runs.append(self._count)
+        with patch.object(attention, "_kernels", lambda x: KERNELS):
+            self._graphs._step.compute_run(self._count, self._graphs._weights)
 
-def played(self: DecodeGraphs) -> None:
+
+def played(self: DecodeGraphs, _: bool) -> None:
     self._programs = {count: Played(self, count) for count in self.counts}  # type: ignore[misc]
+    self._run_programs = {count: Played(self, count).run for count in self.runs}
 
 
 @pytest.fixture(autouse=True)
 def _unrecorded() -> Iterator[None]:
-    Played.seen = []
+    Played.seen, Played.runs = [], []
     with patch.object(DecodeGraphs, "record", played):
         yield
+
+
+def spec_of(name: str) -> ModelSpec:
+    with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
+        return checkpoint.spec
 
 
 def opened(name: str, **more: object) -> LLM:
     llm = LLM(tiny.checkpoint(name), **(SETTINGS | more))
     runner, limits = llm.booted.engine._ranks, llm.booted.limits
     assert isinstance(runner, Runner)
-    runner.record(limits.max_sequences, limits.max_length)
+    runner.record(limits.max_sequences, limits.max_step_tokens, limits.max_length, record_runs=True)
     return llm
 
 
@@ -86,6 +111,51 @@ def test_greedy_tokens_are_the_same(name: str, ahead: bool) -> None:
                 assert list(one.tokens) == reference.tokens
     assert len(set(Played.seen)) > 1, "no padding was needed"
     assert len(Played.seen) > tiny.OUTPUT
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2_windows", "qwen3"])
+def test_prompts_one_by_one(name: str, ahead: bool) -> None:
+    """Whole ones, the last pieces of longer ones, and what is left of those that are known."""
+    references = tiny.references(name)
+    with patch.object(Runner, "ahead", ahead), opened(name, max_step_tokens=40) as llm:
+        for one in references * 2:
+            assert list(llm.generate([one.prompt], GREEDY)[0].tokens) == one.tokens
+    assert len(Played.runs) > len(references) // 2
+    assert set(Played.runs) == {16, 32}
+
+
+def test_what_recorded_runs_do_not_do() -> None:
+    """Pieces that draw nothing, and log-probabilities of prompts; and steps with rows beside a run."""
+    prompt = list(range(2, 60))
+    with opened("llama", max_step_tokens=40) as llm:
+        assert sorted(llm.booted.engine._ranks._graphs.runs) == [16, 32]  # type: ignore[attr-defined]
+        llm.generate([prompt], GREEDY)
+        assert Played.runs == [32], "18 tokens, behind 40 of a step of its own"
+        llm.clear_prefix_cache()
+        Played.runs = []
+        llm.generate([prompt[:20]], SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0))
+        assert not Played.runs
+        llm.clear_prefix_cache()
+        llm.generate([prompt[:9], prompt[9:20]], GREEDY)
+        assert not Played.runs, "two at a time"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prompts_that_read_what_their_own_step_writes(ahead: bool) -> None:
+    """Of one step: a prompt, two that go on behind it, by one token and by several, and rows that are under way."""
+    prompt = list(range(2, 14))
+    asked = [prompt, [*prompt, 40], [*prompt, 41, 42, 43], [*prompt[:8], 50]]
+    settings = {"block_size": 4, "max_step_tokens": 24}
+    with LLM(tiny.checkpoint("llama"), **(SETTINGS | settings | {"prefix_cache": False})) as llm:
+        alone = [llm.generate([one], GREEDY)[0].tokens for one in [*asked, [60, 61]]]
+    for those in ([0, 1], [0, 2], [0, 1, 2], [0, 3], [2, 3], [1, 2]):
+        with patch.object(Runner, "ahead", ahead), opened("llama", **settings) as llm:
+            row = llm.stream([60, 61], GREEDY)
+            said = list(next(row).tokens)  # From now on it is a row of all steps.
+            found = llm.generate([asked[at] for at in those], GREEDY)
+            assert [one.tokens for one in found] == [alone[at] for at in those], those
+            assert [*said, *(token for delta in row for token in delta.tokens)] == list(alone[-1])
 
 
 def test_what_is_sampled_is_the_same() -> None:
@@ -129,8 +199,10 @@ def test_nothing_is_written_for_padding() -> None:
         runner._pool.bytes.random_(0, 100)
         before, step = runner._pool.bytes.clone(), runner._graphs._step
         newest = step._newest.clone()
-        step.give(Plan((), ()), 7)
+        step.give((), 7)
         Played(runner._graphs, 7).replay()
+        step.give_run(None, 16)
+        Played(runner._graphs, 16).run()
         assert torch.equal(before, runner._pool.bytes)
         assert not step._table[:-1].any()
         assert torch.equal(newest[:-1], step._newest[:-1])
@@ -145,17 +217,19 @@ def test_row_counts(most: int) -> None:
     assert all(larger <= max(1.5 * smaller, smaller + 1) for larger, smaller in pairwise(counts))
 
 
-def test_what_cannot_be_recorded_says_why() -> None:
-    def spec(name: str) -> ModelSpec:
-        with LLM(tiny.checkpoint(name), device="cpu") as llm:
-            return llm.booted.spec
+@pytest.mark.parametrize(("most", "counts"), [(8, ()), (16, (16,)), (100, (64, 32, 16)), (8192, (512, 256, 128, 64, 32, 16))])
+def test_run_counts(most: int, counts: tuple[int, ...]) -> None:
+    assert run_counts(spec_of("llama"), most) == counts
+    assert run_counts(spec_of("mixtral"), most) == ()
 
+
+def test_what_cannot_be_recorded_says_why() -> None:
     cuda = torch.device("cuda", 0)
-    assert "no CUDA device" in str(why_not(spec("llama"), torch.device("cpu"), experts_rest=True))
-    assert "experts stream" in str(why_not(spec("mixtral"), cuda, experts_rest=False))
-    assert "length" in str(why_not(spec("llama_dynamic"), cuda, experts_rest=True))
-    assert why_not(spec("mixtral"), cuda, experts_rest=True) is None
-    assert why_not(spec("llama"), cuda, experts_rest=False) is None
+    assert "no CUDA device" in str(why_not(spec_of("llama"), torch.device("cpu"), experts_rest=True))
+    assert "experts stream" in str(why_not(spec_of("mixtral"), cuda, experts_rest=False))
+    assert "length" in str(why_not(spec_of("llama_dynamic"), cuda, experts_rest=True))
+    assert why_not(spec_of("mixtral"), cuda, experts_rest=True) is None
+    assert why_not(spec_of("llama"), cuda, experts_rest=False) is None
 
 
 def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
@@ -165,9 +239,9 @@ def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
         assert isinstance(runner, Runner)
         assert runner._graphs is not None
         step: DecodeStep = runner._graphs._step
-        step.give(Plan((), ()), 3)
+        step.give((), 3)
         first = step._staging[step._turn].clone()
         turn = step._turn
-        step.give(Plan((), ()), 7)
+        step.give((), 7)
         assert step._turn != turn
         assert torch.equal(first, step._staging[turn])

@@ -1,9 +1,12 @@
 """What a request is told of its tokens depends on nothing that is asked beside it."""
 
+import math
 from dataclasses import replace
 
+import pytest
 import torch
 
+from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
 from penstock.worker.sampler import Sampler
 from worlds import sampling
@@ -30,3 +33,53 @@ def test_the_likeliest_of_equal_ones_are_the_same_whatever_others_want() -> None
         best = sorted(range(VOCAB), key=lambda token: (-row[token].item(), token))
         assert score is not None
         assert [token for token, _ in score.top] == best[: VOCAB if count < 0 else count]
+
+
+def asked() -> list[Sampling]:
+    """A setting of each sort."""
+    plain, end = sampling(), frozenset([3, 4])
+    return [
+        plain,
+        replace(plain, temperature=0.8, seed=1),
+        replace(plain, temperature=1.2, top_p=0.8, seed=2),
+        replace(plain, temperature=0.9, top_k=7, min_p=0.01, seed=3, logprobs=2),
+        replace(plain, repetition_penalty=1.4, frequency_penalty=0.5, logprobs=0),
+        replace(plain, temperature=0.7, presence_penalty=0.9, seed=4),
+        replace(plain, logit_bias=((5, 2.0), (9, -3.0)), min_tokens=4, end_tokens=end),
+        replace(plain, temperature=1.0, top_p=0.9, seed=5),
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan])
+@pytest.mark.parametrize("all_of_it", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_row_that_is_not_numbers_is_named_and_the_others_are_as_without_it(value: float, all_of_it: bool, greedy: bool) -> None:
+    """Whichever it is, in the second of three steps. greedy: nobody draws at random."""
+    settings = [one for one in asked() if not greedy or one.temperature == 0]
+    steps = torch.randn(3, len(settings), VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+
+    def drawn(bad: int | None) -> list[tuple[list[int], list[TokenLogprob | None], frozenset[int], list[int]]]:
+        """Of each step the tokens, their scores, who is named, and what is each row's newest."""
+        sampler, found = Sampler(VOCAB, len(settings), torch.device("cpu")), []
+        for row, setting in enumerate(settings):
+            sampler.admit(Admission(Row(row), setting, (1, 2), ()))
+        for step, logits in enumerate(steps.clone()):
+            if bad is not None and step == 1:
+                logits[bad, slice(None) if all_of_it else 17] = value
+            shares = [Share(Row(row), 1 + step, (2,), 0, (), sample=True, prompt_length=2) for row in range(len(settings))]
+            one = sampler.sample(logits, shares)
+            tokens, scores = one.read()
+            found.append((tokens, scores, one.tokens.wrong, sampler.newest.tolist()))
+        return found
+
+    right = drawn(None)
+    assert [wrong for _, _, wrong, _ in right] == [frozenset()] * 3
+    for bad in range(len(settings)):
+        found = drawn(bad)
+        assert [wrong for _, _, wrong, _ in found] == [frozenset(), {bad}, frozenset()]
+        tokens, _, _, newest = found[1]
+        assert newest[bad] == 0
+        assert 0 <= tokens[bad] < VOCAB
+        for mine, own in zip(found, right, strict=True):
+            for part, other in ((mine[0], own[0]), (mine[1], own[1]), (mine[3], own[3])):
+                assert [one for row, one in enumerate(part) if row != bad] == [one for row, one in enumerate(other) if row != bad]

@@ -12,9 +12,10 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
 
-from paged import TOLERANCE, attend, check_answer, check_decode, check_run, fill, pool_views
+from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
 from penstock.ops.attention import dense_reference
-from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, paged_run, run_tokens, write_kv
+from penstock.ops.runs import run_tokens
+from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, paged_run, write_kv
 from penstock.ops.triton_tiles import fits_tile, fold_tile
 
 
@@ -171,6 +172,16 @@ class TestRun:
         k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)
         out, lse = paged_run(torch.empty(0, 4, 16), k_cache, v_cache, torch.tensor([0]), 3, scale=1.0, window=None)
         assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
+
+    @pytest.mark.parametrize(
+        ("tokens", "start", "padding", "window"), [(1, 0, 0, None), (9, 0, 7, None), (7, 33, 25, None), (20, 40, 12, 15)]
+    )
+    def test_placed_on_the_device(self, tokens: int, start: int, padding: int, window: int | None) -> None:
+        check_placed_run(tokens, start, padding, heads=16, kv_heads=1, window=window, max_length=4096)
+        check_placed_run(tokens, start, padding, heads=4, kv_heads=2, window=window)
+
+    def test_nobody_placed_on_the_device(self) -> None:
+        check_placed_run(0, 1, 5)
 
     @settings(max_examples=5, deadline=None)
     @given(

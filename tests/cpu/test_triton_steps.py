@@ -103,3 +103,30 @@ class TestLikeliest:
             assert newest[[3, 5, 6, 8]].tolist() == [-5] * 4
             assert (best == steps.LEAST).all()
             logits = logits.flip(1)
+
+    @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+    @pytest.mark.parametrize("vocab", [1, 100, 20001])
+    def test_of_what_is_not_a_number_there_is_none(self, vocab: int, dtype: torch.dtype) -> None:
+        """Wherever in a row it is; an infinite one is likelier than all others, and not likelier than it."""
+        numbers = torch.randn(10, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
+        middle, last = vocab // 2, vocab - 1
+        logits = numbers.clone()
+        logits[1], logits[2] = torch.nan, -torch.nan
+        logits[3, 0], logits[4, middle], logits[5, last] = torch.nan, -torch.nan, -torch.nan
+        logits[7, middle], logits[8] = torch.inf, -torch.inf
+        logits[9, 0], logits[9, last] = torch.inf, torch.nan
+        wrong = {1, 2, 3, 4, 5, 9}
+        rows = torch.tensor([12, 0, 9, 2, 7, 1, 4, 3, 11, 5], dtype=torch.int32)
+        newest, tokens, best = torch.full((13,), -5), torch.full((10,), -5), torch.full((11,), steps.LEAST)
+        for given in (logits, numbers, logits):
+            likeliest(given, rows, newest, tokens, best)
+            first = [int((row == row.amax()).nonzero()[0, 0]) if not row.isnan().any() else steps.NO_TOKEN for row in given]
+            assert [row for row, token in enumerate(first) if token == steps.NO_TOKEN] == (sorted(wrong) if given is logits else [])
+            assert tokens.tolist() == first
+            assert newest[rows.long()].tolist() == [max(token, 0) for token in first]
+            assert newest[[6, 8, 10]].tolist() == [-5] * 3
+            assert (best == steps.LEAST).all()
+            plain, plain_newest = torch.full((10,), -5), torch.full((13,), -5)
+            steps.likeliest(given, rows, plain_newest, plain, best)
+            assert torch.equal(plain, tokens)
+            assert torch.equal(plain_newest, newest)

@@ -13,6 +13,7 @@ from penstock.api import llm as api
 from penstock.arch.layout import group_layouts
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
+from penstock.step.plan import Plan
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.residency import Limits, padded
 from penstock.worker.graphs import DecodeGraphs, why_not
@@ -54,6 +55,22 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(name: str) -> None:
     for one, other in zip(scored, expected, strict=True):
         assert one.tokens == other.tokens
         assert max(abs(a.logprob - b.logprob) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 5e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_windows", "qwen3", "mistral"])
+def test_prompts_one_by_one(name: str) -> None:
+    """Whole ones, the last pieces of longer ones, and what is left of those that are known."""
+    references, replayed = tiny.references(name), []
+    run = DecodeGraphs.run
+
+    def noted(self: DecodeGraphs, plan: Plan) -> object:
+        replayed.append(len(plan.runs))
+        return run(self, plan)
+
+    with LLM(tiny.checkpoint(name), **(SETTINGS | {"max_step_tokens": 40})) as llm, patch.object(DecodeGraphs, "run", noted):
+        for one in references * 2:
+            assert list(llm.generate([one.prompt], QUICK)[0].tokens) == one.tokens
+    assert sum(replayed) > len(references) // 2
 
 
 def test_requests_that_push_each_other_out() -> None:

@@ -112,3 +112,45 @@ def test_a_step_that_samples_waits_for_nothing() -> None:
     tokens, scores = found[0]
     assert tokens[5] == 5
     assert [score is not None for score in scores] == [one.logprobs is not None for one in wanted]
+
+
+@pytest.mark.parametrize("vocab", [99, 32000])
+def test_what_is_no_number_is_drawn_nowhere(vocab: int) -> None:
+    """And ends nothing: what is made of such a row stays within what was given. The other rows are drawn as without it."""
+    numbers = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    settings = [sampling(seed=1, top_p=0.9), sampling(seed=2, top_k=5), sampling(0, logprobs=2), sampling(seed=4, top_p=0.5)] * 2
+    shares = [Share(Row(row), 7, (0,), 0, (), sample=True, prompt_length=3) for row in range(6)]
+
+    def drawn(logits: Tensor) -> tuple[list[int], frozenset[int], list[int]]:
+        sampler = Sampler(vocab, 6, torch.device(DEVICE))
+        for row in range(6):
+            sampler.admit(Admission(Row(row), settings[row], (1, 2, 3), ()))
+        found = sampler.sample(logits.to(DEVICE), shares)
+        return found.read()[0], found.tokens.wrong, sampler.newest.tolist()
+
+    right, none, _ = drawn(numbers.clone())
+    assert not none
+    for bad in (0, 1, 2):
+        for value in (torch.nan, -torch.nan):
+            logits = numbers.clone()
+            logits[bad] = value
+            logits[bad + 3, vocab // 2] = value
+            tokens, wrong, newest = drawn(logits)
+            assert wrong == {bad, bad + 3}
+            assert [token for row, token in enumerate(tokens) if row not in wrong] == [
+                token for row, token in enumerate(right) if row not in wrong
+            ]
+            assert all(0 <= token < vocab for token in newest)
+
+
+def test_infinite_logits() -> None:
+    """The infinite ones are all there is to draw from."""
+    logits = torch.zeros(8, 1000, device=DEVICE)
+    logits[:, [3, 500]] = torch.inf
+    each = [(0, 1.0, 0.0), (0, 0.9, 0.0), (5, 1.0, 0.0), (5, 0.9, 0.1)] * 2
+    asked = torch.from_numpy(wishes(list(range(8)), [sampling(0.7, *one, seed=row) for row, one in enumerate(each)], list(range(8)))).to(
+        DEVICE
+    )
+    tokens = torch.full((8,), -7, device=DEVICE)
+    draw(logits, asked, tokens)
+    assert set(tokens.tolist()) <= {3, 500}

@@ -65,8 +65,8 @@ def block_streams(device: torch.device, copies: Stream, late: str) -> tuple[Stre
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are loaded however fast they are to compute, and waited for: models as small as these are faster than any disk."""
     monkeypatch.setattr(arrivals, "_LEAST_PATIENCE", 60.0)
-    monkeypatch.setattr(Rates, "loading_pays", lambda self, seconds, tokens: True)
-    monkeypatch.setattr(Rates, "computed_first", lambda self, blocks, size: 0)
+    monkeypatch.setattr(Rates, "loading_pays", lambda *_: True)
+    monkeypatch.setattr(Rates, "computed_first", lambda *_: 0)
 
 
 def be_late(patched: pytest.MonkeyPatch, device: torch.device, late: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from paged import TOLERANCE, attend, check_answer, check_decode, check_run, fill, pool_views
+from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
 from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, write_kv
 from penstock.ops.triton_pointwise import rms_norm, rope_, silu_mul
 
@@ -63,6 +63,14 @@ def test_runs(tokens: int, start: int, heads: int, kv_heads: int, dim: int, wind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
     check_run(70, 1000, heads=8, kv_heads=2, dim=64, block_size=16, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "start", "padding"), [(1, 0, 15), (48, 5000, 16), (300, 0, 212), (70, 1000, 58), (0, 3, 16)])
+def test_runs_placed_on_the_device(tokens: int, start: int, padding: int, dtype: torch.dtype, window: int | None) -> None:
+    shape = {"heads": 32, "kv_heads": 8, "dim": 128, "block_size": 64}
+    check_placed_run(tokens, start, padding, **shape, window=window, dtype=dtype, device="cuda", max_length=40_000)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,46 @@ def test_whose_blocks_come_too_late_from_the_disk_computes_them() -> None:
     hall.drain()
 
 
+def test_who_waits_does_so_until_blocks_should_have_come_and_for_as_long_as_computing_takes() -> None:
+    """Three blocks should come in ten seconds, and would be computed in twelve."""
+    hall = Quay(disk=9)
+    hall.only_on_disk(A)
+    hall.tiers.rates = Rates(token=1.0, block={Route.IN: 3.0})
+    hall.hold(Route.IN)
+    hall.submit(A, 2)
+    assert routes(hall.step()) == [(Route.IN, 3)]
+    for now, tokens in ((1.0, 0), (15.0, 0), (21.0, 0), (23.0, len(A))):
+        hall.now = now
+        assert hall.step().tokens == tokens
+    hall.hold()
+    hall.drain()
+
+
+def test_a_long_request_has_no_use_for_copies_to_the_device() -> None:
+    """However slow they are: it reads its blocks where they have come to."""
+    for long_from in (20, None):
+        hall = Quay(disk=30, host_blocks=60, blocks=30, long_from=long_from, max_step_tokens=64)
+        prompt = [*A, *A, *A]
+        hall.only_on_disk(prompt)
+        hall.tiers.rates = Rates(token=1.0, block={Route.IN: 1.0, Route.UP: 1000.0})
+        hall.submit(prompt, 1)
+        assert (hall.step().tokens < len(prompt)) == (long_from is not None)
+        hall.drain()
+
+
+def test_after_an_interrupt_nothing_is_on_its_way() -> None:
+    hall = Quay(disk=9)
+    hall.only_on_disk(A)
+    hall.hold(Route.IN)
+    hall.submit(A, 1)
+    hall.step()
+    assert hall.tiers.rates.queued(Route.IN, hall.now + 10.0) > 0
+    hall.hold()
+    hall.interrupt()
+    assert hall.tiers.rates.queued(Route.IN, hall.now + 10.0) == 0
+    hall.drain()
+
+
 @pytest.mark.parametrize("lost", [0, 2])
 def test_what_is_lost_on_its_way_from_the_disk_is_computed(lost: int) -> None:
     hall = Quay(disk=9)
@@ -263,6 +303,8 @@ def test_whose_blocks_come_too_late_from_the_host_computes_them() -> None:
     hall.hold(Route.UP)
     hall.submit(A, 2)
     assert routes(hall.step()) == [(Route.UP, 3)]
+    hall.now += 1000.0
+    assert hall.step().tokens == 0, "the step that was under way may have held it up"
     hall.now += 1000.0
     plan = hall.step()
     assert (routes(plan), plan.tokens) == ([], len(A))
@@ -457,7 +499,10 @@ def test_few_blocks_are_computed_where_a_transfer_takes_long_to_begin() -> None:
     assert rates.token == pytest.approx(40e-6, rel=0.01)
     assert rates.computed_first(8, 64, 0) == 8
     front = rates.computed_first(512, 64, 0)
-    assert rates.seconds(Route.IN, 512 - front) == pytest.approx(front * 64 * 40e-6, rel=0.02)
+    rates.late = 0.0
+    assert rates.seconds(Route.IN, 512 - front) == pytest.approx(rates.computing(0, front * 64), rel=0.1)
+    front = rates.computed_first(512, 64, 0)
+    assert rates.seconds(Route.IN, 512 - front) == pytest.approx(rates.computing(0, front * 64), rel=0.02)
 
 
 def test_tokens_far_back_are_dearer_to_compute() -> None:

@@ -186,7 +186,8 @@ def _part(
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
-    _record(config, settled, runner, bool(place.least(weights.experts_rest)), say)
+    rest = place.least(weights.experts_rest + weights.all_stay)
+    _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
     return _Part(settled, runner, weights, budget, root, store)
 
 
@@ -208,8 +209,9 @@ def _runner(settled: Settled, place: Place, guide: Guide | None) -> Runner:
     return Runner(decoder, inputs, sampler, device)
 
 
-def _record(config: Config, settled: Settled, runner: Runner, experts_rest: bool, say: Say) -> None:
-    """Graphs of decode steps, where there may be any. experts_rest: on the devices of all ranks, which record alike or not at all."""
+def _record(config: Config, settled: Settled, runner: Runner, say: Say, *, experts_rest: bool, all_stay: bool) -> None:
+    """Graphs of decode steps, where there may be any, and of short prompts where the host would hold them up: not where weights stream.
+    experts_rest, all_stay: on the devices of all ranks, which record alike or not at all."""
     device, limits = settled.device, settled.limits
     if device.type != "cuda" or not config.graphs:
         return
@@ -217,10 +219,11 @@ def _record(config: Config, settled: Settled, runner: Runner, experts_rest: bool
     if reason:
         say(f"graphs: none; every kernel is launched by itself, since {reason}")
         return
-    graphs = runner.record(limits.max_sequences, limits.max_length)
-    counts = graphs.counts
+    graphs = runner.record(limits.max_sequences, limits.max_step_tokens, limits.max_length, record_runs=all_stay)
+    counts, runs = graphs.counts, graphs.runs
+    prompts = f", and prompts of up to {runs[0]} tokens, {len(runs)} of them" if runs and all_stay else ""
     say(
-        f"graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them, recorded in {graphs.seconds:.2f} s, "
+        f"graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, recorded in {graphs.seconds:.2f} s, "
         f"{format_size(graphs.bytes)}"
     )
 
@@ -230,7 +233,7 @@ def _demand(config: Config, settled: Settled, runner: Runner) -> Demand:
     graphs = 0
     may_rest = sum(map(padded, settled.layouts)) <= settled.total
     if config.graphs and why_not(settled.spec, settled.device, experts_rest=may_rest) is None:
-        graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences)
+        graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences, limits.max_step_tokens if may_rest else 0)
     return Demand(
         activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0) + graphs,
         block_bytes=settled.kv.block_bytes,

@@ -162,7 +162,15 @@ class Engine:
         return [(plan, step.outcome()) for plan, step in ended]
 
     def _take(self, plan: Plan, outcome: Outcome) -> list[Event]:
+        wrong = self.scheduler.wrong
         events = self.scheduler.commit(plan, outcome)
+        if self.scheduler.wrong > wrong:
+            _LOG.error(
+                "the model's logits are not numbers (NaN) for %d of %d requests of a step, whose answers end here: in float16 activations"
+                " may have grown beyond its range, and then bfloat16 or float32 helps; or the weights are damaged",
+                self.scheduler.wrong - wrong,
+                len(plan.shares),
+            )
         if not plan.shares:
             return events
         self._steps += 1

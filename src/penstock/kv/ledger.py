@@ -145,6 +145,15 @@ class Ledger(Generic[Id]):
         self._by_key.clear()
         return dropped
 
+    def forget_one(self, key: bytes) -> None:
+        """The block with this content, if there is one, is no longer found; whoever holds it goes on."""
+        block = self._by_key.pop(key, None)
+        if block is not None:
+            self._keys[block] = None
+            self._order(block).dropped(key)
+            if not self._holders[block]:
+                self._free.append(block)
+
     def check(self, held: Iterable[Sequence[Id]]) -> None:
         """Prove the invariants against what the requests say they hold. Raises AssertionError with what is wrong."""
         counts = Counter(block for blocks in held for block in blocks)
@@ -366,6 +375,12 @@ class DiskLedger:
         if key in self._there:
             del self._there[key]
             self._cached.dropped(key)
+
+    def give_up(self, key: bytes) -> None:
+        """It is not to be found any more, if it is there."""
+        if key in self._there:
+            self.leaving.append(key)
+            self.drop(key)
 
     def clear(self) -> int:
         """Gives up all. How many."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.kernels import attention_kernels, tile_kernels
+from penstock.ops.runs import suits_run
 
 PAST_TILE = 8192
 """Keys of the past that a run attends to at a time; gathered from pages into scratch."""
@@ -81,6 +82,19 @@ class Run:
     blocks: Tensor
     paged: bool = True
     near: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRun:
+    """All tokens of a step are one sequence's, which is in pages; where, is read on the device, by its paged kernel.
+
+    blocks: int32 `[blocks]`, the sequence's. where: int32 `[2]`, the position of the first token and how many there are; what else the
+    step has is padding. The run ends at `max_length` or before.
+    """
+
+    blocks: Tensor
+    where: Tensor
+    max_length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +164,8 @@ class AttentionInputs:
     rows: Rows | None
     runs: tuple[Run, ...]
     cold: ColdInputs | None = None
+    placed: PlacedRun | None = None
+    """Instead of rows and runs."""
 
 
 Part = tuple[Tensor, Tensor]
@@ -198,6 +214,12 @@ def attend(
     kernels = _kernels(q)
     if not written:
         write(k, v, cache, inputs)
+    if placed := inputs.placed:
+        assert kernels is not None, "what is placed on the device is read by its kernels"
+        seen, _ = kernels.placed_run(
+            q, k_cache, v_cache, placed.blocks, placed.where, scale=scale, window=window, max_length=placed.max_length
+        )
+        return seen  # type: ignore[no-any-return]
     if len(inputs.runs) == 1 and not inputs.rows and not cold and inputs.runs[0].paged:
         return _attend_paged(q, k, v, k_cache, v_cache, inputs.runs[0], scale, window).to(q.dtype).contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -397,7 +419,8 @@ def _attend_long_row(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGrou
 
 def _attend_paged(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float, window: int | None) -> Tensor:
     """A run whose past is in pages, perhaps in float32."""
-    if run.start and (kernels := _kernels(q)) and kernels.suits_run(q, k_cache, run.start):
+    group, head_bytes = q.shape[1] // k_cache.shape[2], q.shape[2] * q.element_size()
+    if run.start and (kernels := _kernels(q)) and suits_run(run.count, run.start + run.count, group, head_bytes):
         out: Tensor = kernels.paged_run(q, k_cache, v_cache, run.blocks, run.start, scale=scale, window=window)[0]
         return out
     if window is not None and run.start + run.count > window:

@@ -65,7 +65,7 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
     `[rows]`, of which only the rows that were named change.
 
     In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it. Of tokens that are equally likely the
-    first come first. Waits for nothing where there are kernels.
+    first come first; what is not a number is impossible. Waits for nothing where there are kernels.
     """
     if logits.is_cuda and (kernels := sampling_kernels()):
         kernels.draw(logits, asked, tokens)
@@ -82,8 +82,9 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
 def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tensor:
     """`draw` step by step: logits float32 `[draws, vocab]`, a row for each; result int64 `[draws]`. sorts: False where no row needs it."""
     heat, most, nucleus, least, number = (asked[:, column, None] for column in range(1, 6))
-    warm = logits / heat.float()
-    likelihood = (warm - warm.amax(-1, keepdim=True)).exp()  # Relative to the likeliest.
+    warm = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) / heat.float()
+    top = warm.amax(-1, keepdim=True)
+    likelihood = torch.where(warm == top, 1.0, (warm - top).exp())  # Relative to the likeliest, which may be infinite.
     kept = likelihood.double()
     if sorts:
         order = warm.sort(dim=-1, descending=True, stable=True).indices

@@ -12,6 +12,8 @@ FIELDS = 6
 """Of each row: its number, its position and its token; and where in whose table its newest page stands, and which it is."""
 LEAST = torch.iinfo(torch.int64).min
 """What `likeliest` starts from."""
+NO_TOKEN = -1
+"""In the place of a token, where there is none to take: a logit is not a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,21 @@ def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, bl
 
 def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best: Tensor) -> None:
     """Puts the likeliest token of each row of logits `[rows, vocab]`, of equal ones the first, into `tokens` int64 `[rows]`, and into
-    `newest` int64 `[all rows]` where `rows`, int32, says. best: int64 `[rows or more]`, LEAST in all, and so again afterwards."""
+    `newest` int64 `[all rows]` where `rows`, int32, says. best: int64 `[rows or more]`, LEAST in all, and so again afterwards.
+
+    Of a row with a logit that is not a number the token is NO_TOKEN, and the newest one 0.
+    """
     if logits.is_cuda and (kernels := step_kernels()):
         kernels.likeliest(logits, rows, newest, tokens, best)
         return
     torch.argmax(logits, -1, out=tokens)
-    newest[rows.long()] = tokens
+    without_numbers(logits, tokens)
+    newest[rows.long()] = tokens.clamp(min=0)
+
+
+def without_numbers(logits: Tensor, likeliest: Tensor) -> Tensor:
+    """Which rows of logits `[rows, vocab]` have one that is not a number, bool `[rows]`; their likeliest tokens become NO_TOKEN. For what
+    is not a number counts as the largest."""
+    wrong = logits.gather(-1, likeliest[:, None])[:, 0].isnan()
+    likeliest.masked_fill_(wrong, NO_TOKEN)
+    return wrong

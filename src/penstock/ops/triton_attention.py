@@ -28,11 +28,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.kernels import early_options, launches_early
+from penstock.ops.runs import run_tokens
 
-_MOST_READ = 1 << 18
-"""Keys that a run may read with all its pieces: of each KV head of 128 in bfloat16, 128 MiB."""
 _FEW = 4
-"""Sequences for which parts are joined by a second launch, if it may be early."""
+"""Sequences for which parts are joined by a second launch; also where it may not be early, lest bits depend on that."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -179,7 +178,8 @@ def _decode(  # type: ignore[no-untyped-def]
 ) -> None:
     """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes of the same blocks.
 
-    RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no lengths are read then.
+    RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no lengths are read then. If it
+    is 2, both numbers are read where lengths would be.
     """
     if OVERLAP or EARLY:
         gdc_launch_dependents()
@@ -194,7 +194,10 @@ def _decode(  # type: ignore[no-untyped-def]
     seqs = tl.arange(0, BATCH)
     reach = window + TOKENS - 1
     if RUN:
-        spans = tl.where(seqs < batch, _tiles(begins + tl.minimum((seqs + 1) * TOKENS, queries), reach, TILE, WINDOWED), 0)
+        if RUN == 2:
+            begins, queries = tl.load(lengths), tl.load(lengths + 1)
+        spans = _tiles(begins + tl.minimum((seqs + 1) * TOKENS, queries), reach, TILE, WINDOWED)
+        spans = tl.where((seqs < batch) & (seqs * TOKENS < queries), spans, 0)
     else:
         spans = _tiles(tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED)
     stops = tl.cumsum(spans, 0)
@@ -324,6 +327,7 @@ def _join(  # type: ignore[no-untyped-def]
     part_out,
     part_lse,
     ends,
+    lengths,
     batch,
     workers,
     s_out,
@@ -331,6 +335,7 @@ def _join(  # type: ignore[no-untyped-def]
     queries,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
+    RUN: tl.constexpr,
     DIM: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -346,6 +351,8 @@ def _join(  # type: ignore[no-untyped-def]
     if WAITS:
         gdc_launch_dependents()
         gdc_wait()
+    if RUN == 2:
+        queries = tl.load(lengths + 1)
     begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
     end = tl.load(ends + seq)
     total = tl.load(ends + batch - 1)
@@ -408,7 +415,7 @@ def paged_decode(
     assert lengths.dtype == block_table.dtype == torch.int32
     assert arrivals is None or (arrivals.dtype == torch.int32 and arrivals.is_contiguous() and arrivals.numel() >= batch * k_cache.shape[2])
     if tuning is None:
-        if launches_early() and batch <= _FEW:  # A second launch costs less than one program that joins what many have found.
+        if batch <= _FEW:  # A second launch costs less than one program that joins what many have found.
             arrivals = None
         tuning = decode_tuning(dim, q.element_size(), k_cache.shape[1])
         tuning = replace(tuning, least=1) if arrivals is None else tuning
@@ -443,17 +450,29 @@ def paged_run(
     return _attended(q, k_cache, v_cache, blocks[None].expand(cut.count, -1), cut, out, None, tuning, scale=scale, window=window)
 
 
-def run_tokens(group: int, head_bytes: int) -> int:
-    """Tokens whose query heads, `group` for each KV head, are multiplied with the same keys at a time: of large heads fewer, since these
-    and two tiles of keys and values together have to fit where a device has 99 KiB for a program."""
-    return max(min(64, max(16, 16384 // head_bytes)) // group, 1)
+def placed_run(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    blocks: Tensor,
+    where: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    max_length: int,
+) -> tuple[Tensor, Tensor]:
+    """`paged_run` of a run whose place is read on the device: fit for capture in a CUDA graph.
 
-
-def suits_run(q: Tensor, k_cache: Tensor, start: int) -> bool:
-    """Whether `paged_run` is the way to attend to so much: it reads more than a call that gathers a past first and merges it later, in
-    fewer launches."""
-    together = run_tokens(q.shape[1] // k_cache.shape[2], q.shape[2] * q.element_size())
-    return -(-len(q) // together) * (start + len(q)) <= _MOST_READ
+    where: int32 `[2]`, the position of the first token and how many there are, at most q's; the others are padding and answer 0.
+    `max_length` bounds where the run may end, and only sizes the grid.
+    """
+    tokens, heads, dim = q.shape
+    assert where.dtype == torch.int32
+    tuning = replace(decode_tuning(dim, q.element_size(), k_cache.shape[1]), workers_per_sm=2, least=1)
+    together = run_tokens(heads // k_cache.shape[2], dim * q.element_size())
+    cut = _Cut(triton.cdiv(tokens, together), together, max_length, where, -1)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    return _attended(q, k_cache, v_cache, blocks[None].expand(cut.count, -1), cut, out, None, tuning, scale=scale, window=window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +484,7 @@ class _Cut:
     """Of each; of the last perhaps fewer."""
     longest: int
     lengths: Tensor | None
+    """Or where the run is, if `start` is -1."""
     start: int = 0
 
 
@@ -505,6 +525,7 @@ def _attended(
     ends = torch.empty(cut.count if arrivals is None else 0, dtype=torch.int32, device=q.device)
     join_rows = triton.next_power_of_2(group)
     overlap = (tuning.overlap or early) and arrivals is None
+    run = 1 if cut.lengths is None else 2 if cut.start < 0 else 0
     _decode[(kv_heads, workers)](
         q,
         k_cache,
@@ -532,7 +553,7 @@ def _attended(
         HEADS=heads,
         GROUP=group,
         TOKENS=cut.tokens,
-        RUN=cut.lengths is None,
+        RUN=run,
         ROWS=max(16, triton.next_power_of_2(group * cut.tokens)),
         DIM=dim,
         COLS=cols,
@@ -562,6 +583,7 @@ def _attended(
         part_out,
         part_lse,
         ends,
+        ends if cut.lengths is None else cut.lengths,
         cut.count,
         workers,
         out.stride(0),
@@ -569,6 +591,7 @@ def _attended(
         queries,
         HEADS=heads,
         TOKENS=cut.tokens,
+        RUN=run,
         DIM=dim,
         COLS=cols,
         ROWS=rows,

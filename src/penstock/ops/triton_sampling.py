@@ -95,9 +95,16 @@ def _is_last(counter, programs):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _logits(row, ids, VOCAB):  # type: ignore[no-untyped-def]
+    """What is not a number is impossible: its place among numbers, and so its bin, would be anywhere."""
+    each = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf"))
+    return tl.where(each == each, each, float("-inf"))
+
+
+@triton.jit
 def _warm(row, heat, ids, VOCAB):  # type: ignore[no-untyped-def]
     """Logits by the temperature."""
-    return tl.div_rn(tl.load(row + ids, mask=ids < VOCAB, other=float("-inf")), heat)
+    return tl.div_rn(_logits(row, ids, VOCAB), heat)
 
 
 @triton.jit
@@ -117,7 +124,7 @@ def _number(order):  # type: ignore[no-untyped-def]
 @triton.jit
 def _mass(warm, peak, least):  # type: ignore[no-untyped-def]
     """Likelihoods in units; nothing where they are below `least`."""
-    likelihood = tl.exp(warm - peak)
+    likelihood = tl.where(warm == peak, 1.0, tl.exp(warm - peak))  # The likeliest may be infinite.
     return tl.where(likelihood >= least, likelihood * _UNITS, 0.0).to(tl.int64)
 
 
@@ -126,7 +133,9 @@ def _bin(warm, order, peak, bound, BINS: tl.constexpr):  # type: ignore[no-untyp
     """In which of the equal parts of what is between the likeliest token and the bound; BINS if beyond."""
     width = peak - _number(bound)
     scale = tl.div_rn(tl.full((), BINS - 0.5, tl.float32), tl.maximum(width, 1e-30))  # The last is half as wide, lest there be one more.
-    return tl.where(order >= bound, (tl.minimum(peak - warm, width) * scale).to(tl.int32), BINS)
+    place = tl.minimum(peak - warm, width) * scale
+    place = tl.where(place > 0.0, place, 0.0)  # What is infinitely below an infinite one is in the first bin too, not in none.
+    return tl.where(order >= bound, place.to(tl.int32), BINS)
 
 
 @triton.jit
@@ -155,7 +164,7 @@ def _peaks(  # type: ignore[no-untyped-def]
     known, own = _tally_of(tally, draw, chunks, BINS), _notes_of(notes, draw, chunks, EACH)
     place, heat, most, nucleus = _wish(asked, draw, VOCAB, FIELDS)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    each = tl.load(logits + place * s_logits + ids, mask=ids < VOCAB, other=float("-inf"))
+    each = _logits(logits + place * s_logits, ids, VOCAB)
     top = tl.max(each, 0)
     tl.store(own + chunk, top)
     if (most > 0) | (nucleus < 1):
@@ -164,7 +173,7 @@ def _peaks(  # type: ignore[no-untyped-def]
         groups = chunk * EACH + tl.arange(0, EACH)
         tl.store(own + 3 * chunks + groups, tl.max(tl.reshape(each, [EACH, GROUP]), 1))
     elif nucleus < 1:
-        shares = tl.exp((each - tl.where(top > float("-inf"), top, 0.0)) * (1 / heat))
+        shares = tl.where(each == top, 1.0, tl.exp((each - tl.where(top > float("-inf"), top, 0.0)) * (1 / heat)))
         tl.store(own + 2 * chunks + chunk, tl.sum(shares, 0))
     if _is_last(known + _ENDED, chunks):
         peak, bound = _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS, EACH)
@@ -188,7 +197,8 @@ def _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS: tl.constexpr, EACH: 
         groups = tl.arange(0, CHUNKS * EACH)
         highs = tl.load(own + 3 * chunks + groups, mask=groups < chunks * EACH, other=float("-inf"), cache_modifier=".cg")
         highs = tl.div_rn(highs, heat)
-        steps = (tl.minimum(peak - highs, 2 * _REACH) * ((1 << BITS) / _REACH)).to(tl.int32)
+        below = tl.where(highs == peak, 0.0, peak - highs)
+        steps = (tl.minimum(below, 2 * _REACH) * ((1 << BITS) / _REACH)).to(tl.int32)
         step = tl.full((), 0, tl.int32)
         for bit in tl.static_range(BITS):
             further = step + (1 << (BITS - 1 - bit))
@@ -199,7 +209,7 @@ def _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS: tl.constexpr, EACH: 
     elif nucleus < 1:
         # Were all tokens just below it, they would not have as much as top-p leaves out. A hundredth for what is rounded.
         shares = tl.load(own + 2 * chunks + each, mask=each < chunks, other=0.0, cache_modifier=".cg")
-        mean = tl.sum(shares * tl.exp(tops - peak), 0) / VOCAB
+        mean = tl.sum(shares * tl.where(tops == peak, 1.0, tl.exp(tops - peak)), 0) / VOCAB
         bound = tl.maximum(bound, peak + tl.minimum(tl.log((1 - nucleus).to(tl.float32) * mean), 0.0) - 0.01)
     return peak, bound
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.kernels import early_options, launches_early
-from penstock.ops.steps import LEAST
+from penstock.ops.steps import LEAST, NO_TOKEN
 from penstock.ops.triton_pointwise import in_turn
 
 _CHUNK = 8192
@@ -17,6 +17,9 @@ _CHUNK = 8192
 _PAGES = 256
 """Of a row's table, copied at a time."""
 _LEAST = tl.constexpr(LEAST)
+_NOT_A_NUMBER = tl.constexpr((1 << 63) - 1)
+"""Above what is made of any number."""
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
@@ -120,6 +123,7 @@ def _find(logits, best, vocab, s_row, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     key = tl.where(ids < vocab, (order << 32) | (0xFFFFFFFF - ids.to(tl.int64)), _LEAST)
+    key = tl.where(value == value, key, _NOT_A_NUMBER)
     tl.atomic_max(best + row, tl.max(key, 0), sem="relaxed")
 
 
@@ -129,9 +133,10 @@ def _settle(best, rows, newest, tokens, count, ROWS: tl.constexpr, EARLY: tl.con
     in_turn(EARLY)
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = at < count
-    token = 0xFFFFFFFF - (tl.load(best + at, mask=there, other=0) & 0xFFFFFFFF)
+    key = tl.load(best + at, mask=there, other=0)
+    token = tl.where(key == _NOT_A_NUMBER, _NO_TOKEN, 0xFFFFFFFF - (key & 0xFFFFFFFF))
     tl.store(tokens + at, token, mask=there)
-    tl.store(newest + tl.load(rows + at, mask=there, other=0), token, mask=there)
+    tl.store(newest + tl.load(rows + at, mask=there, other=0), tl.maximum(token, 0), mask=there)
     tl.store(best + at, tl.full([ROWS], _LEAST, tl.int64), mask=there)
 
 

@@ -1,6 +1,7 @@
 """Requests whose blocks come from another tier: whether they are brought or computed, who waits for them and how long, what came."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from time import monotonic
 
 from penstock.kv.ledger import BlockLedger, HostLedger
@@ -9,7 +10,7 @@ from penstock.sched.tiers import Tiers
 from penstock.step.plan import HostBlockId, Route, Transfer, TransferId
 from penstock.step.request import Request
 
-_PATIENCE, _LEAST_PATIENCE = 30.0, 0.1
+_PATIENCE, _LEAST_PATIENCE = 30.0, 0.05
 """Seconds for which a request waits for blocks from another tier: where it is not known how long to compute them takes, and at least."""
 
 
@@ -35,6 +36,7 @@ class Arrivals:
     def reset(self) -> None:
         """Nobody waits for anything any more."""
         self._awaited.clear()
+        self._tiers.rates.reset()
 
     # ---- setting out
 
@@ -42,7 +44,8 @@ class Arrivals:
         """Bring the request's next blocks from the host, or from the disk to the host, if they are there and that is faster than to compute
         them. Whether it has to wait for them."""
         usable = self._tiers.pays and request.share_prefix and request.punctual
-        if not usable or request.computed % self._size:
+        # While it computes the first part the rest is on its way.
+        if not usable or request.meets or request.computed % self._size:
             return False
         first = request.computed // self._size
         if not request.long and first == len(request.blocks):
@@ -58,31 +61,42 @@ class Arrivals:
 
     def _bring_up(self, request: Request, first: int, blocks: Sequence[HostBlockId]) -> bool:
         rates, count = self._tiers.rates, len(blocks)
-        if not rates.loading_pays(rates.seconds(Route.UP, count), first * self._size, count * self._size):
+        if not rates.copying_pays(count, self._size, first * self._size, self._after(request, first + count), self._clock()):
             self._decline(request, first + count)
-            rates.declined(Route.UP)
             return False
-        self._wait(request, self._tiers.bring_up(names_of(request, first, count), blocks))
+        id = self._tiers.bring_up(names_of(request, first, count), blocks)
+        rates.sets_out(id, Route.UP, count, self._clock())
+        self._wait(request, id)
         return True
 
     def _bring_in(self, request: Request, first: int, count: int) -> bool:
-        rates, names = self._tiers.rates, names_of(request, first, count)
+        rates, names, size = self._tiers.rates, names_of(request, first, count), self._size
         # A long request's chunks are two tokens at least.
-        front = rates.computed_first(count, self._size, first * self._size) if self._size > 1 else 0
+        front, after = 0, self._after(request, first + count)
+        if size > 1:
+            front = rates.computed_first(count, size, first * size, after, self._clock(), not request.long)
         if front:
             self._decline(request, first + front)
+        wanted = names.part(front)
         if front == count:
-            rates.declined(Route.IN)
             request.patient = False
-            return False
-        id = self._tiers.bring_in(names.part(front), self._promised())
+            few = rates.look_again()
+            wanted = names.part(count - few if few < count else 0) if few else wanted
+        id = self._tiers.bring_in(wanted, self._promised()) if len(wanted) else None
         if id is None:
+            return False
+        rates.sets_out(id, Route.IN, self._tiers.count_of(id), self._clock())
+        if front == count:
             return False
         if front:
             request.meets, request.meeting = first + front, id
             return False
         self._wait(request, id)
         return True
+
+    def _after(self, request: Request, blocks: int) -> int:
+        """Tokens that a request computes when so many of its blocks are there."""
+        return max(request.length - blocks * self._size, 0)
 
     def _decline(self, request: Request, stop: int) -> None:
         """Blocks up to this index are there, and will be computed all the same."""
@@ -106,15 +120,22 @@ class Arrivals:
     def _wait(self, request: Request, id: TransferId) -> None:
         request.arriving = id
         self._awaited[id] = request
-        request.since = self._clock()
+        request.since = inf
+        if request.cached is not None:
+            self._tiers.rates.waited()
 
     def is_late(self, request: Request) -> bool:
-        """Whether what a request waits for takes longer than to compute it would have; then it waits no more."""
+        """Whether what a request waits for should have been there for so long that it would be computed by now; then it waits no more.
+
+        So nobody waits much longer than it takes to load and to compute it, and what is only a little late is not thrown away. While the
+        device has yet to do what it was told before, it would compute nothing else, and copies to it wait for that too."""
         assert request.arriving is not None
-        count = self._tiers.count_of(request.arriving)
-        token, work = self._tiers.rates.token, self._tiers.rates.work(request.computed, count * self._size)
-        limit = _PATIENCE if token is None else max(_LEAST_PATIENCE, 2 * token * work)
-        if self._clock() - request.since < limit:
+        # What had begun before is over by the first time that this is asked, and not sooner.
+        request.since = min(request.since, self._clock())
+        rates, count = self._tiers.rates, self._tiers.count_of(request.arriving)
+        computing = rates.computing(request.computed, count * self._size)
+        limit = _PATIENCE if rates.token is None else max(_LEAST_PATIENCE, computing)
+        if self._clock() - max(request.since + rates.backlog, rates.due(request.arriving)) < limit:
             return False
         self._tiers.counts.late += count
         request.punctual = False
@@ -131,6 +152,7 @@ class Arrivals:
 
     def take_in(self, transfer: Transfer, names: Names, right: int) -> None:
         """The first `right` blocks of a transfer have come: to the host, where who waits will find them, or to pages, which are its own."""
+        self._tiers.rates.came(transfer.id)
         request = self._awaited.pop(transfer.id, None)
         pages = transfer.pages[:right]
         for page, name in zip(pages, names, strict=False):

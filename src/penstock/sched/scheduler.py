@@ -121,6 +121,8 @@ class Scheduler:
         self._flights: deque[list[Request]] = deque()
         """Of plans that are not committed yet, whose the shares are."""
         self.preemptions = 0
+        self.wrong = 0
+        """Answers that ended because logits were not numbers."""
         self._longest_short = ledger.blocks * limits.block_size + 1
         # What the host holds and a block of tail: after a preemption all full blocks are computed into host blocks.
         most = (self.host.blocks + 1) * limits.block_size if self.host.blocks else 0
@@ -665,6 +667,9 @@ class Scheduler:
             else:
                 request.tokens.append(token)
             finish = FinishReason.ERROR if result.broken else self._finish_of(request, token, stop + 1 - len(request.prompt))
+            if result.wrong:
+                self._disown(request)
+                finish = FinishReason.ERROR
             cached, from_host, from_disk = request.cached or 0, 0, 0
             if request.from_host or request.from_disk:
                 from_host, from_disk = max(0, min(request.from_host, cached) - request.from_disk), min(request.from_disk, cached)
@@ -678,6 +683,18 @@ class Scheduler:
         if self._check:
             self.check()
         return events
+
+    def _disown(self, request: Request) -> None:
+        """Nothing of its KV is to be found by others any more, on any tier: what is no number spreads in a pass, also to tokens before it,
+        and so to others' answers."""
+        self.wrong += 1
+        if self.prefixes.share:
+            size = self.limits.block_size
+            keys = [self.prefixes.key(request, index, size) for index in range(request.known // size)]
+            for key in keys:
+                self.ledger.forget_one(key)
+                self.host.forget_one(key)
+            self.tiers.forget_some(keys)
 
     def _seal_cold(self, request: Request) -> None:
         """Its host blocks have been written: from now on others find them."""

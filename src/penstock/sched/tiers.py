@@ -363,6 +363,24 @@ class Tiers:
         self._later.clear()
         return self.disk.clear() if self.disk is not None else 0
 
+    def forget_some(self, keys: Sequence[bytes]) -> None:
+        """These are not to be found on disk any more, and nothing of what any transfer with one of them brings is."""
+        some = set(keys)
+        for going in self._going.values():
+            going.wanted = going.wanted and some.isdisjoint(going.names.keys)
+        for page, name in [one for one in self._down if one[1].key in some]:
+            self._down.remove((page, name))
+            self._coming[Route.DOWN].discard(name.key)
+            self.pages.release([page])
+        for block, name in [one for one in self._out if one[1].key in some]:
+            self._out.remove((block, name))
+            self._coming[Route.OUT].discard(name.key)
+            self.host.release([block])
+        for key in keys:
+            self._later.pop(key, None)
+            if self.disk is not None:
+                self.disk.give_up(key)
+
     def held(self) -> tuple[list[Sequence[BlockId]], list[Sequence[HostBlockId]]]:
         """What transfers hold, and what is to set out."""
         going = [going.transfer for going in self._going.values()]

@@ -31,7 +31,10 @@ _CONVERSATION = msgspec.json.Decoder(list[Message])
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Of what an item's content is, by its type. Calls have none."""
-_BROKEN = "the answer could not be held to its form any further; ask for a simpler one"
+_BROKEN = (
+    "the answer could not be held to its form any further: ask for a simpler one; or, where it had none, the model's logits were not"
+    " numbers, which the server's log tells of"
+)
 
 
 def read_response(llm: LLM, asked: ResponsesRequest, before: bytes, dialect: Dialect | None) -> tuple[Ready, "Told"]:

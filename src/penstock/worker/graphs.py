@@ -1,9 +1,13 @@
-"""Decode steps recorded once as CUDA graphs: a step is then one copy of a few numbers and one launch, or one for each group that streams.
+"""Steps recorded once as CUDA graphs: a step is then one copy of a few numbers and one launch, or one for each group that streams.
 
 What a recorded step reads of a plan lies at fixed addresses: for each row of it the row's number, its position and its token, where the
 plan knows that, and the page that it has got new. All else is on the device already: block tables, newest tokens, weights, KV. Steps are
 recorded for a few numbers of rows; a plan takes the smallest that it fits, and the rest is padding: of a row that is nobody's, at no
 position, so that it writes to no page and attends to nothing.
+
+So are steps of one run, a short prompt or what is left of one that was found, which launched one by one would take the host longer than
+the device: its tokens stand where rows do, and attend together, to what comes up to each. Where weights stream, the same kernels over the
+same inputs are launched one by one, since bits must not depend on where weights rest, and the host has the time.
 
 A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group lies at the same address in
 every pass. Whatever a pass must wait for on the host, such as which experts a router has chosen where these stream, cannot be recorded:
@@ -12,10 +16,13 @@ every pass. Whatever a pass must wait for on the host, such as which experts a r
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.arch.layout import GroupId
@@ -24,11 +31,12 @@ from penstock.base.garbage import no_collection
 from penstock.kv.pool import KVPool
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
-from penstock.ops.attention import AttentionInputs, Rows, reads_pages
+from penstock.ops.attention import AttentionInputs, PlacedRun, Rows, reads_pages
 from penstock.ops.kernels import early_launches
 from penstock.ops.rope import RotaryAngles
-from penstock.ops.steps import FIELDS, LEAST, likeliest, place
-from penstock.step.plan import Plan
+from penstock.ops.runs import suits_run
+from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
+from penstock.step.plan import Plan, Share
 from penstock.weights.stream import WeightStream
 
 if TYPE_CHECKING:
@@ -41,6 +49,10 @@ _EARLY = (9, 0)
 """The first GPUs whose kernels can wait for each other on the device."""
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
+_RUNS = (512, 256, 128, 64, 32, 16)
+"""Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
+_WHERE = 4
+"""Numbers of a step's inputs before its rows': of a run where it begins, and its tokens; so many that what follows is aligned."""
 
 
 def why_not(spec: ModelSpec, device: torch.device, *, experts_rest: bool) -> str | None:
@@ -65,41 +77,55 @@ def row_counts(most: int) -> tuple[int, ...]:
     return tuple(sorted(counts, reverse=True))
 
 
-def graph_bytes(spec: ModelSpec, dtype: str, rows: int) -> int:
-    """Bytes that recorded steps of up to `rows` rows take, at most."""
+def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
+    """Numbers of tokens for which runs are recorded, the largest first, of steps of at most so many. None of a mixture: padding would
+    choose experts, which may stream, and bits must not depend on that."""
+    return tuple(count for count in _RUNS if count <= most) if spec.moe is None else ()
+
+
+def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
+    """Bytes that recorded steps take, at most: of up to `rows` rows, and of runs in steps of up to `tokens` tokens."""
     wide = max(2 * spec.intermediate_size + spec.hidden_size, spec.query_size + 2 * spec.kv_size + 3 * spec.hidden_size)
     if spec.moe is not None:
         wide = max(wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size)
-    passing = rows * (2 * wide + spec.vocab_size) * DTYPE_BYTES[dtype]
-    return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + len(row_counts(rows)) * _GRAPH_BYTES
+    runs = run_counts(spec, tokens)
+    passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
+    return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
 
 
 class DecodeStep:
-    """The pass of a decode step over inputs at fixed addresses, for at most `rows` rows."""
+    """The pass of a step over inputs at fixed addresses: a decode step of at most `rows` rows, or a run of at most `tokens` tokens."""
 
     def __init__(
-        self, decoder: Decoder, angles: RotaryAngles, pool: KVPool, table: Tensor, newest: Tensor, *, rows: int, max_length: int
+        self,
+        decoder: Decoder,
+        angles: RotaryAngles,
+        pool: KVPool,
+        table: Tensor,
+        newest: Tensor,
+        *,
+        rows: int,
+        tokens: int,
+        max_length: int,
     ) -> None:
         """table: int32 `[rows + 1, blocks]`, the pages of each row, the last nobody's; newest: int64 `[rows + 1]`, its newest token."""
         self._decoder, self._angles, self._pool, self._table, self._newest = decoder, angles, pool, table, newest
-        self._max_length = max_length
+        self._max_length, self.spec = max_length, decoder.spec
         self._nobody = len(table) - 1
         device = table.device
-        pinned = device.type == "cuda"
-        self._given = torch.zeros(FIELDS * rows, dtype=torch.int32, device=device)
-        self._staging = [torch.zeros(FIELDS * rows, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
+        pinned, size = device.type == "cuda", _WHERE + FIELDS * max(rows, *run_counts(decoder.spec, tokens), 0)
+        self._given = torch.zeros(size, dtype=torch.int32, device=device)
+        self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._turn = 0
         self._arrivals = torch.zeros(rows * pool.layout.kv_heads, dtype=torch.int32, device=device)
         self._best = torch.full((rows,), LEAST, dtype=torch.int64, device=device)
         self.logits = torch.zeros(rows, decoder.spec.vocab_size, dtype=getattr(torch, pool.layout.dtype), device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def give(self, plan: Plan, count: int) -> None:
-        """Send what the step of `count` rows needs of the plan, whose rows get one new page each at most."""
-        self._turn = (self._turn + 1) % _IN_FLIGHT
-        staging = self._staging[self._turn][: FIELDS * count]
-        fields = staging.numpy().reshape(FIELDS, count)
-        used, shares = len(plan.shares), plan.shares
+    def give(self, shares: Sequence[Share], count: int) -> None:
+        """Send what the step of `count` rows needs of its shares, which get one new page each at most."""
+        staging, fields = self._next(count)
+        used = len(shares)
         fields[0, :used] = [share.row for share in shares]
         fields[1, :used] = [share.start for share in shares]
         fields[2, :used] = [share.tokens[0] for share in shares]
@@ -108,29 +134,72 @@ class DecodeStep:
         for index, share in enumerate(shares):
             if share.new_blocks:
                 fields[3:, index] = share.row, share.first_new_block, share.new_blocks[0]
-        self._given[: FIELDS * count].copy_(staging, non_blocking=True)
+        self._given[: len(staging)].copy_(staging, non_blocking=True)
+
+    def give_run(self, share: Share | None, count: int) -> None:
+        """Send what the run of `count` tokens needs of its share, whose new pages are in the table already; without one it is nobody's."""
+        staging, fields = self._next(count)
+        used = len(share.tokens) if share else 0
+        staging.numpy()[:_WHERE] = share.start if share else 0, used, 0, 0
+        if share:
+            fields[0, :used] = share.row
+            fields[1, :used] = np.arange(share.start, share.stop)
+            fields[2, :used] = share.tokens
+        fields[:3, used:] = [[self._nobody], [-1], [0]]
+        fields[3:] = [[self._nobody], [0], [0]]
+        self._given[: len(staging)].copy_(staging, non_blocking=True)
+
+    def suits(self, share: Share) -> bool:
+        """Whether such a run is to be attended to in pages: the same on all ranks, which replay alike."""
+        spec = self.spec
+        head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
+        return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)
+
+    def _next(self, count: int) -> tuple[Tensor, NDArray[np.int32]]:
+        """Staging for so many rows, and in it their fields; who has been given it before has used it."""
+        self._turn = (self._turn + 1) % _IN_FLIGHT
+        staging = self._staging[self._turn][: _WHERE + FIELDS * count]
+        return staging, staging.numpy()[_WHERE:].reshape(FIELDS, count)
 
     def compute(self, count: int, weights: Weights) -> None:
         """The step of `count` rows: their logits, and the likeliest token of each, also as their newest."""
-        given = self._given[: FIELDS * count].view(FIELDS, count)
-        placed = place(given, self._table, self._newest, self._angles, self._pool.layout.block_size)
+        given, placed = self._place(count)
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
         inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, None)
-        hidden = self._decoder.forward(weights, self._pool.layers, inputs)
+        self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
+
+    def compute_run(self, count: int, weights: Weights) -> None:
+        """The run of `count` tokens: logits and likeliest token of its last, as those of a first row."""
+        given, placed = self._place(count)
+        where, pages = self._given[:2], self._table.index_select(0, given[0, :1])[0]  # Those of `placed` end where each token does.
+        run = PlacedRun(pages, where, self._max_length)
+        attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, None, (), placed=run)
+        last = (where[1:] - 1).clamp(min=0).long()
+        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, last)
+        self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0, :1], weights)
+
+    def _place(self, count: int) -> tuple[Tensor, Placed]:
+        given = self._given[_WHERE : _WHERE + FIELDS * count].view(FIELDS, count)
+        return given, place(given, self._table, self._newest, self._angles, self._pool.layout.block_size)
+
+    def _finish(self, hidden: Tensor, rows: Tensor, weights: Weights) -> None:
+        count = len(hidden)
         logits = self.logits[:count]
         with self._decoder.head(weights, hidden) as logits_of:
             logits_of(slice(count), logits)
-        likeliest(logits, given[0], self._newest, self.tokens[:count], self._best)
+        likeliest(logits, rows, self._newest, self.tokens[:count], self._best)
 
 
 class DecodeGraphs:
-    """Recorded steps for several numbers of rows, in memory that they share."""
+    """Recorded steps for several numbers of rows, and of runs for several numbers of tokens, in memory that they share."""
 
-    def __init__(self, step: DecodeStep, weights: WeightStream, rows: int) -> None:
+    def __init__(self, step: DecodeStep, weights: WeightStream, rows: int, tokens: int) -> None:
+        """rows, tokens: as of the step."""
         self._step, self._weights = step, weights
-        self._counts = row_counts(rows)
+        self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
         self._programs: dict[int, _Program] = {}
+        self._run_programs: dict[int, Callable[[], None]] = {}
         self.seconds, self.bytes = 0.0, 0
 
     @property
@@ -138,8 +207,14 @@ class DecodeGraphs:
         """Numbers of rows, the largest first."""
         return self._counts
 
-    def record(self) -> None:
-        """Record all. Nothing else may compute meanwhile; no group moves, and what is computed is rubbish that nobody reads."""
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """Numbers of a run's tokens, the largest first."""
+        return self._runs
+
+    def record(self, record_runs: bool) -> None:
+        """Record all, if wanted runs too. Nothing else may compute meanwhile; no group moves, and what is computed is rubbish that nobody
+        reads."""
         begin, device = perf_counter(), self._step.tokens.device
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
@@ -148,33 +223,58 @@ class DecodeGraphs:
         early = self._weights.all_stay and torch.cuda.get_device_capability(device) >= _EARLY
         with torch.cuda.stream(stream), no_collection(), early_launches(early):
             for count in self._counts:
-                self._step.give(Plan((), ()), count)
-                # What is compiled, planned and allocated once is so before the recording.
-                self._step.compute(count, self._weights.standing())
-                stream.synchronize()
-                program = _Program(pool, self._weights)
-                self._step.compute(count, program)
-                program.end()
-                self._programs[count] = program
+                self._step.give((), count)
+                self._programs[count] = self._recorded(partial(self._step.compute, count), pool, stream)
+            for count in self._runs:
+                self._step.give_run(None, count)
+                compute = partial(self._step.compute_run, count)
+                if record_runs:
+                    self._run_programs[count] = self._recorded(compute, pool, stream).replay
+                else:
+                    compute(self._weights.standing())
+                    self._run_programs[count] = partial(compute, self._weights)
         torch.cuda.synchronize(device)
         self.bytes = torch.cuda.memory_reserved(device) - before
         self.seconds = perf_counter() - begin
 
+    def _recorded(self, compute: Callable[[Weights], None], pool: "_POOL_HANDLE", stream: torch.cuda.Stream) -> "_Program":
+        # What is compiled, planned and allocated once is so before the recording.
+        compute(self._weights.standing())
+        stream.synchronize()
+        program = _Program(pool, self._weights)
+        compute(program)
+        program.end()
+        return program
+
     def fits(self, plan: Plan) -> bool:
-        """Whether there is a recorded step for this plan: each share is a token of a row whose KV is in pages, and yields another."""
+        """Whether there is such a step for this plan: each share is a token of a row whose KV is in pages, and yields another; or it is one
+        run, likewise, which does not read too much for that."""
         shares = plan.shares
-        if not 0 < len(shares) <= self._counts[0] or plan.runs:
+        if plan.runs:
+            return len(shares) == 1 and self._fits_run(shares[0])
+        if not 0 < len(shares) <= self._counts[0]:
             return False
         odd = (not share.sample or share.cold_stop or share.next_prompt_tokens or len(share.new_blocks) > 1 for share in shares)
         return not any(odd)
 
+    def _fits_run(self, share: Share) -> bool:
+        if not self._runs or len(share.tokens) > self._runs[0] or not share.sample:
+            return False
+        beyond_pages = share.near or share.cold_start or share.cold_stop or share.new_cold
+        return not beyond_pages and not share.next_prompt_tokens and self._step.suits(share)
+
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Logits `[shares, vocab]` and the likeliest tokens `[shares]`, at addresses that the next step uses again."""
         used = len(plan.shares)
-        count = min(count for count in self._counts if count >= used)
-        self._step.give(plan, count)
         self._weights.begin_pass()
-        self._programs[count].replay()
+        if plan.runs:
+            count = min(count for count in self._runs if count >= plan.tokens)
+            self._step.give_run(plan.shares[0], count)
+            self._run_programs[count]()
+        else:
+            count = min(count for count in self._counts if count >= used)
+            self._step.give(plan.shares, count)
+            self._programs[count].replay()
         return self._step.logits[:used], self._step.tokens[:used]
 
 

@@ -73,8 +73,7 @@ class InputBuilder:
     def build(self, plan: Plan, newest: Tensor) -> StepTensors:
         """newest: each row's newest token, int64 `[rows]`, for those that the plan does not know."""
         self.note(plan)
-        if self._on_device is not None:
-            self._note_on_device(plan, self._on_device)
+        self.note_on_device(plan)
         shares = plan.shares
         counts = np.array([len(share.tokens) for share in shares], dtype=np.int64)
         starts = np.array([share.start for share in shares], dtype=np.int64)
@@ -127,8 +126,8 @@ class InputBuilder:
         return self._angles
 
     def keep_on_device(self) -> Tensor:
-        """From now on block tables are on the device as well: int32 `[rows + 1, blocks]`, the last row nobody's. There only `build` notes
-        what a plan gives, not `note`."""
+        """From now on block tables are on the device as well: int32 `[rows + 1, blocks]`, the last row nobody's. There `note_on_device`
+        notes what a plan gives, not `note`."""
         self._on_device = torch.zeros(len(self._table) + 1, self._table.shape[1], dtype=torch.int32, device=self._device)
         return self._on_device
 
@@ -141,9 +140,10 @@ class InputBuilder:
                 self._cold[share.row, share.first_new_cold : share.first_new_cold + len(share.new_cold)] = share.new_cold
                 self._tiling = None
 
-    def _note_on_device(self, plan: Plan, table: Tensor) -> None:
-        counts = [len(share.new_blocks) for share in plan.shares]
-        if not any(counts):
+    def note_on_device(self, plan: Plan) -> None:
+        """As `note`, of pages, if tables are there; behind what has been given to the device."""
+        table, counts = self._on_device, [len(share.new_blocks) for share in plan.shares]
+        if table is None or not any(counts):
             return
         rows = np.repeat([share.row for share in plan.shares], counts)
         columns = np.concatenate([np.arange(share.first_new_block, share.first_new_block + len(share.new_blocks)) for share in plan.shares])

@@ -47,16 +47,18 @@ class Runner:
         """From now on these weights are borrowed, and KV is written to and read from this pool, and what the carrier carries."""
         self._weights, self._pool, self._carrier = weights, pool, carrier
 
-    def record(self, rows: int, max_length: int) -> DecodeGraphs:
-        """From now on decode steps of up to `rows` rows are replayed. After `attach`, of a model and on a device that allow it."""
+    def record(self, rows: int, tokens: int, max_length: int, *, record_runs: bool) -> DecodeGraphs:
+        """From now on decode steps of up to `rows` rows are replayed, and short runs in steps of up to `tokens` tokens, or these are
+        computed as if they were. After `attach`, of a model and on a device that allow it."""
         weights, pool = self._weights, self._pool
         assert isinstance(weights, WeightStream), "record before attach"
         assert pool is not None
         table = self._inputs.keep_on_device()
         with self._current, torch.inference_mode():
-            step = DecodeStep(self._decoder, self._inputs.angles, pool, table, self._sampler.newest, rows=rows, max_length=max_length)
-            self._graphs = DecodeGraphs(step, weights, rows)
-            self._graphs.record()
+            sizes = {"rows": rows, "tokens": tokens, "max_length": max_length}
+            step = DecodeStep(self._decoder, self._inputs.angles, pool, table, self._sampler.newest, **sizes)
+            self._graphs = DecodeGraphs(step, weights, rows, tokens)
+            self._graphs.record(record_runs)
         return self._graphs
 
     @property
@@ -140,6 +142,8 @@ class Runner:
         """What the step draws, if anything, and the log-probabilities of prompts, share by share."""
         if self._graphs is not None and self._graphs.fits(plan):
             self._inputs.note(plan)
+            if plan.runs:
+                self._inputs.note_on_device(plan)
             self._transfer(plan)
             return self._sampler.choose(*self._graphs.run(plan), plan.shares), ((),) * len(plan.shares)
         step = self._inputs.build(plan, self._sampler.newest)
@@ -195,14 +199,14 @@ class Begun:
     def results(self) -> tuple[Result, ...]:
         """Of its shares, when they are known."""
         tokens, logprobs = self.drawn.read() if self.drawn is not None else ([], [])
-        broken = self.drawn.broken if self.drawn is not None else frozenset()
-        if len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken:
+        broken, wrong = (self.drawn.broken, self.drawn.tokens.wrong) if self.drawn is not None else (frozenset[int](), frozenset[int]())
+        if len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken and not wrong:
             return tuple(map(Result, tokens, logprobs))
-        sampled = zip(tokens, logprobs, [place in broken for place in range(len(tokens))], strict=True)
+        sampled = zip(tokens, logprobs, [(place in broken, place in wrong) for place in range(len(tokens))], strict=True)
         results = []
         for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
-            token, logprob, breaks = next(sampled) if share.sample and self.drawn is not None else (None, None, False)
-            results.append(Result(token, logprob, tuple(prompt), breaks))
+            token, logprob, ends = next(sampled) if share.sample and self.drawn is not None else (None, None, (False, False))
+            results.append(Result(token, logprob, tuple(prompt), *ends))
         return tuple(results)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.memory.device import send
 from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise, wishes
+from penstock.ops.steps import NO_TOKEN, without_numbers
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
 from penstock.worker.structures import Guide, Masks
@@ -100,18 +101,21 @@ class Sampler:
         held = {at: share.row for at, (state, share) in enumerate(zip(states, shares, strict=True)) if state.sampling.structure is not None}
         broken = self._masks.put(logits, held) if held and self._masks is not None else frozenset[int]()
         tokens = logits.argmax(-1)
+        wrong = without_numbers(logits, tokens)
         random = [row for row, state in enumerate(states) if not is_greedy(state.sampling)]
         if random:
             asked = wishes(random, [states[row].sampling for row in random], [shares[row].stop for row in random])
             draw(logits, send(asked, self._device), tokens)
+            tokens.masked_fill_(wrong, NO_TOKEN)
         # Logits are the same on all ranks; likelihoods, where devices are not alike, are not to the last bit, and masks are rank 0's.
         if self._agree is not None and (random or held):
             self._agree(tokens)
-        self.newest[self._ids([share.row for share in shares])] = tokens
+        known = tokens.clamp(min=0)
+        self.newest[self._ids([share.row for share in shares])] = known
         for row, state in enumerate(states):
             if state.counts is not None:
-                state.counts.output.index_add_(0, tokens[row : row + 1], self._one)
-        scores = None if raw is None else _Scores(raw, tokens[scored], {row: wanted[row] for row in curious})
+                state.counts.output.index_add_(0, known[row : row + 1], self._one)
+        scores = None if raw is None else _Scores(raw, known[scored], {row: wanted[row] for row in curious})
         drawn = Drawn(tokens, scores, broken)
         if self._masks is not None:
             self._masks.drawn(held, drawn.tokens)
@@ -184,9 +188,11 @@ class Tokens:
     """A step's tokens on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
-        """int64 `[shares]`. Behind all that was given to the device before."""
+        """int64 `[shares]`, NO_TOKEN where logits are not numbers. Behind all that was given to the device before."""
         self._tokens = _fetched(tokens)
         self._read: list[int] | None = None
+        self.wrong: frozenset[int] = frozenset()
+        """Shares whose logits are not numbers, known when tokens have been read; any token stands in the place of theirs."""
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -197,6 +203,9 @@ class Tokens:
             if self._done is not None:
                 self._done.synchronize()
             self._read = self._tokens.tolist()
+            if NO_TOKEN in self._read:
+                self.wrong = frozenset(place for place, token in enumerate(self._read) if token == NO_TOKEN)
+                self._read = [max(token, 0) for token in self._read]
         return self._read
 
 
@@ -204,7 +213,7 @@ class Drawn:
     """What a step has drawn. It may be made before that is known, and waits for it where it is read."""
 
     def __init__(self, tokens: Tensor, scores: _Scores | None = None, broken: frozenset[int] = frozenset()) -> None:
-        """tokens: int64 `[shares]`. broken: shares whose structure could not be kept to, so that they may only end."""
+        """tokens: as in Tokens. broken: shares whose structure could not be kept to, so that they may only end."""
         self._scores = scores
         self.tokens = Tokens(tokens)
         self.broken = broken

@@ -106,7 +106,8 @@ class Masks:
                 line.begun = True
             if line.newest is not None:
                 tokens, share = line.newest
-                line.untaken, line.newest = (*line.untaken, tokens.read()[share]), None
+                said = tokens.read()[share]
+                line.untaken, line.newest = (line.untaken if share in tokens.wrong else (*line.untaken, said)), None
             self._guide.take(row, line.untaken)
             line.untaken = ()
         return self._guide.masks(rows)
