@@ -44,7 +44,9 @@ class Guide(Protocol):
 
 
 class Arriving(Protocol):
-    """A step's tokens, one for each share, on their way to the host."""
+    """A step's tokens, one for each share, on their way to the host. wrong: shares that have none, known when they have been read."""
+
+    wrong: frozenset[int]
 
     def read(self) -> list[int]:
         """Waits for them."""
