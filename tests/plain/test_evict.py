@@ -95,6 +95,36 @@ def test_many_that_are_found_are_as_if_one_by_one(runs: list[list[int]], idle: s
     assert (one.epoch, one._unused, one._used, one._came) == (other.epoch, other._unused, other._used, other._came)
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from(["idle", "busy", "found", "added"]), st.integers(0, 59)), max_size=120),
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.integers(1, 80),
+)
+@settings(max_examples=150, deadline=None)
+def test_many_victims_are_as_if_one_by_one(calls: list[tuple[str, int]], counts: list[int], blocks: int) -> None:
+    """Of chains of ten, some of which are held in part, over the ends of epochs."""
+    together, apart = Prospect[int](blocks), Prospect[int](blocks)
+    there, idle = set(range(60)), set[int]()
+    for key in range(60):
+        for policy in (together, apart):
+            policy.added(key, key - 1 if key % 10 else None)
+    calls = [("idle", key) for key in reversed(range(60))] + calls
+    for at, count in enumerate(counts):
+        for what, key in calls[at :: len(counts)]:
+            may = {"idle": key in there - idle, "busy": key in idle, "found": key in there, "added": key not in there}
+            if may[what]:
+                for policy in (together, apart):
+                    policy.added(key, key - 1 if key % 10 else None) if what == "added" else getattr(policy, what)(key)
+                there.add(key)
+                idle = idle | {key} if what == "idle" else idle - {key} if what == "busy" else idle
+        many = min(count, len(idle))
+        gone = together.victims(many)
+        assert gone == [apart.victims(1)[0] for _ in range(many)]
+        there.difference_update(gone)
+        idle.difference_update(gone)
+    assert len(together) == len(apart) == len(idle)
+
+
 def test_lru_gives_up_the_longest_unused() -> None:
     policy = Lru[str]()
     for key in "abcd":

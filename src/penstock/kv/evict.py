@@ -361,18 +361,38 @@ class Prospect(Generic[Key]):
             parent.idle_children += 1
 
     def victim(self) -> Key:
-        assert self._idle, "a victim is wanted where no block is idle"
-        if self._heap is None:
-            self._heap = [(self._returns.gain(kind, since), since, kind) for since, kind in self._queues]
-            heapify(self._heap)
-        while (queue := self._queues.get(self._heap[0][1:])) is None:
-            heappop(self._heap)
-        block, _ = queue.popitem()
-        if not queue:
-            del self._queues[block.since, block.kind]
-        self._rouse(block)
-        self._leave(block)
-        return block.key
+        return self.victims(1)[0]
+
+    def victims(self, count: int) -> list[Key]:
+        """As many as that, one after the other."""
+        assert count <= self._idle, "a victim is wanted where no block is idle"
+        keys: list[Key] = []
+        while len(keys) < count:
+            if self._heap is None:
+                self._heap = [(self._returns.gain(kind, since), since, kind) for since, kind in self._queues]
+                heapify(self._heap)
+            while (queue := self._queues.get(at := self._heap[0][1:])) is None:
+                heappop(self._heap)
+            block, _ = queue.popitem()
+            while True:
+                # What it continues, if nothing else does any longer and it is of its kind, is the last in the queue: the one that follows.
+                parent, follows = block.parent, False
+                block.idle = False
+                self._idle -= 1
+                if parent is not None:
+                    parent.idle_children -= 1
+                    if parent.idle and not parent.idle_children:
+                        follows = len(keys) + 1 < count and (parent.since, parent.kind) == at
+                        if not follows:
+                            self._queue(parent)
+                self._leave(block)
+                keys.append(block.key)
+                if not follows or parent is None:
+                    break
+                block = parent
+            if not queue:
+                del self._queues[at]
+        return keys
 
     def dropped(self, key: Key) -> None:
         block = self._there[key]

@@ -304,8 +304,13 @@ class HostLedger(Ledger[HostBlockId]):
         return self._take(count, None, 0)
 
     def _free_near(self, count: int) -> None:
-        while len(self._free.near) < count and len(self._cached):
-            self._free.append(self._give_up(self._cached))
+        most = min(count - len(self._free.near), len(self._cached))
+        if most > 0:
+            blocks = [self._by_key.pop(key) for key in self._cached.victims(most)]
+            for block in blocks:
+                self._keys[block] = None
+            self.given_up += most
+            self._free.near.extend(blocks)
 
     def _take(self, count: int, after: HostBlockId | None, expected: int) -> list[HostBlockId]:
         taken: list[HostBlockId] = []
@@ -358,9 +363,9 @@ class DiskLedger:
 
     def hold(self, keys: Iterable[bytes]) -> None:
         """These are being read: they do not go."""
-        for key in keys:
-            self._cached.busy(key)
-            self._held.add(key)
+        some = list(keys)
+        self._cached.busy_all(some)
+        self._held.update(some)
 
     def let_go(self, keys: Sequence[bytes]) -> None:
         """They are no longer, the last of a chain first."""
@@ -423,14 +428,23 @@ class FreeRuns:
     def __iter__(self) -> Iterator[HostBlockId]:
         return (HostBlockId(block) for start, length in self._lengths.items() for block in range(start, start + length))
 
-    def append(self, block: HostBlockId, /) -> None:
-        start, stop = int(block), block + 1
+    def append(self, block: HostBlockId, /, length: int = 1) -> None:
+        """This one, or so many from it on."""
+        start, stop = int(block), block + length
         if start in self._starts:
             start = self._starts[start]
             self._cut(start)
         if stop in self._lengths:
             stop += self._cut(stop)
         self._put(start, stop - start)
+
+    def extend(self, blocks: Sequence[HostBlockId]) -> None:
+        """As `append` for each, in less time where many lie side by side."""
+        begin, ordered = 0, sorted(blocks)
+        for end in range(1, len(ordered) + 1):
+            if end == len(ordered) or ordered[end] != ordered[end - 1] + 1:
+                self.append(ordered[begin], end - begin)
+                begin = end
 
     def remove(self, blocks: Iterable[HostBlockId]) -> None:
         """These are free no longer."""

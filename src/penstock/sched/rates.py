@@ -41,7 +41,7 @@ _SURE = 0.9
 _LATE = 0.1
 """How much longer than expected a disk takes, until that is known, as part of that."""
 _TRIED = 128
-"""Tokens that are waited for from a disk at most while nothing is known of it, or of computing so many: little is lost."""
+"""Tokens that are waited for from a disk at most while nothing is known of it, since then little is lost."""
 _FEW = 16
 """Blocks that come beside, for nobody, to tell how fast."""
 _AGAIN = 8
@@ -110,11 +110,6 @@ class Curve:
         work, seconds = self._work[-1], self._seconds[-1]
         before = bisect_left(self._work, work / 2) - 1
         return 0.0 if before < 0 else min((seconds - self._seconds[before]) / (work - self._work[before]), seconds / work)
-
-    @property
-    def most(self) -> float:
-        """Work that was measured."""
-        return self._work[-1]
 
     @property
     def mean(self) -> float:
@@ -285,7 +280,7 @@ class Rates:
         little = tokens <= _TRIED
         if self.token is None:  # After a start nobody knows; later somebody wants it so.
             return 0 if self._steps or little else blocks
-        if Route.IN not in self.block or (little and self._steps and self._steps.most < self.work(start, tokens + after) / 2):
+        if Route.IN not in self.block:
             return 0 if little and self.loading_pays(None, start, tokens, after) else blocks
         queued = self.queued(Route.IN, now)
 
