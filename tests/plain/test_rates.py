@@ -315,8 +315,8 @@ def test_nobody_waits_for_a_look_at_the_disk() -> None:
         assert first.disk == 0
         assert first.seconds < 1.01 * alone
         if number == 1:
-            assert room.tiers.counts.moved[Route.IN] == 16
-    assert room.tiers.counts.moved[Route.IN] == 16 * (3 + 5), "the 1st, 2nd and 4th, and each eighth"
+            assert room.tiers.counts.moved[Route.IN] == 8
+    assert room.tiers.counts.moved[Route.IN] == 8 * (3 + 5), "the 1st, 2nd and 4th, and each eighth"
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------------

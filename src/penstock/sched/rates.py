@@ -42,7 +42,7 @@ _LATE = 0.1
 """How much longer than expected a disk takes, until that is known, as part of that."""
 _TRIED = 128
 """Tokens that are waited for from a disk at most while nothing is known of it, since then little is lost."""
-_FEW = 16
+_FEW = 8
 """Blocks that come beside, for nobody, to tell how fast."""
 _AGAIN = 8
 """Times that a disk seems too slow, until it is looked at again, at most."""
