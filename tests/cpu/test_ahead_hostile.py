@@ -99,7 +99,7 @@ class Played:
             self._graphs._step.compute(self._count, Recorded(self._graphs._weights))
 
 
-def played(self: DecodeGraphs) -> None:
+def played(self: DecodeGraphs, _: bool) -> None:
     self._programs = {count: Played(self, count) for count in self.counts}  # type: ignore[misc]
 
 
@@ -111,7 +111,7 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     with opened(cache=tmp_path, **least_memory()) as llm:
         runner, limits = llm.booted.engine._ranks, llm.booted.limits
         assert isinstance(runner, Runner)
-        runner.record(limits.max_sequences, limits.max_length)
+        runner.record(limits.max_sequences, 0, limits.max_length, record_runs=False)
         yield llm
 
 

@@ -544,6 +544,7 @@ class Said:
 
     allowed: np.ndarray
     heard: list[object] = field(default_factory=list)
+    wrong: frozenset[int] = frozenset()
 
     def begin(self, row: Row, sampling: object) -> None:
         self.heard.append("begin")
@@ -590,6 +591,12 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
     assert guide.heard == [], "what is under way is waited for when it is needed"
     masks.put(logits[:2], {0: Row(2), 1: Row(3)})
     assert guide.heard == ["read", (71,), ()]
+    # What is no token is not said.
+    guide.heard.clear()
+    guide.wrong = frozenset({1})
+    masks.drawn({1: Row(2)}, guide)
+    masks.put(logits[:2], {0: Row(2), 1: Row(3)})
+    assert guide.heard == ["read", (), ()]
 
 
 def test_draws_where_nearly_nothing_is_possible() -> None:

@@ -191,21 +191,22 @@ def test_the_first_tries_from_a_disk_are_no_later_than_computing(length: int, re
     assert mean(ratios[1:]) < BETTER.get(length, 1.03)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_whatever_was_measured_before_the_disk_is_no_later_than_computing(noise: float) -> None:
+@pytest.mark.parametrize(("noise", "seed"), [(0.0, 0), *((0.2, seed) for seed in range(4))])
+def test_whatever_was_measured_before_the_disk_is_no_later_than_computing(noise: float, seed: int) -> None:
     """Lengths from the least to the most: what is known is of shorter ones alone. Each from nowhere, pages, host and disk."""
     room = Room(noise=noise)
+    room.device.chance.seed(seed)
     for length in LENGTHS:
         alone, times = computed(length), list[float]()
-        for seed in range(3):
-            prompt = prompt_of(length, seed)
+        for number in range(3):
+            prompt = prompt_of(length, number)
             room.ask(prompt)
             room.ask(prompt)
             room.scheduler.ledger.forget()
             assert room.ask(prompt)[0].seconds < 1.05 * alone, "from the host"
             times.append(room.again(prompt).seconds / alone)
         assert max(times) < 1.05, length
-        assert mean(times) < BETTER.get(length, 1.03)
+        assert mean(times) < BETTER.get(length, 1.03) + noise / 4
         room.forget(disk=True)
 
 
@@ -380,6 +381,18 @@ def test_a_transfer_that_was_held_up_leaves_its_line() -> None:
     assert each == pytest.approx(0.005, rel=0.01)
 
 
+def test_a_line_through_few_blocks_says_nothing_about_many() -> None:
+    """Eight blocks happened to take little more than four."""
+    rates = Rates(late=0.0)
+    rates.moved(Route.IN, 4, 0.026)
+    rates.moved(Route.IN, 8, 0.036)
+    rates.late = 0.0
+    for blocks, seconds in ((6, 0.031), (8, 0.036), (80, 0.36)):
+        rates.sets_out(TransferId(1), Route.IN, blocks, 7.0)
+        assert rates.due(TransferId(1)) - 7.0 == pytest.approx(seconds)
+        rates.came(TransferId(1))
+
+
 def test_newest_tokens_tell_nothing_about_prompts() -> None:
     rates = Rates(doubles_at=DOUBLES_AT)
     for _ in range(10):
@@ -447,6 +460,7 @@ def test_a_disk_is_looked_at_while_it_is_idle_and_soon_after_it_was_worth_it() -
     rates.sets_out(TransferId(1), Route.IN, 10, 0.0)
     assert rates.look_again() == 0
     rates.came(TransferId(1))
+    assert rates.look_again() > 0, "the 24th"
     assert rates.computed_first(100, 64, 0) < 100
     assert rates.look_again() > 0
 
