@@ -62,6 +62,11 @@ class Line:
         """As if all had taken so much of its time."""
         self._seen = deque([(count, seconds * factor) for count, seconds in self._seen], maxlen=_LAST)
 
+    @property
+    def most(self) -> float:
+        """Of the counts that were measured."""
+        return max(count for count, _ in self._seen)
+
     def fit(self) -> tuple[float, float]:
         """`first` and `each`. Where the counts are too much alike, or what is measured is no line, nothing is said to be taken beside."""
         apart = [(more[1] - less[1]) / (more[0] - less[0]) for less in self._seen for more in self._seen if more[0] >= _APART * less[0]]
@@ -223,16 +228,22 @@ class Rates:
         work = self.work(start, tokens)
         return self._steps.at(work, least) if self._steps else (self.token or 0.0) * work
 
-    def seconds(self, route: Route, blocks: int) -> float | None:
+    def seconds(self, route: Route, blocks: float) -> float | None:
         per_block = self.block.get(route)
         return None if per_block is None else self.beside.get(route, 0.0) + per_block * blocks
 
     def _expected(self, route: Route, blocks: int) -> float | None:
-        """With what it may take longer; of copies up that have not been seen yet as long as of those down."""
+        """Of copies up that have not been seen yet as long as of those down. From a disk with what it may be late, and of more than it was
+        seen to bring lately as if nothing was taken beside: a line through few goes anywhere."""
         seconds = self.seconds(route, blocks)
         if seconds is None and route is Route.UP:
             return self.seconds(Route.DOWN, blocks)
-        return seconds if seconds is None or route is not Route.IN else seconds * (1 + self.late)
+        if seconds is None or route is not Route.IN:
+            return seconds
+        seen = self._moves[route].most if route in self._moves else math.inf
+        if blocks > seen:
+            seconds = (self.seconds(route, seen) or 0.0) * blocks / seen
+        return seconds * (1 + self.late)
 
     def queued(self, route: Route, now: float) -> float:
         """Seconds until what is under way has come. What is late is thought to take as long again as it is late."""
