@@ -182,6 +182,36 @@ def kept(directory: Path, asks: Sequence[Ask] = (ONE,), name: str = "llama") -> 
         assert len(store_of(llm)) >= 7
 
 
+def test_how_fast_things_went_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    """Beside the blocks. What cannot be read, or was of another device, is not known; nothing else comes of it."""
+    kept(tmp_path)
+    [notes] = tmp_path.rglob("rates.json")
+    text = notes.read_text()
+
+    def found(said: str) -> tuple[bool, bool]:
+        notes.write_text(said)
+        with opened("llama", Place(), tmp_path) as llm:
+            rates = tiers_of(llm).rates
+            known = rates.token is not None, Route.IN in rates.block
+            ask_once(llm, "llama", [ONE])
+        assert json.loads(notes.read_text())["rates"]["steps"]
+        return known
+
+    assert found(text) == (True, True)
+    assert found(text.replace('"computed_by": "', '"computed_by": "8 x ')) == (False, True)
+    for damaged in ("", text[: len(text) // 2], "[]", "\x00" * 100, "[" * 50_000, '{"rates": 5}'):
+        assert found(damaged) == (False, False)
+    with opened("llama", Place(), tmp_path) as llm:
+        notes.unlink()
+        with opened("llama", Place(), tmp_path) as reader:
+            ask_once(reader, "llama", [ONE])
+            assert store_of(reader).read_only
+        assert not notes.exists()
+        notes.mkdir()
+        ask_once(llm, "llama", [ONE])
+    assert list(notes.parent.glob("rates.json*")) == [notes]
+
+
 def test_what_a_long_request_has_sent_lands_before_anything_else_does_in_its_place(tmp_path: Path) -> None:
     """It is left when its first chunk has been computed and nothing of it has landed; its blocks are all there are."""
     short = Ask(words(random.Random(8), 41), 8)
@@ -459,7 +489,7 @@ def test_killed_at_any_time_no_wrong_token_comes_of_it(tmp_path: Path) -> None:
             os.kill(process, signal.SIGKILL)
             print(file=zygote.stdin, flush=True)
             assert int(zygote.stdout.readline()) == -signal.SIGKILL
-            with opened("llama", place, tmp_path) as llm:
+            with patient(), opened("llama", place, tmp_path) as llm:
                 for prompt in rng.sample(PROMPTS, 4):
                     found += ask_once(llm, "llama", [Ask(prompt, 9)])[0].cached_disk
                 stats = llm.stats().tiers

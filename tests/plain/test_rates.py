@@ -4,6 +4,8 @@ never much later than computing them, whatever is known, and earlier where that 
 Time is counted, none passes: the same every time, on every machine.
 """
 
+import json
+import math
 import random
 from collections.abc import Iterable, Sequence
 from statistics import mean
@@ -481,3 +483,68 @@ def test_copies_that_were_slow_are_tried_again_where_that_may_help() -> None:
     known = rates.seconds(Route.UP, 10)
     assert not rates.copying_pays(1, 10, 0, 1, 0.0), "a thousandth of a second is less than it takes to plan"
     assert rates.seconds(Route.UP, 10) == known
+
+
+# ---- what the next process is told
+
+
+def known() -> Rates:
+    rates = Rates(doubles_at=DOUBLES_AT)
+    for tokens, seconds in ((64, 0.02), (512, 0.021), (2048, 0.05), (8192, 0.21)):
+        for _ in range(2):
+            rates.stepped(rates.work(0, tokens), tokens, seconds, True)
+    for blocks in (8, 64, 200):
+        rates.moved(Route.OUT, blocks, 2e-3 + 5e-3 * blocks)
+        rates.moved(Route.UP, blocks, 1.5e-4 * blocks)
+    return rates
+
+
+def again(rates: Rates, steps: bool = True) -> Rates:
+    found = Rates(doubles_at=DOUBLES_AT)
+    found.recall(json.loads(json.dumps(rates.told())), steps)
+    return found
+
+
+def test_the_next_process_knows_what_the_last_one_knew() -> None:
+    rates, read = known(), known()
+    for blocks in (8, 64, 200):
+        read.moved(Route.IN, blocks, 1e-3 + 2e-3 * blocks)
+    for one in (rates, read):
+        found = again(one)
+        for tokens in (1, 64, 700, 8192, 30_000):
+            assert found.computing(0, tokens) == pytest.approx(one.computing(0, tokens))
+        assert (found.token, found.block[Route.UP]) == pytest.approx((one.token, one.block[Route.UP]))
+        for blocks in (16, 512):
+            assert again(found).computed_first(blocks, SIZE, 0) == found.computed_first(blocks, SIZE, 0)
+    assert again(read).computed_first(512, SIZE, 0) == read.computed_first(512, SIZE, 0)
+    # A disk that was only written is thought to be read as fast: this one is worth it for a long prompt, for a short one it is not.
+    assert rates.computed_first(512, SIZE, 0) == 512
+    assert again(rates).block[Route.IN] == rates.block[Route.OUT]
+    assert 0 < again(rates).computed_first(512, SIZE, 0) < 512
+    assert again(rates).computed_first(16, SIZE, 0) == 16
+
+
+def test_of_another_device_only_the_disk_is_known() -> None:
+    found = again(known(), steps=False)
+    assert found.token is None
+    assert found.block[Route.IN] == pytest.approx(5e-3)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        [],
+        "steps",
+        {"steps": 3, "moves": [1], "late": "x"},
+        {"steps": [[1.0]], "moves": {"IN": [[1, 2, 3]]}},
+        {"steps": [[1.0, -1.0]], "moves": {"IN": [[8, 0.1], [0, 1]], "OUT": "no"}, "late": 7.0},
+        {"steps": [[1.0, math.nan]], "moves": {"IN": [[math.inf, 0.1]], "UP": [None]}, "late": math.nan},
+        {"steps": [["1", "2"]], "moves": {"IN": {"8": 1}, "elsewhere": [[1, 1]]}, "late": None},
+    ],
+)
+def test_what_is_told_wrongly_is_nothing(told: object) -> None:
+    rates = Rates()
+    rates.recall(told, True)
+    assert (rates.token, rates.block, rates.late) == (None, {}, Rates().late)
+    assert rates.told() == Rates().told()

@@ -1,7 +1,9 @@
 """Builds an engine from a Config: finds out what there is, sizes everything, constructs the parts. It decides no policy of its own."""
 
+import json
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ from penstock.memory.device import choose_device, give_back, lift_cap, peak_of
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
+from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
@@ -89,7 +92,8 @@ def boot(
         else:
             part, ranks = _team(team_config(config, model), model, opened, say, trace, override, loading, guide)
         settled, budget, far = part.settled, part.budget, part.settled.far
-        engine = Engine(_scheduler(config, settled, budget, part.root, part.store), ranks)
+        scheduler = _scheduler(config, settled, budget, part.root, part.store)
+        engine = Engine(scheduler, ranks, _notes(scheduler.tiers.rates, part, ranks=config.tensor_parallel))
         opened.pop_all()
     say(f"memory {budget}")
     if far:
@@ -358,6 +362,21 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
     except StoreLocked:
         say(f"another process keeps KV in {directory}: what it has is read, and nothing is added")
         return BlockStore.open(directory, root, size, far.store_bytes, read_only=True)
+
+
+def _notes(rates: Rates, part: _Part, *, ranks: int) -> Callable[[], None] | None:
+    """Rates begin where those of the process before have ended, if it kept blocks where this one does; what is to be done in the end so
+    that the next can do the same."""
+    store, device = part.store, part.settled.device
+    if store is None:
+        return None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    by = f"{ranks} x {name}, {'all' if part.weights.all_stay else 'some'} weights there"
+    with suppress(ValueError, RecursionError):
+        told = json.loads(store.noted())
+        if isinstance(told, dict):
+            rates.recall(told.get("rates"), steps=told.get("computed_by") == by)
+    return lambda: store.note(json.dumps({"computed_by": by, "rates": rates.told()}).encode())
 
 
 def _root(config: Config, model: Model, settled: Settled) -> bytes:

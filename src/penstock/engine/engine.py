@@ -1,7 +1,7 @@
 """The engine: plan, run, commit."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
@@ -79,8 +79,9 @@ class Progress:
 class Engine:
     """Requests in, events out. One thread at a time; requests may come and go between any two steps."""
 
-    def __init__(self, scheduler: Scheduler, ranks: Ranks) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, ranks: Ranks, note: Callable[[], None] | None = None) -> None:
+        """note: done before the end."""
+        self.scheduler, self._note = scheduler, note
         self._ranks: Ranks | None = ranks
         self._failure = ""
         self._lost = 0
@@ -287,6 +288,8 @@ class Engine:
         """Free the device. Requests that are still there are lost; a second call does nothing."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
+            if self._note is not None:
+                self._note()
             ranks.close()
 
     def _open(self) -> Ranks:

@@ -18,6 +18,7 @@ from penstock.kv.segments import (
     ABOUT,
     JOURNAL,
     LOCK,
+    NOTES,
     PREFIX,
     Contents,
     StoreError,
@@ -30,7 +31,7 @@ from penstock.kv.segments import (
 from penstock.memory.disk import DiskFile, ReadError
 
 _NAME = re.compile(rf"{PREFIX}((?:[0-9a-f]{{2}})+)")
-_OURS = re.compile(rf"{JOURNAL}|{LOCK}|{ABOUT}|({JOURNAL}|{ABOUT})\.tmp|\d+-\d+\.segment", re.ASCII)
+_OURS = re.compile(rf"{JOURNAL}|{LOCK}|{ABOUT}|{NOTES}|({JOURNAL}|{ABOUT}|{NOTES})\.tmp|\d+-\d+\.segment", re.ASCII)
 _ABOUT_LIMIT = 64 << 10
 
 

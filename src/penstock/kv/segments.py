@@ -48,6 +48,8 @@ from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, ReadErr
 FORMAT = 1
 """In the directory's name: what another version of all this has written is not touched."""
 PREFIX, JOURNAL, LOCK, ABOUT = f"kv{FORMAT}-", "journal", "lock", "store.json"
+NOTES = "rates.json"
+"""What a process tells the next about how fast things went."""
 SEGMENT_BYTES = 256 << 20
 SEGMENTS = 16
 """A cap is for at least so many, which are smaller if need be."""

@@ -21,7 +21,7 @@ import logging
 import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv.diskpool import LostKV
-from penstock.kv.journal import Item, Journal, Kind
+from penstock.kv.journal import Item, Journal, Kind, replace_file
 from penstock.kv.keys import KEY_BYTES
 from penstock.kv.operations import (
     Health,
@@ -49,6 +49,7 @@ from penstock.kv.operations import (
 )
 from penstock.kv.segments import (
     JOURNAL,
+    NOTES,
     Contents,
     Sizes,
     StoreError,
@@ -70,6 +71,8 @@ Buffer = memoryview | NDArray[np.uint8]
 Ready = Callable[[], object]
 
 READERS, WRITERS = 8, 2
+_MOST_NOTED = 1 << 16
+"""Bytes."""
 _STALE = 256
 """Entries of the journal beyond twice its records, before it is worth writing anew."""
 _log = logging.getLogger("penstock")
@@ -198,6 +201,18 @@ class BlockStore:
     @property
     def read_only(self) -> bool:
         return self._journal is None
+
+    def note(self, text: bytes) -> None:
+        """Kept beside the records for whoever opens the store next, unless it is only read; lost without a word if that fails."""
+        if not self.read_only:
+            with suppress(OSError):
+                replace_file(self.path / NOTES, text).close()
+
+    def noted(self) -> bytes:
+        """What was noted last; nothing if there is none, or it cannot be read."""
+        with suppress(OSError), open(self.path / NOTES, "rb") as file:
+            return file.read(_MOST_NOTED)
+        return b""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._index and not self._reading.off

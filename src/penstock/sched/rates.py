@@ -63,6 +63,10 @@ class Line:
         self._seen = deque([(count, seconds * factor) for count, seconds in self._seen], maxlen=_LAST)
 
     @property
+    def seen(self) -> list[tuple[float, float]]:
+        return list(self._seen)
+
+    @property
     def most(self) -> float:
         """Of the counts that were measured."""
         return max(count for count, _ in self._seen)
@@ -108,6 +112,11 @@ class Curve:
         points.reverse()
         self._work = [work for work, _ in points]
         self._seconds = list(accumulate([seconds for _, seconds in points], max))
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Work and seconds, the least work first."""
+        return list(zip(self._work, self._seconds, strict=True))
 
     @property
     def slope(self) -> float:
@@ -217,6 +226,33 @@ class Rates:
         self._coming.clear()
         self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, False
 
+    # ---- for the next process
+
+    def told(self) -> dict[str, object]:
+        """What is known, in plain numbers."""
+        moves = {route.name: line.seen for route, line in self._moves.items()}
+        return {"steps": self._steps.points, "moves": moves, "late": self.late}
+
+    def recall(self, told: object, steps: bool) -> None:
+        """What another process knew, as it was told. What is not as it should be is nothing; a disk that was only written is thought to be
+        read as fast, lest nobody who asks but once in a process ever has anything of it. steps: whether it computed as this one does."""
+        if not isinstance(told, dict):
+            return
+        for work, seconds in _pairs(told.get("steps")) if steps else ():
+            self._steps.add(work, seconds)
+        if self._steps:
+            self.token = self._steps.slope or self._steps.mean
+        moves = told.get("moves")
+        if isinstance(moves, dict):
+            for route in Route:
+                for blocks, seconds in _pairs(moves.get(route.name)) or (_pairs(moves.get(Route.OUT.name)) if route is Route.IN else ()):
+                    self._moves.setdefault(route, Line()).add(blocks, seconds)
+                if route in self._moves:
+                    self.beside[route], self.block[route] = self._moves[route].fit()
+        late = told.get("late")
+        if isinstance(late, float) and 0 <= late <= 1:
+            self.late = late
+
     # ---- what that tells
 
     def work(self, start: int, tokens: int) -> float:
@@ -323,3 +359,12 @@ class Rates:
             return 0
         self._declined += 1
         return _FEW if self._declined.bit_count() == 1 or self._declined % _AGAIN == 0 else 0
+
+
+def _pairs(told: object) -> list[tuple[float, float]]:
+    """A list of pairs of positive numbers; none if there is anything else in it."""
+    if not isinstance(told, list):
+        return []
+    pairs = [tuple(pair) for pair in told if isinstance(pair, list | tuple) and len(pair) == 2]
+    right = [(a, b) for a, b in pairs if all(isinstance(one, int | float) and 0 < one < math.inf for one in (a, b))]
+    return right if len(right) == len(told) else []
