@@ -587,8 +587,10 @@ def keys_of(root: bytes, prompt: Sequence[int], size: int) -> list[bytes]:
 
 
 def planned(scheduler: Scheduler, prompt: list[int], keys: list[bytes] | None) -> list[tuple[float, float, str]]:
-    """A request to its end: of each step the seconds of its plan and of its commit, and what it did. keys: if they are known before."""
+    """A request to its end, loaded whatever it costs to compute: of each step the seconds of its plan and of its commit, and what it did.
+    keys: if they are known before."""
     id, steps = scheduler.submit(prompt, GREEDY, 1), []
+    scheduler.tiers.rates.token = None
     if keys is not None:
         scheduler._requests[id].keys.extend(keys)
     while scheduler.busy:

@@ -474,6 +474,16 @@ def test_copies_wait_for_others() -> None:
     assert not rates.copying_pays(10, 64, 0, 1, 5.0)
 
 
+def test_copies_are_made_of_more_than_was_ever_computed() -> None:
+    """A step of few tokens says that computing is cheap, and nothing about many."""
+    rates = Rates(doubles_at=DOUBLES_AT)
+    rates.stepped(rates.work(0, 24), 24, 0.007, True)
+    rates.moved(Route.UP, 512, 0.078)
+    assert rates.copying_pays(512, SIZE, 0, 24, 0.0)
+    rates.stepped(rates.work(0, 8192), 8192, 0.02, True)  # Then it is known.
+    assert not rates.copying_pays(128, SIZE, 0, 24, 0.0)
+
+
 def test_copies_that_were_slow_are_tried_again_where_that_may_help() -> None:
     rates = Rates(token=1e-4)
     rates.moved(Route.UP, 10, 0.5)

@@ -130,11 +130,12 @@ class Curve:
         """Seconds that each takes in the most work that was measured."""
         return self._seconds[-1] / self._work[-1]
 
-    def at(self, work: float, least: float = 0.0) -> float:
-        """least: what less work than was ever measured takes at least, if that took as long."""
+    def at(self, work: float, least: float = 0.0, dear: bool = False) -> float:
+        """least: what less work than was ever measured takes at least, if that took as long. dear: of more than that, each takes what it
+        took on average, not what one more took."""
         index = bisect_left(self._work, work)
         if index == len(self._work):
-            return self._seconds[-1] + self.slope * (work - self._work[-1])
+            return self.mean * work if dear else self._seconds[-1] + self.slope * (work - self._work[-1])
         if not index:
             return max(self._seconds[0] * work / self._work[0], min(least, self._seconds[0]))
         span = self._work[index] - self._work[index - 1]
@@ -259,10 +260,10 @@ class Rates:
         """Of so many tokens from this position on, in that of the first."""
         return tokens * (1 + (start + tokens / 2) / self.doubles_at)
 
-    def computing(self, start: int, tokens: int, least: float = 0.0) -> float:
-        """Seconds until so many tokens from this position on are computed. least: as for Curve."""
+    def computing(self, start: int, tokens: int, least: float = 0.0, dear: bool = False) -> float:
+        """Seconds until so many tokens from this position on are computed. least, dear: as for Curve."""
         work = self.work(start, tokens)
-        return self._steps.at(work, least) if self._steps else (self.token or 0.0) * work
+        return self._steps.at(work, least, dear) if self._steps else (self.token or 0.0) * work
 
     def seconds(self, route: Route, blocks: float) -> float | None:
         per_block = self.block.get(route)
@@ -297,19 +298,20 @@ class Rates:
 
     # ---- what is decided
 
-    def loading_pays(self, seconds: float | None, start: int, tokens: int, after: int = 0) -> bool:
+    def loading_pays(self, seconds: float | None, start: int, tokens: int, after: int = 0, dear: bool = False) -> bool:
         """Whether to bring blocks of so many tokens from this position on, which takes so long, rather than compute them, where `after`
-        more are computed then. What is not known is tried."""
+        more are computed then. What is not known is tried. dear: as for Curve."""
         if seconds is None or self.token is None:
             return True
         # A step of the last tokens alone takes its time too.
-        spared = self.computing(start, tokens + after) - self.computing(start + tokens, after)
+        spared = self.computing(start, tokens + after, dear=dear) - self.computing(start + tokens, after)
         return seconds + _FIXED < _SURE * spared
 
     def copying_pays(self, blocks: int, size: int, start: int, after: int, now: float) -> bool:
-        """Whether blocks of `size` tokens each are brought from the host rather than computed, and the `after` tokens after them."""
+        """Whether blocks of `size` tokens each are brought from the host rather than computed, and the `after` tokens after them. Of more
+        tokens than were ever computed copies are nearly always faster."""
         seconds = self._expected(Route.UP, blocks)
-        if self.loading_pays(None if seconds is None else self.queued(Route.UP, now) + seconds, start, blocks * size, after):
+        if self.loading_pays(None if seconds is None else self.queued(Route.UP, now) + seconds, start, blocks * size, after, dear=True):
             return True
         # Next time the way up is thought to be a little faster, if that would help.
         if self.loading_pays(0.0, start, blocks * size, after) and Route.UP in self._moves:
