@@ -190,7 +190,7 @@ def test_how_fast_things_went_is_kept_for_the_next_process(tmp_path: Path) -> No
 
     def found(said: str) -> tuple[bool, bool]:
         notes.write_text(said)
-        with opened("llama", Place(), tmp_path) as llm:
+        with opened("llama", Place(), tmp_path, told=True) as llm:
             rates = tiers_of(llm).rates
             known = rates.token is not None, Route.IN in rates.block
             ask_once(llm, "llama", [ONE])

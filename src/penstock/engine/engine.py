@@ -288,9 +288,11 @@ class Engine:
         """Free the device. Requests that are still there are lost; a second call does nothing."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
-            if self._note is not None:
-                self._note()
-            ranks.close()
+            try:
+                if self._note is not None:
+                    self._note()
+            finally:
+                ranks.close()
 
     def _open(self) -> Ranks:
         if self._ranks is None:

@@ -311,7 +311,7 @@ class Rates:
         """Whether blocks of `size` tokens each are brought from the host rather than computed, and the `after` tokens after them. Of more
         tokens than were ever computed copies are nearly always faster."""
         seconds = self._expected(Route.UP, blocks)
-        if self.loading_pays(None if seconds is None else self.queued(Route.UP, now) + seconds, start, blocks * size, after, dear=True):
+        if self.loading_pays(None if seconds is None else self.queued(Route.UP, now) + seconds, start, blocks * size, after, True):
             return True
         # Next time the way up is thought to be a little faster, if that would help.
         if self.loading_pays(0.0, start, blocks * size, after) and Route.UP in self._moves:
