@@ -416,6 +416,25 @@ def test_arithmetic_that_nobody_waits_for_is_not_measured() -> None:
     assert rates.computing(0, 50) == 0.02
 
 
+def test_prompts_that_are_given_up_are_not_measured() -> None:
+    """Chunks are launched in no time, and what is computed of them ends while nobody waits."""
+    room = Room()
+    room.ask(prompt_of(LONGEST))
+    rates, known = room.rates, room.rates.told()["steps"]
+    id = room.scheduler.submit(prompt_of(LONGEST, 1), sampling(), 1)
+    for _ in range(2):
+        plan = room.scheduler.plan()
+        assert not any(share.sample for share in plan.shares)
+        room.scheduler.commit(plan, Outcome((Result(),), (), 1e-3))
+    assert rates.backlog > 0
+    room.scheduler.stop(id)
+    assert rates.backlog == 0
+    rates.stepped(rates.work(0, 100), 100, 0.5, True)  # With what was left of the chunks.
+    assert rates.told()["steps"] == known
+    rates.stepped(rates.work(0, 100), 100, 0.02, True)
+    assert rates.told()["steps"] != known
+
+
 def test_blocks_that_wait_for_others_do_not_make_a_disk_slow() -> None:
     """Two transfers set out together, and a third while the second comes: each block takes 5 ms."""
     rates, one, two, three = Rates(), TransferId(1), TransferId(2), TransferId(3)
@@ -550,6 +569,9 @@ def test_of_another_device_only_the_disk_is_known() -> None:
         {"steps": [[1.0]], "moves": {"IN": [[1, 2, 3]]}},
         {"steps": [[1.0, -1.0]], "moves": {"IN": [[8, 0.1], [0, 1]], "OUT": "no"}, "late": 7.0},
         {"steps": [[1.0, math.nan]], "moves": {"IN": [[math.inf, 0.1]], "UP": [None]}, "late": math.nan},
+        {"steps": [[10**400, 1]], "moves": {"IN": [[1, 10**400]]}},
+        {"steps": [[1e-170, 1.0], [1e170, 1.0]], "moves": {"UP": [[8, 1e-300]]}},
+        {"steps": [[float(1 + at), 1.0] for at in range(1892)], "moves": {}},
         {"steps": [["1", "2"]], "moves": {"IN": {"8": 1}, "elsewhere": [[1, 1]]}, "late": None},
     ],
 )

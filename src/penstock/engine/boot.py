@@ -372,7 +372,7 @@ def _notes(rates: Rates, part: _Part, *, ranks: int) -> Callable[[], None] | Non
         return None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     by = f"{ranks} x {name}, {'all' if part.weights.all_stay else 'some'} weights there"
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError, ArithmeticError):
         told = json.loads(store.noted())
         if isinstance(told, dict):
             rates.recall(told.get("rates"), steps=told.get("computed_by") == by)

@@ -46,6 +46,8 @@ _FEW = 8
 """Blocks that come beside, for nobody, to tell how fast."""
 _AGAIN = 8
 """Times that a disk seems too slow, until it is looked at again, at most."""
+_MOST_TOLD = 128
+"""Measurements of one kind that another process is believed."""
 
 
 class Line:
@@ -198,6 +200,10 @@ class Rates:
     def waited(self) -> None:
         """Who has computed something waits for blocks, while its arithmetic goes on: that is no measurement."""
         self._hidden = True
+
+    def abandoned(self) -> None:
+        """What is computed for somebody is wanted no more: its arithmetic goes on, and nobody waits for its end."""
+        self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, True
 
     def sets_out(self, id: TransferId, route: Route, blocks: int, now: float) -> None:
         """Blocks come, after those that come already."""
@@ -364,9 +370,13 @@ class Rates:
 
 
 def _pairs(told: object) -> list[tuple[float, float]]:
-    """A list of pairs of positive numbers; none if there is anything else in it."""
-    if not isinstance(told, list):
+    """A list of counts and seconds; none if there is anything else in it, or what cannot have been measured."""
+    if not isinstance(told, list) or len(told) > _MOST_TOLD:
         return []
     pairs = [tuple(pair) for pair in told if isinstance(pair, list | tuple) and len(pair) == 2]
-    right = [(a, b) for a, b in pairs if all(isinstance(one, int | float) and 0 < one < math.inf for one in (a, b))]
+    right = [
+        (float(count), float(seconds))
+        for count, seconds in pairs
+        if isinstance(count, int | float) and isinstance(seconds, int | float) and 1 <= count <= 1e12 and 1e-7 <= seconds <= 1e6
+    ]
     return right if len(right) == len(told) else []

@@ -223,6 +223,8 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
+            if request.computed and len(request.tokens) == len(request.prompt):
+                self.tiers.rates.abandoned()
         self._end(request, reason)
         return True
 

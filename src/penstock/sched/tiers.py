@@ -376,6 +376,8 @@ class Tiers:
             self._out.remove((block, name))
             self._coming[Route.OUT].discard(name.key)
             self.host.release([block])
+        for page in [page for page, key in self._lowered.items() if key in some]:
+            del self._lowered[page]
         for key in keys:
             self._later.pop(key, None)
             if self.disk is not None:

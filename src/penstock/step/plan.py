@@ -160,7 +160,7 @@ class Result:
     broken: bool = False
     """The output's structure could not be followed any further: the token is one that ends it, and it is not what it should be."""
     wrong: bool = False
-    """The logits were not numbers: the token is none, and neither may what was computed before it be trusted."""
+    """The logits were not numbers: any token stands in the place of one, and neither may what was computed before it be trusted."""
 
 
 @dataclass(frozen=True, slots=True)

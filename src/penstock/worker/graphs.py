@@ -232,6 +232,7 @@ class DecodeGraphs:
                     self._run_programs[count] = self._recorded(compute, pool, stream).replay
                 else:
                     compute(self._weights.standing())
+                    stream.synchronize()
                     self._run_programs[count] = partial(compute, self._weights)
         torch.cuda.synchronize(device)
         self.bytes = torch.cuda.memory_reserved(device) - before
