@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", str(int("cpu" in sys.argv)))  # read when Triton is imported, by other ranks as well
@@ -34,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 from execution import row
-from tensor_parallel import timed
+from tensor_parallel import recorded, timed
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, _SymmetricMemory
 
@@ -44,6 +45,7 @@ from penstock.parallel.launch import launch
 from penstock.parallel.seat import Seat
 
 Found = dict[str, object]
+OFTEN = 100
 
 
 @triton.jit(do_not_specialize=["size", "rank"])  # type: ignore[untyped-decorator]
@@ -174,7 +176,13 @@ def check(sums: Sums, group: Group, scale: Scale) -> int:
     return turns
 
 
+def often(all_reduce: Callable[[Tensor], None], x: Tensor) -> None:
+    for _ in range(OFTEN):
+        all_reduce(x)
+
+
 def measure(group: Group, scale: Scale) -> Found:
+    """Microseconds of a sum inside a CUDA graph of many, by its bytes."""
     device, found = group.device, Found()
     # Numbers wrap around in the midst of the check.
     sums = Sums(group, Path(scale.folder), scale.dtype, max(scale.sizes), 16 if scale.tiny else 1024, (1 << 31) - scale.rounds // 20)
@@ -184,29 +192,11 @@ def measure(group: Group, scale: Scale) -> Found:
     for size in scale.sizes:
         x, one = torch.zeros(size, dtype=scale.dtype, device=device), Found()
         for name, all_reduce in (("NCCL", group.all_reduce), ("one launch", sums.all_reduce)):
-            one[name] = recorded(all_reduce, x, device)
+            one[name] = timed(recorded(partial(often, all_reduce, x), device)) / OFTEN * 1e6
             group.barrier()
         found[str(2 * size)] = one
     found["checked again"] = check(sums, group, scale)
     return found
-
-
-def recorded(all_reduce: Callable[[Tensor], None], x: Tensor, device: torch.device) -> float:
-    """Microseconds inside a CUDA graph of a hundred."""
-
-    def turns() -> None:
-        for _ in range(100):
-            all_reduce(x)
-
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        turns()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            turns()
-        stream.synchronize()
-    return timed(graph.replay) * 1e4
 
 
 def follow(seat: Seat, device: str, *scale: object) -> None:

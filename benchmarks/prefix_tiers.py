@@ -18,11 +18,12 @@ import time
 import traceback
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import torch
 from long_contexts import Scale, carrier_of, host, prompt_of, running
@@ -40,6 +41,8 @@ from penstock.kv.transfers import Transfers
 from penstock.memory.arena import Arena
 from penstock.memory.device import total_memory
 from penstock.memory.streams import Stream, more_streams, streams_both_ways
+from penstock.sched import arrivals
+from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Result, Route, Transfer, TransferId
@@ -273,9 +276,15 @@ def forget(booted: Booted, *tiers: str) -> None:
     settled(booted)
 
 
-def load_at_once(booted: Booted) -> None:
-    """Whatever it costs to compute: that is not known any more."""
-    booted.engine.scheduler.tiers.rates.token = None
+@contextmanager
+def loaded_anyway() -> Iterator[None]:
+    """Meanwhile blocks are brought, and waited for, whatever it costs to compute them."""
+    with (
+        patch.object(Rates, "copying_pays", lambda *_: True),
+        patch.object(Rates, "computed_first", lambda *_: 0),
+        patch.object(arrivals, "_LEAST_PATIENCE", 60.0),
+    ):
+        yield
 
 
 def through(booted: Booted, prompt: Sequence[int], tokens: int, *, anyway: bool) -> dict[str, First]:
@@ -283,9 +292,8 @@ def through(booted: Booted, prompt: Sequence[int], tokens: int, *, anyway: bool)
     found = {}
     for tier, gone in (("cold", ()), ("pages", ()), ("host", ("pages",)), ("disk", ("pages", "host"))):
         forget(booted, *gone)
-        if anyway:
-            load_at_once(booted)
-        found[tier] = first_token(booted, prompt, tokens)
+        with loaded_anyway() if anyway else nullcontext():
+            found[tier] = first_token(booted, prompt, tokens)
     return found
 
 
@@ -331,8 +339,8 @@ def part_ttft(scale: Scale, device: torch.device, directory: Path) -> dict[str, 
             found |= at_length(booted, both, longest, found["link"], repeat)
         with running(scale, "8B", device, **settings) as booted:
             first_token(booted, prompt_of(longest + tail, 4, vocab))
-            load_at_once(booted)
-            again = first_token(booted, both[0])
+            with loaded_anyway():
+                again = first_token(booted, both[0])
             assert again.disk == longest, f"{again.disk} tokens of {longest} came from disk after a restart"
             assert again.tokens == tuple(found["tokens"]), "other tokens after a restart"
             found["restarted"] = again.seconds
@@ -384,11 +392,8 @@ def at_length(booted: Booted, both: Sequence[Sequence[int]], length: int, link: 
     for at in range(repeat):
         for how, some in (("disk", runs["disk"]), ("disk, as decided", runs["disk, as decided"])):
             forget(booted, "pages", "host")
-            if how == "disk":
-                token, booted.engine.scheduler.tiers.rates.token = booted.engine.scheduler.tiers.rates.token, None
-            some.append(first_token(booted, both[at % 2]))
-            if how == "disk":
-                booted.engine.scheduler.tiers.rates.token = token
+            with loaded_anyway() if how == "disk" else nullcontext():
+                some.append(first_token(booted, both[at % 2]))
     for tier in TIERS:
         least = length - SPARE * booted.engine.scheduler.limits.block_size * (tier == "host")
         wrong = [one for one in runs[tier] if one.cached != length or getattr(one, tier, length - one.host - one.disk) < least]
@@ -507,6 +512,7 @@ def part_decode(scale: Scale, device: torch.device, directory: Path) -> dict[str
     return found
 
 
+@loaded_anyway()
 def loading(
     booted: Booted, prompt: Sequence[int], right: tuple[int, ...], prefix: int, batch: int, loads: int, usual: float
 ) -> dict[str, object]:
@@ -518,7 +524,6 @@ def loading(
         for _ in range(4):
             engine.step()
         landed(booted)
-        load_at_once(booted)
         request = engine.submit(prompt, GREEDY, 1)
         begin, mine = time.perf_counter(), []
         while not mine:
@@ -587,10 +592,8 @@ def keys_of(root: bytes, prompt: Sequence[int], size: int) -> list[bytes]:
 
 
 def planned(scheduler: Scheduler, prompt: list[int], keys: list[bytes] | None) -> list[tuple[float, float, str]]:
-    """A request to its end, loaded whatever it costs to compute: of each step the seconds of its plan and of its commit, and what it did.
-    keys: if they are known before."""
+    """A request to its end: of each step the seconds of its plan and of its commit, and what it did. keys: if they are known before."""
     id, steps = scheduler.submit(prompt, GREEDY, 1), []
-    scheduler.tiers.rates.token = None
     if keys is not None:
         scheduler._requests[id].keys.extend(keys)
     while scheduler.busy:
@@ -626,6 +629,11 @@ def part_ledger(scale: Scale, device: torch.device) -> dict[str, object]:
     pages = BlockLedger(4 * length)
     limits = Limits(size, 8192, 16, 1 << 20)
     scheduler = Scheduler(pages, limits, PrefixRule(root), host=host, store="eager", disk=disk)
+    # What `planned` says that things take, so that it is decided to bring all.
+    rates = scheduler.tiers.rates
+    rates.stepped(rates.work(0, 8192), 8192, 1e-4 * 8192, True)
+    for route in (Route.IN, Route.UP):
+        rates.moved(route, length, 1e-5 * length)
     assert host.cached == total, "the host is not full"
     assert len(disk) == total, "the disk is not full"
     found["requests"] = requests = {}

@@ -83,17 +83,21 @@ def sum_often(group: Group, sizes: list[int], device: torch.device) -> Found:
             found[str(size)] = None
             continue
         alone = timed(turns) / repeats
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            turns()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                turns()
-        recorded = timed(graph.replay) / repeats
-        found[str(size)] = {"alone_us": alone * 1e6, "recorded_us": recorded * 1e6}
+        found[str(size)] = {"alone_us": alone * 1e6, "recorded_us": timed(recorded(turns, device)) / repeats * 1e6}
     group.barrier()
     return found
+
+
+def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """As a CUDA graph, to be replayed."""
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+        stream.synchronize()
+    return graph.replay
 
 
 def timed(work: Callable[[], object]) -> float:

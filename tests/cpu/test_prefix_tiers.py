@@ -29,6 +29,7 @@ from penstock import LLM
 from penstock.engine import boot
 from penstock.kv import carrier
 from penstock.kv.segments import SegmentFile
+from penstock.kv.store import BlockStore
 from penstock.memory import arena
 from penstock.sched import arrivals
 from penstock.sched.rates import Rates
@@ -210,6 +211,12 @@ def test_how_fast_things_went_is_kept_for_the_next_process(tmp_path: Path) -> No
         notes.mkdir()
         ask_once(llm, "llama", [ONE])
     assert list(notes.parent.glob("rates.json*")) == [notes]
+    # Whatever befalls that, the device is freed.
+    with opened("llama", Place(), tmp_path) as llm:
+        runner = llm.booted.engine._ranks
+        with patch.object(BlockStore, "note", side_effect=RuntimeError("no")), pytest.raises(RuntimeError, match="no"):
+            llm.close()
+        assert runner._weights is None  # type: ignore[union-attr]
 
 
 def test_what_a_long_request_has_sent_lands_before_anything_else_does_in_its_place(tmp_path: Path) -> None:

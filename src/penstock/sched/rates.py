@@ -161,8 +161,7 @@ class Rates:
     """Seconds, unknown until something has been measured."""
 
     token: float | None = None
-    """For each of the first tokens of a long prompt. All that is known of computing as long as no step was measured; None: whatever can be
-    brought is, and waited for."""
+    """For each of the first tokens of a long prompt. All that is known of computing as long as no step was measured; None: nothing is."""
     block: dict[Route, float] = field(default_factory=dict)
     beside: dict[Route, float] = field(default_factory=dict)
     """What a transfer takes beside its blocks."""
@@ -332,11 +331,8 @@ class Rates:
         after: tokens that are computed then. up: whether blocks are copied to the device when they have come.
         """
         tokens = blocks * size
-        little = tokens <= _TRIED
-        if self.token is None:  # After a start nobody knows; later somebody wants it so.
-            return 0 if self._steps or little else blocks
-        if Route.IN not in self.block:
-            return 0 if little and self.loading_pays(None, start, tokens, after) else blocks
+        if self.token is None or Route.IN not in self.block:
+            return 0 if tokens <= _TRIED else blocks
         queued = self.queued(Route.IN, now)
 
         def computed(front: int) -> float:
