@@ -11,12 +11,14 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from execution import row
+from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.base.config import Config
@@ -25,9 +27,13 @@ from penstock.bench.machine import machine
 from penstock.bench.report import Kind
 from penstock.bench.shapes import SHAPES
 from penstock.bench.times import Times
+from penstock.engine.team import Collectives
+from penstock.ops.kernels import early_launches
+from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
 from penstock.parallel.seat import Seat
+from penstock.weights.shape import Shape
 
 TINY = SHAPES["100M"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
 Found = dict[str, object]
@@ -65,32 +71,52 @@ def part_equal(place: Place) -> Found:
     return {f"{ranks} ranks, graphs {graphs}": tokens == one for (ranks, graphs), tokens in said.items()}
 
 
-def sum_often(group: Group, sizes: list[int], device: torch.device) -> Found:
-    """Microseconds of a sum, by its bytes: alone, and inside a CUDA graph of a hundred."""
-    found: Found = {}
-    for size in sizes:
-        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        repeats = 100 if device.type == "cuda" else 10
-        for _ in range(10):
+OFTEN = 100
+
+
+def often(work: Callable[[], object]) -> None:
+    for _ in range(OFTEN):
+        work()
+
+
+def sum_often(group: Group, shape: Mapping[str, object], rows: Sequence[int]) -> Found:
+    """Microseconds of a sum over ranks of so many rows, and of one with the residual sum and the norm behind it: by the group's library,
+    and as a model's ranks do it; inside a CUDA graph of many."""
+    spec, device, found = Shape.of(shape).spec, group.device, Found()
+    collectives = Collectives(group, spec, torch.bfloat16)
+    weight = torch.ones(spec.hidden_size, dtype=torch.bfloat16, device=device)
+    for count in rows:
+        x, residual = (torch.zeros(count, spec.hidden_size, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+        def apart(x: Tensor = x, residual: Tensor = residual) -> None:
             group.all_reduce(x)
+            add_rms_norm(x, residual, weight, spec.norm_eps)
 
-        def turns(x: torch.Tensor = x, repeats: int = repeats) -> None:
-            for _ in range(repeats):
-                group.all_reduce(x)
-
-        if device.type != "cuda":
-            turns()
-            found[str(size)] = None
-            continue
-        alone = timed(turns) / repeats
-        found[str(size)] = {"alone_us": alone * 1e6, "recorded_us": timed(recorded(turns, device)) / repeats * 1e6}
+        ways: dict[str, Callable[[], object]] = {
+            "sum, by the library": partial(group.all_reduce, x),
+            "sum": partial(collectives.all_reduce, x),
+            "sum and norm, by the library": apart,
+            "sum and norm": partial(collectives.add_rms_norm, x, residual, weight, spec.norm_eps),
+        }
+        one = found[str(count)] = Found()
+        for name, work in ways.items():
+            work()
+            if device.type == "cuda":
+                with early_launches():
+                    replay = recorded(partial(often, work), device)
+                group.barrier()
+                one[name] = timed(replay) / OFTEN * 1e6
+            group.barrier()
+    found["in one launch, up to rows"] = collectives.rows
     group.barrier()
+    collectives.close()
     return found
 
 
 def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
     """As a CUDA graph, to be replayed."""
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)  # Sums have one order, and so far were of another stream.
     with torch.cuda.stream(stream):
         work()
         stream.synchronize()
@@ -113,28 +139,29 @@ def timed(work: Callable[[], object]) -> float:
     return least
 
 
-def sums_here(seat: Seat, device: str, sizes: tuple[int, ...]) -> None:
+def sums_here(seat: Seat, device: str, shape: Mapping[str, object], rows: tuple[int, ...]) -> None:
     """On the other ranks."""
     where = torch.device("cpu") if device == "cpu" else torch.device("cuda", seat.rank)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     group = seat.group(where)
-    sum_often(group, list(sizes), where)
+    sum_often(group, shape, rows)
     group.close()
 
 
 def part_sums(place: Place) -> Found:
-    sizes = (8192, 8192 * 16, 8192 * 64, 1 << 20, 1 << 26)
+    shape, rows = place.shape("8B"), (1, 8, 64, 128, 256, 512)
     device = torch.device("cpu") if place.device == "cpu" else torch.device("cuda", 0)
-    crew = launch(place.ranks, importlib.import_module("tensor_parallel").sums_here, place.device, sizes)  # By a name that others know.
+    follow = importlib.import_module("tensor_parallel").sums_here  # By a name that others know.
+    crew = launch(place.ranks, follow, place.device, shape, rows)
     try:
         group = crew.group(device)
-        found = sum_often(group, list(sizes), device)
+        found = sum_often(group, shape, rows)
         group.close()
     finally:
         crew.close(10.0)
-    for size, one in found.items():
-        row(f"a sum of {int(size):,} bytes", json.dumps(one))
+    for count, one in found.items():
+        row(f"{count} rows" if count.isdigit() else count, json.dumps(one))
     return found
 
 

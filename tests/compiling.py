@@ -17,7 +17,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
-from penstock.ops import triton_attention, triton_experts, triton_linear, triton_pointwise, triton_sampling, triton_steps, triton_tiles
+from penstock.ops import (
+    triton_attention,
+    triton_experts,
+    triton_linear,
+    triton_pointwise,
+    triton_sampling,
+    triton_steps,
+    triton_sums,
+    triton_tiles,
+)
 from penstock.ops.kernels import early_launches
 
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -129,6 +138,12 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     triton_experts.combine(y, shares)
 
 
+def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
+    shared = triton_sums.Shared(0, 2, empty(3, dtype=torch.int64), empty(64, dtype=torch.int32), 1 << 40)
+    triton_sums.sum_over_ranks(empty(8, dim, dtype=dtype), shared)
+    triton_sums.sum_rms_norm(empty(8, dim, dtype=dtype), empty(8, dim, dtype=dtype), empty(dim, dtype=dtype), 1e-5, shared)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "decode, one row": lambda: decode(1),
     "decode, many rows": lambda: decode(64, joins=True),
@@ -149,6 +164,9 @@ CASES: dict[str, Callable[[], None]] = {
     "linear": linear,
     "draw": draw,
     "steps": steps,
+    "sums": lambda: sums(BF16),
+    "sums, wide": lambda: sums(torch.float16, 2 * HIDDEN),
+    "sums, float32": lambda: sums(torch.float32),
     "fold, one": lambda: fold(1),
     "fold, some": lambda: fold(8),
     "fold, float32": lambda: fold(8, torch.float32),

@@ -151,10 +151,13 @@ def _there() -> dict[str, set[object]]:
     }
 
 
-def follow_cases(seat: Seat, path: str) -> None:
+def follow_cases(seat: Seat, path: str, device: str = "cpu") -> None:
     """A follower that does the cases of a test's file, by their names."""
     cases = runpy.run_path(path)["CASES"]
-    group = seat.group(CPU)
+    place = CPU if device == "cpu" else torch.device(device, seat.local)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    group = seat.group(place)
     while name := seat.receive().decode():
         cases[name](group)
         group.barrier()

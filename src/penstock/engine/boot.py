@@ -23,7 +23,7 @@ from penstock.engine.contexts import LongRoom, keeps
 from penstock.engine.engine import Engine, Ranks
 from penstock.engine.placing import Model, Override, Placed, Say, place
 from penstock.engine.settling import Settled, settle
-from penstock.engine.team import Place, described, device_of, open_described, share_threads, team_config
+from penstock.engine.team import Collectives, Place, described, device_of, open_described, share_threads, team_config
 from penstock.kv.carrier import Carrier, Streams
 from penstock.kv.keys import root_key
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
@@ -177,8 +177,13 @@ def _part(
     device = place.device
     opened.callback(lift_cap, device)
     settled = settle(config, model, device, say, place.shard)
-    runner = _runner(settled, place, guide)
-    demand = _demand(config, settled, runner)
+    collectives = place.collectives(settled.spec, settled.dtype)
+    if collectives is not None:
+        opened.callback(collectives.close)
+        if device.type == "cuda":
+            say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
+    runner = _runner(settled, place, collectives, guide)
+    demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
     weights = _weights(settled, placed, trace)
     opened.callback(weights.close)
@@ -195,7 +200,7 @@ def _part(
     return _Part(settled, runner, weights, budget, root, store)
 
 
-def _runner(settled: Settled, place: Place, guide: Guide | None) -> Runner:
+def _runner(settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None) -> Runner:
     """Without weights and KV, which are attached when there are any."""
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     policies = far.policies if far else None
@@ -208,7 +213,7 @@ def _runner(settled: Settled, place: Place, guide: Guide | None) -> Runner:
         tile_tokens=far.tile_tokens if far else PAST_TILE,
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
     )
-    decoder = Decoder(spec, place.shard, place.collectives(spec.vocab_size))
+    decoder = Decoder(spec, place.shard, collectives)
     sampler = Sampler(spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None, guide)
     return Runner(decoder, inputs, sampler, device)
 
@@ -232,14 +237,15 @@ def _record(config: Config, settled: Settled, runner: Runner, say: Say, *, exper
     )
 
 
-def _demand(config: Config, settled: Settled, runner: Runner) -> Demand:
+def _demand(config: Config, settled: Settled, runner: Runner, *, taken: int) -> Demand:
+    """taken: bytes of the device, beside what passes through a step."""
     limits, far = settled.limits, settled.far
     graphs = 0
     may_rest = sum(map(padded, settled.layouts)) <= settled.total
     if config.graphs and why_not(settled.spec, settled.device, experts_rest=may_rest) is None:
         graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences, limits.max_step_tokens if may_rest else 0)
     return Demand(
-        activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0) + graphs,
+        activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0) + graphs + taken,
         block_bytes=settled.kv.block_bytes,
         block_size=limits.block_size,
         useful_blocks=limits.max_sequences * settled.blocks_per_row,

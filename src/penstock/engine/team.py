@@ -1,5 +1,6 @@
 """An engine on several devices: which part of the model each rank has, on which device, and what it exchanges with the others."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,16 +10,22 @@ import torch
 from torch import Tensor
 
 from penstock.arch.shards import WHOLE, Shard, cut, held
+from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.engine.placing import Model
 from penstock.memory.device import choose_device
+from penstock.memory.windows import Window
+from penstock.ops.kernels import sum_kernels
+from penstock.ops.norm import add_rms_norm
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.pack import Pack
 from penstock.weights.shape import Shape
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.group import Group
+
+_LOG = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +40,79 @@ class Place:
         """The smallest that any rank says, which all of them then go by."""
         return self.group.least(value) if self.group is not None else value
 
-    def collectives(self, vocabulary: int) -> "Collectives | None":
-        return Collectives(self.group, vocabulary) if self.group is not None else None
+    def collectives(self, spec: ModelSpec, dtype: str) -> "Collectives | None":
+        return Collectives(self.group, spec, getattr(torch, dtype)) if self.group is not None else None
 
 
 class Collectives:
-    """What a decoder asks of the others. Of the group, which knows nothing of models, with the widths of every rank's logits."""
+    """What a decoder asks of the others. Of the group, which knows nothing of models, with the widths of every rank's logits; and where
+    GPUs reach each other, sums of few rows in one launch, through windows (`ops.triton_sums`)."""
 
-    def __init__(self, group: "Group", vocabulary: int) -> None:
+    def __init__(self, group: "Group", spec: ModelSpec, dtype: torch.dtype) -> None:
+        """On all ranks at once."""
         self._group = group
-        self._widths = [len(cut(vocabulary, Shard(rank, group.ranks))) for rank in range(group.ranks)]
+        self._widths = [len(cut(spec.vocab_size, Shard(rank, group.ranks))) for rank in range(group.ranks)]
+        self.rows = 0
+        """Sums of up to so many take one launch."""
+        self.bytes = 0
+        """Of the device, for good."""
+        self._window: Window | None = None
+        kernels = sum_kernels() if group.device.type == "cuda" and group.near else None
+        if kernels is None or not kernels.suits(spec.hidden_size, dtype):
+            return
+        rows = kernels.MOST_ROWS
+        size = kernels.window_bytes(group.ranks, rows, spec.hidden_size, dtype)
+        self._window, addresses = _windows(group, size)
+        if self._window is not None:
+            turns = torch.zeros(rows, dtype=torch.int32, device=group.device)
+            where = torch.tensor([group.over.data_ptr(), *addresses], device=group.device)
+            self._kernels, self.rows, self.bytes = kernels, rows, size
+            self._shared = kernels.Shared(group.rank, group.ranks, where, turns, int(group.limit * 1e9))
+            torch.cuda.synchronize(group.device)
+            group.barrier()
 
     def all_reduce(self, x: Tensor) -> None:
+        if len(x) <= self.rows:
+            self._kernels.sum_over_ranks(x, self._shared)
+        else:
+            self._group.all_reduce(x)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if len(x) <= self.rows:
+            normed: Tensor = self._kernels.sum_rms_norm(x, residual, weight, eps, self._shared)
+            return normed
         self._group.all_reduce(x)
+        return add_rms_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
         return self._group.gather(x, self._widths)
+
+    def close(self) -> None:
+        """Once no rank computes any more."""
+        if self._window is not None:
+            self._window.close()
+
+
+def _windows(group: "Group", size: int) -> tuple[Window | None, list[int]]:
+    """This rank's window, and where the windows of all begin for its device; none where any two GPUs do not reach each other."""
+    window, addresses = None, list[int]()
+    try:
+        window = Window(group.device, size)
+    except DeviceError as fault:
+        _LOG.info("sums over ranks go by NCCL: %s", fault)
+    handles = group.exchange(window.handle if window else b"")
+    seen = all(handles)
+    if seen and window:
+        try:
+            addresses = [window.address if rank == group.rank else window.see(handle) for rank, handle in enumerate(handles)]
+        except DeviceError as fault:
+            _LOG.info("sums over ranks go by NCCL: %s", fault)
+            seen = False
+    if not group.least(seen):
+        if window:
+            window.close()
+        return None, []
+    return window, addresses
 
 
 def device_of(config: Config, local: int) -> torch.device:

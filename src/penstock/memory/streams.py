@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.base.errors import DeviceError
+from penstock.memory.runtime import cuda_function
 
 Pieces = NDArray[np.int64]
 """`[pieces, 3]`: of each its place in the target, its place in the source, and how many bytes it is. None overlap in the target."""
@@ -297,9 +298,9 @@ _IN_STREAM_ORDER = 1
 def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
     """Copies pieces between two addresses on a stream, by cudaMemcpyBatchAsync, or one by one where the runtime is older than 12.8."""
     version = ctypes.c_int()
-    _runtime("cudaRuntimeGetVersion", ctypes.c_void_p)(ctypes.byref(version))
+    cuda_function("cudaRuntimeGetVersion", ctypes.c_void_p)(ctypes.byref(version))
     if version.value < 12080:
-        single = _runtime("cudaMemcpyAsync", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        single = cuda_function("cudaMemcpyAsync", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
         def one_by_one(target: int, source: int, pieces: Pieces, stream: int) -> int:
             # 4: which way is for the runtime to find out.
@@ -309,7 +310,7 @@ def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
         return one_by_one
     failed = [ctypes.c_void_p] if version.value < 13000 else []  # Until 13, where to say which of them failed.
     pointers = [ctypes.c_void_p] * 3
-    batch = _runtime("cudaMemcpyBatchAsync", *pointers, ctypes.c_size_t, *pointers[:2], ctypes.c_size_t, *failed, ctypes.c_void_p)
+    batch = cuda_function("cudaMemcpyBatchAsync", *pointers, ctypes.c_size_t, *pointers[:2], ctypes.c_size_t, *failed, ctypes.c_void_p)
     attributes = _CopyAttributes(_IN_STREAM_ORDER)
     first = ctypes.c_size_t(0)
 
@@ -327,25 +328,7 @@ def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
 def _memcpy_2d() -> Callable[..., int]:
     """cudaMemcpy2DAsync: target, its pitch, source, its pitch, width, rows, kind, stream."""
     size = ctypes.c_size_t
-    return _runtime("cudaMemcpy2DAsync", ctypes.c_void_p, size, ctypes.c_void_p, size, size, size, ctypes.c_int, ctypes.c_void_p)
-
-
-def _runtime(name: str, *arguments: type) -> Callable[..., int]:
-    """A function of the CUDA runtime that torch has loaded.
-
-    The loader looks a name up in a library and in all that it was linked with, whatever that is called and wherever it lies.
-    """
-    for library in ("libtorch_cuda.so", f"{torch.__path__[0]}/lib/libtorch_cuda.so", None):
-        try:
-            function: Callable[..., int] = ctypes.CDLL(library)[name]
-        except (OSError, AttributeError):
-            continue
-        function.argtypes, function.restype = list(arguments), ctypes.c_int  # type: ignore[attr-defined]
-        return function
-    raise DeviceError(
-        f"copies need {name} of the CUDA runtime, which torch {torch.__version__} does not lend; "
-        f"install a torch from pypi.org or pytorch.org"
-    )
+    return cuda_function("cudaMemcpy2DAsync", ctypes.c_void_p, size, ctypes.c_void_p, size, size, size, ctypes.c_int, ctypes.c_void_p)
 
 
 def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:

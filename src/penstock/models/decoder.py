@@ -64,12 +64,13 @@ class Decoder:
         residual = self._embed(inputs.tokens, embedding["embedding"])
         weights.release(EMBEDDING)
         self._sum(residual)
-        # Each block hands its output on instead of adding it, so that the sum and the next norm can be one kernel.
+        # Each block hands its output on, a rank's part of it, instead of adding it: sums and the next norm can be one kernel.
         x: Tensor | None = None
         for layer in range(self.spec.layers) if layers is None else layers:
             x = self._attention(layer, x, residual, weights, caches[layer], inputs, cold)
             x = self._feed_forward(layer, x, residual, weights)
         if x is not None:
+            self._sum(x)
             residual.add_(x)
         return residual if inputs.wanted is None else residual[inputs.wanted]
 
@@ -111,6 +112,8 @@ class Decoder:
     def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
         if x is None:
             return rms_norm(residual, weight, self.spec.norm_eps)
+        if self._collectives is not None:
+            return self._collectives.add_rms_norm(x, residual, weight, self.spec.norm_eps)
         return add_rms_norm(x, residual, weight, self.spec.norm_eps)
 
     def _attention(
@@ -133,7 +136,6 @@ class Decoder:
         seen = attend(q, k, v, cache, inputs.attention, self._scale, spec.windows[layer], cold, written=True)
         out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias"))
         weights.release(group)
-        self._sum(out)
         return out
 
     def _feed_forward(self, layer: int, x: Tensor, residual: Tensor, weights: Weights) -> Tensor:
@@ -144,9 +146,7 @@ class Decoder:
             scores = linear(normed, w["router"])
             weights.release(router)
             assert self._local.moe is not None
-            mixed = mixture(normed, scores, self._local.moe, layer, weights)
-            self._sum(mixed)
-            return mixed
+            return mixture(normed, scores, self._local.moe, layer, weights)
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
         normed = self._norm(x, residual, w["norm"])
@@ -154,5 +154,4 @@ class Decoder:
             linear(gated(piece, w["gate_up"], w.get("gate_up_bias")), w["down"], w.get("down_bias"), out=piece)
         out = normed
         weights.release(group)
-        self._sum(out)
         return out

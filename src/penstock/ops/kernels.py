@@ -44,6 +44,11 @@ def sampling_kernels() -> ModuleType | None:
     return _kernels("triton_sampling")
 
 
+@functools.cache
+def sum_kernels() -> ModuleType | None:
+    return _kernels("triton_sums")
+
+
 def _kernels(name: str) -> ModuleType | None:
     """None where Triton is not installed: then the plain-torch references do the work."""
     if importlib.util.find_spec("triton") is None:

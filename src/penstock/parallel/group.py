@@ -35,12 +35,15 @@ class Group:
 
     Tensors on a CUDA device go by NCCL, in the order of the device's current stream, without waiting on the host; those on a CPU by gloo.
     Plain values go by gloo on both. On one machine (`near`) all of that stays on its loopback.
+
+    over: int32 `[1]` in host memory that a CUDA device reads and writes: not 0 once nobody is to wait for others there any more. It is for
+    kernels that wait by themselves, which put a 1 there when they have waited for `limit` seconds.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, *, near: bool = True, timeout: float = TIMEOUT) -> None:
         """Returns when all ranks have come. `store`: by which they find each other."""
-        self.rank, self.ranks, self.device = rank, ranks, device
-        self._timeout = timeout
+        self.rank, self.ranks, self.device, self.near, self.limit = rank, ranks, device, near, timeout
+        self.over = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         limit = timedelta(seconds=timeout)
         self._sum, self._least, self._every = AllreduceOptions(), AllreduceOptions(), AllgatherOptions()
         self._least.reduceOp = cast(ReduceOp, ReduceOp.MIN)
@@ -144,10 +147,15 @@ class Group:
                 raise DeviceError(
                     f"a collective of rank {self.rank} with {self.ranks - 1} others failed: {error.name}; see NCCL_DEBUG=INFO"
                 )
+            if self.over.numpy()[0]:
+                raise DeviceError(
+                    f"a sum of rank {self.rank} with {self.ranks - 1} others is incomplete: one did not come within {self.limit:g} s"
+                )
 
     def abort(self) -> None:
         """From any thread: whatever waits for other ranks on the device ends, with results without meaning. What waits for them on the host
         ends when they are gone."""
+        self.over.numpy()[0] = 1
         if self.device.type == "cuda" and self._tensors is not None:
             self._tensors.abort()
 

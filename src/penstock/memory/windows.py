@@ -1,0 +1,65 @@
+"""Memory of a GPU that GPUs of other processes on the machine reach as well, by CUDA's handles between processes."""
+
+import ctypes
+
+import torch
+
+from penstock.base.errors import DeviceError
+from penstock.memory.runtime import cuda_function
+
+_HANDLE = ctypes.c_ubyte * 64
+_PEERS_WHEN_NEEDED = 1
+
+
+class _ByValue(ctypes.Structure):
+    _fields_ = (("bytes", _HANDLE),)
+
+
+class Window:
+    """So many bytes of this process's device, zeros, and what it sees of others'. Nothing has a name that could be left behind."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        """Raises DeviceError where the memory is not there, or cannot be shared."""
+        self._device, self._own, self._seen = device, ctypes.c_void_p(), list[ctypes.c_void_p]()
+        handle = _HANDLE()
+        try:
+            self._call("cudaMalloc", ctypes.byref(self._own), ctypes.c_size_t(size))
+            self._call("cudaMemset", self._own, ctypes.c_int(0), ctypes.c_size_t(size))
+            self._call("cudaIpcGetMemHandle", ctypes.byref(handle), self._own)
+            torch.cuda.synchronize(device)
+        except BaseException:
+            self.close()
+            raise
+        self.handle = bytes(handle)
+        """By which another process sees it."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._own.value or 0
+
+    def see(self, handle: bytes) -> int:
+        """Where another's window begins, for kernels of this process's device. Raises DeviceError if devices do not reach each other."""
+        there = ctypes.c_void_p()
+        given = _ByValue(_HANDLE.from_buffer_copy(handle))
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(there), given, ctypes.c_uint(_PEERS_WHEN_NEEDED))
+        self._seen.append(there)
+        return there.value or 0
+
+    def close(self) -> None:
+        """Once nobody's kernels write there any more. A second call does nothing."""
+        seen, self._seen = self._seen, []
+        own, self._own = self._own, ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            for one in seen:
+                cuda_function("cudaIpcCloseMemHandle")(one)
+            if own:
+                cuda_function("cudaFree")(own)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        with torch.cuda.device(self._device):
+            error = cuda_function(name)(*arguments)  # Each of a type of C's own.
+        if error:
+            # A call that failed is noted by the runtime, and would be taken for a fault of the next one.
+            cuda_function("cudaGetLastError")()
+            raise DeviceError(f"memory that other processes see was asked for, and {name} failed with error {error}")

@@ -1,0 +1,202 @@
+"""Sums over ranks in one launch, interpreted, between two and three processes that see the same files instead of each other's memory."""
+
+import os
+import random
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+
+import bounds
+from crews import CPU, follow_cases
+from penstock.base.errors import DeviceError
+from penstock.ops import triton_sums
+from penstock.ops.norm import rms_norm
+from penstock.ops.triton_sums import Shared, sum_over_ranks, sum_rms_norm, window_bytes
+from penstock.parallel.group import Group
+from penstock.parallel.launch import Crew, launch
+
+Case = Callable[[Group], None]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EPS = 1e-5
+MOST, DIM = 5, 24
+"""No power of two, in words either."""
+OFTEN = triton_sums.tl.constexpr(4)
+"""Looks, which take long here, until one at the host's word."""
+
+
+@contextmanager
+def sharing(group: Group, dtype: torch.dtype, first: int = 0) -> Iterator[Shared]:
+    """Windows for MOST rows of DIM numbers; what each row has counted so far is `first`."""
+    bounds.install()
+    size = window_bytes(group.ranks, MOST, DIM, dtype)
+    with ExitStack() as ends:
+        folder = Path(group.broadcast(os.fsencode(ends.enter_context(tempfile.TemporaryDirectory())) if group.rank == 0 else None).decode())
+        windows = [torch.from_file(str(folder / str(rank)), True, size, dtype=torch.uint8) for rank in range(group.ranks)]
+        ends.enter_context(bounds.lent(map(bounds.span, [group.over, *windows])))
+        where = torch.tensor([one.data_ptr() for one in (group.over, *windows)])
+        group.barrier()
+        yield Shared(group.rank, group.ranks, where, torch.full((MOST,), first, dtype=torch.int32), 0)
+        group.barrier()
+
+
+def parts(group: Group, turn: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """One for each rank, the same on every rank."""
+    generator = torch.Generator().manual_seed(turn)
+    # Numbers that bfloat16 adds exactly: the interpreter rounds to it in another way than torch.
+    return [torch.randint(-8, 8, (rows, DIM), generator=generator).to(dtype) for _ in range(group.ranks)]
+
+
+def some_rows(rng: random.Random) -> int:
+    return rng.choice((0, 1, 2, MOST))
+
+
+def come_late(rng: random.Random) -> None:
+    if rng.random() < 0.4:
+        time.sleep(rng.random() * 4e-3)
+
+
+def sums(group: Group) -> None:
+    rows, late = random.Random(3), random.Random(group.rank)
+    for dtype in DTYPES:
+        with sharing(group, dtype, (1 << 31) - 9) as shared:  # Numbers wrap around in the midst.
+            for turn in range(20):
+                every = parts(group, turn, some_rows(rows), dtype)
+                wide = torch.full((len(every[0]), DIM + 8), 3.0, dtype=dtype)
+                wide[:, :DIM] = every[group.rank]
+                come_late(late)
+                sum_over_ranks(wide[:, :DIM], shared)
+                assert torch.equal(wide[:, :DIM], torch.stack(every).sum(0))
+                assert (wide[:, DIM:] == 3.0).all(), "written beside a row"
+
+
+def norms(group: Group) -> None:
+    rows, late = random.Random(4), random.Random(group.rank + 10)
+    for dtype, near in zip(DTYPES, (1e-6, 2e-3, 2e-2), strict=True):
+        with sharing(group, dtype) as shared:
+            for turn in range(8):
+                every = parts(group, turn, some_rows(rows), dtype)
+                residual, weight = parts(group, 100 + turn, len(every[0]), dtype)[0], parts(group, 200 + turn, 1, dtype)[0][0]
+                total = residual + torch.stack(every).sum(0)
+                come_late(late)
+                x = every[group.rank].clone()
+                normed = sum_rms_norm(x, residual, weight, EPS, shared)
+                assert torch.equal(residual, total)
+                assert torch.equal(x, every[group.rank])
+                torch.testing.assert_close(normed, rms_norm(total, weight, EPS), rtol=near, atol=near)
+
+
+def the_same_bits(group: Group) -> None:
+    """Numbers that do not add exactly."""
+    for dtype in DTYPES:
+        with sharing(group, dtype) as shared:
+            x = torch.randn(MOST, DIM, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+            sum_over_ranks(x, shared)
+            assert len(set(group.exchange(x.view(torch.uint8).numpy().tobytes()))) == 1
+
+
+def nobody_comes(group: Group) -> None:
+    """Rank 0 waits for others that do not come, until the host says that it is over; and then for nobody any more."""
+    with changed(_LOOKS=OFTEN), sharing(group, torch.float32) as shared:
+        if group.rank == 0:
+            timer = threading.Timer(0.1, lambda: group.over.fill_(1))
+            timer.start()
+            for _ in range(3):
+                sum_over_ranks(torch.zeros(MOST, DIM), shared)
+            timer.join()
+            group.over.fill_(0)
+
+
+@contextmanager
+def changed(**other: object) -> Iterator[None]:
+    """Meanwhile the kernel calls something else by these names."""
+    plain = triton_sums._sum
+    again = types.FunctionType(plain.fn.__code__, {**plain.fn.__globals__, **other}, plain.fn.__name__)
+    again.__annotations__ = plain.fn.__annotations__
+    triton_sums._sum = triton_sums.triton.jit(again)
+    try:
+        yield
+    finally:
+        triton_sums._sum = plain
+
+
+def look_once(*args: object) -> object:
+    return triton_sums._look.fn(*args)[0], 0
+
+
+def look_late(*args: object) -> object:
+    time.sleep(0.05)
+    return triton_sums._look.fn(*args)
+
+
+def without_waiting(group: Group) -> None:
+    with changed(_look=look_once), sharing(group, torch.float32) as shared:
+        x = torch.ones(MOST, DIM)
+        if group.rank:
+            time.sleep(0.2)
+        sum_over_ranks(x, shared)
+        assert group.rank or not torch.equal(x, torch.full_like(x, group.ranks)), "rank 0 does not wait, and has the sum"
+
+
+def two_in_a_row(group: Group) -> bool:
+    """Whether they are right, on the last rank, which looks late."""
+    last = group.rank == group.ranks - 1
+    with changed(_LOOKS=OFTEN, **{"_look": look_late} if last else {}), sharing(group, torch.float32) as shared:
+        found = [torch.full((1, DIM), float(one)) for one in (1, 2)]
+        timer = threading.Timer(1.0, lambda: group.over.fill_(1))
+        timer.start()
+        for x in found:
+            sum_over_ranks(x, shared)
+        timer.cancel()
+        group.over.fill_(0)
+        return not last or all(torch.equal(x, torch.full((1, DIM), float(one * group.ranks))) for x, one in zip(found, (1, 2), strict=True))
+
+
+def two_slots(group: Group) -> None:
+    assert two_in_a_row(group)
+
+
+def one_slot(group: Group) -> None:
+    """What the last rank has not read yet is written over, and it waits for what does not come again."""
+    plain, triton_sums._slot = triton_sums._slot, lambda turn: turn & 0
+    try:
+        assert two_in_a_row(group) == (group.rank < group.ranks - 1)
+    finally:
+        triton_sums._slot = plain
+
+
+CASES: dict[str, Case] = {case.__name__: case for case in (sums, norms, the_same_bits, nobody_comes, without_waiting, two_slots, one_slot)}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def crew(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, Group]]:
+    crew = launch(request.param, follow_cases, __file__)
+    try:
+        group = crew.group(CPU)
+        yield crew, group
+        crew.send(b"")
+        group.close()
+    finally:
+        crew.close(10.0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_every_rank(crew: tuple[Crew, Group], case: str) -> None:
+    followers, group = crew
+    followers.send(case.encode())
+    try:
+        CASES[case](group)
+        group.barrier()
+    except DeviceError as fault:
+        raise followers.verdict(fault) from fault
+    assert followers.failure is None
