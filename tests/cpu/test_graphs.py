@@ -1,6 +1,8 @@
 """Decode steps over inputs at fixed addresses, as graphs record them, here computed instead of replayed: what they say must be what steps
 with inputs of their own say. In place of kernels that read pages there is plain arithmetic that takes tables and lengths as they do."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,10 +15,11 @@ from torch import Tensor
 
 import tiny
 from penstock import LLM, SamplingParams
+from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import ModelSpec
 from penstock.ops import attention
 from penstock.weights.checkpoint import Checkpoint
-from penstock.worker.graphs import DecodeGraphs, DecodeStep, row_counts, run_counts, why_not
+from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program, row_counts, run_counts, why_not
 from penstock.worker.runner import Runner
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 7}
@@ -245,3 +248,60 @@ def test_steps_share_the_inputs_that_two_in_flight_need() -> None:
         step.give((), 7)
         assert step._turn != turn
         assert torch.equal(first, step._staging[turn])
+
+
+class Lent:
+    """Weights of which the attention's move. Says what is asked of it."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said, self.views = said, {}
+
+    def standing(self) -> "Lent":
+        return Lent([])
+
+    def moves(self, group: GroupId) -> bool:
+        return group.kind is GroupKind.ATTENTION
+
+    def take(self, group: GroupId) -> dict[str, Tensor]:
+        self.said.append(f"take {group.layer}")
+        return self.views
+
+    def release(self, group: GroupId) -> None:
+        self.said.append(f"release {group.layer}")
+
+
+def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it() -> None:
+    """Collections do not run in steps, and what a graph has recorded of the ranks' library keeps that from ending."""
+    said: list[str] = []
+
+    class Graph:
+        count = 0
+
+        def __init__(self) -> None:
+            self.number, Graph.count = Graph.count, Graph.count + 1
+
+        def capture_begin(self, *_: object, **__: object) -> None: ...
+
+        def capture_end(self) -> None: ...
+
+        def replay(self) -> None:
+            said.append(f"piece {self.number}")
+
+    weights = Lent(said)
+    gc.disable()
+    try:
+        with patch("torch.cuda.CUDAGraph", Graph):
+            program = _Program(None, weights)  # type: ignore[arg-type]
+            weights.views = program._standing.views  # type: ignore[attr-defined]
+            for layer in range(2):
+                for kind in (GroupKind.ATTENTION, GroupKind.FFN):
+                    program.take(GroupId(kind, layer))
+                    program.release(GroupId(kind, layer))
+            program.end()
+        program.replay()
+        assert said == ["piece 0", "take 0", "piece 1", "release 0", "take 1", "piece 2", "release 1"]
+        graph = weakref.ref(program._graph)
+        del program
+        assert graph() is None
+    finally:
+        gc.enable()

@@ -77,9 +77,9 @@ class Collectives:
         else:
             self._group.all_reduce(x)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, following: Tensor | None = None) -> Tensor:
         if len(x) <= self.rows:
-            normed: Tensor = self._kernels.sum_rms_norm(x, residual, weight, eps, self._shared)
+            normed: Tensor = self._kernels.sum_rms_norm(x, residual, weight, eps, self._shared, following)
             return normed
         self._group.all_reduce(x)
         return add_rms_norm(x, residual, weight, eps)

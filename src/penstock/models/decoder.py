@@ -109,11 +109,12 @@ class Decoder:
         others = (mine < 0) | (mine >= len(rows))
         return torch.nn.functional.embedding(mine.masked_fill_(others, 0), rows).masked_fill_(others.unsqueeze(1), 0)
 
-    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, following: Tensor) -> Tensor:
+        """following: the weights that it is multiplied with."""
         if x is None:
             return rms_norm(residual, weight, self.spec.norm_eps)
         if self._collectives is not None:
-            return self._collectives.add_rms_norm(x, residual, weight, self.spec.norm_eps)
+            return self._collectives.add_rms_norm(x, residual, weight, self.spec.norm_eps, following)
         return add_rms_norm(x, residual, weight, self.spec.norm_eps)
 
     def _attention(
@@ -128,7 +129,7 @@ class Decoder:
     ) -> Tensor:
         spec, group = self._local, GroupId(GroupKind.ATTENTION, layer)
         w = weights.take(group)
-        qkv = linear(self._norm(x, residual, w["norm"]), w["qkv"], w.get("qkv_bias"))
+        qkv = linear(self._norm(x, residual, w["norm"], w["qkv"]), w["qkv"], w.get("qkv_bias"))
         norms = HeadNorms(w["q_norm"], w["k_norm"], spec.norm_eps) if spec.qk_norm else None
         q, k, v = project(qkv, inputs.cos, inputs.sin, cache, inputs.attention, heads=spec.heads, norms=norms)
         if cold is not None:
@@ -142,14 +143,14 @@ class Decoder:
         if self.spec.is_moe(layer):
             router = GroupId(GroupKind.ROUTER, layer)
             w = weights.take(router)
-            normed = self._norm(x, residual, w["norm"])
+            normed = self._norm(x, residual, w["norm"], w["router"])
             scores = linear(normed, w["router"])
             weights.release(router)
             assert self._local.moe is not None
             return mixture(normed, scores, self._local.moe, layer, weights)
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
-        normed = self._norm(x, residual, w["norm"])
+        normed = self._norm(x, residual, w["norm"], w["gate_up"])
         for piece in torch.split(normed, _WIDE_ROWS):  # Its output takes its place.
             linear(gated(piece, w["gate_up"], w.get("gate_up_bias")), w["down"], w.get("down_bias"), out=piece)
         out = normed

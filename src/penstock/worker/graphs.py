@@ -280,7 +280,10 @@ class DecodeGraphs:
 
 
 class _Program:
-    """Weights that are lent while a pass is recorded; then the recorded pieces of it, and what is taken and released between them."""
+    """Weights that are lent while a pass is recorded; then the recorded pieces of it, and what is taken and released between them.
+
+    None of that refers back to it, so that graphs are gone when it is: what they recorded of NCCL keeps its end waiting.
+    """
 
     def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream) -> None:
         """Recording begins, on the current stream."""
@@ -305,7 +308,7 @@ class _Program:
         if self._weights.moves(group):
             self._cut()
             self._note_released()
-            self._acts.append(lambda: self._take(group, views))
+            self._acts.append(partial(_take_again, self._weights, group, views))
             self._graph = self._begin()
         return views
 
@@ -333,9 +336,10 @@ class _Program:
             act()
 
     def _note_released(self) -> None:
-        self._acts += [lambda group=group: self._weights.release(group) for group in self._released]  # type: ignore[misc]
+        self._acts += [partial(self._weights.release, group) for group in self._released]
         self._released.clear()
 
-    def _take(self, group: GroupId, recorded: Mapping[str, Tensor]) -> None:
-        lent = self._weights.take(group)
-        assert lent is recorded, f"{group} is not where it was when the step was recorded"
+
+def _take_again(weights: WeightStream, group: GroupId, recorded: Mapping[str, Tensor]) -> None:
+    lent = weights.take(group)
+    assert lent is recorded, f"{group} is not where it was when the step was recorded"
