@@ -1,17 +1,24 @@
 """What two and three processes compute together: the same on each, and what one would have computed."""
 
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
-from crews import CPU, follow_cases
+from crews import CPU, follow_cases, led, order
 from penstock.base.errors import DeviceError
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew, launch
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share
+from penstock.worker.rank import Leader
 from penstock.worker.sampler import Sampler
+from streams import LONG, within
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32]
 Case = Callable[[Group], None]
@@ -137,3 +144,67 @@ def test_on_every_rank(crew: tuple[Crew, Group], case: str) -> None:
     except DeviceError as fault:
         raise followers.verdict(fault) from fault
     assert followers.failure is None
+
+
+class Recorded:
+    """In the place of NCCL, which does not end before what graphs have recorded of it is gone."""
+
+    def __init__(self) -> None:
+        self.gone, self.asked = threading.Event(), list[str]()
+
+    def abort(self) -> None:
+        self.asked.append("abort")
+        self.gone.wait(LONG)
+
+    def shutdown(self) -> None:
+        self.asked.append("shutdown")
+        self.gone.wait(LONG)
+
+
+def alone() -> tuple[Group, Recorded]:
+    group, recorded = Group(HashStore(), 0, 1, CPU), Recorded()
+    group._nccl = cast(Any, recorded)
+    return group, recorded
+
+
+def test_who_aborts_does_not_wait_for_graphs() -> None:
+    group, recorded = alone()
+    group.abort()
+    assert group.over.item() == 1
+    group.abort()
+    assert not recorded.gone.is_set()
+    with pytest.raises(DeviceError, match="incomplete"):
+        group.check()
+    recorded.gone.set()
+    group.close()
+    group.close()
+    assert recorded.asked == ["abort"]
+    assert group._ending is not None
+    assert not group._ending.is_alive()
+
+
+def test_what_does_not_end_is_left_to_itself(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("penstock.parallel.group._ENDING", 0.05)
+    group, recorded = alone()
+    group.close()
+    assert recorded.asked == ["shutdown"]
+    assert "left to themselves" in caplog.text
+    recorded.gone.set()
+
+
+def test_a_rank_that_is_gone_ends_the_run_though_graphs_are_there() -> None:
+    """They go when rank 0's part closes, which is after it has begun to abort."""
+    leader, crew = led(2)
+    recorded = Recorded()
+    leader._group._nccl = cast(Any, recorded)
+    with patch.object(leader._part, "close", recorded.gone.set):
+        assert within(LONG, partial(_killed, leader))
+        leader.close()
+    assert crew.failure is not None
+    assert recorded.asked == ["abort"]
+    assert recorded.gone.is_set()
+
+
+def _killed(leader: Leader) -> None:
+    with pytest.raises(DeviceError, match="rank 1 of 2"):
+        leader.run(order("kill", 1))

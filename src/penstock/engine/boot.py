@@ -147,7 +147,14 @@ def _team(
             raise
         raise told from fault
     say(f"tensor parallel: {crew.ranks} ranks, this one with {format_size(part.weights.bytes + part.weights.host_bytes)} of weights")
-    return part, Leader(part.runner, crew, group, alone)
+
+    def end() -> None:
+        """When this process is the only one again."""
+        alone()
+        if part.collectives is not None:
+            part.collectives.close()
+
+    return part, Leader(part.runner, crew, group, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,7 @@ class _Part:
     budget: Budget
     root: bytes
     store: BlockStore | None
+    collectives: Collectives | None
 
 
 def _part(
@@ -183,6 +191,7 @@ def _part(
         if device.type == "cuda":
             say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
     runner = _runner(settled, place, collectives, guide)
+    opened.callback(runner.detach)
     demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
     weights = _weights(settled, placed, trace)
@@ -197,7 +206,7 @@ def _part(
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
     rest = place.least(weights.experts_rest + weights.all_stay)
     _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
-    return _Part(settled, runner, weights, budget, root, store)
+    return _Part(settled, runner, weights, budget, root, store, collectives)
 
 
 def _runner(settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None) -> Runner:

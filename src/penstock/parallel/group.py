@@ -1,6 +1,8 @@
 """What ranks do together: sums and gathers of tensors, and agreement on plain numbers."""
 
+import logging
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -22,8 +24,11 @@ from torch._C._distributed_c10d import (
 
 from penstock.base.errors import DeviceError
 
+_LOG = logging.getLogger("penstock")
 TIMEOUT = 120.0
 """Seconds that a rank waits for the others in a collective: as much as one may be slower than another in one layer, and far more."""
+_ENDING = 10.0
+"""Seconds that closing waits for the device's collectives to end."""
 _EVER = timedelta(days=1000)
 _SHORT = 1024
 """Bytes that ranks exchange in one round, with their number."""
@@ -43,6 +48,10 @@ class Group:
     def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, *, near: bool = True, timeout: float = TIMEOUT) -> None:
         """Returns when all ranks have come. `store`: by which they find each other."""
         self.rank, self.ranks, self.device, self.near, self.limit = rank, ranks, device, near, timeout
+        self._nccl: ProcessGroup | None = None
+        """Until its end begins."""
+        self._ending: threading.Thread | None = None
+        self._first_to_end = threading.Lock()
         self.over = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         limit = timedelta(seconds=timeout)
         self._sum, self._least, self._every = AllreduceOptions(), AllreduceOptions(), AllgatherOptions()
@@ -71,7 +80,7 @@ class Group:
             with _Named(self, "meeting"):
                 nccl = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), rank, ranks, options)
                 nccl.eager_connect_single_device(device)
-            self._tensors = cast(ProcessGroup, nccl)
+            self._tensors = self._nccl = cast(ProcessGroup, nccl)
             self.all_reduce(torch.zeros(1, device=device))
             torch.cuda.synchronize(device)
 
@@ -141,29 +150,41 @@ class Group:
 
     def check(self) -> None:
         """Raises DeviceError if a collective on the device has failed, which leaves its results without meaning."""
+        if self.over.numpy()[0]:
+            raise DeviceError(
+                f"a sum of rank {self.rank} with {self.ranks - 1} others is incomplete: one is gone, or came not in {self.limit:g} s"
+            )
         if self.device.type == "cuda":
             error = cast(c10d.Backend, _open(self._tensors)).get_error()
             if error.name != "SUCCESS":
                 raise DeviceError(
                     f"a collective of rank {self.rank} with {self.ranks - 1} others failed: {error.name}; see NCCL_DEBUG=INFO"
                 )
-            if self.over.numpy()[0]:
-                raise DeviceError(
-                    f"a sum of rank {self.rank} with {self.ranks - 1} others is incomplete: one did not come within {self.limit:g} s"
-                )
 
     def abort(self) -> None:
         """From any thread: whatever waits for other ranks on the device ends, with results without meaning. What waits for them on the host
         ends when they are gone."""
         self.over.numpy()[0] = 1
-        if self.device.type == "cuda" and self._tensors is not None:
-            self._tensors.abort()
+        self._end(abort=True)
 
     def close(self) -> None:
         """Threads and sockets end. A second call does nothing."""
-        tensors, self._tensors, self._plain = self._tensors, None, None
-        if tensors is not None and self.device.type == "cuda":
-            tensors.shutdown()
+        ending = self._end(abort=False)
+        self._tensors = self._plain = None
+        if ending is not None:
+            ending.join(_ENDING)
+            if ending.is_alive():
+                _LOG.warning("collectives of rank %d do not end, and are left to themselves", self.rank)
+
+    def _end(self, *, abort: bool) -> threading.Thread | None:
+        """The thread that ends the device's collectives, begun by whoever asks first. NCCL's end waits until no CUDA graph is left that has
+        recorded any, and who aborts may be the one who lets go of them afterwards."""
+        with self._first_to_end:
+            nccl, self._nccl = self._nccl, None
+            if nccl is not None:
+                self._ending = threading.Thread(target=nccl.abort if abort else nccl.shutdown, name="penstock NCCL's end", daemon=True)
+                self._ending.start()
+            return self._ending
 
 
 class _Named:
