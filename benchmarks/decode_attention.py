@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.ops.triton_attention import DecodeTuning, decode_tuning, paged_decode
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
+DIM = 128
 SCALE = 1 / math.sqrt(DIM)
 SHARED_MEMORY = 227 * 1024
 """Bytes a program may use on Hopper."""
@@ -36,10 +36,12 @@ class Shape:
     name: str
     lengths: tuple[int, ...]
     block_size: int
+    heads: int = 32
+    kv_heads: int = 8
 
     @property
     def kv_bytes(self) -> int:
-        return sum(self.lengths) * KV_HEADS * DIM * 2 * 2
+        return sum(self.lengths) * self.kv_heads * DIM * 2 * 2
 
 
 def shapes(block_size: int, tiny: bool) -> list[Shape]:
@@ -58,6 +60,9 @@ def shapes(block_size: int, tiny: bool) -> list[Shape]:
         Shape("64 x 8K", (8192,) * 64, block_size),
         Shape("64 ragged", ragged, block_size),
         Shape("64K and 31 x 1K", lone, block_size),
+        Shape("256 x 540", (540,) * 256, block_size, 16),
+        # On one device of two; what does not depend on how much is read shows in the shorter ones.
+        *(Shape(f"64 x {length}, half", (length,) * 64, block_size, 16, 4) for length in (64, 512, 2048, 4096)),
     ]
 
 
@@ -74,28 +79,34 @@ def tunings(tiny: bool) -> Iterator[DecodeTuning]:
 
 
 class Setting:
-    """One shape's pool, table and query. Blocks are scattered over the pool at random."""
+    """One shape's pool, table and query. Blocks are scattered over the pool at random.
 
-    def __init__(self, shape: Shape, device: str, at_least: int) -> None:
+    heads_first: in a block a head's tokens lie beside each other, instead of a token's heads.
+    """
+
+    def __init__(self, shape: Shape, device: str, at_least: int, *, heads_first: bool, joins: bool) -> None:
         self.shape = shape
         size = shape.block_size
         counts = [-(-n // size) for n in shape.lengths]
         blocks = sum(counts)
         self.layers = max(1, min(64, -(-at_least // shape.kv_bytes)))
-        self.pool = torch.empty(blocks, self.layers, 2, size, KV_HEADS, DIM, dtype=torch.bfloat16, device=device)
-        for block in self.pool.split(max(1, (1 << 28) // self.pool[0].numel())):
+        inner = (shape.kv_heads, size) if heads_first else (size, shape.kv_heads)
+        pool = torch.empty(blocks, self.layers, 2, *inner, DIM, dtype=torch.bfloat16, device=device)
+        for block in pool.split(max(1, (1 << 28) // pool[0].numel())):
             block.normal_()
+        self.pool = pool.transpose(3, 4) if heads_first else pool
         order = torch.randperm(blocks, dtype=torch.int32).split(counts)
         self.table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).to(device)
         self.lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
-        self.q = torch.randn(len(shape.lengths), HEADS, DIM, dtype=torch.bfloat16, device=device)
+        self.q = torch.randn(len(shape.lengths), shape.heads, DIM, dtype=torch.bfloat16, device=device)
         self.out = torch.empty_like(self.q)
+        self.arrivals = torch.zeros(len(shape.lengths) * shape.kv_heads, dtype=torch.int32, device=device) if joins else None
 
     def call(self, layer: int, tuning: DecodeTuning | None) -> tuple[Tensor, Tensor]:
         k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
         return paged_decode(
             self.q, k, v, self.table, self.lengths,
-            scale=SCALE, window=None, max_length=max(self.shape.lengths), out=self.out, tuning=tuning,
+            scale=SCALE, window=None, max_length=max(self.shape.lengths), out=self.out, tuning=tuning, arrivals=self.arrivals,
         )  # fmt: skip
 
     def call_all(self, tuning: DecodeTuning | None) -> None:
@@ -113,7 +124,10 @@ class Setting:
                 worst = max(worst, float(out[row].abs().max()), float(lse[row].isfinite().any()))
                 continue
             blocks = self.table[row, : -(-length // self.shape.block_size)].long()
-            k, v = (self.pool[blocks, layer, i].flatten(0, 1)[:length].float().repeat_interleave(HEADS // KV_HEADS, 1) for i in (0, 1))
+            k, v = (
+                self.pool[blocks, layer, i].flatten(0, 1)[:length].float().repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
+                for i in (0, 1)
+            )
             score = torch.einsum("hd,thd->ht", self.q[row].float(), k) * SCALE
             want = torch.einsum("ht,thd->hd", score.softmax(1), v)
             worst = max(worst, float((out[row].float() - want).abs().max() / want.abs().max()))
@@ -179,8 +193,8 @@ def measure(setting: Setting, tuning: DecodeTuning | None) -> float:
     return seconds_each(lambda: setting.call_all(tuning), setting.layers)
 
 
-def sweep(shape: Shape, device: str, ceiling: float, tiny: bool, deadline: float) -> dict[str, Any]:
-    setting = Setting(shape, device, 0 if tiny else 1 << 30)
+def sweep(setting: Setting, ceiling: float, tiny: bool, deadline: float) -> dict[str, Any]:
+    shape = setting.shape
     error = setting.worst_error(None)
     assert error < 2e-2, (shape, error)
     builtin = measure(setting, None)
@@ -244,21 +258,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all readings to this JSON file")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--shapes", nargs="+", help="names, or parts of them")
+    parser.add_argument("--heads-first", action="store_true", help="in a block, a head's tokens beside each other")
+    parser.add_argument("--joins", action="store_true", help="everything in one launch, as in a step of many rows")
     parser.add_argument("--seconds", type=float, default=400, help="stop sweeping after this long; the built-in tuning is always read")
     args = parser.parse_args()
     tiny = not torch.cuda.is_available()
     device = "cpu" if tiny else "cuda"
     deadline = time.monotonic() + args.seconds
     ceiling = 0.0 if tiny else read_ceiling()
-    print(f"device read ceiling {ceiling / 1e12:.3f} TB/s; {HEADS}/{KV_HEADS} heads x {DIM}, bf16")
+    print(f"device read ceiling {ceiling / 1e12:.3f} TB/s; heads of {DIM}, bf16")
     print(f"{'shape':<16} {'block':>5} {'':<8} tile warps depth workers         us    TB/s  of ceiling")
-    found: dict[str, Any] = {"device_read_tb_s": ceiling / 1e12, "rows": [], "overall": {}}
+    found: dict[str, Any] = {
+        "device_read_tb_s": ceiling / 1e12, "heads_first": args.heads_first, "joins": args.joins, "rows": [], "overall": {},
+    }  # fmt: skip
     for index, block_size in enumerate(args.block_sizes):
         rows = []
-        cases = shapes(block_size, tiny)
+        cases = [one for one in shapes(block_size, tiny) if not args.shapes or any(part in one.name for part in args.shapes)]
         for number, shape in enumerate(cases):
             left = len(cases) * (len(args.block_sizes) - index) - number
-            row = sweep(shape, device, ceiling, tiny, time.monotonic() + max(0.0, deadline - time.monotonic()) / left * 1.5)
+            setting = Setting(shape, device, 0 if tiny else 1 << 30, heads_first=args.heads_first, joins=args.joins)
+            row = sweep(setting, ceiling, tiny, time.monotonic() + max(0.0, deadline - time.monotonic()) / left * 1.5)
             rows.append(row)
             print(table_row(row, row, row["builtin"], "built-in"))
             for entry in sorted(row["sweep"], key=lambda entry: entry["us"])[:3]:
