@@ -84,6 +84,7 @@ def sum_often(group: Group, shape: Mapping[str, object], rows: Sequence[int]) ->
     and as a model's ranks do it; inside a CUDA graph of many."""
     spec, device, found = Shape.of(shape).spec, group.device, Found()
     collectives = Collectives(group, spec, torch.bfloat16)
+    collectives.open()
     weight = torch.ones(spec.hidden_size, dtype=torch.bfloat16, device=device)
     for count in rows:
         x, residual = (torch.zeros(count, spec.hidden_size, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -109,7 +110,6 @@ def sum_often(group: Group, shape: Mapping[str, object], rows: Sequence[int]) ->
             group.barrier()
     found["in one launch, up to rows"] = collectives.rows
     group.barrier()
-    collectives.close()
     return found
 
 

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,11 +21,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
 import bounds
 from crews import CPU, follow_cases
 from penstock.base.errors import DeviceError
+from penstock.bench.shapes import SHAPES
+from penstock.engine import team
+from penstock.engine.team import Collectives
 from penstock.ops import triton_sums
 from penstock.ops.norm import rms_norm
 from penstock.ops.triton_sums import Shared, sum_over_ranks, sum_rms_norm, window_bytes
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew, launch
+from penstock.weights.shape import Shape
 
 Case = Callable[[Group], None]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -175,7 +180,97 @@ def one_slot(group: Group) -> None:
         triton_sums._slot = plain
 
 
-CASES: dict[str, Case] = {case.__name__: case for case in (sums, norms, the_same_bits, nobody_comes, without_waiting, two_slots, one_slot)}
+class FileWindow:
+    """In the place of a GPU's memory: a file, which others find by its path. blind: whether this rank is refused others' windows. astray:
+    whether what it writes does not come out at the others'."""
+
+    folder, blind, astray = Path(), False, False
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._size, self._files = size, list[Tensor]()
+        self.handle = os.fsencode(Path(tempfile.mkdtemp(dir=self.folder)) / "window")
+        self.address = self._map(self.handle)
+
+    def see(self, handle: bytes) -> int:
+        if self.blind:
+            raise DeviceError("peer access is not supported between these two devices")
+        return self._map(self.handle + b" of another" if self.astray else handle)
+
+    def _map(self, handle: bytes) -> int:
+        self._files.append(torch.from_file(os.fsdecode(handle), True, self._size, dtype=torch.uint8))
+        bounds._within.append(bounds.span(self._files[-1]))
+        return self._files[-1].data_ptr()
+
+    def look_away(self) -> None:
+        del self._files[1:]
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+SPEC = Shape.of(SHAPES["100M"]).spec
+
+
+@contextmanager
+def collected(group: Group, **ways: bool) -> Iterator[Collectives]:
+    bounds.install()
+    with ExitStack() as ends:
+        ends.enter_context(bounds.lent([bounds.span(group.over)]))
+        for name, value in {"folder": Path(ends.enter_context(tempfile.TemporaryDirectory())), **ways}.items():
+            ends.enter_context(patch.object(FileWindow, name, value))
+        ends.enter_context(patch.object(team, "_kernels", lambda _: triton_sums))
+        ends.enter_context(patch.object(team, "Window", FileWindow))
+        collectives = Collectives(group, SPEC, torch.float32)
+        collectives.open()
+        yield collectives
+        group.barrier()
+
+
+def sums_right(group: Group, collectives: Collectives) -> bool:
+    for rows in (0, 1, 3, 9):
+        x = torch.full((rows, SPEC.hidden_size), group.rank + 1.0)
+        collectives.all_reduce(x)
+        residual, weight = torch.ones_like(x), torch.ones(SPEC.hidden_size)
+        collectives.add_rms_norm(torch.full_like(x, group.rank + 1.0), residual, weight, EPS)
+        total = group.ranks * (group.ranks + 1) / 2
+        if not (torch.equal(x, torch.full_like(x, total)) and torch.equal(residual, torch.full_like(x, total + 1))):
+            return False
+    return True
+
+
+def by_windows(group: Group) -> None:
+    with collected(group) as collectives:
+        assert 0 < collectives.rows < 9
+        assert collectives.bytes > 0
+        assert sums_right(group, collectives)
+
+
+def one_is_refused(group: Group) -> None:
+    with collected(group, blind=group.rank == 1) as collectives:
+        assert collectives.rows == collectives.bytes == 0
+        assert collectives._window is None
+        assert sums_right(group, collectives)
+
+
+def what_is_written_does_not_come(group: Group) -> None:
+    with changed(_LOOKS=OFTEN):
+        timer = threading.Timer(1.0, lambda: group.over.fill_(1))  # The interpreter has no clock.
+        timer.start()
+        with collected(group, astray=group.rank == 1) as collectives:
+            timer.join()
+            group.over.zero_()
+            assert collectives.rows == collectives.bytes == 0
+            assert collectives._window is None
+            assert sums_right(group, collectives)
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        *(sums, norms, the_same_bits, nobody_comes, without_waiting, two_slots, one_slot),
+        *(by_windows, one_is_refused, what_is_written_does_not_come),
+    )
+}
 
 
 @pytest.fixture(scope="module", params=[2, 3])

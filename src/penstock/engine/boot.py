@@ -133,28 +133,27 @@ def _team(
     from penstock.parallel.launch import launch
     from penstock.worker.rank import Leader
 
+    last = opened.enter_context(ExitStack())  # Closed when all the others are.
     crew = launch(config.tensor_parallel, follow, config, described(model), override)
     opened.callback(crew.close)
     try:
         device = device_of(config, crew.local)
-        opened.callback(alone := share_threads(device, crew.ranks))
+        last.callback(share_threads(device, crew.ranks))
         group = crew.group(device)
         opened.callback(group.close)
-        part = _part(config, model, Place(device, Shard(0, crew.ranks), group), opened, say, trace, override, loading, guide)
+        place = Place(device, Shard(0, crew.ranks), group, last)
+        try:
+            part = _part(config, model, place, opened, say, trace, override, loading, guide)
+        except BaseException:
+            group.abort()  # What waits on a device for others would keep it from being tidied up.
+            raise
     except Exception as fault:
         told = crew.verdict(fault) if isinstance(fault, DeviceError) else fault
         if told is fault:
             raise
         raise told from fault
     say(f"tensor parallel: {crew.ranks} ranks, this one with {format_size(part.weights.bytes + part.weights.host_bytes)} of weights")
-
-    def end() -> None:
-        """When this process is the only one again."""
-        alone()
-        if part.collectives is not None:
-            part.collectives.close()
-
-    return part, Leader(part.runner, crew, group, end)
+    return part, Leader(part.runner, crew, group, last.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,6 @@ class _Part:
     budget: Budget
     root: bytes
     store: BlockStore | None
-    collectives: Collectives | None
 
 
 def _part(
@@ -186,10 +184,8 @@ def _part(
     opened.callback(lift_cap, device)
     settled = settle(config, model, device, say, place.shard)
     collectives = place.collectives(settled.spec, settled.dtype)
-    if collectives is not None:
-        opened.callback(collectives.close)
-        if device.type == "cuda":
-            say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
+    if collectives is not None and device.type == "cuda":
+        say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
     runner = _runner(settled, place, collectives, guide)
     opened.callback(runner.detach)
     demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
@@ -206,7 +202,9 @@ def _part(
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
     rest = place.least(weights.experts_rest + weights.all_stay)
     _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
-    return _Part(settled, runner, weights, budget, root, store, collectives)
+    if place.group is not None:
+        place.group.check()
+    return _Part(settled, runner, weights, budget, root, store)
 
 
 def _runner(settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None) -> Runner:

@@ -46,14 +46,19 @@ class Window:
         self._seen.append(there)
         return there.value or 0
 
-    def close(self) -> None:
-        """Once nobody's kernels write there any more. A second call does nothing."""
+    def look_away(self) -> None:
+        """Others' windows are seen no more."""
         seen, self._seen = self._seen, []
-        own, self._own = self._own, ctypes.c_void_p()
         with torch.cuda.device(self._device):
             for one in seen:
                 cuda_function("cudaIpcCloseMemHandle")(one)
-            if own:
+
+    def close(self) -> None:
+        """Once nobody sees it any more. A second call does nothing."""
+        self.look_away()
+        own, self._own = self._own, ctypes.c_void_p()
+        if own:
+            with torch.cuda.device(self._device):
                 cuda_function("cudaFree")(own)
 
     def _call(self, name: str, *arguments: object) -> None:

@@ -14,9 +14,9 @@ number of two sums ago.
 While rows are on their way the memory's link has nothing to do. So a launch has a few programs more, which have the next matrix's weights
 fetched into the cache, a part of them.
 
-Every program waits for others' programs, so all of a launch must be on the device at once: MOST_ROWS are, whatever else it holds that ends
-by itself. Who waits looks now and then at a word in host memory, `over`, which ends all waiting, with results without meaning; and puts a
-1 there after `limit` nanoseconds.
+Every program waits for others' programs, so all of a launch that have rows must be on the device at once: `most_rows`, one for each
+multiprocessor, are, whatever else it holds that ends by itself. Who waits looks now and then at a word in host memory, `over`, which ends
+all waiting, with results without meaning; and puts a 1 there after `limit` nanoseconds.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from penstock.ops.kernels import early_options, launches_early
+from penstock.ops.triton_attention import multiprocessors
 from penstock.ops.triton_pointwise import in_turn
 
-MOST_ROWS = 256
-"""In a launch."""
+_MOST = 256
 _LOOKS = tl.constexpr(256)
 """Between two looks at the host's word: those are slow."""
 _TIMED = not triton.knobs.runtime.interpret
@@ -54,6 +54,11 @@ class Shared:
     addresses: Tensor
     turns: Tensor
     limit: int
+
+
+def most_rows(device: torch.device) -> int:
+    """In a launch."""
+    return min(multiprocessors(device), _MOST)
 
 
 def window_bytes(ranks: int, rows: int, dim: int, dtype: torch.dtype) -> int:
@@ -213,6 +218,7 @@ def _sum(  # type: ignore[no-untyped-def]
         tl.store(y + row * WORDS + cols, _rounded(low * gain_low, high * gain_high, KIND), mask=there)
     else:
         tl.store(x + row * s_x + cols, _rounded(low, high, KIND), mask=there)
+    tl.debug_barrier()  # All threads have read it.
     tl.store(turns + row, turn)
 
 

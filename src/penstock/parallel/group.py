@@ -52,6 +52,8 @@ class Group:
         """Until its end begins."""
         self._ending: threading.Thread | None = None
         self._first_to_end = threading.Lock()
+        if device.type == "cuda":  # Else pinned memory would take a context on the first device for itself.
+            torch.zeros(1, device=device)
         self.over = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         limit = timedelta(seconds=timeout)
         self._sum, self._least, self._every = AllreduceOptions(), AllreduceOptions(), AllgatherOptions()

@@ -200,6 +200,7 @@ class DecodeGraphs:
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
         self._programs: dict[int, _Program] = {}
         self._run_programs: dict[int, Callable[[], None]] = {}
+        self._every: list[_Program] = []
         self.seconds, self.bytes = 0.0, 0
 
     @property
@@ -243,9 +244,17 @@ class DecodeGraphs:
         compute(self._weights.standing())
         stream.synchronize()
         program = _Program(pool, self._weights)
+        self._every.append(program)
         compute(program)
         program.end()
         return program
+
+    def close(self) -> None:
+        """Let go of what was recorded, whoever still has this: NCCL does not end before."""
+        self._programs.clear()
+        self._run_programs.clear()
+        for program in self._every:
+            program.close()
 
     def fits(self, plan: Plan) -> bool:
         """Whether there is such a step for this plan: each share is a token of a row whose KV is in pages, and yields another; or it is one
@@ -291,7 +300,7 @@ class _Program:
         self._acts: list[Callable[[], object]] = []
         self._released: list[GroupId] = []
         """Since the last was taken: noted in the program before the next is."""
-        self._graph = self._begin()
+        self._graph: torch.cuda.CUDAGraph | None = self._begin()
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -300,6 +309,7 @@ class _Program:
         return graph
 
     def _cut(self) -> None:
+        assert self._graph is not None
         self._graph.capture_end()
         self._acts.append(self._graph.replay)
 
@@ -334,6 +344,10 @@ class _Program:
     def replay(self) -> None:
         for act in self._acts:
             act()
+
+    def close(self) -> None:
+        self._acts.clear()
+        self._graph = None
 
     def _note_released(self) -> None:
         self._acts += [partial(self._weights.release, group) for group in self._released]

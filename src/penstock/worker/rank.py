@@ -194,7 +194,7 @@ class Leader:
         self._crew.close()
         if self._job is None or self._job.done:  # Else it hangs in a device that cannot be had back.
             self._workers.close()
-        self._alone()
+            self._alone()
         self._closed = True
 
     def _do(self, work: Callable[[], T]) -> T:

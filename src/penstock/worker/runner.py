@@ -67,7 +67,9 @@ class Runner:
         return self._carrier
 
     def detach(self) -> None:
-        """Let go of weights and KV."""
+        """Let go of weights and KV, and of what was recorded of them."""
+        if self._graphs is not None:
+            self._graphs.close()
         self._weights = self._pool = self._carrier = self._graphs = None
 
     def close(self) -> None:
