@@ -23,6 +23,7 @@ from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.kv.pool import KVPool
 from penstock.models import decoder
 from penstock.models.decoder import Decoder
+from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share
 from penstock.weights import checkpoint as reading
 from penstock.weights.checkpoint import Checkpoint
@@ -77,6 +78,10 @@ class Member:
             total += other
         self.meeting.barrier.wait()  # Before anyone writes, all have read.
         x.copy_(total)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, following: Tensor | None = None) -> Tensor:
+        self.all_reduce(x)
+        return add_rms_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
         self.gathers += 1
