@@ -165,6 +165,21 @@ def test_settings(settings: dict[str, object]) -> None:
     refused(ConfigError, str(next(iter(settings.values()))), call=open_model(tiny.checkpoint("llama"), **settings))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 10**20) for name in ("max_length", "max_step_tokens", "max_sequences", "block_size", "kv_blocks", "kv_tile")),
+        *((name, value) for name in ("attention_policy", "prefill_policy") for value in (3, None)),
+        ("missed_limit", "a"),
+        ("kv_directory", None),
+        ("kv_directory", "a\0b"),
+    ],
+)
+def test_settings_that_are_none(name: str, value: object) -> None:
+    settings = {"host_kv_memory": "64MiB", "beyond_trained": True}
+    refused(ConfigError, name, call=open_model(tiny.checkpoint("llama"), **settings, **{name: value}))
+
+
 @pytest.mark.parametrize("settings", [{"device_memory": "20KB"}, {"host_memory": "20KB"}], ids=str)
 def test_a_budget_too_small_for_a_layer(settings: dict[str, object]) -> None:
     refused(BudgetError, "one group of weights", call=open_model(tiny.checkpoint("llama"), **settings))

@@ -1,5 +1,6 @@
 """`penstock cache`: what it says of stores of KV is so, what it finds damaged is used no more, and what it removes are stores."""
 
+import json
 import os
 import pty
 import re
@@ -148,16 +149,38 @@ def test_a_lost_journal_is_said_and_mended(stores: Path, capsys: pytest.CaptureF
     assert "  20  " in run(capsys, "ls", stores)[1]
     assert "its journal is lost, and this is from its segments" in run(capsys, "stat", stores)[1]
     flip(files(stores)[0], 2 * PAGE)
-    assert run(capsys, "verify", stores)[0] == 1
-    assert journal(stores).exists()
-    assert run(capsys, "verify", stores)[0] == 0
-    journal(stores).unlink()
-    (directory_of(stores, IDENTITY) / ABOUT).unlink()
-    code, _, err = run(capsys, "stat", stores)
-    assert code == 2
-    assert "has lost its journal and its store.json" in err
+    code, out, _ = run(capsys, "verify", stores)
+    assert code == 1
+    assert "1 are damaged: left, as the journal is lost; the model that the store belongs to will not use them" in out
+    assert not journal(stores).exists()
     with opened(stores) as store:
         assert len(held(store, range(20))) == 19
+    assert run(capsys, "verify", stores)[0] == 0
+
+
+@pytest.mark.parametrize("size", [None, True, PAGE // 2, PAGE // 4096, 3 * PAGE, 64 * PAGE, 10**14, 10**23, "4096"])
+def test_a_lost_journal_is_not_made_from_hearsay(stores: Path, size: object, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records of a wrong size would all be damaged, and a journal that says so would keep the right model out."""
+    journal(stores).unlink()
+    about = directory_of(stores, IDENTITY) / ABOUT
+    about.write_text(json.dumps({"record_bytes": size}))
+    sizes_alike = size in (PAGE // 2, PAGE // 4096)  # Places are whole pages.
+    for command in ("ls", "stat", "verify"):
+        code, _, err = run(capsys, command, stores)
+        if not sizes_alike:
+            assert code == 2
+            assert "does not tell its records' size; the model that it belongs to restores it" in err
+    assert not journal(stores).exists()
+    with opened(stores) as store:
+        assert len(held(store, range(20))) == 20
+
+
+def test_a_link_to_a_store_is_none(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (stores / "kv1-aabb").symlink_to(directory_of(stores, IDENTITY).name)
+    assert len(run(capsys, "ls", stores)[1].splitlines()) == 3
+    assert run(capsys, "clear", "--yes", stores)[0] == 0
+    assert (stores / "kv1-aabb").is_symlink()
+    assert not directory_of(stores, IDENTITY).exists()
 
 
 def test_clear_removes_stores_and_nothing_else(stores: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

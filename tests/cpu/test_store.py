@@ -29,7 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from penstock.kv.diskpool import LostKV
 from penstock.kv.journal import ENTRY_BYTES, Item, Journal, Kind
 from penstock.kv.operations import FAILURES, RETRY_SECONDS, Move
-from penstock.kv.segments import ABOUT, JOURNAL, LOCK, SegmentFile, StoreError, StoreLocked, directory_of, record_sum, sizes
+from penstock.kv.segments import ABOUT, JOURNAL, LOCK, NOTES, SegmentFile, StoreError, StoreLocked, directory_of, record_sum, sizes
 from penstock.kv.store import BlockStore, StoreFull
 from penstock.memory.disk import DirectFile
 from penstock.memory.tasks import CalledOff, Task
@@ -414,6 +414,75 @@ def test_a_lost_journal_is_made_anew(tmp_path: Path) -> None:
         put(store, [50])
     with opened(tmp_path) as store:
         assert held(store, range(60)) == known(store) >= {1, 50}
+
+
+@pytest.mark.parametrize("name", [JOURNAL, ABOUT, NOTES])
+def test_what_lies_in_the_way_of_a_new_file_is_not_written_to(tmp_path: Path, name: str) -> None:
+    """A link, behind which may be anybody's file."""
+    with opened(tmp_path) as store:
+        put(store, range(5))
+    (tmp_path / "precious").write_text("precious")
+    beside = directory_of(tmp_path, IDENTITY) / f"{name}.tmp"
+    beside.symlink_to(tmp_path / "precious")
+    for one in (JOURNAL, ABOUT):  # They are made anew.
+        (directory_of(tmp_path, IDENTITY) / one).unlink()
+    with opened(tmp_path) as store:
+        store.note(b"noted")
+        assert len(held(store, range(5))) == 5
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not os.path.lexists(beside)
+    assert not (directory_of(tmp_path, IDENTITY) / name).is_symlink()
+
+
+def test_a_journal_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, range(5))
+    journal(tmp_path).rename(tmp_path / "elsewhere")
+    journal(tmp_path).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="cannot be written"):
+        open_store(tmp_path)
+
+
+def test_notes_that_are_no_file_are_none(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.note(b"noted")
+        assert store.noted() == b"noted"
+    notes = directory_of(tmp_path, IDENTITY) / NOTES
+    notes.unlink()
+    os.mkfifo(notes)
+    with opened(tmp_path) as store:
+        assert within(LONG, lambda: store.noted() == b"")
+
+
+def test_a_tail_without_end_is_not_read(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, range(5))
+    os.truncate(journal(tmp_path), 1 << 43)
+    with opened(tmp_path) as store:
+        assert len(held(store, range(5))) == 5
+        put(store, range(5, 8))
+    assert journal(tmp_path).stat().st_size < 1 << 20
+    with opened(tmp_path) as store:
+        assert len(held(store, range(8))) == 8
+
+
+def test_a_journal_of_many_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as store:
+        put(store, range(20))
+    monkeypatch.setattr("penstock.kv.journal._STRETCH", 3 * ENTRY_BYTES)
+    flip(journal(tmp_path), 7 * ENTRY_BYTES + 30)
+    with opened(tmp_path) as store:
+        assert len(held(store, range(20))) == 19
+
+
+def test_a_number_at_the_end_of_numbers_is_not_ours(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, range(5))
+    (directory_of(tmp_path, IDENTITY) / "999999999999-112.segment").touch()
+    with opened(tmp_path) as store:
+        put(store, range(5, 20))
+    with opened(tmp_path) as store:
+        assert len(held(store, range(20))) == 20
 
 
 def test_every_prefix_of_the_journal_is_a_journal(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class LLM:
             host_memory=host_memory,
             host_kv_memory=host_kv_memory,
             disk_kv_memory=disk_kv_memory,
-            kv_directory=Path(kv_directory),
+            kv_directory=Path(kv_directory) if isinstance(kv_directory, str) else kv_directory,
             host_kv_dtype=host_kv_dtype,
             kv_store=kv_store,
             kv_tile=kv_tile,

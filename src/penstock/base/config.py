@@ -11,6 +11,8 @@ KV_STORES = ("eager", "lazy", "off")
 HOST_KV_DTYPES = ("auto", "fp8")
 
 
+MOST = (1 << 31) - 1
+"""Of tokens, blocks and the like: far beyond what any machine holds, and within what arithmetic on devices counts."""
 CACHE = Path("~/.cache/penstock")
 
 
@@ -84,17 +86,29 @@ class Config:
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())) or self.device.endswith(":"):
             raise ConfigError(f"device {self.device!r} is not known; choose auto, cpu, cuda or cuda:N")
-        if self.missed_limit is not None and not 0 <= self.missed_limit <= 1:
+        if self.missed_limit is not None and not (isinstance(self.missed_limit, int | float) and 0 <= self.missed_limit <= 1):
             raise ConfigError(f"missed_limit {self.missed_limit!r} must be a fraction, from 0 to 1")
+        for name in ("attention_policy", "prefill_policy"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} {getattr(self, name)!r} must be text, as full or window:4,1024")
+        if not isinstance(self.kv_directory, Path) or "\0" in str(self.kv_directory):
+            raise ConfigError(f"kv_directory {self.kv_directory!r} must be a path")
         for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks", "kv_tile", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} {value!r} must be a whole number above zero")
+            if value is not None and value > MOST:
+                raise ConfigError(f"{name} {value:,} is more than any machine can do; give {MOST:,} or less")
 
     def changed(self) -> dict[str, object]:
         """The settings that are not the defaults, but the model, for a report in JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)[1:] if getattr(self, field.name) != field.default}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def peers_disabled() -> bool:
+    """Whether NCCL is told that GPUs do not reach each other's memory, which then holds for everybody."""
+    return os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
 
 
 def debug_requested() -> bool:

@@ -97,7 +97,8 @@ def _verify(path: Path) -> bool:
         f"{path}: {found.records - found.damaged - found.unreadable:,} of {found.records:,} records are as they were written ({rate})"
     )
     if found.damaged:
-        what = "put aside, and will not be used" if found.marked else "left, as another process writes there; it will not use them"
+        why = "another process writes there; it" if found.busy else "the journal is lost; the model that the store belongs to"
+        what = "put aside, and will not be used" if found.marked else f"left, as {why} will not use them"
         click.echo(f"{path}: {found.damaged:,} are damaged: {what}")
     if found.unreadable:
         click.echo(f"{path}: {found.unreadable:,} cannot be read now")

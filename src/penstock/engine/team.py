@@ -1,7 +1,6 @@
 """An engine on several devices: which part of the model each rank has, on which device, and what it exchanges with the others."""
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from penstock.arch.shards import WHOLE, Shard, cut, held
 from penstock.arch.spec import ModelSpec
-from penstock.base.config import Config
+from penstock.base.config import Config, peers_disabled
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.engine.placing import Model
 from penstock.memory.device import choose_device
@@ -117,7 +116,7 @@ class Collectives:
     def _addresses(self, size: int) -> list[int]:
         """Where the windows of all begin for this device; none where any two GPUs do not reach each other."""
         group, addresses, why = self._group, list[int](), ""
-        if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        if peers_disabled():
             why = "NCCL_P2P_DISABLE is set"
         else:
             try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from penstock.kv.journal import Item, Journal, Kind, real_bytes
+from penstock.kv.journal import Item, Journal, Kind, Replay, real_bytes
 from penstock.kv.segments import (
     ABOUT,
     JOURNAL,
@@ -33,6 +33,7 @@ from penstock.memory.disk import DiskFile, ReadError
 _NAME = re.compile(rf"{PREFIX}((?:[0-9a-f]{{2}})+)")
 _OURS = re.compile(rf"{JOURNAL}|{LOCK}|{ABOUT}|{NOTES}|({JOURNAL}|{ABOUT}|{NOTES})\.tmp|\d+-\d+\.segment", re.ASCII)
 _ABOUT_LIMIT = 64 << 10
+_RECORD_LIMIT = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,14 @@ class StoreInfo:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Of a store's records. `marked`: whether those that are damaged are in quarantine now."""
+    """Of a store's records. `marked`: whether those that are damaged are in quarantine now. `busy`: whether another process writes
+    there."""
 
     records: int
     damaged: int
     unreadable: int
     marked: bool
+    busy: bool
 
 
 def store_paths(directory: Path) -> list[Path]:
@@ -67,7 +70,9 @@ def store_paths(directory: Path) -> list[Path]:
     if _NAME.fullmatch(directory.resolve().name):
         return [directory]
     try:
-        names = sorted(entry.name for entry in os.scandir(directory) if _NAME.fullmatch(entry.name) and entry.is_dir())
+        # A link is to what is another's, or to the same twice.
+        entries = (entry for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+        names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name))
     except OSError as fault:
         raise StoreError(f"{directory} cannot be read: {reason(fault)}; give the kv_directory of a cache") from fault
     return [directory / name for name in names]
@@ -90,7 +95,8 @@ def survey(path: Path) -> StoreInfo:
 
 def verify(path: Path, progress: Callable[[int], object] = lambda count: None) -> Findings:
     """Read every record, telling `progress` of each one's bytes, and put into quarantine what is not as it was written, unless another
-    process writes there. What cannot be read is left as it is. Raises StoreError."""
+    process writes there or the journal is lost: what a record is like is then known by hearsay. What cannot be read is left as it is.
+    Raises StoreError."""
     seed = crc32(_identity(path))
     with ExitStack() as held:
         try:
@@ -111,9 +117,10 @@ def verify(path: Path, progress: Callable[[int], object] = lambda count: None) -
             except ReadError:
                 unreadable += 1
             progress(found.record_bytes)
-        if damaged and writing:
-            _quarantine(path, seed, found, damaged)
-    return Findings(len(found.live), len(damaged), unreadable, writing)
+        replay = found.replay if writing else None
+        if damaged and replay is not None:
+            _quarantine(path, seed, replay, damaged)
+    return Findings(len(found.live), len(damaged), unreadable, replay is not None, not writing)
 
 
 def clear(paths: Sequence[Path]) -> None:
@@ -132,13 +139,10 @@ def clear(paths: Sequence[Path]) -> None:
                 raise StoreError(f"{path} cannot be removed: {reason(fault)}; see what is in it") from fault
 
 
-def _quarantine(path: Path, seed: int, found: Contents, damaged: Sequence[Item]) -> None:
+def _quarantine(path: Path, seed: int, replay: Replay, damaged: Sequence[Item]) -> None:
     try:
-        with closing(Journal(path / JOURNAL, seed, found.record_bytes, 1 << 62)) as journal:
-            if found.replay:
-                journal.resume(found.replay)
-            else:
-                journal.begin([found.live], 0, found.next_segment)
+        with closing(Journal(path / JOURNAL, seed, replay.record_bytes, 1 << 62)) as journal:
+            journal.resume(replay)
             journal.append(Kind.QUARANTINED, damaged)
     except OSError as fault:
         raise StoreError(f"{path}: what is damaged there cannot be marked: {reason(fault)}") from fault
@@ -167,9 +171,18 @@ def _about(path: Path) -> dict[str, object]:
 
 def _contents(path: Path, about: dict[str, object]) -> Contents:
     size = about.get("record_bytes")
-    found = contents(path, crc32(_identity(path)), size if isinstance(size, int) and size > 0 else 1)
-    if found.replay is None and found.segments and not (isinstance(size, int) and size > 0):
-        raise StoreError(f"{path} has lost its journal and its {ABOUT}; the model that it belongs to restores it, or remove it")
+    known = isinstance(size, int) and not isinstance(size, bool) and 0 < size < _RECORD_LIMIT
+    found = contents(path, crc32(_identity(path)), size if known else 1)  # type: ignore[arg-type]
+    if found.replay is None and found.segments:
+        try:
+            known = known and all(segment.may_hold_such() for segment in found.segments.values())
+        except OSError as fault:
+            raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
+        if not known:
+            raise StoreError(
+                f"{path} has lost its journal, and {ABOUT} does not tell its records' size; the model that it belongs to restores it, "
+                "or remove it"
+            )
     return found
 
 

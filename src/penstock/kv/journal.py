@@ -32,6 +32,10 @@ SLOT_BITS = 24
 MOST_SLOTS = 1 << SLOT_BITS
 SEGMENT_DIGITS = 12
 """Of a segment's number, of which a store never uses one twice."""
+_NUMBERS = 10**SEGMENT_DIGITS - 10**9
+"""Numbers of segments: what is named beyond is not ours, and there are as many left as can be used up."""
+_STRETCH = ENTRY_BYTES << 18
+"""Bytes of a journal that are read at a time."""
 _ENTRY = Struct(f"<IQ{KEY_BYTES}sQII16x")
 _SUM = Struct("<I")
 _FIELDS = "kind sequence key segment slot sum rest check", f"<u4 <u8 V{KEY_BYTES} <u8 <u4 <u4 V16 <u4"
@@ -93,9 +97,13 @@ def replayed(path: Path, seed: int) -> Replay | None:
     """None if there is no journal, or none of this identity. Raises ReadError if it cannot be read."""
     if not os.path.lexists(path):
         return None
+    parts = []
     with DiskFile(path) as file:
-        data = file.read(0, file.size)
-    entries, sound = decoded(data, seed)
+        for start in range(0, file.size, _STRETCH):
+            parts.append(decoded(file.read(start, min(_STRETCH, file.size - start)), seed))
+            if not parts[-1][1].any():  # A tail that was never written, however long the file says that it is.
+                break
+    entries, sound = map(np.concatenate, zip(*parts, strict=True)) if parts else decoded(b"", seed)
     if not len(entries) or not sound[0] or entries[0]["kind"] != Kind.HEAD:
         return None
     head = entries[0]
@@ -133,7 +141,7 @@ class Journal:
 
     def resume(self, replay: Replay) -> None:
         """Go on behind what was replayed; its torn tail is cut off. Raises OSError."""
-        self._file = FileIO(os.open(self.path, os.O_RDWR | os.O_CLOEXEC), "r+")
+        self._file = FileIO(os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")
         os.ftruncate(self._file.fileno(), replay.count * ENTRY_BYTES)
         self._first, self.count = replay.first, replay.count
         self._measure()
@@ -190,7 +198,7 @@ def segment_numbers(directory: Path) -> dict[int, tuple[Path, int]]:
     for entry in os.scandir(directory):
         number, _, slots = entry.name.removesuffix(".segment").partition("-")
         ours = entry.name.endswith(".segment") and len(number) == SEGMENT_DIGITS and number.isdecimal() and slots.isdecimal()
-        if ours and 0 < int(slots) <= MOST_SLOTS and entry.is_file(follow_symlinks=False):
+        if ours and int(number) < _NUMBERS and 0 < int(slots) <= MOST_SLOTS and entry.is_file(follow_symlinks=False):
             found[int(number)] = Path(entry.path), int(slots)
     return found
 
@@ -216,7 +224,9 @@ def write_all(plain: int, data: bytes | memoryview, offset: int, direct: int = -
 def replace_file(path: Path, data: bytes | memoryview) -> FileIO:
     """A file of this content in the place of `path`, or what was there, whenever it ends. It is open for more. Raises OSError."""
     beside = path.with_name(path.name + ".tmp")
-    file = FileIO(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "r+")
+    with suppress(FileNotFoundError):  # One that was left half way, or a link, behind which somebody else's file may be.
+        os.unlink(beside)
+    file = FileIO(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "r+")
     try:
         write_all(file.fileno(), data, 0)
         os.fsync(file.fileno())

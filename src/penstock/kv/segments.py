@@ -135,6 +135,11 @@ class SegmentFile:
             os.truncate(self.path, self.place(slots))
             self._measure()
 
+    def may_hold_such(self) -> bool:
+        """Whether records of that size can have left a file of that length. Raises OSError."""
+        length = os.stat(self.path).st_size
+        return length <= self.place(self.slots) and max(length - self._table, 0) % self._slot == 0
+
     def place(self, slot: int) -> int:
         """Byte of the file."""
         return self._table + slot * self._slot

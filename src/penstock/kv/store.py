@@ -63,7 +63,7 @@ from penstock.kv.segments import (
     trim,
 )
 from penstock.kv.space import Segment, Space
-from penstock.memory.disk import ReadError
+from penstock.memory.disk import DiskFile, ReadError
 from penstock.memory.tasks import Task, Workers
 
 Buffer = memoryview | NDArray[np.uint8]
@@ -210,8 +210,8 @@ class BlockStore:
 
     def noted(self) -> bytes:
         """What was noted last; nothing if there is none, or it cannot be read."""
-        with suppress(OSError), open(self.path / NOTES, "rb") as file:
-            return file.read(_MOST_NOTED)
+        with suppress(ReadError), DiskFile(self.path / NOTES) as file:
+            return bytes(file.read(0, min(file.size, _MOST_NOTED)))
         return b""
 
     def __contains__(self, key: bytes) -> bool:
