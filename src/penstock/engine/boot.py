@@ -112,10 +112,13 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override 
         device = device_of(config, seat.local)
         share_threads(device, seat.ranks)
         model = open_described(what)
-        place = Place(device, Shard(seat.rank, seat.ranks), seat.group(device))
-        part = _part(config, model, place, opened, lambda _: None, None, override, None)
-        assert place.group is not None
-        serve(seat.receive, part.runner, place.group)
+        group = seat.group(device)
+        try:
+            part = _part(config, model, Place(device, Shard(seat.rank, seat.ranks), group), opened, lambda _: None, None, override, None)
+            serve(seat.receive, part.runner, group)
+        except BaseException:
+            group.abort()  # As in rank 0.
+            raise
         opened.pop_all()
 
 

@@ -154,7 +154,7 @@ class Group:
         """Raises DeviceError if a collective on the device has failed, which leaves its results without meaning."""
         if self.over.numpy()[0]:
             raise DeviceError(
-                f"a sum of rank {self.rank} with {self.ranks - 1} others is incomplete: one is gone, or came not in {self.limit:g} s"
+                f"a sum of rank {self.rank} is incomplete: one of {self.ranks - 1} others is gone, or has not come within {self.limit:g} s"
             )
         if self.device.type == "cuda":
             error = cast(c10d.Backend, _open(self._tensors)).get_error()
