@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -340,6 +341,20 @@ def test_a_read_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
             assert tiers_of(llm).moving
             go.set()
         assert not tiers_of(llm).moving
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_more_than_the_disk_has_is_said(tmp_path: Path, enough: bool, caplog: pytest.LogCaptureFixture) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 40 if enough else 1000)
+    with (
+        patch("shutil.disk_usage", lambda _: usage),
+        caplog.at_level(logging.INFO, "penstock"),
+        opened("llama", Place(), tmp_path) as llm,
+    ):
+        ask_once(llm, "llama", [ONE])
+    said = [record.getMessage() for record in caplog.records if "free, less than blocks may take there" in record.getMessage()]
+    assert bool(said) != enough
+    assert enough or "1000 B free" in said[0]
 
 
 def test_a_second_engine_reads_what_the_first_has_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

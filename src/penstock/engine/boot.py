@@ -1,6 +1,7 @@
 """Builds an engine from a Config: finds out what there is, sizes everything, constructs the parts. It decides no policy of its own."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -374,10 +375,14 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
         "digest_of": "weights, architecture and rope, dtype, layout of KV",
     }
     try:
-        return BlockStore.open(directory, root, size, far.store_bytes, about=about)
+        store = BlockStore.open(directory, root, size, far.store_bytes, about=about)
     except StoreLocked:
         say(f"another process keeps KV in {directory}: what it has is read, and nothing is added")
         return BlockStore.open(directory, root, size, far.store_bytes, read_only=True)
+    free = shutil.disk_usage(directory).free
+    if store.stats.real_bytes + free < far.store_bytes:
+        say(f"{directory} has {format_size(free)} free, less than blocks may take there: what does not fit is not kept")
+    return store
 
 
 def _notes(rates: Rates, part: _Part, *, ranks: int) -> Callable[[], None] | None:
