@@ -6,14 +6,14 @@ import runpy
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, DeviceError
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew, launch
 from penstock.parallel.seat import Seat
@@ -151,10 +151,41 @@ def _there() -> dict[str, set[object]]:
     }
 
 
-def follow_cases(seat: Seat, path: str, device: str = "cpu") -> None:
+Cases = Mapping[str, Callable[[Group], None]]
+
+
+@contextlib.contextmanager
+def all_ranks(ranks: int, path: str, cases: Cases, device: str = "cpu") -> Iterator[Callable[[str], None]]:
+    """What has so many ranks do one of the cases of a test's file, by its name. The same is asserted on each: one that fails ends, and its
+    error is raised here."""
+    crew = launch(ranks, follow_cases, path, device)
+    try:
+        group = crew.group(_place(device, 0))
+
+        def do(name: str) -> None:
+            crew.send(name.encode())
+            try:
+                cases[name](group)
+                group.barrier()
+            except DeviceError as fault:
+                raise crew.verdict(fault) from fault
+            assert crew.failure is None
+
+        yield do
+        crew.send(b"")
+        group.close()
+    finally:
+        crew.close(10.0)
+
+
+def _place(device: str, local: int) -> torch.device:
+    return CPU if device == "cpu" else torch.device(device, local)
+
+
+def follow_cases(seat: Seat, path: str, device: str) -> None:
     """A follower that does the cases of a test's file, by their names."""
     cases = runpy.run_path(path)["CASES"]
-    place = CPU if device == "cpu" else torch.device(device, seat.local)
+    place = _place(device, seat.local)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     group = seat.group(place)

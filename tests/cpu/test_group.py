@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from crews import CPU, follow_cases, led, order
+from crews import CPU, all_ranks, led, order
 from penstock.base.errors import DeviceError
 from penstock.parallel.group import Group
-from penstock.parallel.launch import Crew, launch
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share
 from penstock.worker.rank import Leader
@@ -120,30 +119,14 @@ CASES: dict[str, Case] = {
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def crew(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, Group]]:
-    crew = launch(request.param, follow_cases, __file__)
-    try:
-        group = crew.group(CPU)
-        yield crew, group
-        crew.send(b"")
-        group.close()
-        with pytest.raises(DeviceError, match="closed"):
-            group.barrier()
-    finally:
-        crew.close(10.0)
+def together(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None]]:
+    with all_ranks(request.param, __file__, CASES) as do:
+        yield do
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_every_rank(crew: tuple[Crew, Group], case: str) -> None:
-    """The same is asserted on each: one that fails ends, and its error is raised here."""
-    followers, group = crew
-    followers.send(case.encode())
-    try:
-        CASES[case](group)
-        group.barrier()
-    except DeviceError as fault:
-        raise followers.verdict(fault) from fault
-    assert followers.failure is None
+def test_on_every_rank(together: Callable[[str], None], case: str) -> None:
+    together(case)
 
 
 class Recorded:
@@ -178,6 +161,8 @@ def test_who_aborts_does_not_wait_for_graphs() -> None:
     recorded.gone.set()
     group.close()
     group.close()
+    with pytest.raises(DeviceError, match="closed"):
+        group.barrier()
     assert recorded.asked == ["abort"]
     assert group._ending is not None
     assert not group._ending.is_alive()

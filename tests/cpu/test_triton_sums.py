@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
 
 import bounds
-from crews import CPU, follow_cases
+from crews import all_ranks
 from penstock.base.errors import DeviceError
 from penstock.bench.shapes import SHAPES
 from penstock.engine import team
@@ -28,7 +28,6 @@ from penstock.ops import triton_sums
 from penstock.ops.norm import rms_norm
 from penstock.ops.triton_sums import Shared, sum_over_ranks, sum_rms_norm, window_bytes
 from penstock.parallel.group import Group
-from penstock.parallel.launch import Crew, launch
 from penstock.weights.shape import Shape
 
 Case = Callable[[Group], None]
@@ -274,24 +273,11 @@ CASES: dict[str, Case] = {
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def crew(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, Group]]:
-    crew = launch(request.param, follow_cases, __file__)
-    try:
-        group = crew.group(CPU)
-        yield crew, group
-        crew.send(b"")
-        group.close()
-    finally:
-        crew.close(10.0)
+def together(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None]]:
+    with all_ranks(request.param, __file__, CASES) as do:
+        yield do
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_every_rank(crew: tuple[Crew, Group], case: str) -> None:
-    followers, group = crew
-    followers.send(case.encode())
-    try:
-        CASES[case](group)
-        group.barrier()
-    except DeviceError as fault:
-        raise followers.verdict(fault) from fault
-    assert followers.failure is None
+def test_on_every_rank(together: Callable[[str], None], case: str) -> None:
+    together(case)

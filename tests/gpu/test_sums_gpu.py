@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crews import follow_cases
+from crews import all_ranks
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import DeviceError
 from penstock.bench.shapes import SHAPES
@@ -19,7 +19,6 @@ from penstock.engine.team import Collectives
 from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
-from penstock.parallel.launch import Crew, launch
 from penstock.weights.shape import Shape
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs; there are {torch.cuda.device_count()}")
@@ -157,24 +156,11 @@ CASES: dict[str, Case] = {case.__name__: case for case in (sums, norms, recorded
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[tuple[Crew, Group]]:
-    crew = launch(2, follow_cases, __file__, "cuda")
-    try:
-        group = crew.group(torch.device("cuda", 0))
-        yield crew, group
-        crew.send(b"")
-        group.close()
-    finally:
-        crew.close(10.0)
+def together() -> Iterator[Callable[[str], None]]:
+    with all_ranks(2, __file__, CASES, "cuda") as do:
+        yield do
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_on_every_rank(crew: tuple[Crew, Group], case: str) -> None:
-    followers, group = crew
-    followers.send(case.encode())
-    try:
-        CASES[case](group)
-        group.barrier()
-    except DeviceError as fault:
-        raise followers.verdict(fault) from fault
-    assert followers.failure is None
+def test_on_every_rank(together: Callable[[str], None], case: str) -> None:
+    together(case)
