@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import ClassVar
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -270,7 +270,8 @@ class Lent:
         self.said.append(f"release {group.layer}")
 
 
-def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(held: bool) -> None:
     """Collections do not run in steps, and what a graph has recorded of the ranks' library keeps that from ending."""
     said: list[str] = []
 
@@ -301,7 +302,22 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it() 
         program.replay()
         assert said == ["piece 0", "take 0", "piece 1", "release 0", "take 1", "piece 2", "release 1"]
         graph = weakref.ref(program._graph)
-        del program
+        if held:
+            program.close()
+        else:
+            del program
         assert graph() is None
     finally:
         gc.enable()
+
+
+def test_who_lets_go_of_weights_lets_go_of_what_was_recorded() -> None:
+    program = Mock()
+    with opened("llama") as llm:
+        graphs = llm.booted.engine._ranks._graphs  # type: ignore[attr-defined]
+        graphs._every.append(program)
+        assert graphs._programs
+        assert graphs._run_programs
+    assert not graphs._programs
+    assert not graphs._run_programs
+    program.close.assert_called_once()

@@ -19,6 +19,7 @@ from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineCl
 from penstock.cli.main import main
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
+from penstock.parallel.group import Group
 from penstock.weights.residency import Limits
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 5}
@@ -109,6 +110,20 @@ def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch:
     with pytest.raises(DeviceError, match=r"rank 1 of 2 .*no such disk"):
         LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2)
     assert children() <= before
+
+
+def test_a_sum_that_failed_at_the_start_is_an_error_there_and_nobody_waits_for_others() -> None:
+    """Not in the first request."""
+    groups: list[Group] = []
+
+    def check(group: Group) -> None:
+        groups.append(group)
+        raise DeviceError("a sum is incomplete")
+
+    with patch.object(Group, "check", check), pytest.raises(DeviceError):
+        LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2)
+    assert groups
+    assert groups[0].over.item() == 1
 
 
 @pytest.mark.parametrize(

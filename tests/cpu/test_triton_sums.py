@@ -29,6 +29,7 @@ from penstock.ops.norm import rms_norm
 from penstock.ops.triton_sums import Shared, sum_over_ranks, sum_rms_norm, window_bytes
 from penstock.parallel.group import Group
 from penstock.weights.shape import Shape
+from streams import LONG
 
 Case = Callable[[Group], None]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -147,17 +148,19 @@ def without_waiting(group: Group) -> None:
     with changed(_look=look_once), sharing(group, torch.float32) as shared:
         x = torch.ones(MOST, DIM)
         if group.rank:
-            time.sleep(0.2)
+            group.barrier()  # Until rank 0 has what it takes for the sum.
         sum_over_ranks(x, shared)
+        if not group.rank:
+            group.barrier()
         assert group.rank or not torch.equal(x, torch.full_like(x, group.ranks)), "rank 0 does not wait, and has the sum"
 
 
-def two_in_a_row(group: Group) -> bool:
-    """Whether they are right, on the last rank, which looks late."""
+def two_in_a_row(group: Group, patience: float) -> bool:
+    """Whether they are right, on the last rank, which looks late; patience: seconds until nobody waits any more."""
     last = group.rank == group.ranks - 1
     with changed(_LOOKS=OFTEN, **{"_look": look_late} if last else {}), sharing(group, torch.float32) as shared:
         found = [torch.full((1, DIM), float(one)) for one in (1, 2)]
-        timer = threading.Timer(1.0, lambda: group.over.fill_(1))
+        timer = threading.Timer(patience, lambda: group.over.fill_(1))
         timer.start()
         for x in found:
             sum_over_ranks(x, shared)
@@ -167,14 +170,14 @@ def two_in_a_row(group: Group) -> bool:
 
 
 def two_slots(group: Group) -> None:
-    assert two_in_a_row(group)
+    assert two_in_a_row(group, LONG)
 
 
 def one_slot(group: Group) -> None:
     """What the last rank has not read yet is written over, and it waits for what does not come again."""
     plain, triton_sums._slot = triton_sums._slot, lambda turn: turn & 0
     try:
-        assert two_in_a_row(group) == (group.rank < group.ranks - 1)
+        assert two_in_a_row(group, 1.0) == (group.rank < group.ranks - 1)
     finally:
         triton_sums._slot = plain
 
@@ -242,10 +245,21 @@ def by_windows(group: Group) -> None:
         assert 0 < collectives.rows < 9
         assert collectives.bytes > 0
         assert sums_right(group, collectives)
+        group.barrier()
+        collectives.close()
+        assert group.over.item() == 1, "whoever waited would keep memory from being freed"
+        group.over.zero_()
 
 
 def one_is_refused(group: Group) -> None:
     with collected(group, blind=group.rank == 1) as collectives:
+        assert collectives.rows == collectives.bytes == 0
+        assert collectives._window is None
+        assert sums_right(group, collectives)
+
+
+def one_is_told_not_to(group: Group) -> None:
+    with patch.dict(os.environ, NCCL_P2P_DISABLE=str(int(group.rank == 1))), collected(group) as collectives:
         assert collectives.rows == collectives.bytes == 0
         assert collectives._window is None
         assert sums_right(group, collectives)
@@ -267,7 +281,7 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         *(sums, norms, the_same_bits, nobody_comes, without_waiting, two_slots, one_slot),
-        *(by_windows, one_is_refused, what_is_written_does_not_come),
+        *(by_windows, one_is_refused, one_is_told_not_to, what_is_written_does_not_come),
     )
 }
 

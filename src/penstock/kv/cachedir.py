@@ -170,15 +170,15 @@ def _about(path: Path) -> dict[str, object]:
 
 
 def _contents(path: Path, about: dict[str, object]) -> Contents:
-    size = about.get("record_bytes")
-    known = isinstance(size, int) and not isinstance(size, bool) and 0 < size < _RECORD_LIMIT
-    found = contents(path, crc32(_identity(path)), size if known else 1)  # type: ignore[arg-type]
+    said = about.get("record_bytes")
+    size = said if isinstance(said, int) and not isinstance(said, bool) and 0 < said < _RECORD_LIMIT else None
+    found = contents(path, crc32(_identity(path)), size or 1)
     if found.replay is None and found.segments:
         try:
-            known = known and all(segment.may_hold_such() for segment in found.segments.values())
+            likely = size is not None and all(segment.may_hold_such() for segment in found.segments.values())
         except OSError as fault:
             raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
-        if not known:
+        if not likely:
             raise StoreError(
                 f"{path} has lost its journal, and {ABOUT} does not tell its records' size; the model that it belongs to restores it, "
                 "or remove it"
