@@ -128,9 +128,10 @@ def peak_of(device: torch.device, work: Callable[[], object]) -> int:
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_reserved(device) - before) * 9 // 8
     exact = _reset_peak_rss()
-    before = psutil.Process().memory_info().rss if exact else _peak_rss()
+    before, files = psutil.Process().memory_info().rss if exact else _peak_rss(), _status("RssFile")
     work()
-    return max(_peak_rss() - before, 0)
+    # Pages of a library that are called for the first time are no memory of the work, and many: tens of MiB of torch's own.
+    return max(_peak_rss() - before - max(_status("RssFile") - files, 0), 0)
 
 
 def _reset_peak_rss() -> bool:
@@ -143,11 +144,17 @@ def _reset_peak_rss() -> bool:
 
 
 def _peak_rss() -> int:
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    peak = _status("VmHWM")
+    if peak:
+        return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if os.uname().sysname == "Darwin" else peak * 1024
+
+
+def _status(name: str) -> int:
+    """Bytes that Linux has under this name for this process; 0 where there is no such line."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
