@@ -1,13 +1,15 @@
 """Between an event loop and the engine: who is served when, who leaves when, and what everybody is told when it ends."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.api.outputs import Delta
 from penstock.base.errors import EngineClosedError
 from penstock.server.desk import BusyError, Call, DeadlineError, Desk
 from penstock.server.metrics import Metrics
@@ -109,8 +111,8 @@ def test_when_patience_is_over_everybody_is_told(llm: LLM) -> None:
         endless = SamplingParams(max_tokens=10_000, ignore_eos=True)
         calls = [desk.ask([llm.read([number, *prompt], endless)])[0] for number, prompt in enumerate([SHORT_ONE, LONG_ONE, LONG_ONE] * 3)]
         waiting = [asyncio.ensure_future(answer(call)) for call in calls]
-        async for _ in calls[0].pieces():
-            break
+        while not calls[0].first:
+            await asyncio.sleep(0.01)
         closing = asyncio.ensure_future(desk.close(0.0))
         await asyncio.sleep(0)
         with pytest.raises(EngineClosedError, match="shutting down"):
@@ -190,5 +192,73 @@ def test_who_may_take_no_longer_is_told_so_and_holds_nothing(llm: LLM) -> None:
         assert desk.outputs == 0
         with pytest.raises(DeadlineError, match=r"0\.001 seconds"):
             await desk.ask([late], 0.001)[0].completion()
+
+    at_the_desk(llm, work)
+
+
+def test_what_is_taken_at_once_does_not_come_again_and_the_order_stays(llm: LLM) -> None:
+    """Taken or not by turns: together it is the answer, in its order, and only what was not taken wakes who waits."""
+    [alone] = llm.generate(SHORT_ONE, replace(PARAMS, max_tokens=40))
+    told: list[int] = []
+    turns: list[bool] = []
+
+    def at_once(deltas: Sequence[Delta]) -> bool:
+        turns.append(len(turns) % 3 != 2)
+        if turns[-1]:
+            told.extend(token for delta in deltas for token in delta.tokens)
+        return turns[-1]
+
+    async def work(desk: Desk) -> None:
+        pieces = 0
+        async for deltas in desk.ask([llm.read(SHORT_ONE, replace(PARAMS, max_tokens=40))])[0].pieces(at_once):
+            told.extend(token for delta in deltas for token in delta.tokens)
+            pieces += 1
+            await asyncio.sleep(0.02 * (pieces % 2))  # What comes meanwhile comes after this.
+        assert turns.count(False) <= pieces < 40
+
+    at_the_desk(llm, work)
+    assert tuple(told) == alone.tokens
+    assert True in turns
+
+
+def test_who_fails_while_it_takes_is_told_and_the_others_of_the_step_are_not_held_up(llm: LLM) -> None:
+    [alone] = llm.generate(SHORT_ONE, PARAMS)
+
+    def at_once(deltas: Sequence[Delta]) -> bool:
+        raise ValueError("cannot be written")
+
+    async def work(desk: Desk) -> None:
+        endless = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
+        [bad], [good] = desk.ask([llm.read(SHORT_ONE, endless)]), desk.ask([llm.read(SHORT_ONE, PARAMS)])
+
+        async def fails() -> None:
+            with pytest.raises(ValueError, match="cannot be written"):
+                async for _ in bad.pieces(at_once):
+                    pass
+            bad.leave()
+
+        _, completion = await asyncio.gather(fails(), good.completion())
+        assert completion.tokens == alone.tokens
+
+    at_the_desk(llm, work)
+
+
+def test_steps_that_the_loop_was_too_busy_for_are_told_in_one_piece(llm: LLM) -> None:
+    params = replace(PARAMS, max_tokens=30)
+    [alone] = llm.generate(SHORT_ONE, params)
+
+    async def work(desk: Desk) -> None:
+        call = desk.ask([llm.read(SHORT_ONE, params)])[0]
+        sizes, tokens = list[int](), list[int]()
+        async for deltas in call.pieces():
+            sizes.append(len(deltas))
+            tokens.extend(token for delta in deltas for token in delta.tokens)
+            if len(sizes) == 1:
+                late = time.monotonic() + 60
+                while not (call._job and call._job.done) and time.monotonic() < late:
+                    time.sleep(0.01)  # The loop does nothing else until all of it is there.
+        assert sum(sizes) == 30
+        assert max(sizes) >= 10
+        assert tuple(tokens) == alone.tokens
 
     at_the_desk(llm, work)

@@ -10,9 +10,10 @@ import resource
 from asyncio.events import TimerHandle
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.server.answers import error
@@ -27,6 +28,7 @@ _SLOWEST = 1 << 10
 """Bytes of a body a second, at least."""
 _LONGEST_STALL = 300.0
 """Seconds in which a client that has much to read has read hardly anything."""
+_KEY = "penstock.connection"
 _ENOUGH, _OTHERS = 1 << 16, 128
 """Open files: as many as are ever needed, and those that are no connections."""
 _REFUSALS = {
@@ -67,6 +69,12 @@ class _EarlyError(Exception):
     """A request has come before the answer to the one before."""
 
 
+def connection_of(request: Request) -> "Connection | None":
+    """That a request has come by; None if that is none of ours."""
+    found: Connection | None = request.scope.get(_KEY)
+    return found
+
+
 class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -98,6 +106,17 @@ class Connection(HttpToolsProtocol):
         if self._head > MOST_HEAD and not self._deaf:
             self._refuse(431)
 
+    def push(self, piece: bytes) -> None:
+        """A piece of the answer that is under way, sent now or, if the client is slow, when there is room: ask `pushes` first."""
+        if piece:  # What is empty would be the end.
+            self.transport.write(b"%x\r\n%s\r\n" % (len(piece), piece) if self.cycle.chunked_encoding else piece)
+
+    @property
+    def pushes(self) -> bool:
+        """Whether an answer of unknown length is under way, and the client takes what there is of it."""
+        cycle = self.cycle
+        return cycle.response_started and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+
     def send_400_response(self, msg: str) -> None:
         if not self._deaf:
             self._refuse(400)
@@ -112,6 +131,7 @@ class Connection(HttpToolsProtocol):
         if self._timer is None:
             self._wait(_LONGEST_HEAD, self._late)
         super().on_message_begin()
+        cast(dict[str, object], self.scope)[_KEY] = self
 
     def on_headers_complete(self) -> None:
         self._body = 0

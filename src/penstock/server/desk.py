@@ -3,6 +3,8 @@
 Why this is safe. Two threads, and between them two queues whose every operation is done or not done. The loop's thread alone knows which
 calls there are, how many, and who waits for what; the driver alone touches the model. Whatever the driver has for a call it hands to the
 loop once after each step, for all calls at once, and the last it hands over of a call is its end: its outputs are complete, or a fault.
+It leaves that in a tray, where the loop finds all steps since it last looked, and has the loop look unless it was told to and has not
+begun: the loop notes that it begins before it looks, the driver asks after it has put something there, so nothing is left lying.
 A call that its client has left is put in the queue like a new one and met in that order, so it is ended behind its own beginning; what
 comes of it meanwhile reaches nobody. When the driver fails, or has ended, every call that it has not ended is told so, those too that it
 had not met yet: `_over` is set on the loop, behind everything that was handed over before, and no call is taken after it. When a call's
@@ -12,6 +14,7 @@ turn came the driver writes once, before it hands over anything of it.
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -46,6 +49,11 @@ class DeadlineError(PenstockError):
     """A request has taken longer than it may."""
 
 
+AtOnce = Callable[[Sequence[Delta]], bool]
+News = tuple["Call", Sequence[Delta], bool, BaseException | None]
+"""What has come of a call, whether that was the last of it, and what has kept it from being complete."""
+
+
 class Call:
     """A client's prompt: pieces of its outputs as they come, from the loop that has asked."""
 
@@ -61,17 +69,31 @@ class Call:
         """Whether its client went before its end."""
         self._come: list[Delta] = []
         self._news = asyncio.Event()
+        self._at_once: AtOnce | None = None
+        """Takes what comes, while somebody waits for it."""
+        self._raised: Exception | None = None
+        """By that."""
         self._fault: BaseException | None = None
         self._over = False
         self._timer: asyncio.TimerHandle | None = None
         """That ends it when it has taken too long."""
 
-    async def pieces(self) -> AsyncIterator[Sequence[Delta]]:
-        """All that has come since the last time, until the outputs are complete. Raises what has kept them from being so."""
+    async def pieces(self, at_once: AtOnce | None = None) -> AsyncIterator[Sequence[Delta]]:
+        """All that has come since the last time, until the outputs are complete. Raises what has kept them from being so.
+
+        at_once: is given what comes while it is waited for, as soon as the loop has it and with nobody woken up for it. What it takes is
+        not told again; where it does not, by saying False, that comes in the usual way. What it raises is raised here.
+        """
         while True:
-            while not (self._come or self._over):
+            while not (self._come or self._over or self._raised):
                 self._news.clear()
-                await self._news.wait()
+                self._at_once = at_once
+                try:
+                    await self._news.wait()
+                finally:
+                    self._at_once = None
+            if self._raised is not None:
+                raise self._raised
             come, self._come = self._come, []
             if come:
                 yield come
@@ -82,7 +104,7 @@ class Call:
 
     async def completion(self) -> Completion:
         """When it is complete."""
-        async for _ in self.pieces():
+        async for _ in self.pieces(lambda _: True):
             pass
         return self.so_far()
 
@@ -118,9 +140,18 @@ class Call:
     def _take(self, deltas: Sequence[Delta], over: bool, fault: BaseException | None) -> None:
         if over and self._timer is not None:
             self._timer.cancel()
-        self._come.extend(deltas)
+        if deltas and not (self._at_once is not None and not self._come and self._taken(self._at_once, deltas)):
+            self._come.extend(deltas)
         self._over, self._fault = self._over or over, self._fault or fault
-        self._news.set()
+        if self._come or self._over or self._raised:
+            self._news.set()
+
+    def _taken(self, at_once: AtOnce, deltas: Sequence[Delta]) -> bool:
+        try:
+            return at_once(deltas)
+        except Exception as fault:  # Of this call: the others of the same step are to be told of theirs.
+            self._raised = fault
+            return True
 
 
 class Desk:
@@ -145,6 +176,10 @@ class Desk:
         self._closing = False
         self._fault: BaseException | None = None
         self._over = asyncio.Event()
+        self._tray: deque[News] = deque()
+        """What comes of calls, from the driver to the loop."""
+        self._told = False
+        """Whether the loop is about to look into it."""
         self._mail: SimpleQueue[Call | None] = SimpleQueue()
         """Calls to begin or, when they were met before, to end; None is the end of all."""
         self._queued: list[Call] = []
@@ -235,17 +270,24 @@ class Desk:
         self._outputs -= len(call.ready.samplings)
         self._mail.put(call)
 
-    def _deliver(self, news: Sequence[tuple[Call, Sequence[Delta], bool, BaseException | None]]) -> None:
-        for call, deltas, over, fault in news:
+    def _deliver(self) -> None:
+        """All that lies in the tray: of several steps, where the loop had other things to do, what came of a call is one piece."""
+        self._told = False
+        news: dict[Call, News] = {}
+        while self._tray:
+            one = self._tray.popleft()
+            before = news.get(one[0])
+            news[one[0]] = one if before is None else (one[0], [*before[1], *one[1]], one[2], one[3])
+        now, gaps = monotonic(), list[float]()
+        for call, deltas, over, fault in news.values():
             if call not in self._calls:
                 continue
-            now = monotonic()
             if deltas:
                 if not call.first:
                     call.first = now
                     self._metrics.began(now - call.begun)
                 else:
-                    self._metrics.went_on(now - call.last)
+                    gaps.append(now - call.last)
                 call.last = now
             call._take(deltas, over, fault)
             if over:
@@ -255,6 +297,7 @@ class Desk:
                     self._seconds += (now - call.begun - self._seconds) / 16
                     times = Times(call.admitted - call.begun, call.first - call.admitted, now - call.first)
                     self._metrics.completed(times, call.so_far())
+        self._metrics.went_on(gaps)
 
     def _end(self, fault: BaseException | None) -> None:
         self._fault = fault
@@ -290,7 +333,7 @@ class Desk:
         Of long prompts one at a time is given to the engine, which serves each in its turn: a second one, before it is its turn, would hold
         up the short ones behind it, for which a step with a long one has room.
         """
-        refused: list[tuple[Call, Sequence[Delta], bool, BaseException | None]] = []
+        refused: list[News] = []
         while True:
             idle = not active and not refused and not waiting
             try:
@@ -315,15 +358,14 @@ class Desk:
             first = min(range(len(waiting)), key=lambda place: (waiting[place].ready.priority, place))
             if not (call := waiting.pop(first))._over:
                 self._begin(call, active, refused)
-        if refused:
-            self._tell(self._deliver, refused)
+        self._report(refused)
         return True
 
     def _is_reading(self, job: Job) -> bool:
         """Whether it is a long prompt of which nothing has come yet."""
         return len(job.tokens) > self._long and not any(sequence.tokens for sequence in job.sequences)
 
-    def _begin(self, call: Call, active: dict[Call, Job], refused: list[tuple[Call, Sequence[Delta], bool, BaseException | None]]) -> None:
+    def _begin(self, call: Call, active: dict[Call, Job], refused: list[News]) -> None:
         try:
             active[call] = call._job = self._llm.begin(call.ready)
             self._queued.append(call)
@@ -344,15 +386,20 @@ class Desk:
         self._queued = still
 
     def _hand_over(self, active: dict[Call, Job]) -> None:
-        news: list[tuple[Call, Sequence[Delta], bool, BaseException | None]] = []
+        news: list[News] = []
         for call, job in list(active.items()):
             deltas = [sequence.deltas.popleft() for sequence in job.sequences for _ in range(len(sequence.deltas))]
             if deltas or job.done:
                 news.append((call, deltas, job.done, None))
             if job.done:
                 del active[call]
-        if news:
-            self._tell(self._deliver, news)
+        self._report(news)
+
+    def _report(self, news: Sequence[News]) -> None:
+        self._tray.extend(news)
+        if self._tray and not self._told:
+            self._told = True
+            self._tell(self._deliver)
 
     def _tell(self, what: object, *args: object) -> None:
         try:

@@ -4,14 +4,18 @@ Names end as those of other engines do, so that their dashboards need another pr
 model is, also those of tiers that are not in use.
 """
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from time import monotonic
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from penstock.api.llm import LLM
 from penstock.api.outputs import Completion
@@ -64,7 +68,8 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._first = self._histogram("time_to_first_token_seconds", "From a request to the first token of it.", _SECONDS)
-        self._gap = self._histogram("inter_token_latency_seconds", "Between two steps that brought tokens of a request.", _SECONDS_EACH)
+        self._gap = _Gaps("inter_token_latency_seconds", "Between two steps that brought tokens of a request.", _SECONDS_EACH)
+        self._registry.register(self._gap)
         self._each = self._histogram("time_per_output_token_seconds", "Between tokens of an output, on average.", _SECONDS_EACH)
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its last token.", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "From a request to its first step.", _SECONDS)
@@ -103,9 +108,10 @@ class Metrics:
         """A request's first token, so many seconds after it came."""
         self._first.observe(seconds)
 
-    def went_on(self, seconds: float) -> None:
-        """More of a request's tokens, so many seconds after the last."""
-        self._gap.observe(seconds)
+    def went_on(self, gaps: Iterable[float]) -> None:
+        """More tokens of requests, each so many seconds after its last."""
+        for seconds, requests in Tally(gaps).items():
+            self._gap.observe(seconds, requests)
 
     def completed(self, times: Times, completion: Completion) -> None:
         """All of a request."""
@@ -136,6 +142,24 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _Gaps(Collector):
+    """A histogram that is told of many at once: after a step there is one for each request, and for nearly all of them the same."""
+
+    def __init__(self, name: str, what: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._what, self._bounds = name, what, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+        """Of what is not above a bound and above the one before, and above them all."""
+
+    def observe(self, value: float, times: int) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(_PREFIX + self._name, self._what, buckets=buckets, sum_value=self._sum)
 
 
 class _Engine(Collector):

@@ -16,6 +16,7 @@ from penstock.api.jobs import Ready
 from penstock.api.outputs import Completion, Delta
 from penstock.base.errors import PenstockError
 from penstock.server.answers import error
+from penstock.server.connection import Connection, connection_of
 from penstock.server.desk import Call, Desk
 from penstock.server.kept import Kept
 from penstock.server.prompts import Telling
@@ -46,7 +47,8 @@ async def completed(
     calls = desk.ask(ready, asked.timeout)
     account_of(request).asks(asked.model, calls, streams=asked.streams)
     if asked.streams:
-        return Live(_told_live(calls, telling, tells_usage=asked.tells_usage), lambda: leave(calls))
+        events = _told_live(calls, telling, connection_of(request), tells_usage=asked.tells_usage)
+        return Live(events, lambda: leave(calls))
     try:
         completions = await unless_gone(request.receive, _all(calls))
     finally:
@@ -92,18 +94,26 @@ async def _all(calls: Sequence[Call]) -> list[Completion]:
     return [await call.completion() for call in calls]
 
 
-async def _told_live(calls: Sequence[Call], telling: Telling, *, tells_usage: bool) -> AsyncGenerator[bytes]:
-    """Events, as pieces come of any of the calls."""
+async def _told_live(calls: Sequence[Call], telling: Telling, connection: Connection | None, *, tells_usage: bool) -> AsyncGenerator[bytes]:
+    """Events, as pieces come of any of the calls. Those of a single one go to the connection without this being woken up for them."""
+
+    def events(number: int, deltas: Sequence[Delta]) -> bytes:
+        return b"".join([_event(chunk | {"usage": None} if tells_usage else chunk) for chunk in telling.pieces(number, deltas)])
+
+    def pushed(deltas: Sequence[Delta]) -> bool:
+        if connection is None or not connection.pushes:
+            return False
+        connection.push(events(0, deltas))
+        return True
+
     try:
-        if len(calls) == 1:  # The usual, with as little as can be between a token and its event.
-            async for deltas in calls[0].pieces():
-                for chunk in telling.pieces(0, deltas):
-                    yield _event(chunk | {"usage": None} if tells_usage else chunk)
+        if len(calls) == 1:
+            async for deltas in calls[0].pieces(pushed):
+                yield events(0, deltas)
         else:
             async with aclosing(_merged(calls)) as merged:
                 async for number, deltas in merged:
-                    for chunk in telling.pieces(number, deltas):
-                        yield _event(chunk | {"usage": None} if tells_usage else chunk)
+                    yield events(number, deltas)
         if tells_usage:
             yield _event(telling.last([call.so_far() for call in calls]))
     except Exception as fault:

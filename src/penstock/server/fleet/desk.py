@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from penstock.api.jobs import Job, Ready, Sequel
 from penstock.api.outputs import Completion, Delta
 from penstock.base.errors import EngineClosedError, PenstockError
-from penstock.server.desk import Call, Desk
+from penstock.server.desk import AtOnce, Call, Desk
 from penstock.server.fleet.errands import Begun, Came, Errand, FarLLM, LostError, Message, Refused, Sendable
 from penstock.server.fleet.routing import Affinity
 from penstock.server.fleet.together import counted, side_by_side, summed
@@ -52,13 +52,19 @@ class _FarCall(Call):
         self.given = False
         """Whether a client has some of it."""
 
-    async def pieces(self) -> AsyncGenerator[Sequence[Delta]]:
-        async for come in super().pieces():
+    async def pieces(self, at_once: AtOnce | None = None) -> AsyncGenerator[Sequence[Delta]]:
+        def taken(come: Sequence[Delta]) -> bool:
+            if at_once is None or not at_once(come):
+                return False
+            self.given = True
+            return True
+
+        async for come in super().pieces(taken):
             self.given = True
             yield come
 
     async def completion(self) -> Completion:
-        async for _ in super().pieces():
+        async for _ in super().pieces(lambda _: True):
             pass
         return self.so_far()
 
@@ -175,7 +181,7 @@ class Fleet(Desk):
         finally:
             self._at.pop(call, None)
         if fault is not None:
-            self._tell(self._deliver, [(call, (), True, fault)])
+            self._report([(call, (), True, fault)])
 
     async def _attempt(self, call: _FarCall, job: Job, ready: Sendable) -> None:
         """One replica's answer, to its end. Raises LostError, and PenstockErrors for what no replica can answer."""
@@ -199,7 +205,7 @@ class Fleet(Desk):
                             await self._begin_anew(call)
                             fresh = again.anew()
                         if fresh or job.done:
-                            self._tell(self._deliver, [(call, fresh, job.done, None)])
+                            self._report([(call, fresh, job.done, None)])
                         if job.done:
                             self._remember(name, job, ready)
         if not job.done:
