@@ -9,6 +9,7 @@ The KV of a sequence too long for the device's pages rests elsewhere but for its
 order fixed before the step: each is borrowed once per layer and serves every query that it names, whatever pages hold is merged with it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -30,6 +31,22 @@ WINDOW_TILE = 512
 _CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
 """cuDNN plans once per shape, at 45 ms: it gets few shapes, and the ones where it is fastest."""
 _CUDNN_KEYS = (8192, 16384, 32768)
+
+
+class Scratch:
+    """Memory that one layer after the other gathers K and V into, kept from step to step: pages that are new to the process cost more than
+    what is written into them. For one step at a time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """An uninitialized tensor of this shape, of `like`'s kind: the same memory as was last lent by that name, where that is enough."""
+        size = math.prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size or kept.dtype != like.dtype or kept.device != like.device:
+            kept = self._kept[name] = torch.empty(size * 5 // 4, dtype=like.dtype, device=like.device)
+        return kept[:size].view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +83,8 @@ class Rows:
     arrivals: Tensor | None = None
     """int32 zeros, at least `[count * kv_heads]`, which the device's paged kernel counts in and leaves zeros; it needs a second launch
     without. One step at a time may use them."""
+    scratch: Scratch = field(default_factory=Scratch)
+    """Of the groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,10 +402,10 @@ def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale:
     assert sum(len(group.rows) for group in rows.groups) == rows.count, "a row is in no group"
     for group in rows.groups:
         if group.keys > PAST_TILE or group.cold:
-            seen, lse[group.rows] = _attend_long_row(q[group.rows], k_cache, v_cache, group, scale, window)
+            seen, lse[group.rows] = _attend_long_row(q[group.rows], k_cache, v_cache, group, rows.scratch, scale, window)
             out[group.rows] = seen.to(out.dtype)
             continue
-        k, v = (cache[group.blocks].flatten(1, 2)[:, : group.keys] for cache in (k_cache, v_cache))
+        k, v = (seen[:, : group.keys] for seen in _both_gathered(k_cache, v_cache, group.blocks, rows.scratch))
         if group.beyond is not None:  # Memory never written, or another request's: not even a mask makes a NaN harmless.
             for gathered in (k, v):
                 gathered[:, group.shortest :].masked_fill_(group.beyond, 0)
@@ -399,7 +418,20 @@ def _attend_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Rows, scale:
     return lse
 
 
-def _attend_long_row(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGroup, scale: float, window: int | None) -> Part:
+def _both_gathered(k_cache: Tensor, v_cache: Tensor, blocks: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """K and V of the tokens of blocks `[..., blocks]`, copied into scratch: `[..., keys, kv_heads, dim]`."""
+    places = [scratch.of(name, (blocks.numel(), *cache.shape[1:]), cache) for name, cache in (("k", k_cache), ("v", v_cache))]
+    return _gathered(k_cache, blocks, places[0]), _gathered(v_cache, blocks, places[1])
+
+
+def _gathered(cache: Tensor, blocks: Tensor, place: Tensor | None = None) -> Tensor:
+    """As `cache[blocks]`, which takes a CPU five times as long, with the tokens of a sequence's blocks one after the other."""
+    return torch.index_select(cache, 0, blocks.flatten(), out=place).view(*blocks.shape[:-1], -1, *cache.shape[2:])
+
+
+def _attend_long_row(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGroup, scratch: Scratch, scale: float, window: int | None
+) -> Part:
     """A group of one row, PAST_TILE keys at a time: q and result `[1, heads, dim]`, the result in float32; of no keys 0 and -inf."""
     assert len(group.rows) == 1, "rows longer than a tile, and rows with cold tiles, are alone in their groups"
     block_size, state = k_cache.shape[1], None
@@ -408,7 +440,8 @@ def _attend_long_row(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: RowGrou
         stop = min(first + PAST_TILE, group.keys)
         begin = first // block_size
         blocks = group.blocks[0, begin : -(-stop // block_size)]
-        k, v = (cache[blocks].flatten(0, 1)[first - begin * block_size : stop - begin * block_size] for cache in (k_cache, v_cache))
+        part = slice(first - begin * block_size, stop - begin * block_size)
+        k, v = (seen[part] for seen in _both_gathered(k_cache, v_cache, blocks, scratch))
         out, lse = dense(q, k, v, scale, causal=False)
         if state is None:
             state = out.float(), lse.clone()
@@ -445,7 +478,7 @@ def _past_in_pages(k_cache: Tensor, v_cache: Tensor, run: Run) -> Iterator[tuple
     for first in range(0, -(-(run.start - run.near) // block_size) if len(run.blocks) else 0, tile):
         blocks, position = run.blocks[first : first + tile], run.near + first * block_size
         keys = min(run.start - position, tile * block_size)
-        past_k, past_v = (cache[blocks].flatten(0, 1)[:keys] for cache in (k_cache, v_cache))
+        past_k, past_v = (_gathered(cache, blocks)[:keys] for cache in (k_cache, v_cache))
         yield position, past_k, past_v
 
 
@@ -458,7 +491,7 @@ def _attend_window(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale:
         oldest_block = max(start - window + 1, 0) // block_size
         oldest, stop = oldest_block * block_size, start + count
         blocks = run.blocks[oldest_block : -(-stop // block_size)]
-        k, v = (cache[blocks].flatten(0, 1)[: stop - oldest] for cache in (k_cache, v_cache))
+        k, v = (_gathered(cache, blocks)[: stop - oldest] for cache in (k_cache, v_cache))
         query = torch.arange(start, stop, device=q.device)[:, None]
         key = torch.arange(oldest, stop, device=q.device)[None]
         parts.append(_masked(q[first : first + count], k, v, scale, (key <= query) & (key > query - window)))

@@ -15,7 +15,7 @@ from penstock.kv.chosen import Reader
 from penstock.kv.tiles import Tile
 from penstock.memory.device import send
 from penstock.models.inputs import StepInputs
-from penstock.ops.attention import PAST_TILE, AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, reads_pages
+from penstock.ops.attention import PAST_TILE, AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, Scratch, reads_pages
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share
 from penstock.worker.tiling import Stretch, Table, stretches
@@ -64,6 +64,7 @@ class InputBuilder:
         self._table = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._cold = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._tile_blocks = max(tile_tokens // block_size, 1)
+        self._scratch = Scratch()
         self._choosing = choosing
         self._on_device: Tensor | None = None
         """The tables, if they are kept there."""
@@ -221,7 +222,7 @@ class InputBuilder:
         columns = np.minimum(cold[:, None] // self._block_size + np.arange(-(-longest // self._block_size)), self._table.shape[1] - 1)
         table = self._table[np.array([share.row for share in single])[:, None], columns]
         groups = () if reads_pages(self._device) else tuple(self._groups(lengths, table, cold > 0))
-        return Rows(len(single), self._send(table), self._send(lengths), longest, groups)
+        return Rows(len(single), self._send(table), self._send(lengths), longest, groups, scratch=self._scratch)
 
     def _groups(self, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: NDArray[np.bool_]) -> list[RowGroup]:
         order = np.lexsort((-lengths, ~cold))
