@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from unittest.mock import patch
@@ -11,8 +12,9 @@ import pytest
 from penstock import LLM, SamplingParams
 from penstock.api.outputs import Delta
 from penstock.base.errors import EngineClosedError
-from penstock.server.desk import BusyError, Call, DeadlineError, Desk
+from penstock.server.desk import BusyError, Call, DeadlineError, Desk, News
 from penstock.server.metrics import Metrics
+from streams import LONG
 
 STEP = 64
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -262,3 +264,76 @@ def test_steps_that_the_loop_was_too_busy_for_are_told_in_one_piece(llm: LLM) ->
         assert tuple(tokens) == alone.tokens
 
     at_the_desk(llm, work)
+
+
+def test_what_is_put_into_the_tray_while_the_loop_has_just_found_it_empty_is_delivered(llm: LLM) -> None:
+    """The one moment in which the driver's word to the loop could be lost."""
+
+    late: list[News] = []
+
+    class Tray(deque[News]):
+        def __len__(self) -> int:
+            found = super().__len__()
+            if found == 0 and late:
+                desk._report([late.pop()])
+                return 0
+            return found
+
+    desk: Desk
+
+    async def work(one: Desk) -> None:
+        nonlocal desk
+        desk = one
+        call = desk.call(llm.read(SHORT_ONE, PARAMS))
+        desk._calls.add(call)
+        desk._outputs += 1
+        call.first = 1.0
+        desk._tray = Tray()
+        desk._report([(call, [Delta("", (1,))], False, None)])
+        late.append((call, [Delta("", (2,))], True, EngineClosedError("over")))
+        told: list[int] = []
+
+        async def listen() -> None:
+            async for deltas in call.pieces():
+                told.extend(token for delta in deltas for token in delta.tokens)
+
+        with pytest.raises(EngineClosedError, match="over"):
+            await asyncio.wait_for(listen(), LONG)
+        assert told == [1, 2]
+
+    at_the_desk(llm, work)
+
+
+def test_nothing_is_taken_at_once_before_what_came_before_it_was_dealt_with(llm: LLM) -> None:
+    """Neither while somebody is being woken up for that, nor while he sends it."""
+    refusals, told = [True], list[str]()
+
+    def at_once(deltas: Sequence[Delta]) -> bool:
+        if refusals:
+            refusals.pop()
+            return False
+        told.extend(f"{delta.tokens[0]} at once" for delta in deltas)
+        return True
+
+    async def work(desk: Desk) -> None:
+        call = desk.call(llm.read(SHORT_ONE, PARAMS))
+
+        async def listen() -> None:
+            async for deltas in call.pieces(at_once):
+                for _ in range(4):
+                    await asyncio.sleep(0)
+                told.extend(f"{delta.tokens[0]} sent" for delta in deltas)
+
+        listening = asyncio.ensure_future(listen())
+        await asyncio.sleep(0)
+        call._take([Delta("", (1,))], False, None)
+        call._take([Delta("", (2,))], False, None)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        call._take([Delta("", (3,))], False, None)
+        await asyncio.sleep(0.1)
+        call._take([Delta("", (4,))], True, None)
+        await asyncio.wait_for(listening, LONG)
+
+    at_the_desk(llm, work)
+    assert told == ["1 sent", "2 sent", "3 sent", "4 at once"]
