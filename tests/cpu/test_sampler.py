@@ -1,11 +1,14 @@
 """What a request is told of its tokens depends on nothing that is asked beside it."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+from penstock.ops import sampling as sampling_ops
+from penstock.ops.sampling import draw, draw_reference
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
 from penstock.worker.sampler import Sampler
@@ -83,3 +86,44 @@ def test_a_row_that_is_not_numbers_is_named_and_the_others_are_as_without_it(val
         for mine, own in zip(found, right, strict=True):
             for part, other in ((mine[0], own[0]), (mine[1], own[1]), (mine[3], own[3])):
                 assert [one for row, one in enumerate(part) if row != bad] == [one for row, one in enumerate(other) if row != bad]
+
+
+@pytest.mark.parametrize("few", [(1,), (3, 9), (8, 40), (63,)])
+def test_draws_among_the_likeliest_are_those_among_all(few: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ties, zeros of both signs, infinities, and rows so flat that a part of the vocabulary does not do; alone and beside others."""
+    monkeypatch.setattr(sampling_ops, "_FEW", few)
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(600, VOCAB, generator=generator) * torch.tensor([0.01, 0.5, 3.0, 12.0]).repeat(150)[:, None]
+    logits[::5] = logits[::5].round()
+    logits[::25] *= -0.0
+    logits[3::7, ::3] = -torch.inf
+    logits[4::50, 7] = torch.inf
+    logits[5::60] = torch.nan
+    numbers = torch.rand(len(logits), generator=generator).tolist()
+    settings = ((0.3, 1.0, 4.0), (0, 0, 1, 2, 7, 30, 64, 500), (1.0, 0.1, 0.9, 0.9999), (0.0, 0.0, 0.02, 0.2))
+    chance = random.Random(3)
+    rows = [(at, *map(chance.choice, settings), number) for at, number in enumerate(numbers)]
+    asked = torch.tensor(rows, dtype=torch.float64)
+    expected = draw_reference(logits, asked)
+    tokens = torch.full((len(logits),), -1)
+    draw(logits, asked, tokens)
+    assert tokens.tolist() == expected.tolist()
+    for at in range(0, len(logits), 7):
+        alone = torch.full((len(logits),), -1)
+        draw(logits, asked[at : at + 1], alone)
+        assert alone[at] == expected[at]
+
+
+def test_a_vocabulary_is_only_sorted_where_its_likeliest_tokens_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharp, flat = torch.arange(20_000.0).flip(0), torch.zeros(20_000)
+    wishes = torch.tensor([[0, 1.0, 0, 0.95, 0, 0.5], [1, 1.0, 0, 0.95, 0, 0.5], [1, 1.0, 50, 0.95, 0, 0.5]], dtype=torch.float64)
+    sorted_rows: list[list[float]] = []
+
+    def reference(logits: torch.Tensor, asked: torch.Tensor, *, sorts: bool) -> torch.Tensor:
+        sorted_rows.extend(asked.tolist())
+        return draw_reference(logits, asked, sorts=sorts)
+
+    monkeypatch.setattr(sampling_ops, "draw_reference", reference)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    draw(torch.stack([sharp, flat]), wishes, tokens)
+    assert sorted_rows == [wishes[1].tolist()]

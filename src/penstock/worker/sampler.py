@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.memory.device import send
-from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise, wishes
+from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise, ranked, wishes
 from penstock.ops.steps import NO_TOKEN, without_numbers
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
@@ -159,7 +159,7 @@ class _Scores:
         for count, those in groupby(wanted.values()):
             stop = start + len(list(those))
             for part in torch.split(logprobs[start:stop], _ROWS):
-                ids = _likeliest(part, min(count, vocab) if count >= 0 else vocab)
+                ids = ranked(part, min(count, vocab) if count >= 0 else vocab)
                 self._tops.append((_fetched(ids), _fetched(part.gather(1, ids))))
             start = stop
 
@@ -170,18 +170,6 @@ class _Scores:
         for share, own, rank, top in zip(self._shares, *(part.tolist() for part in self._parts), tops, strict=True):
             scores[share] = TokenLogprob(tokens[share], own, rank, tuple(zip(*top, strict=True)))
         return scores
-
-
-def _likeliest(logprobs: Tensor, count: int) -> Tensor:
-    """Ids of so many tokens of each row, the likeliest first, of equal ones the lower first: which of those `topk` takes depends on how
-    many are asked for, and of how many rows."""
-    if count == 0:
-        return torch.empty(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
-    keys = logprobs.view(torch.int32).long()
-    keys ^= (keys >> 63) & 0x7FFFFFFF  # In the order of the numbers, as in triton_sampling.
-    keys <<= 32
-    keys -= torch.arange(logprobs.shape[1], device=logprobs.device)
-    return keys.topk(count).indices
 
 
 class Tokens:
