@@ -190,7 +190,7 @@ def test_events_are_as_they_are_described(server: Server, document: Json, path: 
     with Stream(server, {**body, "stream": True}, path) as stream:
         assert stream.status == 200
         events = stream.events()
-    assert len(events) > 3
+    assert events
     for event in events:
         conforms(document, schema, event)
     assert "tools" not in body or events[-1]["choices"][0]["finish_reason"] == "tool_calls"

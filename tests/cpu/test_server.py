@@ -121,7 +121,7 @@ def test_a_chat_says_what_the_model_says_offline_whole_and_streamed(client: Any,
     assert {chunk.id for chunk in [*chunks, last]} == {last.id}
     assert last.choices == []
     assert last.usage.total_tokens == whole.usage.total_tokens
-    assert len(chunks) > 3
+    assert len(chunks) > 1
 
 
 def test_parts_of_text_and_a_system_message_reach_the_template(client: Any, llm: LLM) -> None:
