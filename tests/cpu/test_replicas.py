@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 import psutil
@@ -191,3 +192,28 @@ def what_is_under_way_ends_before_the_server_does(server: Server) -> None:
 def test_a_cluster_that_is_not_there_is_an_error(address: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--replicas", "2", "--port", "0", "--quiet", "--ray-address", address]) == 2
     assert re.fullmatch(rf"penstock: error: Ray cannot be reached at {address}: .*{why}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.timeout(300)
+def test_what_is_under_way_at_a_replica_that_is_not_needed_any_more_goes_on_at_another(tmp_path: Path) -> None:
+    """It has less patience than these answers take."""
+    greedy = SamplingParams(temperature=0, max_tokens=2500, ignore_eos=True)
+    with LLM(**SETTINGS) as llm:
+        expected = [one.text for one in llm.generate(PROMPTS[:2], greedy)]
+    asked = {"model": "shipped", "max_tokens": 2500, "ignore_eos": True, "temperature": 0, "stream": True}
+
+    def told(server: Server, prompt: str) -> str:
+        with Stream(server, asked | {"prompt": prompt}) as stream:
+            return "".join(event["choices"][0]["text"] for event in stream.events())
+
+    with serving(tmp_path, *MORE, "--scale-down-after", "3", "--patience", "5") as server, ThreadPoolExecutor(2) as pool:
+        server.wait()
+        with ExitStack() as opened:
+            for _ in range(ROWS + 2):
+                opened.enter_context(Stream(server, ENDLESS))
+            until(lambda: len(loads(server)) == 2, 3 * LONG)
+            streams = [pool.submit(told, server, prompt) for prompt in PROMPTS[:2]]
+            until(lambda: sum(loads(server).values()) == ROWS + 4)
+        until(lambda: len(loads(server)) == 1, 3 * LONG)
+        assert [one.result() for one in streams] == expected
+        assert server.ask("GET", "/ready")[0] == 200
