@@ -22,6 +22,7 @@ from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 collected = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs OpenTelemetry")
@@ -440,6 +441,26 @@ def test_rates_are_those_between_two_looks() -> None:
     assert rates.of({"up": 900}, 12.0) == {"up": 200}
     assert rates.of({"up": 900}, 12.1) == {"up": 200}
     assert rates.of({"up": 900}, 13.0) == {"up": 0}
+
+
+def test_gaps_that_are_told_together_are_counted_as_one_by_one() -> None:
+    """By the library's own histogram, which differs in that it also says when it was made."""
+    from penstock.server.metrics import _SECONDS_EACH, _Gaps
+
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    gaps, each = _Gaps("gap", "What lies between.", _SECONDS_EACH), Histogram("penstock:gap", "", buckets=_SECONDS_EACH, registry=theirs)
+    ours.register(gaps)
+    for value, times in ((0.0, 3), (0.001, 2), (0.0011, 1), (0.25, 5), (30.0, 1), (31.0, 4), (0.25, 1)):
+        gaps.observe(value, times)
+        for _ in range(times):
+            each.observe(value)
+
+    def samples(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
+        families = text_string_to_metric_families(generate_latest(registry).decode())
+        every = [sample for family in families for sample in family.samples]
+        return {(one.name, *one.labels.values()): one.value for one in every if not one.name.endswith("_created")}
+
+    assert samples(ours) == pytest.approx(samples(theirs))
 
 
 def test_the_page_lists_what_is_exported_and_nothing_else(server: Server) -> None:
