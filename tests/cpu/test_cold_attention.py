@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import penstock.ops.attention
 from paged import TOLERANCE, pool_views
 from paged import attend as attend_exactly
-from penstock.ops.attention import AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, attend
+from penstock.ops.attention import AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, Scratch, attend
 from penstock.ops.kernels import attention_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -243,3 +243,15 @@ def test_any_step(
     seed: int,
 ) -> None:
     check(families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, kernels=kernels, seed=seed)
+
+
+def test_scratch_is_the_same_memory_where_that_is_enough() -> None:
+    scratch, like = Scratch(), torch.empty(0)
+    first = scratch.of("k", (4, 8), like)
+    assert scratch.of("v", (4, 8), like).data_ptr() != first.data_ptr()
+    for shape in ((4, 8), (3, 5), (40,)):
+        again = scratch.of("k", shape, like)
+        assert again.shape == shape
+        assert again.data_ptr() == first.data_ptr()
+    assert scratch.of("k", (9, 9), like).shape == (9, 9)
+    assert scratch.of("k", (2, 2), like.half()).dtype == torch.float16

@@ -196,6 +196,22 @@ def test_a_stream_ends_with_an_error_rather_than_with_other_tokens(llm: LLM, ano
     with_a_fleet(llm, work, Loss(12), Loss(seed=another))
 
 
+def test_what_was_taken_at_once_was_given_too(llm: LLM, another: int) -> None:
+    told: list[Delta] = []
+
+    def at_once(deltas: Sequence[Delta]) -> bool:
+        told.extend(deltas)
+        return True
+
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        [call] = desk.ask([far.read(STORY, DRAWN)])
+        with pytest.raises(EngineClosedError, match="goes on with other tokens; send the request again"):
+            assert [deltas async for deltas in call.pieces(at_once)] == []
+        assert told
+
+    with_a_fleet(llm, work, Loss(12), Loss(seed=another))
+
+
 def test_a_request_that_replicas_are_lost_with_again_and_again_is_given_up(llm: LLM) -> None:
     async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
         [call] = desk.ask([far.read(STORY, GREEDY)])

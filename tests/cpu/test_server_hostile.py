@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import uvicorn
+from starlette.requests import Request
 
 import hostile
 from hostile import CHAT, ENDLESS_ONES, FLAGS, MIB, TEXT, Rest, Watched, post, status_of
@@ -225,3 +226,38 @@ def test_who_does_not_read_for_too_long_is_left() -> None:
             await serving
 
     asyncio.run(asyncio.wait_for(meet(), LONG))
+
+
+def test_to_who_does_not_read_no_more_is_pushed_than_its_buffers_hold_and_all_of_it_comes() -> None:
+    piece, pushed = bytes(range(256)) * 64, 0
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal pushed
+        own = connection.connection_of(Request(scope))
+        assert own is not None
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        own.push(b"")  # Not the end.
+        while own.pushes and pushed < 64 * MIB:
+            own.push(piece)
+            pushed += len(piece)
+        await send({"type": "http.response.body", "body": b"the rest", "more_body": False})
+
+    async def meet() -> None:
+        server = uvicorn.Server(uvicorn.Config(answer, http=Connection, lifespan="off", log_config=None))
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.ensure_future(server.serve([listening]))
+            reader, writer = await asyncio.open_connection(*listening.getsockname(), limit=1024)
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"transfer-encoding: chunked" in head
+            got = bytearray()
+            while size := int(await reader.readline(), 16):
+                got += await reader.readexactly(size)
+                assert await reader.readexactly(2) == b"\r\n"
+            assert got == piece * (pushed // len(piece)) + b"the rest"
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(asyncio.wait_for(meet(), LONG))
+    assert 0 < pushed < 64 * MIB

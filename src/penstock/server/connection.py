@@ -107,15 +107,14 @@ class Connection(HttpToolsProtocol):
             self._refuse(431)
 
     def push(self, piece: bytes) -> None:
-        """A piece of the answer that is under way, sent now or, if the client is slow, when there is room: ask `pushes` first."""
+        """A piece of the answer whose head has been sent: now, or when there is room. Ask `pushes` first."""
         if piece:  # What is empty would be the end.
             self.transport.write(b"%x\r\n%s\r\n" % (len(piece), piece) if self.cycle.chunked_encoding else piece)
 
     @property
     def pushes(self) -> bool:
-        """Whether an answer of unknown length is under way, and the client takes what there is of it."""
-        cycle = self.cycle
-        return cycle.response_started and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+        """Whether the client is there, and takes what there is of the answer."""
+        return not (self.cycle.disconnected or self.flow.write_paused)
 
     def send_400_response(self, msg: str) -> None:
         if not self._deaf:
