@@ -1,56 +1,104 @@
 """What the server costs: 64 streams from `penstock serve` against the same prompts given to the engine in one call.
 
     PYTHONPATH=src python3 benchmarks/server_overhead.py --out docs/results/cpu_server_overhead.json
+    PYTHONPATH=src python3 benchmarks/server_overhead.py --device cuda --shape 0.6B --rounds 6
 
 Both have one thread to compute with, so that on two cores there is one for the event loop and the client. They take turns, and each round
 is compared with what it stood beside, since a shared machine computes now faster, now slower: what is told is the median of these
-quotients, with its quartiles. The shipped model's steps are short: with a larger one the share of the server is less.
+quotients, with its quartiles. The shorter the steps, the more of them is the server's; a step is told as the seconds of a round over its
+tokens, prompts included. Events are fewer than tokens where the server had no time to tell of each step by itself.
+
+On a GPU both engines are there at once, with their own weights and KV; whoever is not asked waits and leaves the device alone.
+
+A shape's weights are random, in a checkpoint that is written for the run, into TMPDIR. The tokenizer is the shipped model's, and ids that
+it does not have mean made-up words, so that nearly every event has a text and the head is as large as the shape says.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import quantiles
 from urllib.parse import urlsplit
 
 import torch
+from safetensors.torch import save_file
 
 from penstock import LLM, SamplingParams
+from penstock.api.llm import SHIPPED_MODEL
+from penstock.arch.layout import group_layouts
+from penstock.base.config import DTYPES
 from penstock.bench.machine import machine
+from penstock.bench.shapes import SHAPES
+from penstock.weights.shape import Shape
+from penstock.weights.source import RandomSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from servers import serving
 
-BLOCKS = 64 * 8
+BLOCK = 64
+"""Tokens of a KV block."""
+PART = "45%"
+"""Of a GPU's memory, that each of the two may take at most."""
+STARTING = 600.0
+"""Seconds in which the server must have loaded its model."""
+EVENT = b'data: {"id":"cmpl-'
+
+
+def write_checkpoint(folder: Path, shape: str) -> None:
+    """A model in that shape, of random weights in bfloat16, a file for each group, and with a text for each token."""
+    folder.mkdir()
+    config, model, numbers = SHAPES[shape], Shape.of(SHAPES[shape]), RandomSource("bfloat16")
+    (folder / "config.json").write_text(json.dumps(config))
+    places = dict[str, str]()
+    for number, layout in enumerate(group_layouts(model.spec, model.names, "bfloat16"), start=1):
+        group, tensors = torch.empty(layout.size, dtype=torch.uint8), dict[str, torch.Tensor]()
+        numbers.read(layout, 0, group, False)
+        for field in layout.fields:
+            whole = group[field.offset :].view(torch.bfloat16)[: math.prod(field.shape)].view(field.shape)
+            parts = whole.split_with_sizes([source.shape[0] for source in field.sources])
+            tensors |= {source.tensor: part for source, part in zip(field.sources, parts, strict=True)}
+        file = f"model-{number:05}.safetensors"
+        save_file(tensors, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    tokenizer = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    words = tokenizer["model"]["vocab"]
+    words |= {f"\u0120word{token}": token for token in range(len(words), model.spec.vocab_size)}  # That letter is a space there.
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_bytes((SHIPPED_MODEL / "tokenizer_config.json").read_bytes())
 
 
 def prompts_of(count: int, length: int) -> list[list[int]]:
     return [[5 + (number * 31 + place * 7) % 4000 for place in range(length)] for number in range(count)]
 
 
-async def streamed(place: tuple[str, int], prompt: Sequence[int], tokens: int) -> None:
-    """One stream, read to its end."""
-    fields = {"model": "shipped", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+async def streamed(place: tuple[str, int], model: str, prompt: Sequence[int], tokens: int) -> int:
+    """One stream, read to its end. Returns its events."""
+    fields = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     body = json.dumps(fields).encode()
     reader, writer = await asyncio.open_connection(*place)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-    last = b""
+    events, last = 0, b""
     while b"data: [DONE]" not in last:
         piece = await reader.read(1 << 16)
         assert piece, last[-500:]
-        last = last[-16:] + piece
+        last = last[1 - len(EVENT) :] + piece  # Not so many bytes that what was counted would be counted again.
+        events += last.count(EVENT)
     writer.close()
+    return events
 
 
-async def all_streamed(place: tuple[str, int], prompts: Sequence[Sequence[int]], tokens: int) -> None:
-    await asyncio.gather(*(streamed(place, prompt, tokens) for prompt in prompts))
+async def all_streamed(place: tuple[str, int], model: str, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+    return sum(await asyncio.gather(*(streamed(place, model, prompt, tokens) for prompt in prompts)))
 
 
 def main() -> None:
@@ -59,52 +107,74 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=250)
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each")
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, otherwise bfloat16")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights in this shape instead of the shipped model")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    dtype = asked.dtype or ("float32" if asked.device == "cpu" else "bfloat16")
     prompts = prompts_of(asked.streams, asked.prompt)
     params = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True)
-    size = {"max_sequences": asked.streams, "kv_blocks": BLOCKS, "prefix_cache": False}
+    settings = {
+        "device": asked.device,
+        "dtype": dtype,
+        "max_sequences": asked.streams,
+        "block_size": BLOCK,
+        "kv_blocks": asked.streams * -(-(asked.prompt + asked.tokens) // BLOCK),
+    }
+    if asked.device != "cpu":
+        settings["device_memory"] = PART
+    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     torch.set_num_threads(1)
-    flags = ("--device", "cpu", "--dtype", "float32", "--max-sequences", str(asked.streams), "--kv-blocks", str(BLOCKS))
-    alone, served = list[float](), list[float]()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        LLM(None, device="cpu", dtype="float32", **size) as llm,
-        serving(
-            Path(folder), "--port", "0", "--quiet", *flags, "--no-prefix-cache", "--queue", "8", environment={"OMP_NUM_THREADS": "1"}
-        ) as server,
-    ):
-        server.wait()
+    alone, served, events = list[float](), list[float](), 0
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        model = SHIPPED_MODEL
+        if asked.shape:
+            model = Path(folder) / asked.shape
+            write_checkpoint(model, asked.shape)
+        llm = opened.enter_context(LLM(model, **settings, prefix_cache=False))
+        flags += ["--port", "0", "--quiet", "--no-prefix-cache", "--queue", "8"]
+        server = opened.enter_context(serving(Path(folder), str(model), *flags, environment={"OMP_NUM_THREADS": "1"}))
+        server.wait(STARTING)
         url = urlsplit(server.url)
         place = url.hostname or "", url.port or 0
         for turn in range(asked.rounds + 1):
-            begin = time.perf_counter()
-            if turn % 2:
-                llm.generate(prompts, params)
-            else:
-                asyncio.run(all_streamed(place, prompts, asked.tokens))
-            middle = time.perf_counter()
-            if turn % 2:
-                asyncio.run(all_streamed(place, prompts, asked.tokens))
-            else:
-                llm.generate(prompts, params)
-            first, second = middle - begin, time.perf_counter() - middle
+            seconds = {}
+            for who in ("served", "alone") if turn % 2 == 0 else ("alone", "served"):
+                begin = time.perf_counter()
+                if who == "alone":
+                    llm.generate(prompts, params)
+                else:
+                    come = asyncio.run(all_streamed(place, server.name, prompts, asked.tokens))
+                seconds[who] = time.perf_counter() - begin
             if turn:  # Not the first, in which everything is met for the first time.
-                alone.append(first if turn % 2 else second)
-                served.append(second if turn % 2 else first)
+                alone.append(seconds["alone"])
+                served.append(seconds["served"])
+                events += come
                 print(f"engine alone {alone[-1]:.2f} s, served {served[-1]:.2f} s", flush=True)
     work = asked.streams * asked.tokens * asked.rounds
-    low, middling, high = quantiles([one / other for one, other in zip(alone, served, strict=True)], n=4)
+    shares = [one / other for one, other in zip(alone, served, strict=True)]
+    low, middling, high = quantiles(shares, n=4) if len(shares) > 1 else shares * 3
+    steps = asked.tokens * asked.rounds
     found = {
+        "device": asked.device,
+        "dtype": dtype,
+        "shape": asked.shape,
         "streams": asked.streams,
         "tokens": asked.tokens,
         "prompt": asked.prompt,
-        "alone": {"seconds": alone, "tokens_per_second": work / sum(alone)},
-        "served": {"seconds": served, "tokens_per_second": work / sum(served)},
+        "alone": {"seconds": alone, "tokens_per_second": work / sum(alone), "step_seconds": sum(alone) / steps},
+        "served": {
+            "seconds": served,
+            "tokens_per_second": work / sum(served),
+            "step_seconds": sum(served) / steps,
+            "events_per_token": events / work,
+        },
         "share": {"median": middling, "quartiles": [low, high], "of sums": sum(alone) / sum(served)},
         "machine": asdict(machine()),
     }
     print(f"{work / sum(alone):,.0f} tokens/s alone, {work / sum(served):,.0f} served: {middling:.1%} ({low:.1%} to {high:.1%})")
+    print(f"a step {1e3 * sum(alone) / steps:.3f} ms alone, {1e3 * sum(served) / steps:.3f} served; {events / work:.3f} events a token")
     if asked.out:
         asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -51,9 +51,9 @@ class Server:
     def said(self) -> str:
         return self.log.read_text()
 
-    def wait(self) -> "Server":
+    def wait(self, seconds: float = 3 * LONG) -> "Server":
         """Until it serves."""
-        until(lambda: self.process.poll() is not None or re.search(r"^serving \S+ at http\S+\n", self.said(), re.MULTILINE), 3 * LONG)
+        until(lambda: self.process.poll() is not None or re.search(r"^serving \S+ at http\S+\n", self.said(), re.MULTILINE), seconds)
         assert self.process.poll() is None, self.said()
         found = re.search(r"^serving (\S+) at (http\S+)\n", self.said(), re.MULTILINE)
         assert found is not None

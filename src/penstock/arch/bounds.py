@@ -70,8 +70,8 @@ def tokens_seen(spec: ModelSpec, length: float, layer: int) -> float:
 
 def prefill_operations(spec: ModelSpec, layouts: Sequence[GroupLayout], lengths: Sequence[int]) -> float:
     """Floating-point operations for prompts of these lengths: two for each weight and token, two products of attention for each pair of
-    tokens that sees each other, and the output matrix for the last token of each."""
-    matrices = sum(matrix_operations(spec, layout, sum(lengths)) for layout in layouts)
+    tokens that sees each other, and the output matrix for the last token of each. Of the last layer others' KV is needed, and no more."""
+    matrices = sum(needed_operations(spec, layout, sum(lengths), len(lengths)) for layout in layouts)
     attention = sum(attention_operations(spec, prompt_pairs(spec, lengths, layer)) for layer in range(spec.layers))
     return matrices + attention + output_operations(spec, len(lengths))
 
@@ -92,6 +92,14 @@ def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> fl
     return 2 * weights * tokens
 
 
+def needed_operations(spec: ModelSpec, layout: GroupLayout, tokens: float, rows: float) -> float:
+    """`matrix_operations` with tokens of which `rows` are read when they have passed all layers: in the last one the others leave KV."""
+    if layout.id.layer < spec.layers - 1:
+        return matrix_operations(spec, layout, tokens)
+    keys_and_values = 4 * spec.kv_size * spec.hidden_size if layout.id.kind is GroupKind.ATTENTION else 0
+    return matrix_operations(spec, layout, rows) + keys_and_values * (tokens - rows)
+
+
 def attention_operations(spec: ModelSpec, pairs: float) -> float:
     """Of one layer's attention over so many pairs of a query and a key."""
     return 4 * pairs * spec.query_size
@@ -101,8 +109,10 @@ def output_operations(spec: ModelSpec, rows: float) -> float:
     return 2 * rows * spec.vocab_size * spec.hidden_size
 
 
-def prompt_pairs(spec: ModelSpec, lengths: Sequence[int], layer: int) -> int:
-    """Pairs of a query and a key that it sees, in causal prompts of these lengths."""
+def prompt_pairs(spec: ModelSpec, lengths: Sequence[int], layer: int) -> float:
+    """Pairs of a query and a key that it sees, in causal prompts of these lengths; in the last layer only the last token of each looks."""
+    if layer == spec.layers - 1:
+        return sum(tokens_seen(spec, length, layer) for length in lengths)
     return sum(_pairs(length, spec.windows[layer]) for length in lengths)
 
 

@@ -287,7 +287,7 @@ def _arithmetic(spec: ModelSpec, machine: Machine, every: Sequence[GroupLayout],
     """Seconds for each use: of reading it, or of computing with it. A router's are also those of its experts."""
     seconds = []
     for index, layout in enumerate(every):
-        read, operations = float(layout.size), bounds.matrix_operations(spec, layout, step.tokens)
+        read, operations = float(layout.size), bounds.needed_operations(spec, layout, step.tokens, step.rows)
         if index == 0:
             read = bounds.embedding_bytes_read(spec, layout, step.tokens)
         if index == len(every) - 1:
@@ -298,8 +298,9 @@ def _arithmetic(spec: ModelSpec, machine: Machine, every: Sequence[GroupLayout],
         if layout.id.kind is GroupKind.ROUTER:
             assert spec.moe is not None
             assert expert is not None
-            read += bounds.experts_chosen(spec.moe, step.tokens) * expert.size
-            operations += spec.moe.experts * bounds.matrix_operations(spec, expert, step.tokens)
+            tokens = step.rows if layout.id.layer == spec.layers - 1 else step.tokens
+            read += bounds.experts_chosen(spec.moe, tokens) * expert.size
+            operations += spec.moe.experts * bounds.matrix_operations(spec, expert, tokens)
         seconds.append(max(read / machine.rates.device_read, operations / machine.operations))
     return seconds
 

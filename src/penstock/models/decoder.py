@@ -58,8 +58,13 @@ class Decoder:
     ) -> Tensor:
         """Hidden states `[rows, hidden]` of the wanted positions, as `head` wants them; KV of all tokens is written to the caches.
 
-        `layers`: which to run, for measuring; all by default. cold: needed where `inputs` speak of KV beyond the device.
+        What the last layer makes of the others is read by nobody: from its KV on it computes the wanted ones alone, if these are few,
+        and goes no further if there are none.
+        `layers`: which to run, for measuring, all positions in each; all by default. cold: needed where `inputs` speak of KV beyond the
+        device.
         """
+        wanted = inputs.wanted
+        ends = self.spec.layers - 1 if layers is None and wanted is not None and 2 * len(wanted) <= len(inputs.tokens) else None
         embedding = weights.take(EMBEDDING)
         residual = self._embed(inputs.tokens, embedding["embedding"])
         weights.release(EMBEDDING)
@@ -67,12 +72,16 @@ class Decoder:
         # Each block hands its output on, a rank's part of it, instead of adding it: sums and the next norm can be one kernel.
         x: Tensor | None = None
         for layer in range(self.spec.layers) if layers is None else layers:
-            x = self._attention(layer, x, residual, weights, caches[layer], inputs, cold)
+            x = self._attention(layer, x, residual, weights, caches[layer], inputs, cold, wanted if layer == ends else None)
+            if layer == ends and wanted is not None:
+                residual, wanted = residual[wanted], None
+                if not len(residual):
+                    return residual
             x = self._feed_forward(layer, x, residual, weights)
         if x is not None:
             self._sum(x)
             residual.add_(x)
-        return residual if inputs.wanted is None else residual[inputs.wanted]
+        return residual if wanted is None else residual[wanted]
 
     @contextmanager
     def head(self, weights: Weights, hidden: Tensor) -> Iterator["Head"]:
@@ -126,7 +135,9 @@ class Decoder:
         cache: tuple[Tensor, Tensor],
         inputs: StepInputs,
         cold: ColdCache | None,
+        wanted: Tensor | None,
     ) -> Tensor:
+        """wanted: the positions whose output is returned, if not all of them."""
         spec, group = self._local, GroupId(GroupKind.ATTENTION, layer)
         w = weights.take(group)
         qkv = linear(self._norm(x, residual, w["norm"], w["qkv"]), w["qkv"], w.get("qkv_bias"))
@@ -134,8 +145,12 @@ class Decoder:
         q, k, v = project(qkv, inputs.cos, inputs.sin, cache, inputs.attention, heads=spec.heads, norms=norms)
         if cold is not None:
             cold.send(layer, k, v)
-        seen = attend(q, k, v, cache, inputs.attention, self._scale, spec.windows[layer], cold, written=True)
-        out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias"))
+        attention = inputs.attention
+        if wanted is not None and inputs.last is not None:
+            q, wanted, attention = q[wanted], None, inputs.last  # They are rows, which see no keys but those in pages.
+        seen = attend(q, k, v, cache, attention, self._scale, spec.windows[layer], cold, written=True)
+        seen = seen if wanted is None else seen[wanted]
+        out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias")) if len(seen) else seen.view(0, spec.hidden_size)
         weights.release(group)
         return out
 

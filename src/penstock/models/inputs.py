@@ -13,13 +13,18 @@ from penstock.ops.attention import AttentionInputs, Tiles
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted int64 `[rows]`: positions whose
-    hidden state leaves the pass."""
+    hidden state leaves the pass.
+
+    last: what the wanted positions attend to, as rows, all being in pages and each the newest of its sequence; for the last layer, of which
+    nobody reads the others. None where they are not, or are most of the step.
+    """
 
     tokens: Tensor
     cos: Tensor
     sin: Tensor
     attention: AttentionInputs
     wanted: Tensor | None
+    last: AttentionInputs | None = None
 
 
 class Weights(Protocol):

@@ -59,7 +59,7 @@ def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning
     if block_size >= 32:
         tile = min(tile, block_size)
     whole = tile * row >= 16384
-    return DecodeTuning(tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=3 if whole else 4, least=2)
+    return DecodeTuning(tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=2 if whole else 4, least=2)
 
 
 @lru_cache(maxsize=16)
@@ -418,7 +418,8 @@ def paged_decode(
         if batch <= _FEW:  # A second launch costs less than one program that joins what many have found.
             arrivals = None
         tuning = decode_tuning(dim, q.element_size(), k_cache.shape[1])
-        tuning = replace(tuning, least=1) if arrivals is None else tuning
+        if arrivals is None:
+            tuning = replace(tuning, least=1, workers_per_sm=max(tuning.workers_per_sm, 3))
     cut = _Cut(batch, 1, max_length, lengths)
     return _attended(q, k_cache, v_cache, block_table, cut, out, arrivals, tuning, scale=scale, window=window)
 

@@ -16,6 +16,7 @@ every pass. Whatever a pass must wait for on the host, such as which experts a r
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -176,7 +177,8 @@ class DecodeStep:
         run = PlacedRun(pages, where, self._max_length)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, None, (), placed=run)
         last = (where[1:] - 1).clamp(min=0).long()
-        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, last)
+        newest = Rows(1, pages.unsqueeze(0), where.sum(0, keepdim=True, dtype=torch.int32), self._max_length)
+        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, last, replace(attention, rows=newest, placed=None))
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0, :1], weights)
 
     def _place(self, count: int) -> tuple[Tensor, Placed]:

@@ -94,32 +94,36 @@ class InputBuilder:
         tiling = self._tile(shares)
         choosing = [index for index, share in enumerate(shares) if share.cold_start and self._chooses(share)]
         readers = tuple(Reader(self._cold_table(shares[at]).copy(), shares[at].start, len(shares[at].tokens) > 1) for at in choosing)
+        singles = [share for share in shares if len(share.tokens) == 1]
+        assert all(len(share.tokens) == 1 for share in shares[: len(singles)]), "a plan's single-token shares come first"
         where = self._send(positions)
         cos, sin = self._angles.tables(where, self._rope_lengths(shares) if self._dynamic else None)
         cold = None
         if tiling.tiles or sends or readers:
-            singles = sum(len(share.tokens) == 1 for share in shares)
             paged = self._send(np.flatnonzero(~is_cold)) if sends else None
             cold = ColdInputs(
                 tiling.cold,
                 tuple(share.start for share in shares if len(share.tokens) == 1),
                 paged,
                 self._seen(tiling, shares),
-                tuple(index for index in choosing if index < singles),
-                tuple(index - singles for index in choosing if index >= singles),
+                tuple(index for index in choosing if index < len(singles)),
+                tuple(index - len(singles) for index in choosing if index >= len(singles)),
             )
             blocks, offsets = blocks[~is_cold], offsets[~is_cold]
         attention = AttentionInputs(
             blocks=self._send(blocks),
             offsets=self._send(offsets),
             slots=self._send(slots),
-            rows=self._rows(shares),
+            rows=self._rows(singles),
             runs=self._runs(shares, first),
             cold=cold,
         )
         tokens = np.fromiter(chain.from_iterable(share.tokens for share in shares), dtype=np.int64, count=total)
-        inputs = StepInputs(self._tokens(tokens, shares, first, newest), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)))
         reported = tuple(len(share.next_prompt_tokens) for share in shares)
+        last = None if cold or any(reported) or 2 * samples > total else self._last(shares)
+        inputs = StepInputs(
+            self._tokens(tokens, shares, first, newest), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)), last
+        )
         return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
 
     @property
@@ -210,19 +214,23 @@ class InputBuilder:
         """Dynamic scaling makes a prompt's frequencies for the prompt's length, and each later token's for its own position's."""
         return [max(share.prompt_length, position + 1) for share in shares for position in range(share.start, share.stop)]
 
+    def _last(self, shares: Sequence[Share]) -> AttentionInputs:
+        """The newest token of each share that samples, which is in pages, as a row. Nothing is written."""
+        nowhere = self._send(np.empty(0, dtype=np.int64))
+        return AttentionInputs(nowhere, nowhere, nowhere, self._rows([share for share in shares if share.sample]), ())
+
     def _rows(self, shares: Sequence[Share]) -> Rows | None:
-        single = [share for share in shares if len(share.tokens) == 1]
-        if not single:
+        """The newest tokens of these shares, the others of each being in pages or before its tail."""
+        if not shares:
             return None
-        assert all(len(share.tokens) == 1 for share in shares[: len(single)]), "a plan's single-token shares come first"
-        cold = np.array([share.cold_start for share in single], dtype=np.int32)
-        lengths = np.array([share.stop for share in single], dtype=np.int32) - cold
+        cold = np.array([share.cold_start for share in shares], dtype=np.int32)
+        lengths = np.array([share.stop for share in shares], dtype=np.int32) - cold
         longest = int(lengths.max())
         # Of a long request the table begins where its tail does.
         columns = np.minimum(cold[:, None] // self._block_size + np.arange(-(-longest // self._block_size)), self._table.shape[1] - 1)
-        table = self._table[np.array([share.row for share in single])[:, None], columns]
+        table = self._table[np.array([share.row for share in shares])[:, None], columns]
         groups = () if reads_pages(self._device) else tuple(self._groups(lengths, table, cold > 0))
-        return Rows(len(single), self._send(table), self._send(lengths), longest, groups, scratch=self._scratch)
+        return Rows(len(shares), self._send(table), self._send(lengths), longest, groups, scratch=self._scratch)
 
     def _groups(self, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: NDArray[np.bool_]) -> list[RowGroup]:
         order = np.lexsort((-lengths, ~cold))
