@@ -5,6 +5,8 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
 from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
 from penstock.ops.attention import dense_reference
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_decode, paged_run, write_kv
+from penstock.ops.triton_attention import DecodeTuning, _divided, merge_states, paged_decode, paged_run, write_kv
 from penstock.ops.triton_tiles import fits_tile, fold_tile
 
 
@@ -153,6 +155,55 @@ class TestDecodeInOneLaunch:
         tuning = DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers)
         heads = group * kv_heads
         check_joined(lengths, heads=heads, kv_heads=kv_heads, block_size=block_size, window=window, seed=seed, tuning=tuning, rounds=1)
+
+
+@triton.jit
+def divide(spans, found, workers, COUNT: tl.constexpr, LEAST: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    numbers = tl.load(spans + tl.arange(0, COUNT))
+    run, piece = _divided(numbers, tl.sum(numbers, 0), workers, LEAST)
+    tl.store(found, run)
+    tl.store(found + 1, piece)
+
+
+class TestDivision:
+    @staticmethod
+    def of(spans: list[int], workers: int, least: int = 2) -> tuple[int, int]:
+        """Tiles of a run and of a piece."""
+        found = torch.zeros(2, dtype=torch.int32)
+        numbers = torch.tensor(spans + [0] * (64 - len(spans)), dtype=torch.int32)
+        divide[(1,)](numbers, found, workers, COUNT=64, LEAST=least)
+        run, piece = found.tolist()
+        assert run % piece == 0
+        assert run * workers >= sum(-(-span // piece) * piece for span in spans), "tiles that nobody takes"
+        return run, piece
+
+    @pytest.mark.parametrize(
+        ("sequences", "span", "workers", "run", "piece"),
+        [(64, 33, 66, 33, 33), (64, 33, 33, 66, 33), (16, 33, 33, 17, 17), (1, 512, 49, 11, 11), (64, 1, 66, 2, 2), (40, 0, 9, 2, 2)],
+    )
+    def test_sequences_of_one_length_are_cut_where_they_end(self, sequences: int, span: int, workers: int, run: int, piece: int) -> None:
+        assert self.of([span] * sequences, workers) == (run, piece)
+
+    def test_or_about_one_length(self) -> None:
+        assert self.of([30, 33, 0, 31, 33, 32], 5) == (33, 33)
+
+    @pytest.mark.parametrize("spans", [[1, 40, 7, 22, 90, 13], [20] * 50, [200] + [3] * 40])
+    def test_others_are_cut_evenly(self, spans: list[int]) -> None:
+        """Also those of one length, of which some workers would have one more than others."""
+        assert self.of(spans, 33) == (max(-(-sum(spans) // 33), 2), 1)
+
+    @given(spans=st.lists(st.integers(0, 40), min_size=1, max_size=64), workers=st.integers(1, 99), least=st.integers(1, 2))
+    def test_nothing_is_left_out_and_no_run_is_much_longer(self, spans: list[int], workers: int, least: int) -> None:
+        run, even = self.of(spans, workers, least)[0], max(-(-sum(spans) // workers), least)
+        assert even <= run <= even + 2 + even // 16
+
+    @pytest.mark.parametrize("workers", [1, 2, 3, 5])
+    @pytest.mark.parametrize("window", [None, 50])
+    @pytest.mark.parametrize("lengths", [[100] * 5, [97, 112, 0, 100, 105], [112, 33]])
+    def test_answers(self, lengths: list[int], window: int | None, workers: int) -> None:
+        tuning = DecodeTuning(tile=16, warps=4, depth=2, workers_per_sm=workers, least=2)
+        check_joined(lengths, window=window, tuning=tuning)
+        check_decode(lengths, window=window, tuning=tuning)
 
 
 class TestRun:

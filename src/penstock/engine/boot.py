@@ -54,6 +54,9 @@ if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.seat import Seat
     from penstock.worker.rank import Leader
 
+_FEW_ROWS = 8
+"""Of a step whose kernels are those for few rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Booted:
@@ -276,16 +279,18 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
         carrier = _carrier(replace(room, blocks=1, disk=None), device, None, None) if room else None
         try:
             runner.attach(Blank(settled.layouts, settled.dtype, device), KVPool(settled.kv, 1, device), carrier)
-            plan = largest_step(
+            step = partial(
+                largest_step,
                 max_step_tokens=limits.max_step_tokens,
-                max_sequences=limits.max_sequences,
                 max_length=limits.max_length,
                 block_size=limits.block_size,
                 past=room.tile_tokens if room else PAST_TILE,
                 cold=room is not None,
             )
+            if device.type == "cuda":  # With few rows some kernels are others: they are compiled now, not in the midst of a request.
+                runner.run(step(max_sequences=min(limits.max_sequences, _FEW_ROWS)), layers)
             # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
-            peak = max(peak, peak_of(device, partial(runner.run, plan, layers)))
+            peak = max(peak, peak_of(device, partial(runner.run, step(max_sequences=limits.max_sequences), layers)))
         finally:
             runner.detach()
             if carrier is not None:

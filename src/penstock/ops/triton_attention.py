@@ -3,6 +3,7 @@
 How decode divides its work. The visible keys of all sequences are cut into tiles, the tiles of the whole batch are laid in one row, and
 that row is cut into equal runs, one per worker and KV head. So one sequence of a million tokens and a batch of ragged ones keep every
 multiprocessor busy for the same time, the grid depends on no length, and nothing but a tensor of lengths changes between two steps.
+Where that is nearly as even, cuts are moved to where sequences end, since each sequence that a worker begins costs it some tiles' time.
 A sequence inside one run is finished by its worker. One that crosses runs leaves a partial output and log-sum-exp per run,
 which a second small kernel joins, or, where the caller lends counters, the last of its workers to arrive: that saves the launch.
 
@@ -78,6 +79,24 @@ def _first_tile(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # 
 def _tiles(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Tiles that hold at least one visible key."""
     return (length + TILE - 1) // TILE - _first_tile(length, window, TILE, WINDOWED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles of a run, and of a piece. All tiles are laid in a row so that every sequence takes whole pieces, the last of which may lack
+    some tiles, and runs are whole pieces.
+
+    Sequences of about one length are in pieces that fill the workers nearly as well as equal runs do: then no run holds the end of one and
+    the beginning of another. Else a piece is a tile.
+    """
+    run = tl.maximum((total + workers - 1) // workers, LEAST)
+    there = tl.maximum(tl.sum((spans > 0).to(tl.int32), 0), 1)
+    each = tl.maximum(workers // there, 1)  # Workers for a sequence.
+    piece = tl.maximum((tl.max(spans, 0) + each - 1) // each, LEAST)
+    pieces = tl.sum((spans + piece - 1) // piece, 0)
+    even = piece * tl.maximum((pieces + workers - 1) // workers, 1)
+    aligned = even <= run + 2 + run // 16
+    return tl.where(aligned, even, run), tl.where(aligned, piece, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -200,9 +219,10 @@ def _decode(  # type: ignore[no-untyped-def]
         spans = tl.where((seqs < batch) & (seqs * TOKENS < queries), spans, 0)
     else:
         spans = _tiles(tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED)
-    stops = tl.cumsum(spans, 0)
-    total = tl.sum(spans, 0)
-    run = tl.maximum((total + workers - 1) // workers, LEAST)
+    run, piece = _divided(spans, tl.sum(spans, 0), workers, LEAST)
+    places = (spans + piece - 1) // piece * piece
+    stops = tl.cumsum(places, 0)
+    total = tl.sum(places, 0)
     at = tl.minimum(worker * run, total)
     stop = tl.minimum(at + run, total)
     if EARLY:
@@ -217,11 +237,12 @@ def _decode(  # type: ignore[no-untyped-def]
                     tl.store(lse + empty * HEADS + heads, tl.full([ROWS], float("-inf"), tl.float32), mask=row_in)
     elif (kv_head == 0) & (worker == 0):
         tl.store(ends + seqs, stops, mask=seqs < batch)
+        tl.store(ends + batch, run)
     opened_at = at
     if at < stop:
         seq = tl.sum((stops <= at).to(tl.int32), 0)
         count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
-        begin = tl.sum(tl.where(stops <= at, spans, 0), 0)  # where the sequence at hand starts in the row of all tiles
+        begin = tl.sum(tl.where(stops <= at, places, 0), 0)  # where the sequence at hand starts in the row of all tiles
 
         k_base = k_cache + kv_head * s_kv_head
         v_base = v_cache + kv_head * s_kv_head
@@ -236,6 +257,7 @@ def _decode(  # type: ignore[no-untyped-def]
                 length = tl.maximum(tl.load(lengths + seq), 0)
             first_seq = seq.to(tl.int64) * TOKENS  # Its first query's place among all.
             span = _tiles(length, reach, TILE, WINDOWED)
+            end = begin + (span + piece - 1) // piece * piece
             upto = tl.minimum(begin + span, stop)
             if upto > at:  # an empty sequence between two others has no tiles
                 oldest = tl.maximum(length - window, 0) if WINDOWED else 0
@@ -301,7 +323,7 @@ def _decode(  # type: ignore[no-untyped-def]
                     tl.store(part_out + part[:, None] * COLS + cols[None, :], acc, mask=inside)
                     tl.store(part_lse + part, level, mask=row_in)
                     if JOINS:
-                        first, last = begin // run, (begin + span - 1) // run
+                        first, last = begin // run, (end - 1) // run
                         counter = arrivals + seq * tl.num_programs(0) + kv_head
                         tl.debug_barrier()  # all threads' stores before the count of one
                         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last - first:
@@ -315,12 +337,12 @@ def _decode(  # type: ignore[no-untyped-def]
                             tl.store(target, whole.to(out.dtype.element_ty), mask=(few < GROUP)[:, None] & col_in[None, :])
                             tl.store(lse + seq * HEADS + some, peak, mask=few < GROUP)
                             tl.store(counter, 0)
-            at = upto
-            begin += span
+            at = tl.minimum(end, stop)
+            begin = end
             seq += 1
 
 
-@triton.jit(do_not_specialize=["batch", "workers", "queries"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["batch", "queries"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     out,
     lse,
@@ -329,7 +351,6 @@ def _join(  # type: ignore[no-untyped-def]
     ends,
     lengths,
     batch,
-    workers,
     s_out,
     s_out_head,
     queries,
@@ -340,7 +361,6 @@ def _join(  # type: ignore[no-untyped-def]
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    LEAST: tl.constexpr,
     WAITS: tl.constexpr,
 ) -> None:
     """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid [heads / ROWS, batch]; where
@@ -355,8 +375,7 @@ def _join(  # type: ignore[no-untyped-def]
         queries = tl.load(lengths + 1)
     begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
     end = tl.load(ends + seq)
-    total = tl.load(ends + batch - 1)
-    run = tl.maximum((total + workers - 1) // workers, LEAST)
+    run = tl.load(ends + batch)
     first = begin // run
     last = (end - 1) // run
     if (end == begin) | (first < last):
@@ -523,7 +542,7 @@ def _attended(
     cols = max(16, triton.next_power_of_2(dim))
     part_out = torch.empty(workers, 2, heads * cut.tokens, cols, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(workers, 2, heads * cut.tokens, dtype=torch.float32, device=q.device)
-    ends = torch.empty(cut.count if arrivals is None else 0, dtype=torch.int32, device=q.device)
+    ends = torch.empty(cut.count + 1 if arrivals is None else 0, dtype=torch.int32, device=q.device)
     join_rows = triton.next_power_of_2(group)
     overlap = (tuning.overlap or early) and arrivals is None
     run = 1 if cut.lengths is None else 2 if cut.start < 0 else 0
@@ -586,7 +605,6 @@ def _attended(
         ends,
         ends if cut.lengths is None else cut.lengths,
         cut.count,
-        workers,
         out.stride(0),
         out.stride(1),
         queries,
@@ -597,7 +615,6 @@ def _attended(
         COLS=cols,
         ROWS=rows,
         PARTS=parts,
-        LEAST=tuning.least,
         WAITS=overlap,
         num_warps=8 if parts > 4 else 4,
         **early_options(overlap),
@@ -609,7 +626,7 @@ def _batch_class(batch: int) -> int:
     """Rows of lengths a program scans: few classes, so that few kernels are compiled."""
     size = 16
     while size < batch:
-        size *= 4
+        size *= 16
     return size
 
 

@@ -1,0 +1,100 @@
+"""What the last layer makes of tokens that nobody reads is not computed; their KV is, and answers are the same."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+import tiny
+from penstock import LLM, SamplingParams
+from penstock.models import decoder
+
+NAMES = ["llama", "llama_tied", "mistral", "qwen2_windows", "qwen3"]
+QUICK = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
+
+
+@dataclass
+class Counted:
+    """Tokens that went into each attention and each feed-forward, in the order of calls."""
+
+    attention: list[int] = field(default_factory=list)
+    feed_forward: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def counted() -> Iterator[Counted]:
+    found, attend, gated = Counted(), decoder.attend, decoder.gated
+
+    def attending(q: Tensor, *rest: object, **more: object) -> Tensor:
+        found.attention.append(len(q))
+        return attend(q, *rest, **more)  # type: ignore[arg-type]
+
+    def gating(x: Tensor, *rest: object) -> Tensor:
+        found.feed_forward.append(len(x))
+        return gated(x, *rest)  # type: ignore[arg-type]
+
+    with patch.object(decoder, "attend", attending), patch.object(decoder, "gated", gating):
+        yield found
+
+
+def engine(name: str, **more: object) -> LLM:
+    settings: dict[str, object] = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 16, "block_size": 4}
+    return LLM(tiny.checkpoint(name), **settings | more)
+
+
+def prompt_of(name: str, count: int) -> list[int]:
+    """The first `count` tokens of a prompt that has them."""
+    [prompt] = [one.prompt for one in tiny.references(name) if len(one.prompt) >= count][:1]
+    return prompt[:count]
+
+
+def test_a_prompt_ends_with_one_row(counted: Counted) -> None:
+    prompt = prompt_of("llama", 37)
+    with engine("llama", prefix_cache=False) as llm:
+        layers = llm.spec.layers
+        counted.attention.clear(), counted.feed_forward.clear()
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1))
+    below = layers - 1
+    assert counted.feed_forward == [16] * below + [16] * below + [5] * below + [1]
+    assert [count for count in counted.attention if count] == counted.feed_forward
+
+
+def test_each_prompt_of_a_step_ends_with_one_row(counted: Counted) -> None:
+    """And rows that decode are all read."""
+    prompt = prompt_of("llama", 12)
+    with engine("llama", prefix_cache=False) as llm:
+        layers = llm.spec.layers
+        first = llm.generate([prompt, prompt[:3], prompt[:2]], SamplingParams(temperature=0, max_tokens=1))
+        counted.feed_forward.clear()
+        llm.generate([prompt[:3], prompt[:2]], SamplingParams(temperature=0, max_tokens=2))
+        assert counted.feed_forward == [5] * (layers - 1) + [2] + [2] * layers
+        again = llm.generate([prompt, prompt[:3], prompt[:2]], SamplingParams(temperature=0, max_tokens=1))
+    assert [one.tokens for one in again] == [one.tokens for one in first]
+
+
+def test_log_probabilities_of_a_prompt_need_all_of_it(counted: Counted) -> None:
+    prompt = prompt_of("llama", 12)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with engine("llama", prefix_cache=False) as llm:
+        counted.feed_forward.clear()
+        [told] = llm.generate(prompt, params)
+        assert counted.feed_forward == [12] * llm.spec.layers
+    assert told.prompt_logprobs is not None
+    assert len(told.prompt_logprobs) == 12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_prompt_leaves_is_whole(name: str) -> None:
+    """Later requests that begin alike find its KV: that of all tokens, in the last layer too."""
+    references = tiny.references(name)
+    with engine(name) as llm:
+        for one in references:
+            llm.generate(one.prompt, SamplingParams(temperature=0, max_tokens=1))
+        found = 0
+        for one in references:
+            [told] = llm.generate(one.prompt, QUICK)
+            assert list(told.tokens) == one.tokens
+            found += told.cached_tokens
+        assert found > 0
