@@ -5,11 +5,19 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
 
 import tiny
 from penstock import LLM, SamplingParams
+from penstock.arch.layout import group_layouts, kv_layout
+from penstock.kv.pool import KVPool
 from penstock.models import decoder
+from penstock.weights.shape import Shape
+from penstock.weights.stream import Blank
+from penstock.worker.inputs import InputBuilder
+from penstock.worker.runner import Runner, small_steps
+from penstock.worker.sampler import Sampler
 
 NAMES = ["llama", "llama_tied", "mistral", "qwen2_windows", "qwen3"]
 QUICK = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
@@ -98,3 +106,19 @@ def test_what_a_prompt_leaves_is_whole(name: str) -> None:
             assert list(told.tokens) == one.tokens
             found += told.cached_tokens
         assert found > 0
+
+
+@pytest.mark.parametrize(("tokens", "sequences", "length"), [(2048, 64, 4096), (16, 4, 60), (2, 1, 9), (1, 1, 1), (64, 64, 3)])
+def test_steps_for_which_kernels_are_compiled(tokens: int, sequences: int, length: int) -> None:
+    """They run in a pool of one block, within what steps may have."""
+    shape = Shape.open(tiny.checkpoint("llama"))
+    spec, device = shape.spec, torch.device("cpu")
+    layouts = group_layouts(spec, shape.names, "float32")
+    inputs = InputBuilder(spec, device, rows=sequences, blocks_per_row=-(-length // 16), block_size=16)
+    runner = Runner(decoder.Decoder(spec), inputs, Sampler(spec.vocab_size, sequences, device), device)
+    runner.attach(Blank(layouts, "float32", device), KVPool(kv_layout(spec, "float32", 16), 1, device))
+    for plan in small_steps(max_step_tokens=tokens, max_sequences=sequences, max_length=length, block_size=16):
+        assert sum(len(share.tokens) for share in plan.shares) <= tokens
+        assert len(plan.shares) <= sequences
+        assert all(share.stop <= length for share in plan.shares)
+        assert len(runner.run(plan).results) == len(plan.shares)

@@ -192,6 +192,10 @@ class TestDivision:
         """Also those of one length, of which some workers would have one more than others."""
         assert self.of(spans, 33) == (max(-(-sum(spans) // 33), 2), 1)
 
+    def test_so_are_many_for_each_worker(self) -> None:
+        assert self.of([9] * 64, 13) == (45, 1)
+        assert self.of([9] * 26, 13) == (18, 9)
+
     @given(spans=st.lists(st.integers(0, 40), min_size=1, max_size=64), workers=st.integers(1, 99), least=st.integers(1, 2))
     def test_nothing_is_left_out_and_no_run_is_much_longer(self, spans: list[int], workers: int, least: int) -> None:
         run, even = self.of(spans, workers, least)[0], max(-(-sum(spans) // workers), least)

@@ -1,21 +1,29 @@
 """Recorded decode steps on a GPU: the tokens of every family are those of steps that are not, and steps run ahead of each other."""
 
+import random
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from triton import knobs
 
 import tiny
 from penstock import LLM, SamplingParams
 from penstock.api import llm as api
 from penstock.arch.layout import group_layouts
+from penstock.base.config import Config
+from penstock.bench.serving import Ask, _round
+from penstock.bench.shapes import SHAPES
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.residency import Limits, padded
+from penstock.weights.shape import Shape
 from penstock.worker.graphs import DecodeGraphs, why_not
 from penstock.worker.runner import Runner
 
@@ -106,3 +114,22 @@ def test_weights_that_stream_pass_through_recorded_steps(share: float, monkeypat
                 assert list(one.tokens) == reference.tokens
         assert llm.booted.weights.stats().copied > 0
         assert not llm.booted.weights.all_stay
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (5, 5)])
+def test_no_request_waits_for_a_compiler(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and many at once, short prompts and long ones, alone and beside others, behind what was found, whatever is drawn: a shape that no
+    other test has compiled kernels for."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 320, "intermediate_size": 576, "head_dim": 128, "vocab_size": 640}
+    shape = SHAPES["0.6B"] | sizes | dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    config = Config(Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096)
+    rng, late, told = random.Random(0), list[str](), "{repr} {compile}".format
+    booted = boot(config, Shape.of(shape))
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **compiled: late.append(told(**compiled)[:900]))
+    with closing(booted.engine):
+        known = [rng.randrange(600) for _ in range(3000)]
+        for temperature in (0.0, 0.8):
+            for count in (1, 3, 100):
+                prompts = [[*known[: rng.randrange(2, 3000)], rng.randrange(600)] for _ in range(count)]
+                _round(booted, [Ask(prompt, rng.randrange(1, 30)) for prompt in prompts], temperature)
+    assert not late

@@ -46,16 +46,13 @@ from penstock.weights.stream import Blank, WeightStream
 from penstock.weights.waits import Waits
 from penstock.worker.graphs import graph_bytes, why_not
 from penstock.worker.inputs import InputBuilder
-from penstock.worker.runner import Runner, largest_step
+from penstock.worker.runner import Runner, largest_step, small_steps
 from penstock.worker.sampler import Sampler
 from penstock.worker.structures import Guide
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.seat import Seat
     from penstock.worker.rank import Leader
-
-_FEW_ROWS = 8
-"""Of a step whose kernels are those for few rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,18 +276,18 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
         carrier = _carrier(replace(room, blocks=1, disk=None), device, None, None) if room else None
         try:
             runner.attach(Blank(settled.layouts, settled.dtype, device), KVPool(settled.kv, 1, device), carrier)
-            step = partial(
-                largest_step,
-                max_step_tokens=limits.max_step_tokens,
-                max_length=limits.max_length,
-                block_size=limits.block_size,
-                past=room.tile_tokens if room else PAST_TILE,
-                cold=room is not None,
-            )
-            if device.type == "cuda":  # With few rows some kernels are others: they are compiled now, not in the midst of a request.
-                runner.run(step(max_sequences=min(limits.max_sequences, _FEW_ROWS)), layers)
+            sizes = {
+                "max_step_tokens": limits.max_step_tokens,
+                "max_sequences": limits.max_sequences,
+                "max_length": limits.max_length,
+                "block_size": limits.block_size,
+            }
+            plan = largest_step(**sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
             # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
-            peak = max(peak, peak_of(device, partial(runner.run, step(max_sequences=limits.max_sequences), layers)))
+            peak = max(peak, peak_of(device, partial(runner.run, plan, layers)))
+            if device.type == "cuda" and room is None:  # Kernels are compiled now, not in the midst of a request.
+                for plan in small_steps(**sizes):
+                    runner.run(plan)
         finally:
             runner.detach()
             if carrier is not None:

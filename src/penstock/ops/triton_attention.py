@@ -86,8 +86,9 @@ def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-unt
     """Tiles of a run, and of a piece. All tiles are laid in a row so that every sequence takes whole pieces, the last of which may lack
     some tiles, and runs are whole pieces.
 
-    Sequences of about one length are in pieces that fill the workers nearly as well as equal runs do: then no run holds the end of one and
-    the beginning of another. Else a piece is a tile.
+    Sequences of about one length, one or two for a worker, are in pieces that fill the workers nearly as well as equal runs do: then
+    no run holds the end of one and the beginning of another. Else a piece is a tile: with many sequences for each worker, all would begin
+    one at the same moments, and none read meanwhile.
     """
     run = tl.maximum((total + workers - 1) // workers, LEAST)
     there = tl.maximum(tl.sum((spans > 0).to(tl.int32), 0), 1)
@@ -95,7 +96,7 @@ def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-unt
     piece = tl.maximum((tl.max(spans, 0) + each - 1) // each, LEAST)
     pieces = tl.sum((spans + piece - 1) // piece, 0)
     even = piece * tl.maximum((pieces + workers - 1) // workers, 1)
-    aligned = even <= run + 2 + run // 16
+    aligned = (even <= run + 2 + run // 16) & (even <= 2 * piece)
     return tl.where(aligned, even, run), tl.where(aligned, piece, 1)
 
 

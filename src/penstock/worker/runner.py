@@ -1,6 +1,6 @@
 """Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory is the rows' tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -13,6 +13,7 @@ from penstock.kv.pool import KVPool
 from penstock.memory.device import lift_cap
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
+from penstock.ops.attention import PAST_TILE
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Landed, Outcome, Plan, Result, Row, Share, TokenLogprob
 from penstock.weights.stream import WeightStream
@@ -24,6 +25,11 @@ _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""
 _HEAD_ROWS = 64
 """Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
+_FEW_ROWS = 8
+_SHORT_RUNS = (48, 1024)
+"""Rows, and tokens of runs, for which kernels are compiled ahead."""
+_SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
+"""Draws that look at a vocabulary in order."""
 
 
 class Runner:
@@ -212,6 +218,17 @@ class Begun:
         return tuple(results)
 
 
+def small_steps(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int) -> Iterator[Plan]:
+    """Steps whose kernels are others than the largest one's: few rows, and beside them what is left of a prompt that was found, short or
+    less so. As the largest, they need a pool of one block."""
+    singles = min(_FEW_ROWS, max_sequences - 1, max_step_tokens - 1)
+    for tokens in _SHORT_RUNS:
+        count = min(tokens, max_step_tokens - singles, max_length)
+        shares = [_warm_share(row, min(1, max_length - 1), 1, block_size) for row in range(singles)]
+        shares.append(_warm_share(singles, min(PAST_TILE, max_length - count), count, block_size))
+        yield Plan(tuple(Admission(share.row, _SORTED, share.tokens, ()) for share in shares), tuple(shares))
+
+
 def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int, cold: bool = False) -> Plan:
     """The step that takes the most memory: every sequence sampling with a sorted vocabulary, one long run with a tile of past and
     log-probabilities of its prompt, rows with as much past as a device without a paged kernel gathers at a time, all tokens.
@@ -219,7 +236,6 @@ def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, b
     Every block of it is block 0, so it needs a pool of one block and leaves nothing behind. With `cold` the run's past and itself rest in
     host memory.
     """
-    sampling = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
     singles = min(max_sequences - 1, max_step_tokens - 1)
     count = min(max_step_tokens - singles, max_length)
     start = min(past, max_length - count)
@@ -232,7 +248,7 @@ def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, b
         stop = blocks * block_size
         run = replace(run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks)
     shares.append(run)
-    admissions = tuple(Admission(share.row, sampling, share.tokens, ()) for share in shares)
+    admissions = tuple(Admission(share.row, _SORTED, share.tokens, ()) for share in shares)
     return Plan(admissions, tuple(shares))
 
 
