@@ -4,24 +4,28 @@
     PYTHONPATH=src python3 benchmarks/execution.py --parts decode,idle --graphs off
     PYTHONPATH=src python3 benchmarks/execution.py --tiny --device cpu      the same code over tiny shapes
 
-Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, idle, kernels. `idle` traces steady decode
-steps and gives the share of them in which no kernel runs; `kernels` says which kernels take the time of a step. Random weights in real
-shapes, bfloat16.
+Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, checkpoint, idle, kernels. `idle` traces
+steady decode steps and gives the share of them in which no kernel runs; `kernels` says which kernels take the time of a step; `checkpoint`
+starts from one that is written for it into --directory, past the page cache, beside the rate at which its files can be read. Random weights
+in real shapes, bfloat16.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import random
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from random_checkpoint import write_checkpoint
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.base.config import Config
@@ -31,7 +35,9 @@ from penstock.bench.report import Kind
 from penstock.bench.shapes import SHAPES
 from penstock.engine.boot import Booted, boot
 from penstock.memory.device import give_back
+from penstock.memory.probe import disk_read
 from penstock.step.plan import RequestId
+from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.shape import Shape
 
 TINY = SHAPES["100M"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
@@ -43,6 +49,7 @@ class Place:
     device: str
     tiny: bool
     graphs: bool
+    directory: Path | None = None
 
     def shape(self, name: str) -> Mapping[str, object]:
         return TINY if self.tiny else SHAPES[name]
@@ -129,6 +136,43 @@ def part_start(place: Place) -> Found:
     for line in said:
         print(f"    {line}")
     return {"boot_s": seconds, "first_token_s": first, "said": said}
+
+
+def part_checkpoint(place: Place) -> Found:
+    """Opening the files to the first token, and how long the disk needs for their bytes at the rate probed before and after."""
+    with tempfile.TemporaryDirectory(dir=place.directory) as folder:
+        model = Path(folder, "model")
+        write_checkpoint(model, place.shape("8B"))
+        files = sorted(model.glob("*.safetensors"))
+        size, rates, said = sum(file.stat().st_size for file in files), [], list[str]()
+        os.sync()
+        forget(files)
+        rates.append(disk_read(model).read)
+        forget(files)
+        begin = time.perf_counter()
+        with closing(Checkpoint.open(model)) as checkpoint:
+            booted = boot(place.config(max_length=4096), checkpoint, say=said.append)
+            seconds = time.perf_counter() - begin
+            with closing(booted.engine):
+                booted.engine.submit([1, 2, 3], measure._GREEDY, 1)
+                while booted.engine.busy:
+                    booted.engine.step()
+            first = time.perf_counter() - begin
+        give_back(booted.device)
+        forget(files)
+        rates.append(disk_read(model).read)
+    least = size / (sum(rates) / 2)
+    row("start, 8B, from files", f"{seconds:.2f} s, first token after {first:.2f} s, {first / least:.2f} times {least:.2f} s of reading")
+    for line in said:
+        print(f"    {line}")
+    return {"boot_s": seconds, "first_token_s": first, "bytes": size, "disk_bytes_per_s": rates, "reading_s": least, "said": said}
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Have the page cache forget them."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def part_idle(place: Place) -> Found:
@@ -246,6 +290,7 @@ PARTS: dict[str, Callable[[Place], Found]] = {
     "prefill": part_prefill,
     "serve": part_serve,
     "start": part_start,
+    "checkpoint": part_checkpoint,
     "idle": part_idle,
     "kernels": part_kernels,
 }
@@ -257,9 +302,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--graphs", choices=("on", "off"), default="on")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--directory", type=Path, help="where a checkpoint is written; by default where temporary files are")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    place = Place(given.device, given.tiny, given.graphs == "on")
+    place = Place(given.device, given.tiny, given.graphs == "on", given.directory)
     found: Found = {"machine": dataclasses.asdict(machine()), "graphs": place.graphs}
     failed = 0
     for name in given.parts.split(","):

@@ -17,7 +17,6 @@ it does not have mean made-up words, so that nearly every event has a text and t
 import argparse
 import asyncio
 import json
-import math
 import sys
 import tempfile
 import time
@@ -29,16 +28,13 @@ from statistics import quantiles
 from urllib.parse import urlsplit
 
 import torch
-from safetensors.torch import save_file
+from random_checkpoint import write_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
-from penstock.arch.layout import group_layouts
 from penstock.base.config import DTYPES
 from penstock.bench.machine import machine
 from penstock.bench.shapes import SHAPES
-from penstock.weights.shape import Shape
-from penstock.weights.source import RandomSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -51,30 +47,6 @@ PART = "45%"
 STARTING = 600.0
 """Seconds in which the server must have loaded its model."""
 EVENT = b'data: {"id":"cmpl-'
-
-
-def write_checkpoint(folder: Path, shape: str) -> None:
-    """A model in that shape, of random weights in bfloat16, a file for each group, and with a text for each token."""
-    folder.mkdir()
-    config, model, numbers = SHAPES[shape], Shape.of(SHAPES[shape]), RandomSource("bfloat16")
-    (folder / "config.json").write_text(json.dumps(config))
-    places = dict[str, str]()
-    for number, layout in enumerate(group_layouts(model.spec, model.names, "bfloat16"), start=1):
-        group, tensors = torch.empty(layout.size, dtype=torch.uint8), dict[str, torch.Tensor]()
-        numbers.read(layout, 0, group, False)
-        for field in layout.fields:
-            whole = group[field.offset :].view(torch.bfloat16)[: math.prod(field.shape)].view(field.shape)
-            parts = whole.split_with_sizes([source.shape[0] for source in field.sources])
-            tensors |= {source.tensor: part for source, part in zip(field.sources, parts, strict=True)}
-        file = f"model-{number:05}.safetensors"
-        save_file(tensors, folder / file, {"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    tokenizer = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
-    words = tokenizer["model"]["vocab"]
-    words |= {f"\u0120word{token}": token for token in range(len(words), model.spec.vocab_size)}  # That letter is a space there.
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_bytes((SHIPPED_MODEL / "tokenizer_config.json").read_bytes())
 
 
 def prompts_of(count: int, length: int) -> list[list[int]]:
@@ -131,7 +103,7 @@ def main() -> None:
         model = SHIPPED_MODEL
         if asked.shape:
             model = Path(folder) / asked.shape
-            write_checkpoint(model, asked.shape)
+            write_checkpoint(model, SHAPES[asked.shape])
         llm = opened.enter_context(LLM(model, **settings, prefix_cache=False))
         flags += ["--port", "0", "--quiet", "--no-prefix-cache", "--queue", "8"]
         server = opened.enter_context(serving(Path(folder), str(model), *flags, environment={"OMP_NUM_THREADS": "1"}))
