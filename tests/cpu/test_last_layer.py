@@ -93,6 +93,22 @@ def test_log_probabilities_of_a_prompt_need_all_of_it(counted: Counted) -> None:
     assert len(told.prompt_logprobs) == 12
 
 
+def test_a_prompt_whose_log_probabilities_are_wanted_beside_one_whose_are_not(counted: Counted) -> None:
+    """Few positions of the step are read, but not only the newest of each prompt."""
+    references = tiny.references("llama")
+    scored, long = prompt_of("llama", 5), max((one.prompt for one in references), key=len)[:32]
+    params = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), SamplingParams(temperature=0, max_tokens=1)]
+    with engine("llama", prefix_cache=False, max_step_tokens=64) as llm:
+        alone = [llm.generate(prompt, one)[0] for prompt, one in zip((scored, long), params, strict=True)]
+        counted.feed_forward.clear()
+        beside = llm.generate([scored, long], params)
+        assert counted.feed_forward == [37] * (llm.spec.layers - 1) + [6]
+    assert [one.tokens for one in beside] == [one.tokens for one in alone]
+    told = [[entry.logprob for entry in one.prompt_logprobs or () if entry] for one in (beside[0], alone[0])]
+    assert told[0] == pytest.approx(told[1], abs=1e-4)
+    assert len(told[0]) == 4
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_prompt_leaves_is_whole(name: str) -> None:
     """Later requests that begin alike find its KV: that of all tokens, in the last layer too."""

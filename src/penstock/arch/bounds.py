@@ -109,9 +109,10 @@ def output_operations(spec: ModelSpec, rows: float) -> float:
     return 2 * rows * spec.vocab_size * spec.hidden_size
 
 
-def prompt_pairs(spec: ModelSpec, lengths: Sequence[int], layer: int) -> float:
-    """Pairs of a query and a key that it sees, in causal prompts of these lengths; in the last layer only the last token of each looks."""
-    if layer == spec.layers - 1:
+def prompt_pairs(spec: ModelSpec, lengths: Sequence[int], layer: int, *, needed: bool = True) -> float:
+    """Pairs of a query and a key that it sees, in causal prompts of these lengths. In the last layer only the last token of each needs to
+    look."""
+    if needed and layer == spec.layers - 1:
         return sum(tokens_seen(spec, length, layer) for length in lengths)
     return sum(_pairs(length, spec.windows[layer]) for length in lengths)
 

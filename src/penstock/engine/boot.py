@@ -287,7 +287,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
             peak = max(peak, peak_of(device, partial(runner.run, plan, layers)))
             if device.type == "cuda" and room is None:  # Kernels are compiled now, not in the midst of a request.
                 for plan in small_steps(**sizes):
-                    runner.run(plan)
+                    peak = max(peak, peak_of(device, partial(runner.run, plan)))
         finally:
             runner.detach()
             if carrier is not None:

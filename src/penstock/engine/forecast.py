@@ -176,7 +176,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
         return _pace(spec, machine, placement, experts, step, arithmetic, bool(far))
 
     near = max(budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
-    decode, prefill = pace(_decode(spec, work, near)), pace(_prefill(spec, work))
+    decode, prefill = pace(_decode(spec, work, near)), pace(_prefill(spec, work, needed=not far))
     if machine.host is not None:
         machine = replace(machine, host=machine.host + far)
     return Forecast(machine, work, budget, placement, experts, beside, decode, prefill, far)
@@ -267,13 +267,14 @@ def _decode(spec: ModelSpec, work: Work, near: int) -> _Step:
     return _Step(work.batch, work.batch, pairs, kv, lambda layer: max(kv(layer) - work.batch * near_bytes, 0))
 
 
-def _prefill(spec: ModelSpec, work: Work) -> _Step:
-    """The mean of the passes that all prompts take together. Keys are read so seldom for each product that only the products count."""
+def _prefill(spec: ModelSpec, work: Work, *, needed: bool) -> _Step:
+    """The mean of the passes that all prompts take together. Keys are read so seldom for each product that only the products count.
+    needed: whether in the last layer only those look whose logits are wanted; with KV that passes by all do."""
     tokens = work.batch * work.context
     passes = -(-tokens // work.step_tokens)
 
     def pairs(layer: int) -> float:
-        return work.batch * bounds.prompt_pairs(spec, [work.context], layer) / passes
+        return work.batch * bounds.prompt_pairs(spec, [work.context], layer, needed=needed) / passes
 
     def far(layer: int) -> float:
         """Every chunk of a sequence brings what is before it, as far as its window goes."""
@@ -319,10 +320,13 @@ def _pace(
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = dense.seconds, float(placement.streamed), float(placement.read), dict(dense.busy)
     if experts is not None and spec.moe is not None:
-        layers, chosen = sum(spec.moe_layers), bounds.experts_chosen(spec.moe, step.tokens)
-        experts_copied = layers * chosen * experts.size * (1 - experts.on_device / experts.experts)
-        experts_read = layers * chosen * experts.size * experts.on_disk / experts.experts
-        seconds += layers * _fetch(experts, chosen, machine.rates)
+        last = int(spec.moe_layers[-1])  # There tokens whose logits are not wanted choose none.
+        counts = ((sum(spec.moe_layers) - last, step.tokens), (last, step.rows))
+        layers = [(count, bounds.experts_chosen(spec.moe, tokens)) for count, tokens in counts if count]
+        chosen = sum(count * each for count, each in layers)
+        experts_copied = chosen * experts.size * (1 - experts.on_device / experts.experts)
+        experts_read = chosen * experts.size * experts.on_disk / experts.experts
+        seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
         copied, read = copied + experts_copied, read + experts_read
         busy[Link.LINK] += experts_copied / machine.rates.host_to_device
         busy[Link.DISK] += experts_read / machine.rates.disk_to_host if experts_read else 0.0
