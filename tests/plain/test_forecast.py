@@ -198,6 +198,8 @@ def test_experts_on_the_host_are_copied_when_they_are_chosen() -> None:
     assert found.decode.copied == pytest.approx(copied)
     dense = sum(found.placement.prediction.busy.values())
     assert found.decode.seconds == pytest.approx(copied / 50e9, abs=2 * dense + 16 * 2 * room.size / 1e12)
+    # A prompt needs all experts, but in the last layer those of its last token.
+    assert found.prefill.copied == pytest.approx((15 * 8 + 2) * (1 - room.on_device / room.experts) * room.size, rel=1e-4)
 
 
 def test_experts_on_disk_come_as_in_many_draws() -> None:
