@@ -401,6 +401,21 @@ def test_a_message_is_answered_as_the_server_answers_it_and_kept(page: Browser, 
     assert page.run("return Object.keys(localStorage).filter((key) => key.startsWith('penstock.chat.')).length") == 1
 
 
+def test_the_machine_is_shown_where_a_tier_has_nothing(browser: Browser, tmp_path: Path) -> None:
+    """As it is without any flag: no disk is used."""
+    with serving(tmp_path) as plain:
+        browser.open(plain.url)
+        until(lambda: browser.count("#gauges") == 1)
+        assert browser.run("return [...document.querySelectorAll('.tier .of')].map((one) => one.innerText)")[2] == "not used"
+        assert browser.count(".tier .bar") == 2
+        assert browser.text("#state").startswith("llama, 8 layers")
+        with plain.load(ENDLESS):
+            until(lambda: browser.text("#running") == "1")
+    until(lambda: browser.text("#state") == "The server cannot be reached.")
+    assert browser.count("#gauges") == 0
+    browser.complaints()
+
+
 def test_an_answer_is_seen_as_it_comes_and_escape_stops_it(page: Browser, server: Server) -> None:
     set_field(page, "max_tokens", "4000")
     set_field(page, "temperature", "6")

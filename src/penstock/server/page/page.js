@@ -476,7 +476,7 @@ const TIERS = { device: "Device", host: "Host memory", disk: "Disk" };
 /** Built once for each set of names, and then only filled: what does not change is not announced, selected text stays selected. */
 class Bars {
   constructor() {
-    this.names = "";
+    this.names = null;
     this.node = make("div");
   }
 
@@ -609,16 +609,19 @@ let looking = false;
 async function look() {
   if (looking || document.hidden || $("ask-key").open) return;
   looking = true;
+  let state;
   try {
-    showState(await (await ask("/state", { signal: AbortSignal.timeout(10000) })).json());
+    state = await (await ask("/state", { signal: AbortSignal.timeout(10000) })).json();
   } catch (fault) {
     $("state").className = "state bad";
     const known = fault instanceof Refused;
     write($("state"), known && fault.status === 503 ? "The model is being loaded, or the server ends." : known ? `${fault.message}.` : "The server cannot be reached.");
     $("gauges").hidden = true;
+    return;
   } finally {
     looking = false;
   }
+  showState(state);
 }
 
 showChats();
