@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -716,6 +717,26 @@ def test_ctrl_c_stops_an_answer_and_then_the_chat(start: Callable[..., "subproce
     terminal.close()
 
 
+@contextmanager
+def slowed(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """It runs a tenth of the time: what is told of a prompt that takes long is then told of any, however fast the machine."""
+    over = threading.Event()
+
+    def hold() -> None:
+        while not over.wait(0.005) and process.poll() is None:
+            process.send_signal(signal.SIGSTOP)
+            over.wait(0.045)
+            process.send_signal(signal.SIGCONT)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    try:
+        yield
+    finally:
+        over.set()
+        holding.join()
+
+
 def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
     start: Callable[..., "subprocess.Popen[bytes]"], model: Path, tmp_path: Path
 ) -> None:
@@ -725,9 +746,10 @@ def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
     for _ in range(2):
         terminal.until("> ")
         terminal.type("z" * 3800 + "\n")
-        terminal.until(" of 3,800 tokens, ")
-        terminal.process.send_signal(signal.SIGINT)
-        shown = terminal.until("; no token in ")
+        with slowed(terminal.process):
+            terminal.until(" of 3,800 tokens, ")
+            terminal.process.send_signal(signal.SIGINT)
+            shown = terminal.until("; no token in ")
         assert "stopped; the message is forgotten" in shown
     terminal.until("> ")
     terminal.type("w\n")
@@ -741,9 +763,11 @@ def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
 def test_ctrl_c_ends_a_run_in_the_midst_of_its_prompt(start: Callable[..., "subprocess.Popen[bytes]"], model: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("9" * 3800)
-    terminal = Terminal(start, "run", model, "--file", file, "--dtype", "float32", "--max-step-tokens", "2", term="xterm")
-    terminal.until(" of 3,800 tokens, ")
-    terminal.process.send_signal(signal.SIGINT)
+    terminal = Terminal(start, "run", model, "--file", file, "-v", "--dtype", "float32", "--max-step-tokens", "2", term="xterm")
+    terminal.until("memory ")
+    with slowed(terminal.process):
+        terminal.until(" of 3,800 tokens, ")
+        terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait() == 130
     terminal.close()
 
