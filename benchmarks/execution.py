@@ -126,16 +126,21 @@ def part_start(place: Place) -> Found:
     begin = time.perf_counter()
     booted = boot(place.config(max_length=4096), Shape.of(place.shape("8B")), say=said.append)
     seconds = time.perf_counter() - begin
-    with closing(booted.engine):
-        booted.engine.submit([1, 2, 3], measure._GREEDY, 1)
-        while booted.engine.busy:
-            booted.engine.step()
+    one_token(booted)
     first = time.perf_counter() - begin
     give_back(booted.device)
     row("start, 8B, random weights", f"{seconds:.2f} s, first token after {first:.2f} s, target 10 s")
     for line in said:
         print(f"    {line}")
     return {"boot_s": seconds, "first_token_s": first, "said": said}
+
+
+def one_token(booted: Booted) -> None:
+    """The first, and the engine's end."""
+    with closing(booted.engine):
+        booted.engine.submit([1, 2, 3], measure._GREEDY, 1)
+        while booted.engine.busy:
+            booted.engine.step()
 
 
 def part_checkpoint(place: Place) -> Found:
@@ -153,10 +158,7 @@ def part_checkpoint(place: Place) -> Found:
         with closing(Checkpoint.open(model)) as checkpoint:
             booted = boot(place.config(max_length=4096), checkpoint, say=said.append)
             seconds = time.perf_counter() - begin
-            with closing(booted.engine):
-                booted.engine.submit([1, 2, 3], measure._GREEDY, 1)
-                while booted.engine.busy:
-                    booted.engine.step()
+            one_token(booted)
             first = time.perf_counter() - begin
         give_back(booted.device)
         forget(files)

@@ -404,6 +404,7 @@ def test_a_message_is_answered_as_the_server_answers_it_and_kept(page: Browser, 
 def test_the_machine_is_shown_where_a_tier_has_nothing(browser: Browser, tmp_path: Path) -> None:
     """As it is without any flag: no disk is used."""
     with serving(tmp_path) as plain:
+        browser.complaints()
         browser.open(plain.url)
         until(lambda: browser.count("#gauges") == 1)
         assert browser.run("return [...document.querySelectorAll('.tier .of')].map((one) => one.innerText)")[2] == "not used"
@@ -411,6 +412,7 @@ def test_the_machine_is_shown_where_a_tier_has_nothing(browser: Browser, tmp_pat
         assert browser.text("#state").startswith("llama, 8 layers")
         with plain.load(ENDLESS):
             until(lambda: browser.text("#running") == "1")
+        assert browser.complaints() == []
     until(lambda: browser.text("#state") == "The server cannot be reached.")
     assert browser.count("#gauges") == 0
     browser.complaints()
