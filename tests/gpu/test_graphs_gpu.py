@@ -1,6 +1,7 @@
 """Recorded decode steps on a GPU: the tokens of every family are those of steps that are not, and steps run ahead of each other."""
 
 import random
+import threading
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -133,3 +134,21 @@ def test_no_request_waits_for_a_compiler(heads: tuple[int, int], monkeypatch: py
                 prompts = [[*known[: rng.randrange(2, 3000)], rng.randrange(600)] for _ in range(count)]
                 _round(booted, [Ask(prompt, rng.randrange(1, 30)) for prompt in prompts], temperature)
     assert not late
+
+
+def test_what_takes_long_is_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead, on other threads, and what is needed afterwards is just that: of a shape that no other test has compiled kernels for."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 192, "intermediate_size": 576, "head_dim": 128, "vocab_size": 704}
+    shape = SHAPES["0.6B"] | sizes | {"num_attention_heads": 7, "num_key_value_heads": 1}
+    config = Config(Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096)
+    here, aside = set[str](), set[str]()
+
+    def compiled(repr: str, **more: object) -> None:
+        (here if threading.current_thread() is threading.main_thread() else aside).add(repr.split("[")[0])
+
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
+    booted = boot(config, Shape.of(shape))
+    with closing(booted.engine):
+        _round(booted, [Ask([1, 2, 3] * count, 4) for count in (1, 2, 900)], 0.8)
+    assert aside == {"_decode", "_join", "_peaks", "_bins", "_sums", "_tokens"}
+    assert here.isdisjoint(aside)

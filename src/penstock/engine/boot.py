@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.arch.bounds import doubles_at
-from penstock.arch.shards import Shard
+from penstock.arch.shards import Shard, local_spec
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import DeviceError
@@ -44,7 +44,8 @@ from penstock.weights.residency import padded
 from penstock.weights.shape import Shape
 from penstock.weights.stream import Blank, WeightStream
 from penstock.weights.waits import Waits
-from penstock.worker.graphs import graph_bytes, why_not
+from penstock.worker.ahead import compile_ahead
+from penstock.worker.graphs import begins_early, graph_bytes, why_not
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, largest_step, small_steps
 from penstock.worker.sampler import Sampler
@@ -192,6 +193,12 @@ def _part(
         say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
     runner = _runner(settled, place, collectives, guide)
     opened.callback(runner.detach)
+    recorded = config.graphs and why_not(settled.spec, device, experts_rest=settled.may_rest) is None
+    early = settled.may_rest and begins_early(device)
+    compile_ahead(
+        local_spec(settled.spec, place.shard), settled.kv, device, max_length=settled.limits.max_length, recorded=recorded, early=early
+    )
+    give_back(device)
     demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
     weights = _weights(settled, placed, trace)
@@ -252,9 +259,8 @@ def _demand(config: Config, settled: Settled, runner: Runner, *, taken: int) -> 
     """taken: bytes of the device, beside what passes through a step."""
     limits, far = settled.limits, settled.far
     graphs = 0
-    may_rest = sum(map(padded, settled.layouts)) <= settled.total
-    if config.graphs and why_not(settled.spec, settled.device, experts_rest=may_rest) is None:
-        graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences, limits.max_step_tokens if may_rest else 0)
+    if config.graphs and why_not(settled.spec, settled.device, experts_rest=settled.may_rest) is None:
+        graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences, limits.max_step_tokens if settled.may_rest else 0)
     return Demand(
         activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0) + graphs + taken,
         block_bytes=settled.kv.block_bytes,

@@ -57,6 +57,11 @@ class Settled:
     far: LongRoom | None
 
     @property
+    def may_rest(self) -> bool:
+        """Whether all weights would fit on the device if nothing else were there."""
+        return sum(map(padded, self.layouts)) <= self.total
+
+    @property
     def blocks_per_row(self) -> int:
         """KV blocks of the longest sequence."""
         return -(-self.limits.max_length // self.limits.block_size)

@@ -226,6 +226,9 @@ def _decode(  # type: ignore[no-untyped-def]
     total = tl.sum(places, 0)
     at = tl.minimum(worker * run, total)
     stop = tl.minimum(at + run, total)
+    seq = tl.sum((stops <= at).to(tl.int32), 0)
+    count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
+    begin = tl.sum(tl.where(stops <= at, places, 0), 0)  # where the sequence at hand starts in the row of all tiles
     if EARLY:
         gdc_wait()
     if JOINS:
@@ -241,10 +244,6 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(ends + batch, run)
     opened_at = at
     if at < stop:
-        seq = tl.sum((stops <= at).to(tl.int32), 0)
-        count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
-        begin = tl.sum(tl.where(stops <= at, places, 0), 0)  # where the sequence at hand starts in the row of all tiles
-
         k_base = k_cache + kv_head * s_kv_head
         v_base = v_cache + kv_head * s_kv_head
         inner = keys[:, None] * s_token + cols[None, :]
@@ -624,8 +623,8 @@ def _attended(
 
 
 def _batch_class(batch: int) -> int:
-    """Rows of lengths a program scans: few classes, so that few kernels are compiled."""
-    size = 16
+    """Rows of lengths a program scans: few classes, so that few kernels are compiled. To scan 256 takes hardly longer than 16."""
+    size = 256
     while size < batch:
         size *= 16
     return size

@@ -68,6 +68,11 @@ def why_not(spec: ModelSpec, device: torch.device, *, experts_rest: bool) -> str
     return None
 
 
+def begins_early(device: torch.device) -> bool:
+    """Whether recorded kernels may begin before the one before has ended, where all weights stay."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY
+
+
 def row_counts(most: int) -> tuple[int, ...]:
     """Numbers of rows for which steps are recorded, the largest first: each at most half as large again as the next, later a quarter."""
     counts, count = {most}, 1
@@ -223,7 +228,7 @@ class DecodeGraphs:
         before = torch.cuda.memory_reserved(device)
         gc.collect()  # What is collected in the midst of a recording may free what it must not.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        early = self._weights.all_stay and torch.cuda.get_device_capability(device) >= _EARLY
+        early = self._weights.all_stay and begins_early(device)
         with torch.cuda.stream(stream), no_collection(), early_launches(early):
             for count in self._counts:
                 self._step.give((), count)

@@ -27,7 +27,7 @@ _HEAD_ROWS = 64
 """Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
 _SMALL_STEPS = ((8, 48), (8, 1024), (0, 48))
 """Rows and tokens of a run for which kernels are compiled ahead."""
-_SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
+SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
 """Draws that look at a vocabulary in order."""
 
 
@@ -225,7 +225,7 @@ def small_steps(*, max_step_tokens: int, max_sequences: int, max_length: int, bl
         count = min(tokens, max_step_tokens - singles, max_length)
         shares = [_warm_share(row, min(1, max_length - 1), 1, block_size) for row in range(singles)]
         shares.append(_warm_share(singles, min(PAST_TILE, max_length - count), count, block_size))
-        yield Plan(tuple(Admission(share.row, _SORTED, share.tokens, ()) for share in shares), tuple(shares))
+        yield Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
 
 
 def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int, cold: bool = False) -> Plan:
@@ -247,7 +247,7 @@ def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, b
         stop = blocks * block_size
         run = replace(run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks)
     shares.append(run)
-    admissions = tuple(Admission(share.row, _SORTED, share.tokens, ()) for share in shares)
+    admissions = tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares)
     return Plan(admissions, tuple(shares))
 
 
