@@ -13,7 +13,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInputs, Weights
 from penstock.models.moe import mixture
 from penstock.ops.attention import attend
-from penstock.ops.linear import gated, linear
+from penstock.ops.linear import add_linear, gated, linear
 from penstock.ops.norm import add_rms_norm, rms_norm
 from penstock.ops.project import HeadNorms, project
 
@@ -22,6 +22,9 @@ HEAD = GroupId(GroupKind.HEAD)
 
 _WIDE_ROWS = 8192
 """Tokens that are in the widest part of a feed-forward at a time: a long chunk passes through it in pieces, which are no slower."""
+
+_MANY_ROWS = 512
+"""With more tokens a block's last product adds to the residual itself: the norm that comes next reads and writes half as much."""
 
 
 class Head(Protocol):
@@ -69,7 +72,7 @@ class Decoder:
         residual = self._embed(inputs.tokens, embedding["embedding"])
         weights.release(EMBEDDING)
         self._sum(residual)
-        # Each block hands its output on, a rank's part of it, instead of adding it: sums and the next norm can be one kernel.
+        # A block hands its output on, a rank's part of it, instead of adding it: sums and the next norm can be one kernel.
         x: Tensor | None = None
         for layer in range(self.spec.layers) if layers is None else layers:
             x = self._attention(layer, x, residual, weights, caches[layer], inputs, cold, wanted if layer == ends else None)
@@ -136,8 +139,8 @@ class Decoder:
         inputs: StepInputs,
         cold: ColdCache | None,
         wanted: Tensor | None,
-    ) -> Tensor:
-        """wanted: the positions whose output is returned, if not all of them."""
+    ) -> Tensor | None:
+        """wanted: the positions whose output is returned, if not all of them. None: it has been added to `residual`."""
         spec, group = self._local, GroupId(GroupKind.ATTENTION, layer)
         w = weights.take(group)
         qkv = linear(self._norm(x, residual, w["norm"], w["qkv"]), w["qkv"], w.get("qkv_bias"))
@@ -145,16 +148,25 @@ class Decoder:
         q, k, v = project(qkv, inputs.cos, inputs.sin, cache, inputs.attention, heads=spec.heads, norms=norms)
         if cold is not None:
             cold.send(layer, k, v)
-        attention = inputs.attention
+        adds, attention = wanted is None and self._adds(residual, w.get("out_bias")), inputs.attention
         if wanted is not None and inputs.last is not None:
             q, wanted, attention = q[wanted], None, inputs.last  # They are rows, which see no keys but those in pages.
         seen = attend(q, k, v, cache, attention, self._scale, spec.windows[layer], cold, written=True)
         seen = seen if wanted is None else seen[wanted]
-        out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias")) if len(seen) else seen.view(0, spec.hidden_size)
+        out: Tensor | None = None
+        if adds:
+            add_linear(seen.view(len(seen), -1), w["out"], residual)
+        elif len(seen):
+            out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias"))
         weights.release(group)
         return out
 
-    def _feed_forward(self, layer: int, x: Tensor, residual: Tensor, weights: Weights) -> Tensor:
+    def _adds(self, residual: Tensor, bias: Tensor | None) -> bool:
+        """Whether a block adds its output to the residual, by itself."""
+        return self._collectives is None and bias is None and residual.is_cuda and len(residual) > _MANY_ROWS
+
+    def _feed_forward(self, layer: int, x: Tensor | None, residual: Tensor, weights: Weights) -> Tensor | None:
+        """None: the output has been added to `residual`."""
         if self.spec.is_moe(layer):
             router = GroupId(GroupKind.ROUTER, layer)
             w = weights.take(router)
@@ -166,8 +178,12 @@ class Decoder:
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
         normed = self._norm(x, residual, w["norm"], w["gate_up"])
-        for piece in torch.split(normed, _WIDE_ROWS):  # Its output takes its place.
-            linear(gated(piece, w["gate_up"], w.get("gate_up_bias")), w["down"], w.get("down_bias"), out=piece)
-        out = normed
+        adds = self._adds(residual, w.get("down_bias"))
+        for piece, onto in zip(torch.split(normed, _WIDE_ROWS), torch.split(residual, _WIDE_ROWS), strict=True):
+            inner = gated(piece, w["gate_up"], w.get("gate_up_bias"))
+            if adds:
+                add_linear(inner, w["down"], onto)
+            else:  # Its output takes its place.
+                linear(inner, w["down"], w.get("down_bias"), out=piece)
         weights.release(group)
-        return out
+        return None if adds else normed

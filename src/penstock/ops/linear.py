@@ -31,6 +31,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     return y if out is None else out.copy_(y)
 
 
+def add_linear(x: Tensor, weight: Tensor, onto: Tensor) -> None:
+    """Add `x @ weight.T` to `onto` in place, rounded once: x `[tokens, in]`, weight `[out, in]`, onto `[tokens, out]`, contiguous."""
+    torch.addmm(onto, x, weight.t(), out=onto)
+
+
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`silu(gate) * up` of the product with a fused weight `[2 * inner, in]`, gate first: x `[tokens, in]`, result `[tokens, inner]`."""
     if x.is_cuda and len(x) == 1 and (kernels := linear_kernels()):
