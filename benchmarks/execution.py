@@ -4,15 +4,16 @@
     PYTHONPATH=src python3 benchmarks/execution.py --parts decode,idle --graphs off
     PYTHONPATH=src python3 benchmarks/execution.py --tiny --device cpu      the same code over tiny shapes
 
-Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, checkpoint, idle, kernels. `idle` traces
-steady decode steps and gives the share of them in which no kernel runs; `kernels` says which kernels take the time of a step; `checkpoint`
-starts from one that is written for it into --directory, past the page cache, beside the rate at which its files can be read. Random weights
-in real shapes, bfloat16.
+Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, checkpoint, idle, gaps, kernels. `idle`
+traces steady decode steps and gives the share of them in which no kernel runs, `gaps` the same of passes that stream; `kernels` says which
+kernels take the time of a step; `checkpoint` starts from one that is written for it into --directory, past the page cache, beside the rate
+at which its files can be read. Random weights in real shapes, bfloat16.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import random
 import sys
@@ -28,6 +29,7 @@ import torch
 from random_checkpoint import write_checkpoint
 from torch.profiler import ProfilerActivity, profile
 
+from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.bench import measure, run, serving
 from penstock.bench.machine import machine
@@ -193,8 +195,23 @@ def part_idle(place: Place) -> Found:
     return found
 
 
+def part_gaps(place: Place) -> Found:
+    """Of passes whose weights stream, the share in which nothing is copied and nothing computed, and that in which nothing is copied."""
+    steps, shape = 6, Shape.of(place.shape("70B-slice"))
+    size = sum(layout.size for layout in group_layouts(shape.spec, shape.names, "bfloat16"))
+    limit = None if place.tiny else int(0.6 * size)
+    with closing(boot(place.config(device_memory=limit, max_length=512, max_sequences=1), shape).engine) as engine:
+        engine.submit([1, 2, 3], measure._GREEDY, 4 * steps)
+        for _ in range(steps):
+            engine.step()
+        one = traced(engine.step, steps, torch.device(place.device))
+    said = f"{one['idle']:.2%} of {one['wall_s'] / steps * 1e3:.1f} ms, target 1%; without copies {one['uncopied']:.2%}"
+    row("gaps in passes that stream, 70B-shaped layers", said)
+    return {"70B-slice, batch 1": one}
+
+
 def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Share of the time between the first kernel's start and the last one's end in which none runs."""
+    """Share of the time between the first kernel's start and the last one's end in which none runs, and in which none copies."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=kinds) as trace:
         begin = time.perf_counter()
@@ -204,13 +221,21 @@ def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict
             torch.cuda.synchronize(device)
         wall = time.perf_counter() - begin
     kind = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
-    spans = sorted((event.time_range.start, event.time_range.end) for event in trace.events() or () if event.device_type == kind)
-    busy, until = 0.0, spans[0][0]
-    for start, end in spans:
+    events = [event for event in trace.events() or () if event.device_type == kind]
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    length, busy = max(end for _, end in spans) - min(start for start, _ in spans), covered(spans)
+    copied = covered([span for event, span in zip(events, spans, strict=True) if "HtoD" in event.name])
+    shares = {"idle": 1 - busy / length, "uncopied": 1 - copied / length}
+    return {**shares, "busy_s": busy / 1e6, "span_s": length / 1e6, "wall_s": wall, "events": len(spans)}
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of what they cover."""
+    busy, until = 0.0, -math.inf
+    for start, end in sorted(spans):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    length = until - spans[0][0]
-    return {"idle": 1 - busy / length, "busy_s": busy / 1e6, "span_s": length / 1e6, "wall_s": wall, "events": len(spans)}
+    return busy
 
 
 def part_kernels(place: Place) -> Found:
@@ -294,6 +319,7 @@ PARTS: dict[str, Callable[[Place], Found]] = {
     "start": part_start,
     "checkpoint": part_checkpoint,
     "idle": part_idle,
+    "gaps": part_gaps,
     "kernels": part_kernels,
 }
 

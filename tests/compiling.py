@@ -108,6 +108,16 @@ def linear() -> None:
     triton_linear.one_row(empty(1, INNER), empty(HIDDEN, INNER))
 
 
+def few_rows() -> None:
+    """Of each class of rows, with and without a gate, alone and shared: on GPUs that it is for."""
+    if driver.active.get_current_target().arch != 90:
+        return
+    for rows in (16, 32, 64):
+        for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (1024, 3072), (VOCAB, HIDDEN)):
+            triton_linear.few_rows(empty(rows, inner), empty(outer, inner))
+        triton_linear.few_rows(empty(rows, HIDDEN), empty(2 * INNER, HIDDEN), gated=True)
+
+
 def draw() -> None:
     triton_sampling.draw(empty(4, VOCAB, dtype=torch.float32), empty(4, 6, dtype=torch.float64), empty(4, dtype=torch.int64))
 
@@ -168,6 +178,7 @@ CASES: dict[str, Callable[[], None]] = {
     "pointwise": lambda: pointwise(gains=False),
     "pointwise, norms of heads": lambda: pointwise(gains=True),
     "linear": linear,
+    "linear, few rows": few_rows,
     "draw": draw,
     "steps": steps,
     "sums": lambda: sums(BF16),
@@ -201,8 +212,8 @@ def main(capability: int, names: list[str]) -> None:
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", only_compiled))
         patched.enter_context(patch.object(triton_experts, "_shared_memory", lambda _: SHARED[capability]))
-        for module in (triton_attention, triton_tiles):
-            patched.enter_context(patch.object(module, "multiprocessors", lambda _: 80))
+        for module, count in ((triton_attention, 80), (triton_tiles, 80), (triton_linear, 132)):
+            patched.enter_context(patch.object(module, "multiprocessors", lambda _, count=count: count))
         for case in names or CASES:
             for early in (False, True) if capability >= 90 else (False,):
                 with early_launches(early):

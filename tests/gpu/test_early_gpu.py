@@ -1,5 +1,5 @@
-"""Kernels whose launches overlap: the product of one row, what stands around a recorded step, and a chain of all of them, which comes out
-the same as one after the other, and does not as soon as a wait on the device is left out."""
+"""Kernels whose launches overlap: products of one row and of few, what stands around a recorded step, and a chain of all of them, which
+comes out the same as one after the other, and does not as soon as a wait on the device is left out."""
 
 import types
 
@@ -13,10 +13,10 @@ import triton
 
 from penstock.arch.spec import RopeSpec
 from penstock.ops import steps, triton_attention, triton_linear, triton_pointwise
-from penstock.ops.kernels import early_launches
+from penstock.ops.kernels import counting, early_launches
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.triton_attention import paged_decode
-from penstock.ops.triton_linear import one_row
+from penstock.ops.triton_linear import few_rows, one_row, suits_few_rows
 from penstock.ops.triton_pointwise import project, rms_norm
 from penstock.ops.triton_steps import likeliest, place
 
@@ -45,6 +45,37 @@ def test_product_of_one_row(inner: int, outer: int, dtype: torch.dtype, early: b
             apart = torch.nn.functional.silu(want[:, : outer // 2].to(dtype).double()) * want[:, outer // 2 :]
             gated = one_row(x, weight, some, gated=True)
             assert float((gated.double() - apart).abs().max() / apart.abs().max()) < 2 * tolerance
+
+
+few = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="products of few rows are the library's on this device",
+)
+
+
+@few
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [2, 16, 17, 33, 64])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(128, 256), (1024, 4096), (2048, 1024), (3072, 1000), (4096, 6144), (14336, 4096), (1024, 20000), (4096, 28672)]
+)
+def test_product_of_few_rows(inner: int, outer: int, rows: int, dtype: torch.dtype, early: bool) -> None:
+    x, bias = random(rows, inner + 8, dtype=dtype)[:, :inner], random(outer, dtype=dtype, seed=2)
+    weight = (random(outer, inner + 8, dtype=dtype, seed=1) / inner**0.5)[:, :inner]
+    tolerance = {torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    shared = torch.zeros(256, dtype=torch.int32, device=DEVICE)
+    assert suits_few_rows(x, weight)
+    with early_launches(early), counting(shared):
+        for some in (None, bias):
+            want = x.double() @ weight.double().T + (0 if some is None else some.double())
+            got = few_rows(x, weight, some)
+            assert float((got.double() - want).abs().max() / want.abs().max()) < tolerance
+            assert torch.equal(got[:1], few_rows(torch.cat((x[:1], x[1:].flip(0))), weight, some)[:1])  # whatever the others hold
+            apart = torch.nn.functional.silu(want[:, : outer // 2].to(dtype).double()) * want[:, outer // 2 :]
+            gated = few_rows(x, weight, some, gated=True)
+            assert float((gated.double() - apart).abs().max() / apart.abs().max()) < 2 * tolerance
+    assert not shared.any()
 
 
 def test_likeliest_tokens() -> None:
@@ -85,40 +116,48 @@ def test_places_of_rows() -> None:
 
 
 class Chain:
-    """Some layers as a decode step of one row computes them, over buffers that each time hold NaN before they are written."""
+    """Some layers as a decode step of so many rows computes them, over buffers that each time hold NaN before they are written."""
 
     HEADS, KV_HEADS, DIM, HIDDEN, INNER, LAYERS, SIZE = 32, 8, 128, 4096, 14336, 3, 64
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 1) -> None:
+        self.rows, self.product = rows, one_row if rows == 1 else few_rows
+        self.counters = torch.zeros(256, dtype=torch.int32, device=DEVICE)
         wide = (self.HEADS + 2 * self.KV_HEADS) * self.DIM
         shapes = [(wide, self.HIDDEN), (self.HIDDEN, self.HEADS * self.DIM), (2 * self.INNER, self.HIDDEN), (self.HIDDEN, self.INNER)]
         self.layers = [
             [random(*shape, seed=7 * layer + index) / shape[1] ** 0.5 for index, shape in enumerate(shapes)] for layer in range(self.LAYERS)
         ]
         self.gain = torch.ones(self.HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-        self.pool = random(self.LAYERS, 2, 40, self.SIZE, self.KV_HEADS, self.DIM, seed=99)
-        self.table = torch.randperm(40, generator=torch.Generator().manual_seed(5)).int()[None].to(DEVICE)
-        self.lengths = torch.tensor([2001], dtype=torch.int32, device=DEVICE)
-        self.slots = (self.table[0, 2000 // self.SIZE].long() * self.SIZE + 2000 % self.SIZE)[None]
-        self.start = random(1, self.HIDDEN, seed=3)
-        angle = torch.rand(1, self.DIM // 2, device=DEVICE)
+        self.pool = random(self.LAYERS, 2, 40 * rows, self.SIZE, self.KV_HEADS, self.DIM, seed=99)
+        self.table = torch.randperm(40 * rows, generator=torch.Generator().manual_seed(5)).int().view(rows, 40).to(DEVICE)
+        self.lengths = torch.full((rows,), 2001, dtype=torch.int32, device=DEVICE)
+        self.slots = self.table[:, 2000 // self.SIZE].long() * self.SIZE + 2000 % self.SIZE
+        self.start = random(rows, self.HIDDEN, seed=3)
+        angle = torch.rand(rows, self.DIM // 2, device=DEVICE)
         self.cos, self.sin = angle.cos(), angle.sin()
 
     def __call__(self) -> Tensor:
-        residual, x = self.start.clone(), torch.zeros_like(self.start)
+        product, residual, x = self.product, self.start.clone(), torch.zeros_like(self.start)
         for (qkv, out, gate_up, down), (k_cache, v_cache) in zip(self.layers, self.pool, strict=True):
-            made = one_row(rms_norm(x, self.gain, 1e-5, residual)[0], qkv)
+            made = product(rms_norm(x, self.gain, 1e-5, residual)[0], qkv)
             q, _, _ = project(made, self.cos, self.sin, k_cache, v_cache, self.slots, heads=self.HEADS)
             seen, _ = paged_decode(q, k_cache, v_cache, self.table, self.lengths, scale=self.DIM**-0.5, window=None, max_length=4096)
-            x = one_row(seen.view(1, -1), out)
-            x = one_row(one_row(rms_norm(x, self.gain, 1e-5, residual)[0], gate_up, gated=True), down)
+            x = product(seen.view(self.rows, -1), out)
+            x = product(product(rms_norm(x, self.gain, 1e-5, residual)[0], gate_up, gated=True), down)
         return residual + x
+
+
+class Narrow(Chain):
+    """Whose products of few rows are shared by programs."""
+
+    HEADS, KV_HEADS, HIDDEN, INNER = 8, 2, 1024, 3072
 
 
 def recorded(chain: Chain) -> list[Tensor]:
     """What five replays of it say, the memory that they pass through spoiled before each."""
     spoil, pool = torch.empty(1 << 25, dtype=torch.uint8, device=DEVICE), torch.cuda.graph_pool_handle()
-    with early_launches():
+    with early_launches(), counting(chain.counters):
         chain()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -126,7 +165,7 @@ def recorded(chain: Chain) -> list[Tensor]:
             said = chain()
     found = []
     for turn in range(5):
-        chain.start.copy_(random(1, Chain.HIDDEN, seed=50 + turn))
+        chain.start.copy_(random(chain.rows, chain.HIDDEN, seed=50 + turn))
         spoil.fill_(255)
         graph.replay()
         torch.cuda.synchronize()
@@ -137,14 +176,16 @@ def recorded(chain: Chain) -> list[Tensor]:
 def one_by_one(chain: Chain) -> list[Tensor]:
     found = []
     for turn in range(5):
-        chain.start.copy_(random(1, Chain.HIDDEN, seed=50 + turn))
+        chain.start.copy_(random(chain.rows, chain.HIDDEN, seed=50 + turn))
         found.append(chain())
         torch.cuda.synchronize()
     return found
 
 
-def test_a_chain_comes_out_as_one_after_the_other() -> None:
-    chain = Chain()
+@pytest.mark.parametrize("kind", [Chain, Narrow])
+@pytest.mark.parametrize("rows", [1, pytest.param(9, marks=few), pytest.param(40, marks=few)])
+def test_a_chain_comes_out_as_one_after_the_other(kind: type[Chain], rows: int) -> None:
+    chain = kind(rows)
     for got, want in zip(recorded(chain), one_by_one(chain), strict=True):
         # Parts of attention are joined by another launch, in another order.
         assert float((got.float() - want.float()).abs().max() / want.float().abs().max()) < 2e-2
@@ -159,6 +200,7 @@ def _never() -> None:
 
 HASTY = {
     "_one_row": triton_linear,
+    "_few_rows": triton_linear,
     "_rms_norm": triton_pointwise,
     "_project": triton_pointwise,
     "_decode": triton_attention,
@@ -166,10 +208,10 @@ HASTY = {
 }
 
 
-@pytest.mark.parametrize("kernel", HASTY)
+@pytest.mark.parametrize("kernel", [pytest.param(one, marks=few) if one == "_few_rows" else one for one in HASTY])
 def test_without_its_wait_it_is_wrong(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = HASTY[kernel]
-    chain = Chain()
+    chain = Chain(9 if kernel == "_few_rows" else 1)
     want = recorded(chain)
     plain = getattr(module, kernel)
 

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from threading import local
 from types import ModuleType
 
+import torch
+from torch import Tensor
+
 
 @functools.cache
 def pointwise_kernels() -> ModuleType | None:
@@ -60,6 +63,7 @@ class _Launches(local):
     """Of a thread."""
 
     early = False
+    counters: Tensor | None = None
 
 
 _launches = _Launches()
@@ -84,3 +88,21 @@ def launches_early() -> bool:
 def early_options(early: bool) -> dict[str, bool]:
     """What such a launch is told, beside a kernel's own arguments."""
     return {"launch_pdl": True} if early else {}
+
+
+@contextmanager
+def counting(shared: Tensor) -> Iterator[None]:
+    """Kernels that this thread launches meanwhile, on one stream, count in `shared`, int32 zeros, and leave zeros there."""
+    before, _launches.counters = _launches.counters, shared
+    try:
+        yield
+    finally:
+        _launches.counters = before
+
+
+def counters(count: int, device: torch.device) -> Tensor:
+    """So many int32 zeros or more, to be left as zeros: those that are shared, or some of one's own."""
+    shared = _launches.counters
+    if shared is None or shared.device != device or len(shared) < count:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    return shared

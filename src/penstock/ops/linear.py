@@ -1,5 +1,7 @@
 """Matrix products with weights stored `[out, in]`."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,9 +19,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     out: where the result is put, contiguous; nothing that is read here.
     """
     if x.is_cuda:
-        if len(x) == 1 and (kernels := linear_kernels()):
-            row: Tensor = kernels.one_row(x, weight, bias, out=out)
-            return row
+        if kernel := _few_rows_kernel(x, weight):
+            return kernel(x, weight, bias, out=out)
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -38,10 +39,19 @@ def add_linear(x: Tensor, weight: Tensor, onto: Tensor) -> None:
 
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`silu(gate) * up` of the product with a fused weight `[2 * inner, in]`, gate first: x `[tokens, in]`, result `[tokens, inner]`."""
-    if x.is_cuda and len(x) == 1 and (kernels := linear_kernels()):
-        row: Tensor = kernels.one_row(x, weight, bias, gated=True)
-        return row
+    if x.is_cuda and (kernel := _few_rows_kernel(x, weight)):
+        return kernel(x, weight, bias, gated=True)
     return silu_mul(linear(x, weight, bias))
+
+
+def _few_rows_kernel(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+    """Ours for so few rows, if there is one that is faster than the library."""
+    kernels = linear_kernels() if len(x) <= _FEW_ROWS else None
+    if kernels is None:
+        return None
+    if len(x) == 1:
+        return kernels.one_row  # type: ignore[no-any-return]
+    return kernels.few_rows if kernels.suits_few_rows(x, weight) else None
 
 
 def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:

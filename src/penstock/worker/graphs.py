@@ -33,7 +33,7 @@ from penstock.kv.pool import KVPool
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
 from penstock.ops.attention import AttentionInputs, PlacedRun, Rows, reads_pages
-from penstock.ops.kernels import early_launches
+from penstock.ops.kernels import counting, early_launches
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.runs import suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
@@ -48,6 +48,8 @@ _GRAPH_BYTES = 16 << 20
 _MANY = 32
 _EARLY = (9, 0)
 """The first GPUs whose kernels can wait for each other on the device."""
+_COUNTERS = 256
+"""Of tiles of a product that programs share."""
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
 _RUNS = (512, 256, 128, 64, 32, 16)
@@ -124,6 +126,7 @@ class DecodeStep:
         self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._turn = 0
         self._arrivals = torch.zeros(rows * pool.layout.kv_heads, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         self._best = torch.full((rows,), LEAST, dtype=torch.int64, device=device)
         self.logits = torch.zeros(rows, decoder.spec.vocab_size, dtype=getattr(torch, pool.layout.dtype), device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -229,7 +232,7 @@ class DecodeGraphs:
         gc.collect()  # What is collected in the midst of a recording may free what it must not.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         early = self._weights.all_stay and begins_early(device)
-        with torch.cuda.stream(stream), no_collection(), early_launches(early):
+        with torch.cuda.stream(stream), no_collection(), early_launches(early), counting(self._step.counters):
             for count in self._counts:
                 self._step.give((), count)
                 self._programs[count] = self._recorded(partial(self._step.compute, count), pool, stream)
