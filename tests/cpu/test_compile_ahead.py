@@ -9,21 +9,25 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
 
 import tiny
-from penstock.arch.layout import kv_layout
+from penstock.arch.layout import group_layouts, kv_layout
+from penstock.bench.shapes import SHAPES
 from penstock.weights.shape import Shape
-from penstock.worker.ahead import compile_ahead, eager_tasks, recorded_tasks
+from penstock.worker.ahead import Matrix, common_tasks, compile_ahead, eager_tasks, library_tasks, matrices, recorded_tasks
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_windows", "mistral"])
-@pytest.mark.parametrize("block_size", [4, 64])
+@pytest.mark.parametrize(("name", "block_size"), [("llama", 64), ("qwen2_windows", 4), ("qwen3", 64)])
 def test_every_launch(name: str, block_size: int) -> None:
-    spec = Shape.open(tiny.checkpoint(name)).spec
+    shape = Shape.open(tiny.checkpoint(name))
+    spec = shape.spec
     layout = kv_layout(spec, "float32", block_size)
+    groups = group_layouts(spec, shape.names, "float32")
     tasks = [*eager_tasks(spec, layout, CPU), *recorded_tasks(spec, layout, CPU, 128)]
     kinds = len({window is None for window in spec.windows})
     assert len(tasks) == 1 + 5 * kinds
+    tasks += [*library_tasks(spec, layout, CPU), *common_tasks(spec, groups, layout, CPU)]
+    assert len(tasks) == 1 + 5 * kinds + 2 + 4 + 1
     for task in tasks:
         for launch in task:
             launch()
@@ -31,4 +35,13 @@ def test_every_launch(name: str, block_size: int) -> None:
 
 def test_nothing_is_compiled_for_a_cpu() -> None:
     spec = Shape.open(tiny.checkpoint("llama")).spec
-    compile_ahead(spec, kv_layout(spec, "float32", 4), CPU, max_length=64, recorded=True, early=True)
+    compile_ahead(spec, (), kv_layout(spec, "float32", 4), CPU, max_length=64, recorded=True, early=True)
+
+
+def test_matrices_of_a_model() -> None:
+    shape = Shape.of(SHAPES["8B"])
+    found = matrices(group_layouts(shape.spec, shape.names, "bfloat16"))
+    sizes = {(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False)}
+    assert found == {Matrix(*size, False) for size in sizes}
+    biased = Shape.open(tiny.checkpoint("qwen2_windows"))
+    assert any(one.biased for one in matrices(group_layouts(biased.spec, biased.names, "float32")))

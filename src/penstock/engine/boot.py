@@ -195,9 +195,8 @@ def _part(
     opened.callback(runner.detach)
     recorded = config.graphs and why_not(settled.spec, device, experts_rest=settled.may_rest) is None
     early = settled.may_rest and begins_early(device)
-    compile_ahead(
-        local_spec(settled.spec, place.shard), settled.kv, device, max_length=settled.limits.max_length, recorded=recorded, early=early
-    )
+    part = local_spec(settled.spec, place.shard)
+    compile_ahead(part, settled.layouts, settled.kv, device, max_length=settled.limits.max_length, recorded=recorded, early=early)
     give_back(device)
     demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)

@@ -1,35 +1,49 @@
 """Kernels that take long to compile, compiled side by side before an engine needs them.
 
-A kernel is compiled when it is first launched, and kept on disk for later processes. One after the other, those of attention and of draws
-are most of what the first start on a machine takes; a compiler leaves the interpreter to other threads for most of its time. So each is
-launched once, on a thread of its own, over a few zeros. Where all have been compiled before this takes some milliseconds.
+A kernel is compiled when it is first launched, and kept on disk for later processes. One after the other, they are most of what the first
+start on a machine takes; a compiler leaves the interpreter to other threads for half of its time, and who reads a library from disk for all
+of it. So each is launched once, on a thread of its own, over a few zeros. Where all have been compiled before this takes a moment.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import KVLayout
+from penstock.arch.layout import GroupKind, GroupLayout, KVLayout
 from penstock.arch.spec import ModelSpec
 from penstock.kv.pool import KVPool
 from penstock.memory.device import send
-from penstock.ops.attention import reads_pages
-from penstock.ops.kernels import attention_kernels, early_launches
+from penstock.ops.attention import dense, reads_pages
+from penstock.ops.kernels import attention_kernels, early_launches, pointwise_kernels
+from penstock.ops.linear import gated, linear
 from penstock.ops.sampling import draw, wishes
 from penstock.worker.runner import SORTED
+
+_ROWS = (1, 2, 17, 33)
+"""One of each class for which products have a kernel."""
 
 Task = tuple[Callable[[], object], ...]
 """What is launched one after another, since it shares a kernel."""
 
 
-def compile_ahead(spec: ModelSpec, layout: KVLayout, device: torch.device, *, max_length: int, recorded: bool, early: bool) -> None:
-    """spec, layout: of this rank's part. recorded, early: whether steps will be recorded, and may then begin early; if that turns out
-    otherwise, or anything fails here, kernels are compiled when they are needed."""
+def compile_ahead(
+    spec: ModelSpec,
+    groups: Sequence[GroupLayout],
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    max_length: int,
+    recorded: bool,
+    early: bool,
+) -> None:
+    """spec, groups, layout: of this rank's part. recorded, early: whether steps will be recorded, and may then begin early; if that turns
+    out otherwise, or anything fails here, kernels are compiled when they are needed."""
     if not reads_pages(device):
         return
 
@@ -39,13 +53,72 @@ def compile_ahead(spec: ModelSpec, layout: KVLayout, device: torch.device, *, ma
                 one()
 
     with torch.cuda.device(device):
-        tasks = [(task, False) for task in eager_tasks(spec, layout, device)]
+        tasks = [(task, False) for task in (*library_tasks(spec, layout, device), *eager_tasks(spec, layout, device))]
         if recorded:
             tasks += [(task, early) for task in recorded_tasks(spec, layout, device, max_length)]
+        for at_once in (False, True) if recorded and early else (False,):
+            tasks += [(task, at_once) for task in common_tasks(spec, groups, layout, device)]
         with ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1)) as pool:
             for task, at_once in tasks:
                 pool.submit(launch, task, at_once)
         torch.cuda.synchronize(device)
+
+
+def library_tasks(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Iterator[Task]:
+    """Products and attention of libraries, which are read from disk when they are first called."""
+    square = torch.zeros(128, 128, dtype=getattr(torch, layout.dtype), device=device)
+    yield (partial(linear, square, square),)
+    q = _queries(spec, layout, 512, device)
+    k = _queries(spec, layout, 512, device)[:, : layout.kv_heads]
+    yield (partial(dense, q, k, k, 1.0, causal=True), partial(dense, q, k, k, 1.0, causal=False))
+
+
+def common_tasks(spec: ModelSpec, groups: Sequence[GroupLayout], layout: KVLayout, device: torch.device) -> Iterator[Task]:
+    """What every step launches, recorded or not: products, by the classes of rows that have kernels of their own, and what is between."""
+    for rows in _ROWS:
+        yield tuple(_product(matrix, rows, layout.dtype, device) for matrix in matrices(groups))
+    kernels, page, dtype = pointwise_kernels(), _page(layout, device), getattr(torch, layout.dtype)
+    assert kernels is not None
+    x, gain = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device), torch.zeros(spec.hidden_size, dtype=dtype, device=device)
+    qkv = torch.zeros(1, (spec.heads + 2 * layout.kv_heads) * layout.head_dim, dtype=dtype, device=device)
+    turn, slot = torch.zeros(1, layout.head_dim // 2, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    gains = (gain[: layout.head_dim], gain[: layout.head_dim]) if spec.qk_norm else None
+    yield (
+        partial(kernels.rms_norm, x, gain, spec.norm_eps),
+        partial(kernels.rms_norm, x, gain, spec.norm_eps, x.clone()),
+        partial(kernels.project, qkv, turn, turn, *page, slot, heads=spec.heads, gains=gains, eps=spec.norm_eps if gains else 0.0),
+        partial(kernels.silu_mul, torch.zeros(1, 2 * spec.intermediate_size, dtype=dtype, device=device)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """That activations are multiplied with."""
+
+    outer: int
+    inner: int
+    gated: bool
+    biased: bool
+
+
+def matrices(groups: Sequence[GroupLayout]) -> set[Matrix]:
+    """One of each shape; nothing of experts, which have kernels of their own."""
+    found = set[Matrix]()
+    for group in groups:
+        fields = {field.name: field.shape for field in group.fields}
+        for name in fields.keys() & {"qkv", "out", "gate_up", "down", "router", "output", "embedding"}:
+            if group.id.kind is not GroupKind.EXPERT:
+                outer, inner = fields[name]
+                found.add(Matrix(outer, inner, name == "gate_up", f"{name}_bias" in fields))
+    return found
+
+
+def _product(matrix: Matrix, rows: int, dtype: str, device: torch.device) -> Callable[[], object]:
+    """Over one row of zeros, again and again."""
+    kind = getattr(torch, dtype)
+    weight = torch.zeros(1, matrix.inner, dtype=kind, device=device).expand(matrix.outer, -1)
+    bias = torch.zeros(matrix.outer, dtype=kind, device=device) if matrix.biased else None
+    return partial(gated if matrix.gated else linear, torch.zeros(rows, matrix.inner, dtype=kind, device=device), weight, bias)
 
 
 def eager_tasks(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Iterator[Task]:
