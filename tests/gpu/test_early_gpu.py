@@ -54,13 +54,10 @@ few = pytest.mark.skipif(
 
 
 @few
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [2, 16, 17, 33, 64])
-@pytest.mark.parametrize(
-    ("inner", "outer"), [(128, 256), (1024, 4096), (2048, 1024), (3072, 1000), (4096, 6144), (14336, 4096), (1024, 20000), (4096, 28672)]
-)
-def test_product_of_few_rows(inner: int, outer: int, rows: int, dtype: torch.dtype, early: bool) -> None:
+@pytest.mark.parametrize(("early", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)
+@pytest.mark.parametrize("rows", [2, 17, 64])
+@pytest.mark.parametrize(("inner", "outer"), [(128, 256), (1024, 4096), (3072, 1000), (4096, 6144), (1024, 20000)])
+def test_product_of_few_rows(inner: int, outer: int, rows: int, early: bool, dtype: torch.dtype) -> None:
     x, bias = random(rows, inner + 8, dtype=dtype)[:, :inner], random(outer, dtype=dtype, seed=2)
     weight = (random(outer, inner + 8, dtype=dtype, seed=1) / inner**0.5)[:, :inner]
     tolerance = {torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
