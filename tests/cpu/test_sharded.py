@@ -79,7 +79,7 @@ class Member:
         self.meeting.barrier.wait()  # Before anyone writes, all have read.
         x.copy_(total)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, following: Tensor | None = None) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         self.all_reduce(x)
         return add_rms_norm(x, residual, weight, eps)
 

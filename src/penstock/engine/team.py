@@ -97,9 +97,9 @@ class Collectives:
         else:
             self._group.all_reduce(x)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, following: Tensor | None = None) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         if 0 < len(x) <= self.rows:
-            normed: Tensor = self._kernels.sum_rms_norm(x, residual, weight, eps, self._shared, following)
+            normed: Tensor = self._kernels.sum_rms_norm(x, residual, weight, eps, self._shared)
             return normed
         self._group.all_reduce(x)
         return add_rms_norm(x, residual, weight, eps)

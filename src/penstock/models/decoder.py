@@ -121,12 +121,11 @@ class Decoder:
         others = (mine < 0) | (mine >= len(rows))
         return torch.nn.functional.embedding(mine.masked_fill_(others, 0), rows).masked_fill_(others.unsqueeze(1), 0)
 
-    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, following: Tensor) -> Tensor:
-        """following: the weights that it is multiplied with."""
+    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
         if x is None:
             return rms_norm(residual, weight, self.spec.norm_eps)
         if self._collectives is not None:
-            return self._collectives.add_rms_norm(x, residual, weight, self.spec.norm_eps, following)
+            return self._collectives.add_rms_norm(x, residual, weight, self.spec.norm_eps)
         return add_rms_norm(x, residual, weight, self.spec.norm_eps)
 
     def _attention(
@@ -143,7 +142,7 @@ class Decoder:
         """wanted: the positions whose output is returned, if not all of them. None: it has been added to `residual`."""
         spec, group = self._local, GroupId(GroupKind.ATTENTION, layer)
         w = weights.take(group)
-        qkv = linear(self._norm(x, residual, w["norm"], w["qkv"]), w["qkv"], w.get("qkv_bias"))
+        qkv = linear(self._norm(x, residual, w["norm"]), w["qkv"], w.get("qkv_bias"))
         norms = HeadNorms(w["q_norm"], w["k_norm"], spec.norm_eps) if spec.qk_norm else None
         q, k, v = project(qkv, inputs.cos, inputs.sin, cache, inputs.attention, heads=spec.heads, norms=norms)
         if cold is not None:
@@ -170,14 +169,14 @@ class Decoder:
         if self.spec.is_moe(layer):
             router = GroupId(GroupKind.ROUTER, layer)
             w = weights.take(router)
-            normed = self._norm(x, residual, w["norm"], w["router"])
+            normed = self._norm(x, residual, w["norm"])
             scores = linear(normed, w["router"])
             weights.release(router)
             assert self._local.moe is not None
             return mixture(normed, scores, self._local.moe, layer, weights)
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
-        normed = self._norm(x, residual, w["norm"], w["gate_up"])
+        normed = self._norm(x, residual, w["norm"])
         adds = self._adds(residual, w.get("down_bias"))
         for piece, onto in zip(torch.split(normed, _WIDE_ROWS), torch.split(residual, _WIDE_ROWS), strict=True):
             inner = gated(piece, w["gate_up"], w.get("gate_up_bias"))

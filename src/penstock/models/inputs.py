@@ -57,9 +57,9 @@ class Collectives(Protocol):
     def all_reduce(self, x: Tensor) -> None:
         """Put the sum over all ranks in the place of `x`, contiguous, added up in its dtype or a wider one."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, following: Tensor | None = None) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add the sum of `x` over all ranks to `residual` in place, both `[rows, hidden]`, and return the norm of that, as
-        `norm.add_rms_norm`. What becomes of `x` is not said. following: the weights that it is multiplied with next."""
+        `norm.add_rms_norm`. What becomes of `x` is not said."""
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' `[rows, width]` beside each other in the order of ranks; widths may differ."""

@@ -11,10 +11,7 @@ launch that begins before the one before it has ended waits for that end first (
 rows, in the same order, and each row counts its own: numbers agree. They wrap around, and are compared for equality only; a slot holds the
 number of two sums ago.
 
-While rows are on their way the memory's link has nothing to do. So a launch has a few programs more, which have the next matrix's weights
-fetched into the cache, a part of them.
-
-Every program waits for others' programs, so all of a launch that have rows must be on the device at once: `most_rows`, one for each
+Every program waits for others' programs, so all of a launch must be on the device at once: `most_rows`, one for each
 multiprocessor, are, whatever else it holds that ends by itself. Who waits looks now and then at a word in host memory, `over`, which ends
 all waiting, with results without meaning; and puts a 1 there after `limit` nanoseconds.
 """
@@ -36,12 +33,6 @@ _LOOKS = tl.constexpr(256)
 """Between two looks at the host's word: those are slow."""
 _TIMED = not triton.knobs.runtime.interpret
 """The interpreter has no clock."""
-_FETCHED = 16 << 20
-"""Bytes of the next weights that are fetched: as many as come while rows cross, and the cache can keep."""
-_PIECE = 4096
-"""Bytes that a thread has fetched."""
-_FETCHES = (9, 0)
-"""The first GPUs that fetch a piece at a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +89,6 @@ def _rounded(low, high, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     return words
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fetch(start, pieces, PIECES: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Have so many pieces from `start` on brought to the cache; nobody waits for them."""
-    at = tl.minimum(tl.arange(0, PIECES), pieces - 1)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;",
-        "=r,l",
-        [start.to(tl.int64) + at * PIECE],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit
 def _slot(turn):  # type: ignore[no-untyped-def]
     return turn & 1
@@ -124,7 +101,7 @@ def _look(at, there, absent, turn):  # type: ignore[no-untyped-def]
     return got, tl.max(((got >> 32).to(tl.int32) != turn).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "pieces"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _sum(  # type: ignore[no-untyped-def]
     x,
     residual,
@@ -132,11 +109,8 @@ def _sum(  # type: ignore[no-untyped-def]
     y,
     addresses,
     turns,
-    following,
-    pieces,
     limit,
     eps,
-    rows,
     s_x,
     s_r,
     RANK: tl.constexpr,
@@ -146,21 +120,11 @@ def _sum(  # type: ignore[no-untyped-def]
     COLS: tl.constexpr,
     KIND: tl.constexpr,
     NORMS: tl.constexpr,
-    FETCHES: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
     TIMED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One row, as WORDS words of numbers of KIND. MOST: rows that windows have room for. Where FETCHES, programs beyond the rows have
-    `pieces` of what `following` begins with fetched."""
+    """One row, as WORDS words of numbers of KIND. MOST: rows that windows have room for."""
     row = tl.program_id(0).to(tl.int64)
-    if FETCHES:  # noqa: SIM102 -- known when it is compiled, the other when it runs
-        if row >= rows:
-            first = (row - rows) * PIECES
-            _fetch(following + first * PIECE, pieces - first, PIECES, PIECE)
-            in_turn(EARLY)
-            return
     cols = tl.arange(0, COLS)
     there = cols < WORDS
     in_turn(EARLY)
@@ -227,16 +191,16 @@ def sum_over_ranks(x: Tensor, shared: Shared) -> None:
     _launch(x, shared)
 
 
-def sum_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shared: Shared, following: Tensor | None = None) -> Tensor:
+def sum_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shared: Shared) -> Tensor:
     """Adds the sum of x over all ranks to `residual`, in place, and returns the norm of that, contiguous: what `sum_over_ranks` and
     `add_rms_norm` make of it, each rounded, but that squares are added up in another order. x, residual `[rows, dim]` (rows strided),
-    weight `[dim]`. x is left as it was. following: contiguous weights that are read next."""
+    weight `[dim]`. x is left as it was."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert residual.shape == x.shape, (residual.shape, x.shape)
     assert residual.stride(1) == weight.stride(0) == 1, (residual.stride(), weight.stride())
     assert weight.shape == x.shape[1:], (weight.shape, x.shape)
     assert x.dtype == residual.dtype == weight.dtype, (x.dtype, residual.dtype, weight.dtype)
-    _launch(x, shared, residual, weight, y, eps, following)
+    _launch(x, shared, residual, weight, y, eps)
     return y
 
 
@@ -247,7 +211,6 @@ def _launch(
     weight: Tensor | None = None,
     y: Tensor | None = None,
     eps: float = 0.0,
-    following: Tensor | None = None,
 ) -> None:
     rows, dim = x.shape
     assert suits(dim, x.dtype), (x.shape, x.dtype)
@@ -259,19 +222,16 @@ def _launch(
     each = x.view(torch.int32)
     stream = each if residual is None else residual.view(torch.int32)
     cols, early = triton.next_power_of_2(words), launches_early()
-    pieces, warps = _pieces(x, following), min(16, max(4, cols // 256))
-    _sum[(rows + triton.cdiv(pieces, 32 * warps),)](
+    warps = min(16, max(4, cols // 256))
+    _sum[(rows,)](
         each,
         stream,
         each if weight is None else weight.view(torch.int32),
         each if y is None else y.view(torch.int32),
         shared.addresses,
         shared.turns,
-        following.view(torch.uint8) if following is not None and pieces else shared.turns,
-        pieces,
         shared.limit,
         eps,
-        rows,
         each.stride(0),
         stream.stride(0),
         RANK=shared.rank,
@@ -281,23 +241,11 @@ def _launch(
         COLS=cols,
         KIND=_KINDS[x.dtype],
         NORMS=residual is not None,
-        FETCHES=pieces > 0,
-        PIECES=32 * warps,
-        PIECE=_PIECE,
         TIMED=_TIMED,
         EARLY=early,
         num_warps=warps,
         **early_options(early),
     )
-
-
-def _pieces(x: Tensor, following: Tensor | None) -> int:
-    """How many pieces of the next weights are fetched. The product of a single row fetches for itself (`triton_linear`)."""
-    if following is None or len(x) == 1 or not x.is_cuda or torch.cuda.get_device_capability(x.device) < _FETCHES:
-        return 0
-    if not following.is_contiguous() or following.data_ptr() % 16:
-        return 0
-    return min(following.nbytes, _FETCHED) // _PIECE
 
 
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -49,6 +49,7 @@ def compile_ahead(
 
     def launch(task: Task, at_once: bool) -> None:
         with suppress(Exception), torch.inference_mode(), torch.cuda.device(device), early_launches(at_once):
+            torch.cuda.current_stream(device).synchronize()  # A thread has no context before it has asked something.
             for one in task:
                 one()
 
