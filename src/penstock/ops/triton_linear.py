@@ -312,7 +312,8 @@ def few_rows(
 
 
 def suits_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows` is what to take: on GPUs that it has been measured on, where it is faster than the library."""
+    """Whether `few_rows` is what to take: on GPUs that it has been measured on, where it is as fast as the library or faster, and its
+    launches overlap with others."""
     return (
         1 < len(x) <= MOST_ROWS
         and x.dtype.itemsize == 2
