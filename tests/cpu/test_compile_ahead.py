@@ -12,7 +12,7 @@ import tiny
 from penstock.arch.layout import group_layouts, kv_layout
 from penstock.bench.shapes import SHAPES
 from penstock.weights.shape import Shape
-from penstock.worker.ahead import Matrix, common_tasks, compile_ahead, eager_tasks, library_tasks, matrices, recorded_tasks
+from penstock.worker.ahead import Matrix, common_tasks, compile_ahead, eager_tasks, matrices, recorded_tasks
 
 CPU = torch.device("cpu")
 
@@ -26,8 +26,8 @@ def test_every_launch(name: str, block_size: int) -> None:
     tasks = [*eager_tasks(spec, layout, CPU), *recorded_tasks(spec, layout, CPU, 128)]
     kinds = len({window is None for window in spec.windows})
     assert len(tasks) == 1 + 5 * kinds
-    tasks += [*library_tasks(spec, layout, CPU), *common_tasks(spec, groups, layout, CPU)]
-    assert len(tasks) == 1 + 5 * kinds + 2 + 4 + 1
+    tasks += common_tasks(spec, groups, layout, CPU)
+    assert len(tasks) == 1 + 5 * kinds + 4 + 1
     for task in tasks:
         for launch in task:
             launch()

@@ -319,6 +319,7 @@ def suits_few_rows(x: Tensor, weight: Tensor) -> bool:
         and x.dtype.itemsize == 2
         and len(weight) >= _LEAST_COLS
         and x.shape[1] % _STEP == 0
+        and x.stride(1) == weight.stride(1) == 1
         and x.stride(0) % 8 == weight.stride(0) % 8 == 0
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and _capability(x.device) == _MEASURED

@@ -1,8 +1,9 @@
 """Kernels that take long to compile, compiled side by side before an engine needs them.
 
 A kernel is compiled when it is first launched, and kept on disk for later processes. One after the other, they are most of what the first
-start on a machine takes; a compiler leaves the interpreter to other threads for half of its time, and who reads a library from disk for all
-of it. So each is launched once, on a thread of its own, over a few zeros. Where all have been compiled before this takes a moment.
+start on a machine takes; a compiler leaves the interpreter to other threads for half of its time. So they are launched once, on several
+threads, over a few zeros. Where all have been compiled before this takes a moment. Nothing of a library is called: what its handles keep
+is to be measured later, as a step's.
 """
 
 import os
@@ -19,8 +20,8 @@ from penstock.arch.layout import GroupKind, GroupLayout, KVLayout
 from penstock.arch.spec import ModelSpec
 from penstock.kv.pool import KVPool
 from penstock.memory.device import send
-from penstock.ops.attention import dense, reads_pages
-from penstock.ops.kernels import attention_kernels, early_launches, pointwise_kernels
+from penstock.ops.attention import reads_pages
+from penstock.ops.kernels import attention_kernels, early_launches, linear_kernels, pointwise_kernels
 from penstock.ops.linear import gated, linear
 from penstock.ops.sampling import draw, wishes
 from penstock.worker.runner import SORTED
@@ -48,36 +49,31 @@ def compile_ahead(
         return
 
     def launch(task: Task, at_once: bool) -> None:
-        with suppress(Exception), torch.inference_mode(), torch.cuda.device(device), early_launches(at_once):
-            torch.cuda.current_stream(device).synchronize()  # A thread has no context before it has asked something.
+        with torch.inference_mode(), torch.cuda.device(device), early_launches(at_once):
             for one in task:
-                one()
+                with suppress(Exception):  # Two threads may load one kernel at once, which some versions of Triton do not stand.
+                    one()
 
-    with torch.cuda.device(device):
-        tasks = [(task, False) for task in (*library_tasks(spec, layout, device), *eager_tasks(spec, layout, device))]
+    with torch.cuda.device(device), suppress(Exception):
+        tasks = [(task, False) for task in eager_tasks(spec, layout, device)]
         if recorded:
             tasks += [(task, early) for task in recorded_tasks(spec, layout, device, max_length)]
         for at_once in (False, True) if recorded and early else (False,):
             tasks += [(task, at_once) for task in common_tasks(spec, groups, layout, device)]
-        with ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1)) as pool:
-            for task, at_once in tasks:
-                pool.submit(launch, task, at_once)
+        pool = ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1))
+        try:
+            for done in [pool.submit(launch, task, at_once) for task, at_once in tasks]:
+                done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
         torch.cuda.synchronize(device)
-
-
-def library_tasks(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Iterator[Task]:
-    """Products and attention of libraries, which are read from disk when they are first called."""
-    square = torch.zeros(128, 128, dtype=getattr(torch, layout.dtype), device=device)
-    yield (partial(linear, square, square),)
-    q = _queries(spec, layout, 512, device)
-    k = _queries(spec, layout, 512, device)[:, : layout.kv_heads]
-    yield (partial(dense, q, k, k, 1.0, causal=True), partial(dense, q, k, k, 1.0, causal=False))
 
 
 def common_tasks(spec: ModelSpec, groups: Sequence[GroupLayout], layout: KVLayout, device: torch.device) -> Iterator[Task]:
     """What every step launches, recorded or not: products, by the classes of rows that have kernels of their own, and what is between."""
     for rows in _ROWS:
-        yield tuple(_product(matrix, rows, layout.dtype, device) for matrix in matrices(groups))
+        products = (_product(matrix, rows, layout.dtype, device) for matrix in matrices(groups))
+        yield tuple(product for product in products if product is not None)
     kernels, page, dtype = pointwise_kernels(), _page(layout, device), getattr(torch, layout.dtype)
     assert kernels is not None
     x, gain = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device), torch.zeros(spec.hidden_size, dtype=dtype, device=device)
@@ -114,12 +110,16 @@ def matrices(groups: Sequence[GroupLayout]) -> set[Matrix]:
     return found
 
 
-def _product(matrix: Matrix, rows: int, dtype: str, device: torch.device) -> Callable[[], object]:
-    """Over one row of zeros, again and again."""
-    kind = getattr(torch, dtype)
+def _product(matrix: Matrix, rows: int, dtype: str, device: torch.device) -> Callable[[], object] | None:
+    """Over one row of zeros, again and again; None if the product is the library's, which would copy them."""
+    kind, kernels = getattr(torch, dtype), linear_kernels()
+    assert kernels is not None
+    x = torch.zeros(rows, matrix.inner, dtype=kind, device=device)
     weight = torch.zeros(1, matrix.inner, dtype=kind, device=device).expand(matrix.outer, -1)
+    if rows > 1 and not kernels.suits_few_rows(x, weight):
+        return None
     bias = torch.zeros(matrix.outer, dtype=kind, device=device) if matrix.biased else None
-    return partial(gated if matrix.gated else linear, torch.zeros(rows, matrix.inner, dtype=kind, device=device), weight, bias)
+    return partial(gated if matrix.gated else linear, x, weight, bias)
 
 
 def eager_tasks(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Iterator[Task]:
