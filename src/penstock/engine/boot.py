@@ -193,10 +193,11 @@ def _part(
         say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
     runner = _runner(settled, place, collectives, guide)
     opened.callback(runner.detach)
-    recorded = config.graphs and why_not(settled.spec, device, experts_rest=settled.may_rest) is None
     early = settled.may_rest and begins_early(device)
     part = local_spec(settled.spec, place.shard)
-    compile_ahead(part, settled.layouts, settled.kv, device, max_length=settled.limits.max_length, recorded=recorded, early=early)
+    compile_ahead(
+        part, settled.layouts, settled.kv, device, max_length=settled.limits.max_length, recorded=_may_record(config, settled), early=early
+    )
     give_back(device)
     demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
@@ -254,11 +255,16 @@ def _record(config: Config, settled: Settled, runner: Runner, say: Say, *, exper
     )
 
 
+def _may_record(config: Config, settled: Settled) -> bool:
+    """Whether steps are recorded if all weights rest where they may."""
+    return config.graphs and why_not(settled.spec, settled.device, experts_rest=settled.may_rest) is None
+
+
 def _demand(config: Config, settled: Settled, runner: Runner, *, taken: int) -> Demand:
     """taken: bytes of the device, beside what passes through a step."""
     limits, far = settled.limits, settled.far
     graphs = 0
-    if config.graphs and why_not(settled.spec, settled.device, experts_rest=settled.may_rest) is None:
+    if _may_record(config, settled):
         graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences, limits.max_step_tokens if settled.may_rest else 0)
     return Demand(
         activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0) + graphs + taken,
