@@ -23,11 +23,34 @@ EVERYTHING = [(capability, ()) for capability in (80, 86, 89, 90, 100, 120)]
 @pytest.mark.parametrize(("capability", "cases"), EVERYTHING if tiny.THOROUGH else [(89, LARGE), (90, EARLY)])
 def test_every_kernel_compiles_for_it_and_fits(capability: int, cases: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(TESTS.parent / "src")}
-    command = [sys.executable, str(TESTS / "compiling.py"), str(capability), *cases]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    most, *kernels = map(json.loads, result.stdout.splitlines())
+    output = _run(str(TESTS / "compiling.py"), str(capability), *cases, cache=tmp_path)
+    most, *kernels = map(json.loads, output.splitlines())
     assert len(kernels) >= 2 * len(cases or LARGE)
     assert not [kernel for kernel in kernels if kernel["shared"] > most]
+
+
+NAMES = """
+import sys
+from triton.runtime import JITFunction
+from penstock.ops import kernels
+modules = [getattr(kernels, f"{which}_kernels")() for which in ("sampling", "attention", "linear", "step", "sum")]
+functions = {f"{module.__name__}.{name}": one for module in modules for name, one in vars(module).items() if isinstance(one, JITFunction)}
+for name in sorted(functions, reverse=sys.argv[1] == "reverse"):
+    print(name, functions[name].cache_key)
+"""
+
+
+def test_what_kernels_are_called_does_not_depend_on_which_is_launched_first(tmp_path: Path) -> None:
+    """Else a later process would not find in the cache what an earlier one has compiled."""
+    one, other = (_run("-c", NAMES, order, cache=tmp_path).splitlines() for order in ("forward", "reverse"))
+    assert len(one) > 40
+    assert one == other[::-1]
+
+
+def _run(*arguments: str, cache: Path) -> str:
+    """What a Python process prints in which kernels are compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(TESTS.parent / "src")}
+    result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import local
@@ -56,7 +57,25 @@ def _kernels(name: str) -> ModuleType | None:
     """None where Triton is not installed: then the plain-torch references do the work."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module(f"penstock.ops.{name}")
+    module = importlib.import_module(f"penstock.ops.{name}")
+    _name_all(module)
+    return module
+
+
+def _name_all(module: ModuleType) -> None:
+    """Give kernels the names by which Triton's cache finds them, in the order in which they are defined.
+
+    A function that calls another one takes the values of global names from it, which are part of the name, only if that one has been
+    named before. Left to the first launch, what a kernel is called depends on what has been launched before it, and a later process may
+    compile it again.
+    """
+    from triton.runtime import JITFunction
+
+    for function in vars(module).values():
+        if isinstance(function, JITFunction):  # None is where kernels are interpreted.
+            if function.__module__ != module.__name__:
+                _name_all(sys.modules[function.__module__])
+            _ = function.cache_key
 
 
 class _Launches(local):
