@@ -193,11 +193,9 @@ def _part(
         say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
     runner = _runner(settled, place, collectives, guide)
     opened.callback(runner.detach)
-    early = settled.may_rest and begins_early(device)
+    recorded = _may_record(config, settled)
     part = local_spec(settled.spec, place.shard)
-    compile_ahead(
-        part, settled.layouts, settled.kv, device, max_length=settled.limits.max_length, recorded=_may_record(config, settled), early=early
-    )
+    compile_ahead(part, settled.layouts, settled.kv, device, max_length=settled.limits.max_length, recorded=recorded, early=_early(settled))
     give_back(device)
     demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
@@ -210,7 +208,7 @@ def _part(
     if far:
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
-    runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier)
+    runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier, early=weights.all_stay and begins_early(device))
     rest = place.least(weights.experts_rest + weights.all_stay)
     _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
     if place.group is not None:
@@ -276,6 +274,11 @@ def _demand(config: Config, settled: Settled, runner: Runner, *, taken: int) -> 
     )
 
 
+def _early(settled: Settled) -> bool:
+    """Whether kernels will most likely begin before the one before has ended."""
+    return settled.may_rest and begins_early(settled.device)
+
+
 def _activation_peak(settled: Settled, runner: Runner) -> int:
     """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again."""
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
@@ -286,7 +289,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     for room in (None, far) if far else (None,):
         carrier = _carrier(replace(room, blocks=1, disk=None), device, None, None) if room else None
         try:
-            runner.attach(Blank(settled.layouts, settled.dtype, device), KVPool(settled.kv, 1, device), carrier)
+            runner.attach(Blank(settled.layouts, settled.dtype, device), KVPool(settled.kv, 1, device), carrier, early=_early(settled))
             sizes = {
                 "max_step_tokens": limits.max_step_tokens,
                 "max_sequences": limits.max_sequences,

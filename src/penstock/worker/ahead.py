@@ -48,21 +48,19 @@ def compile_ahead(
     if not reads_pages(device):
         return
 
-    def launch(task: Task, at_once: bool) -> None:
-        with torch.inference_mode(), torch.cuda.device(device), early_launches(at_once):
+    def launch(task: Task) -> None:
+        with torch.inference_mode(), torch.cuda.device(device), early_launches(early):
             for one in task:
                 with suppress(Exception):  # Two threads may load one kernel at once, which some versions of Triton do not stand.
                     one()
 
     with torch.cuda.device(device), suppress(Exception):
-        tasks = [(task, False) for task in eager_tasks(spec, layout, device)]
+        tasks = [*eager_tasks(spec, layout, device), *common_tasks(spec, groups, layout, device)]
         if recorded:
-            tasks += [(task, early) for task in recorded_tasks(spec, layout, device, max_length)]
-        for at_once in (False, True) if recorded and early else (False,):
-            tasks += [(task, at_once) for task in common_tasks(spec, groups, layout, device)]
+            tasks += recorded_tasks(spec, layout, device, max_length)
         pool = ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1))
         try:
-            for done in [pool.submit(launch, task, at_once) for task, at_once in tasks]:
+            for done in [pool.submit(launch, task) for task in tasks]:
                 done.result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
 """Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory is the rows' tables."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -14,6 +14,7 @@ from penstock.memory.device import lift_cap
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.ops.attention import PAST_TILE
+from penstock.ops.kernels import early_launches
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Landed, Outcome, Plan, Result, Row, Share, TokenLogprob
 from penstock.weights.stream import WeightStream
@@ -44,13 +45,17 @@ class Runner:
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._pool: KVPool | None = None
         self._carrier: Carrier | None = None
+        self._early = False
         self._graphs: DecodeGraphs | None = None
         self._ended = 0.0
         """When the last plan did."""
 
-    def attach(self, weights: Weights, pool: KVPool, carrier: Carrier | None = None) -> None:
-        """From now on these weights are borrowed, and KV is written to and read from this pool, and what the carrier carries."""
-        self._weights, self._pool, self._carrier = weights, pool, carrier
+    def attach(self, weights: Weights, pool: KVPool, carrier: Carrier | None = None, *, early: bool = False) -> None:
+        """From now on these weights are borrowed, and KV is written to and read from this pool, and what the carrier carries.
+
+        early: whether kernels may begin before the one before has ended, and read weights: all of these stay, on a device that can wait.
+        """
+        self._weights, self._pool, self._carrier, self._early = weights, pool, carrier, early
 
     def record(self, rows: int, tokens: int, max_length: int, *, record_runs: bool) -> DecodeGraphs:
         """From now on decode steps of up to `rows` rows are replayed, and short runs in steps of up to `tokens` tokens, or these are
@@ -159,12 +164,14 @@ class Runner:
         assert pool is not None
         self._transfer(plan)
         self._tell(plan, step, pool, layers)
-        hidden = self._decoder.forward(weights, pool.layers, step.inputs, layers, self._carrier)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
-        if not len(hidden):
-            return None, prompts
         logits: Tensor | None = None
-        with self._decoder.head(weights, hidden) as logits_of:
+        with ExitStack() as whole:
+            whole.enter_context(early_launches(self._early))
+            hidden = self._decoder.forward(weights, pool.layers, step.inputs, layers, self._carrier)
+            if not len(hidden):
+                return None, prompts
+            logits_of = whole.enter_context(self._decoder.head(weights, hidden))
             if step.samples:
                 logits = logits_of(slice(step.samples)).float()
             first = step.samples
