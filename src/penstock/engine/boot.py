@@ -44,7 +44,7 @@ from penstock.weights.residency import padded
 from penstock.weights.shape import Shape
 from penstock.weights.stream import Blank, WeightStream
 from penstock.weights.waits import Waits
-from penstock.worker.ahead import compile_ahead
+from penstock.worker.ahead import compile_ahead, prepare
 from penstock.worker.graphs import begins_early, graph_bytes, why_not
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, largest_step, small_steps
@@ -187,6 +187,7 @@ def _part(
     """Closed with `opened`. Every rank's is made in the same steps, since they compute together when the largest step is measured."""
     device = place.device
     opened.callback(lift_cap, device)
+    prepare(device)
     settled = settle(config, model, device, say, place.shard)
     collectives = place.collectives(settled.spec, settled.dtype)
     if collectives is not None and device.type == "cuda":

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -31,6 +32,19 @@ _ROWS = (1, 2, 17, 33)
 
 Task = tuple[Callable[[], object], ...]
 """What is launched one after another, since it shares a kernel."""
+
+
+def prepare(device: torch.device) -> None:
+    """Begins what takes a while and needs no device yet, on a thread. To be called before the device is first used."""
+    if reads_pages(device):
+        Thread(target=_prepare, name="penstock-prepare", daemon=True).start()
+
+
+def _prepare() -> None:
+    with suppress(Exception):
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # A digest of all of Triton, which every name in its cache begins with; kept by Triton once it is known.
 
 
 def compile_ahead(
