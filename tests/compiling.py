@@ -6,8 +6,8 @@ want more than a device has. Run as a program, since Triton decides when it is i
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -188,19 +188,19 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def main(capability: int, names: list[str]) -> None:
-    """A line of JSON with the bytes of shared memory that a program may have, and one for each kernel."""
-    print(SHARED[capability])
+@contextmanager
+def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
+    """On a device of this compute capability, where kernels are compiled and not launched; each that is compiled is shown."""
     driver.set_active(Driver(capability))  # type: ignore[arg-type]
     compiled = JITFunction.run
-    case = ""
 
     def only_compiled(self: Any, *arguments: Any, grid: object, warmup: bool, **more: Any) -> Any:
         mocked = [MockTensor(one.dtype, list(one.shape)) if isinstance(one, Tensor) else one for one in arguments]
         if "WIDEN" in more:  # Which is for the interpreter.
             more["WIDEN"] = False
         kernel = compiled(self, *mocked, grid=grid, warmup=True, **more)
-        print(json.dumps({"case": case, "kernel": self.__name__, "shared": kernel.metadata.shared}), flush=True)
+        if kernel is not None:
+            seen(kernel)
         return kernel
 
     with ExitStack() as patched:
@@ -208,6 +208,18 @@ def main(capability: int, names: list[str]) -> None:
         patched.enter_context(patch.object(triton_experts, "_shared_memory", lambda _: SHARED[capability]))
         for module, count in ((triton_attention, 80), (triton_tiles, 80), (triton_linear, 132)):
             patched.enter_context(patch.object(module, "multiprocessors", lambda _, count=count: count))
+        yield
+
+
+def main(capability: int, names: list[str]) -> None:
+    """A line of JSON with the bytes of shared memory that a program may have, and one for each kernel."""
+    print(SHARED[capability])
+    case = ""
+
+    def seen(kernel: Any) -> None:
+        print(json.dumps({"case": case, "kernel": kernel.name, "shared": kernel.metadata.shared}), flush=True)
+
+    with elsewhere(capability, seen):
         for case in names or CASES:
             for early in (False, True) if capability >= 90 else (False,):
                 with early_launches(early):

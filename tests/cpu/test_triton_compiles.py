@@ -47,10 +47,38 @@ def test_what_kernels_are_called_does_not_depend_on_which_is_launched_first(tmp_
     assert one == other[::-1]
 
 
+NOTED = """
+from concurrent.futures import ThreadPoolExecutor
+from triton import knobs
+from compiling import CASES, elsewhere
+from penstock.ops.kernels import noted
+
+def launch():
+    for case in ("pointwise", "linear", "draw"):
+        CASES[case]()
+
+ready, again = [], []
+with elsewhere(90, ready.append):
+    with noted() as kernels:
+        launch()
+    assert not ready
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda compile: compile(), kernels.values()))
+    knobs.runtime.jit_cache_hook = lambda **launch: again.append(launch["fn"].name)
+    launch()
+print(len(kernels), len(set(map(id, ready))), again)
+"""
+
+
+def test_kernels_that_are_noted_and_compiled_are_what_is_launched(tmp_path: Path) -> None:
+    pytest.importorskip("triton.backends.nvidia")
+    assert _run("-c", NOTED, cache=tmp_path) == "11 11 []\n"
+
+
 def _run(*arguments: str, cache: Path) -> str:
     """What a Python process prints in which kernels are compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(TESTS.parent / "src")}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
     result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout

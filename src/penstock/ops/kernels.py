@@ -4,10 +4,12 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import local
+from functools import partial
+from threading import get_ident, local
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +78,29 @@ def _name_all(module: ModuleType) -> None:
             if function.__module__ != module.__name__:
                 _name_all(sys.modules[function.__module__])
             _ = function.cache_key
+
+
+@contextmanager
+def noted() -> Iterator[dict[object, Callable[[], object]]]:
+    """What this thread launches meanwhile and would have to compile first: neither compiled nor launched, but noted, once each. To call
+    what is noted, on any thread and afterwards, is to compile it for the device that is current there."""
+    from triton import knobs
+
+    found: dict[object, Callable[[], object]] = {}
+    before, thread = knobs.runtime.jit_cache_hook, get_ident()
+
+    def note(**launch: Any) -> bool | None:
+        if get_ident() != thread:
+            return before(**launch) if before else None
+        function = launch["fn"].jit_function
+        found[function, launch["key"]] = partial(function.preload, launch["compile"]["specialization_data"])
+        return True  # Leave it at that.
+
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_cache_hook = before
 
 
 class _Launches(local):

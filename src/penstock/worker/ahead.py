@@ -7,11 +7,12 @@ is to be measured later, as a step's.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import Thread
 
 import torch
@@ -22,7 +23,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.kv.pool import KVPool
 from penstock.memory.device import send
 from penstock.ops.attention import reads_pages
-from penstock.ops.kernels import attention_kernels, early_launches, linear_kernels, pointwise_kernels
+from penstock.ops.kernels import attention_kernels, early_launches, linear_kernels, noted, pointwise_kernels
 from penstock.ops.linear import gated, linear
 from penstock.ops.sampling import draw, wishes
 from penstock.worker.runner import SORTED
@@ -62,9 +63,9 @@ def compile_ahead(
     if not reads_pages(device):
         return
 
-    def launch(task: Task) -> None:
+    def each(wanted: Iterable[Callable[[], object]]) -> None:
         with torch.inference_mode(), torch.cuda.device(device), early_launches(early):
-            for one in task:
+            for one in wanted:
                 with suppress(Exception):  # Two threads may load one kernel at once, which some versions of Triton do not stand.
                     one()
 
@@ -72,12 +73,16 @@ def compile_ahead(
         tasks = [*eager_tasks(spec, layout, device), *common_tasks(spec, groups, layout, device)]
         if recorded:
             tasks += recorded_tasks(spec, layout, device, max_length)
-        pool = ThreadPoolExecutor(min(len(tasks), os.cpu_count() or 1))
-        try:
-            for done in [pool.submit(launch, task) for task in tasks]:
-                done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with noted() as kernels:
+            each(chain(*tasks))
+        compiled = [(kernel,) for kernel in kernels.values()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                for wave in (compiled, tasks):
+                    for done in [pool.submit(each, wanted) for wanted in wave]:
+                        done.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
         torch.cuda.synchronize(device)
 
 
