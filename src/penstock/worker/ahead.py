@@ -1,9 +1,10 @@
 """Kernels that take long to compile, compiled side by side before an engine needs them.
 
 A kernel is compiled when it is first launched, and kept on disk for later processes. One after the other, they are most of what the first
-start on a machine takes; a compiler leaves the interpreter to other threads for half of its time. So they are launched once, on several
-threads, over a few zeros. Where all have been compiled before this takes a moment. Nothing of a library is called: what its handles keep
-is to be measured later, as a step's.
+start on a machine takes; a compiler leaves the interpreter to other threads for most of its time. So what steps launch is launched over a
+few zeros, twice: to note what would be compiled, which is compiled on several threads then, each kernel by itself; and again on
+several threads, to have it loaded. Where all have been compiled before this takes a moment. Nothing of a library is called: what its
+handles keep is to be measured later, as a step's.
 """
 
 import os
