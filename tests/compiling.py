@@ -190,7 +190,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 @contextmanager
 def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
-    """On a device of this compute capability, where kernels are compiled and not launched; each that is compiled is shown."""
+    """On a device of this compute capability, where kernels are compiled instead of launched; each that would be launched is shown."""
     driver.set_active(Driver(capability))  # type: ignore[arg-type]
     compiled = JITFunction.run
 
@@ -199,7 +199,7 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
         if "WIDEN" in more:  # Which is for the interpreter.
             more["WIDEN"] = False
         kernel = compiled(self, *mocked, grid=grid, warmup=True, **more)
-        if kernel is not None:
+        if not warmup:
             seen(kernel)
         return kernel
 

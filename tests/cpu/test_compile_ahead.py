@@ -12,7 +12,7 @@ import tiny
 from penstock.arch.layout import group_layouts, kv_layout
 from penstock.bench.shapes import SHAPES
 from penstock.weights.shape import Shape
-from penstock.worker.ahead import Matrix, common_tasks, compile_ahead, eager_tasks, matrices, recorded_tasks
+from penstock.worker.ahead import Matrix, common_launches, compile_ahead, eager_launches, matrices, recorded_launches
 
 CPU = torch.device("cpu")
 
@@ -23,14 +23,13 @@ def test_every_launch(name: str, block_size: int) -> None:
     spec = shape.spec
     layout = kv_layout(spec, "float32", block_size)
     groups = group_layouts(spec, shape.names, "float32")
-    tasks = [*eager_tasks(spec, layout, CPU), *recorded_tasks(spec, layout, CPU, 128)]
+    launches = [*eager_launches(spec, layout, CPU), *recorded_launches(spec, layout, CPU, 128)]
     kinds = len({window is None for window in spec.windows})
-    assert len(tasks) == 1 + 5 * kinds
-    tasks += common_tasks(spec, groups, layout, CPU)
-    assert len(tasks) == 1 + 5 * kinds + 4 + 1
-    for task in tasks:
-        for launch in task:
-            launch()
+    assert len(launches) == 1 + 8 * kinds + 2
+    launches += common_launches(spec, groups, layout, CPU)
+    assert len(launches) > 1 + 8 * kinds + 2 + 4
+    for launch in launches:
+        launch()
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:

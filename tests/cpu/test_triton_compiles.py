@@ -57,22 +57,24 @@ def launch():
     for case in ("pointwise", "linear", "draw"):
         CASES[case]()
 
-ready, again = [], []
-with elsewhere(90, ready.append):
+launched, again = [], []
+with elsewhere(90, launched.append):
     with noted() as kernels:
         launch()
-    assert not ready
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda compile: compile(), kernels.values()))
+    with noted() as more:
+        launch()
+    print(len(kernels), len(more), len(launched))
     knobs.runtime.jit_cache_hook = lambda **launch: again.append(launch["fn"].name)
     launch()
-print(len(kernels), len(set(map(id, ready))), again)
+    print(len(set(map(id, launched))), again)
 """
 
 
 def test_kernels_that_are_noted_and_compiled_are_what_is_launched(tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    assert _run("-c", NOTED, cache=tmp_path) == "11 11 []\n"
+    assert _run("-c", NOTED, cache=tmp_path) == "11 0 0\n11 []\n"
 
 
 def _run(*arguments: str, cache: Path) -> str:

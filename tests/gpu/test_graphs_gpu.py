@@ -136,11 +136,13 @@ def test_no_request_waits_for_a_compiler(heads: tuple[int, int], monkeypatch: py
     assert not late
 
 
-@pytest.mark.parametrize(("hidden", "inner", "some"), [(192, 576, {"_decode"}), (256, 640, {"_decode", "_few_rows"})])
-def test_what_takes_long_is_compiled_side_by_side(hidden: int, inner: int, some: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "hidden", "inner", "some"), [(7, 192, 576, {"_decode"}), (9, 256, 640, {"_decode", "_few_rows"})])
+def test_what_takes_long_is_compiled_side_by_side(
+    heads: int, hidden: int, inner: int, some: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ahead, on other threads, and what is needed afterwards is just that: of a shape that no other test has compiled kernels for."""
     sizes = {"num_hidden_layers": 2, "hidden_size": hidden, "intermediate_size": inner, "head_dim": 128, "vocab_size": 704}
-    shape = SHAPES["0.6B"] | sizes | {"num_attention_heads": 7, "num_key_value_heads": 1}
+    shape = SHAPES["0.6B"] | sizes | {"num_attention_heads": heads, "num_key_value_heads": 1}
     config = Config(Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096)
     here, aside = set[str](), set[str]()
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import get_ident, local
+from threading import Lock, get_ident, local
 from types import ModuleType
 from typing import Any
 
@@ -80,14 +80,26 @@ def _name_all(module: ModuleType) -> None:
             _ = function.cache_key
 
 
+_NOTING = Lock()
+
+
 @contextmanager
 def noted() -> Iterator[dict[object, Callable[[], object]]]:
-    """What this thread launches meanwhile and would have to compile first: neither compiled nor launched, but noted, once each. To call
-    what is noted, on any thread and afterwards, is to compile it for the device that is current there."""
+    """Nothing that this thread launches meanwhile runs, of modules that have been loaded. What would have to be compiled first is noted, once
+    each: to call it, on any thread and afterwards, is to compile it for the device that is current there.
+
+    What is known already is not launched either, since it would read what others have not written.
+    """
     from triton import knobs
+    from triton.runtime import JITFunction
 
     found: dict[object, Callable[[], object]] = {}
-    before, thread = knobs.runtime.jit_cache_hook, get_ident()
+    thread = get_ident()
+    names = [name for name in sys.modules if name.startswith("penstock.ops.triton_")]
+    ours = {function for name in names for function in vars(sys.modules[name]).values() if isinstance(function, JITFunction)}
+
+    def run(function: Any, *given: object, warmup: bool, **more: object) -> object:
+        return JITFunction.run(function, *given, warmup=warmup or get_ident() == thread, **more)
 
     def note(**launch: Any) -> bool | None:
         if get_ident() != thread:
@@ -96,11 +108,16 @@ def noted() -> Iterator[dict[object, Callable[[], object]]]:
         found[function, launch["key"]] = partial(function.preload, launch["compile"]["specialization_data"])
         return True  # Leave it at that.
 
-    knobs.runtime.jit_cache_hook = note
-    try:
-        yield found
-    finally:
-        knobs.runtime.jit_cache_hook = before
+    with _NOTING:
+        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+        for function in ours:
+            function.run = partial(run, function)
+        try:
+            yield found
+        finally:
+            for function in ours:
+                del function.run
+            knobs.runtime.jit_cache_hook = before
 
 
 class _Launches(local):

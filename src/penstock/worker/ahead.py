@@ -1,20 +1,20 @@
 """Kernels that take long to compile, compiled side by side before an engine needs them.
 
 A kernel is compiled when it is first launched, and kept on disk for later processes. One after the other, they are most of what the first
-start on a machine takes; a compiler leaves the interpreter to other threads for most of its time. So what steps launch is launched over a
-few zeros, twice: to note what would be compiled, which is compiled on several threads then, each kernel by itself; and again on
-several threads, to have it loaded. Where all have been compiled before this takes a moment. Nothing of a library is called: what its
-handles keep is to be measured later, as a step's.
+start on a machine takes; a compiler leaves the interpreter to other threads for most of its time. So launches of a step's kernels over a
+few zeros are noted, and what they need is compiled and loaded on several threads, each kernel by itself. Where all have been compiled
+before this takes a moment. Nothing is launched, and nothing of a library is called: what its handles keep is to be measured later, as a
+step's.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,15 @@ from penstock.memory.device import send
 from penstock.ops.attention import reads_pages
 from penstock.ops.kernels import attention_kernels, early_launches, linear_kernels, noted, pointwise_kernels
 from penstock.ops.linear import gated, linear
+from penstock.ops.rope import RotaryAngles
 from penstock.ops.sampling import draw, wishes
+from penstock.ops.steps import FIELDS, LEAST, likeliest, place
 from penstock.worker.runner import SORTED
 
 _ROWS = (1, 2, 17, 33)
 """One of each class for which products have a kernel."""
 
-Task = tuple[Callable[[], object], ...]
-"""What is launched one after another, since it shares a kernel."""
+Launch = Callable[[], object]
 
 
 def prepare(device: torch.device) -> None:
@@ -44,8 +45,10 @@ def prepare(device: torch.device) -> None:
 
 def _prepare() -> None:
     with suppress(Exception):
+        from triton.runtime import driver
         from triton.runtime.cache import triton_key
 
+        _ = driver.active  # The first time on a machine, a C compiler makes a part of it.
         triton_key()  # A digest of all of Triton, which every name in its cache begins with; kept by Triton once it is known.
 
 
@@ -64,46 +67,40 @@ def compile_ahead(
     if not reads_pages(device):
         return
 
-    def each(wanted: Iterable[Callable[[], object]]) -> None:
-        with torch.inference_mode(), torch.cuda.device(device), early_launches(early):
-            for one in wanted:
-                with suppress(Exception):  # Two threads may load one kernel at once, which some versions of Triton do not stand.
-                    one()
+    def ready(compile: Callable[[], Any]) -> None:
+        with torch.cuda.device(device), suppress(Exception):
+            _ = compile().run  # By which it is loaded.
 
     with torch.cuda.device(device), suppress(Exception):
-        tasks = [*eager_tasks(spec, layout, device), *common_tasks(spec, groups, layout, device)]
+        launches = [*eager_launches(spec, layout, device), *common_launches(spec, groups, layout, device)]
         if recorded:
-            tasks += recorded_tasks(spec, layout, device, max_length)
-        with noted() as kernels:
-            each(chain(*tasks))
-        compiled = [(kernel,) for kernel in kernels.values()]
+            launches += recorded_launches(spec, layout, device, max_length)
+        with torch.inference_mode(), early_launches(early), noted() as kernels:
+            for launch in launches:
+                with suppress(Exception):
+                    launch()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             try:
-                for wave in (compiled, tasks):
-                    for done in [pool.submit(each, wanted) for wanted in wave]:
-                        done.result()
+                for done in [pool.submit(ready, kernel) for kernel in kernels.values()]:
+                    done.result()
             finally:
                 pool.shutdown(cancel_futures=True)
-        torch.cuda.synchronize(device)
 
 
-def common_tasks(spec: ModelSpec, groups: Sequence[GroupLayout], layout: KVLayout, device: torch.device) -> Iterator[Task]:
+def common_launches(spec: ModelSpec, groups: Sequence[GroupLayout], layout: KVLayout, device: torch.device) -> Iterator[Launch]:
     """What every step launches, recorded or not: products, by the classes of rows that have kernels of their own, and what is between."""
     for rows in _ROWS:
-        products = (_product(matrix, rows, layout.dtype, device) for matrix in matrices(groups))
-        yield tuple(product for product in products if product is not None)
+        yield from filter(None, (_product(matrix, rows, layout.dtype, device) for matrix in matrices(groups)))
     kernels, page, dtype = pointwise_kernels(), _page(layout, device), getattr(torch, layout.dtype)
     assert kernels is not None
     x, gain = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device), torch.zeros(spec.hidden_size, dtype=dtype, device=device)
     qkv = torch.zeros(1, (spec.heads + 2 * layout.kv_heads) * layout.head_dim, dtype=dtype, device=device)
     turn, slot = torch.zeros(1, layout.head_dim // 2, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     gains = (gain[: layout.head_dim], gain[: layout.head_dim]) if spec.qk_norm else None
-    yield (
-        partial(kernels.rms_norm, x, gain, spec.norm_eps),
-        partial(kernels.rms_norm, x, gain, spec.norm_eps, x.clone()),
-        partial(kernels.project, qkv, turn, turn, *page, slot, heads=spec.heads, gains=gains, eps=spec.norm_eps if gains else 0.0),
-        partial(kernels.silu_mul, torch.zeros(1, 2 * spec.intermediate_size, dtype=dtype, device=device)),
-    )
+    yield partial(kernels.rms_norm, x, gain, spec.norm_eps)
+    yield partial(kernels.rms_norm, x, gain, spec.norm_eps, x.clone())
+    yield partial(kernels.project, qkv, turn, turn, *page, slot, heads=spec.heads, gains=gains, eps=spec.norm_eps if gains else 0.0)
+    yield partial(kernels.silu_mul, torch.zeros(1, 2 * spec.intermediate_size, dtype=dtype, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +125,7 @@ def matrices(groups: Sequence[GroupLayout]) -> set[Matrix]:
     return found
 
 
-def _product(matrix: Matrix, rows: int, dtype: str, device: torch.device) -> Callable[[], object] | None:
+def _product(matrix: Matrix, rows: int, dtype: str, device: torch.device) -> Launch | None:
     """Over one row of zeros, again and again; None if the product is the library's, which would copy them."""
     kind, kernels = getattr(torch, dtype), linear_kernels()
     assert kernels is not None
@@ -140,23 +137,24 @@ def _product(matrix: Matrix, rows: int, dtype: str, device: torch.device) -> Cal
     return partial(gated if matrix.gated else linear, x, weight, bias)
 
 
-def eager_tasks(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Iterator[Task]:
+def eager_launches(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Iterator[Launch]:
     """What steps launch that are not recorded: draws, which take longest, rows, few and many, and runs behind a past."""
     logits, tokens = torch.zeros(1, spec.vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    yield (partial(draw, logits, send(wishes([0], [SORTED], [1]), device), tokens),)
+    yield partial(draw, logits, send(wishes([0], [SORTED], [1]), device), tokens)
     kernels, cache = attention_kernels(), _page(layout, device)
     assert kernels is not None
     for window in _windows(spec):
         decode = partial(kernels.paged_decode, scale=1.0, window=window, max_length=1)
         run = partial(kernels.paged_run, scale=1.0, window=window)
-        yield tuple(partial(decode, _queries(spec, layout, rows, device), *cache, *_lengths(rows, device)) for rows in (8, 64))
-        yield tuple(
-            partial(run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device).long(), 1) for count in (16, 512)
-        )
+        for rows in (8, 64):
+            yield partial(decode, _queries(spec, layout, rows, device), *cache, *_lengths(rows, device))
+        for count in (16, 512):
+            yield partial(run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device).long(), 1)
 
 
-def recorded_tasks(spec: ModelSpec, layout: KVLayout, device: torch.device, max_length: int) -> Iterator[Task]:
-    """What recorded steps launch: few rows, many that are joined in the same launch, and runs whose place is read on the device."""
+def recorded_launches(spec: ModelSpec, layout: KVLayout, device: torch.device, max_length: int) -> Iterator[Launch]:
+    """What recorded steps launch: few rows, many that are joined in the same launch, runs whose place is read on the device, and what finds
+    places and the likeliest tokens."""
     kernels, cache = attention_kernels(), _page(layout, device)
     assert kernels is not None
     for window in _windows(spec):
@@ -164,11 +162,15 @@ def recorded_tasks(spec: ModelSpec, layout: KVLayout, device: torch.device, max_
         run = partial(kernels.placed_run, scale=1.0, window=window, max_length=max_length)
         for rows in (1, 8):
             arrivals = torch.zeros(rows * layout.kv_heads, dtype=torch.int32, device=device)
-            yield (partial(decode, _queries(spec, layout, rows, device), *cache, *_lengths(rows, device), arrivals=arrivals),)
-        where = {count: torch.tensor([1, count], dtype=torch.int32, device=device) for count in (16, 512)}
-        yield tuple(
-            partial(run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device), where[count]) for count in where
-        )
+            yield partial(decode, _queries(spec, layout, rows, device), *cache, *_lengths(rows, device), arrivals=arrivals)
+        for count in (16, 512):
+            where = torch.tensor([1, count], dtype=torch.int32, device=device)
+            yield partial(run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device), where)
+    given, newest = torch.zeros(FIELDS, 1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    table = torch.zeros(1, -(-max_length // layout.block_size), dtype=torch.int32, device=device)
+    logits = torch.zeros(1, spec.vocab_size, dtype=getattr(torch, layout.dtype), device=device)
+    yield partial(place, given, table, newest, RotaryAngles(spec.rope, device), layout.block_size)
+    yield partial(likeliest, logits, given[0], newest, newest.clone(), torch.full_like(newest, LEAST))
 
 
 def _page(layout: KVLayout, device: torch.device) -> tuple[Tensor, Tensor]:
