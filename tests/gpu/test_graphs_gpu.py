@@ -136,7 +136,7 @@ def test_no_request_waits_for_a_compiler(heads: tuple[int, int], monkeypatch: py
     assert not late
 
 
-@pytest.mark.parametrize(("heads", "hidden", "inner", "some"), [(7, 192, 576, {"_decode"}), (9, 256, 640, {"_decode", "_few_rows"})])
+@pytest.mark.parametrize(("heads", "hidden", "inner", "some"), [(7, 192, 576, {"_decode"}), (6, 256, 640, {"_decode", "_few_rows"})])
 def test_what_takes_long_is_compiled_side_by_side(
     heads: int, hidden: int, inner: int, some: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

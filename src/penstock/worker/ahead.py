@@ -33,6 +33,8 @@ from penstock.worker.runner import SORTED
 
 _ROWS = (1, 2, 17, 33)
 """One of each class for which products have a kernel."""
+_COMPILERS = 8
+"""Threads: with more, all wait longer for the interpreter."""
 
 Launch = Callable[[], object]
 
@@ -79,7 +81,7 @@ def compile_ahead(
             for launch in launches:
                 with suppress(Exception):
                     launch()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
             try:
                 for done in [pool.submit(ready, kernel) for kernel in kernels.values()]:
                     done.result()
