@@ -85,10 +85,10 @@ _NOTING = Lock()
 
 @contextmanager
 def noted() -> Iterator[dict[object, Callable[[], object]]]:
-    """Nothing that this thread launches meanwhile runs, of modules that have been loaded. What would have to be compiled first is noted, once
-    each: to call it, on any thread and afterwards, is to compile it for the device that is current there.
+    """Of modules that have been loaded, nothing that this thread launches meanwhile runs. What would have to be compiled first is noted,
+    once each: to call it, on any thread and afterwards, is to compile it for the device that is current there.
 
-    What is known already is not launched either, since it would read what others have not written.
+    What has been compiled already is not launched either: it would read what others have not written.
     """
     from triton import knobs
     from triton.runtime import JITFunction
@@ -109,14 +109,15 @@ def noted() -> Iterator[dict[object, Callable[[], object]]]:
         return True  # Leave it at that.
 
     with _NOTING:
-        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
-        for function in ours:
-            function.run = partial(run, function)
+        before = knobs.runtime.jit_cache_hook
         try:
+            knobs.runtime.jit_cache_hook = note
+            for function in ours:
+                function.run = partial(run, function)
             yield found
         finally:
             for function in ours:
-                del function.run
+                vars(function).pop("run", None)
             knobs.runtime.jit_cache_hook = before
 
 
