@@ -23,18 +23,18 @@ def test_every_launch(name: str, block_size: int) -> None:
     spec = shape.spec
     layout = kv_layout(spec, "float32", block_size)
     groups = group_layouts(spec, shape.names, "float32")
-    launches = [*eager_launches(spec, layout, CPU), *recorded_launches(spec, layout, CPU, 128)]
+    launches = [*eager_launches(spec, layout, CPU), *recorded_launches(spec, layout, CPU, 128, 64)]
     kinds = len({window is None for window in spec.windows})
-    assert len(launches) == 1 + 8 * kinds + 2
+    assert len(launches) == 1 + (4 + 2 + 3) * kinds + 2
     launches += common_launches(spec, groups, layout, CPU)
-    assert len(launches) > 1 + 8 * kinds + 2 + 4
+    assert len(launches) > 1 + (4 + 2 + 3) * kinds + 2 + 4
     for launch in launches:
         launch()
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:
     spec = Shape.open(tiny.checkpoint("llama")).spec
-    compile_ahead(spec, (), kv_layout(spec, "float32", 4), CPU, max_length=64, recorded=True, early=True)
+    compile_ahead(spec, (), kv_layout(spec, "float32", 4), CPU, longest=64, most_tokens=64, recorded=True, early=True)
 
 
 def test_matrices_of_a_model() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,11 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from crews import CPU, NOTHING, Sums, children, led, nothing_left, order, work
+from crews import CPU, NOTHING, Sum, Sums, _there, children, led, nothing_left, order, work
 from penstock.base.config import launched
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Route, Transfer, TransferId
+from penstock.worker import rank
 from penstock.worker.rank import _MESSAGES, Leader, _Kind, _Message, serve
 from streams import LONG, OURS_AND_LOCKS, cut_short, everywhere, within
 
@@ -207,6 +210,81 @@ def test_a_rank_that_lives_but_does_not_come_is_everybodys_end() -> None:
             with pytest.raises(DeviceError, match="rank 0 of 2 failed with ValueError: a fault of the test's own"):
                 leader.run(order("raise", 0))
         assert within(LONG, leader.close)
+
+
+class Waiting(Sums):
+    """Rank 0's part, on a device that computes by itself: an ordered step, or else its closing, waits until `met` says that what is there
+    waits for others no more."""
+
+    def __init__(self, group: Group, met: Callable[[], object], at: str) -> None:
+        super().__init__(group)
+        self._met, self._at = met, at
+
+    def begin(self, plan: Plan) -> Sum:
+        if plan.forget and self._at == "step":
+            self._met()
+        return super().begin(plan)
+
+    def close(self) -> None:
+        if self._at == "close":
+            self._met()
+        super().close()
+
+
+@contextlib.contextmanager
+def waiting(met: Callable[[Group], object], at: str) -> Iterator[tuple[Leader, list[bool]]]:
+    """Of two ranks, and whether this process was alone, each time that it was said to be. In the end the thread is there no more."""
+    with nothing_left():
+        others, said = children(), list[bool]()
+        crew = launch(2, work, patience=LONG, timeout=2 * LONG)
+        group = crew.group(CPU)
+        leader = Leader(Waiting(group, partial(met, group), at), crew, group, lambda: said.append(children() == others))
+        leader.run(NOTHING)
+        yield leader, said
+        assert children() == others
+        assert leader._job is not None
+        assert within(LONG, leader._job.wait)
+        assert within(LONG, leader._workers.close)
+
+
+def shared_memory() -> set[object]:
+    """What this process has open."""
+    return {one for one in _there()["descriptors"] if "memfd" in str(one)}
+
+
+@pytest.mark.parametrize("at", ["step", "close"])
+def test_a_device_that_hangs_is_left_behind(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the thread that waits for it, and with what may be let go of only when nobody uses it any more; all else is closed. The other
+    rank is gone, by force or since it was told to close."""
+    monkeypatch.setattr(rank, "_LET_GO", 0.2)
+    others, memory, comes_back = children(), shared_memory(), threading.Event()
+    with waiting(lambda _: comes_back.wait(), at) as (leader, said):
+        try:
+            if at == "step":
+                failing(lambda: leader.run(order("kill", 1)), "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too", others)
+            for _ in range(2):
+                assert within(LONG, leader.close)
+            assert not said
+            assert shared_memory() == memory
+        finally:
+            comes_back.set()
+
+
+@pytest.mark.parametrize(("whom", "at"), [(1, "step"), (0, "close")], ids=["follower", "rank 0"])
+def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(whom: int, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is to wait any more, so it comes back, and all is closed."""
+    monkeypatch.setattr(rank, "_LET_GO", LONG)
+
+    def over(group: Group) -> None:
+        while not group.over.item():
+            time.sleep(1e-3)
+
+    with waiting(over, at) as (leader, said):
+        text = "rank 1 of 2 was killed by SIGKILL" if whom else "rank 0 of 2 failed with ValueError: a fault of the test's own"
+        with pytest.raises(DeviceError, match=text):
+            leader.run(order("kill" if whom else "raise", whom))
+        assert within(LONG, leader.close)
+        assert said == [True]
 
 
 def test_a_follower_that_ends_before_it_has_come_is_noticed() -> None:

@@ -1,5 +1,6 @@
 """A model divided among processes says what it says in one: all families, streamed weights, preemptions, and an end for every failure."""
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -109,6 +110,65 @@ def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(DeviceError, match=r"rank 1 of 2 .*no such disk"):
         LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2)
+    assert children() <= before
+
+
+FAILING = """
+import os, time
+from penstock.engine import boot
+from penstock.weights.stream import WeightStream
+from penstock.worker.runner import Runner
+
+def follow(seat, *given, where):
+    meet, met = seat.group, []
+
+    def group(device):
+        met.append(meet(device))
+        return met[0]
+
+    def wait_for_others():
+        late = time.monotonic() + 30
+        while not met[0].over.item():
+            if time.monotonic() > late:
+                print("tidied up while its device waits for others", flush=True)
+                os._exit(3)
+            time.sleep(1e-3)
+
+    def fail(part, *_):
+        weights = part if where == "loading" else part._weights
+        weights._streams[0].run(wait_for_others)
+        raise OSError("no such disk")
+
+    seat.group = group
+    if where == "loading":
+        WeightStream.load = fail
+    else:
+        Runner.begin = fail
+    boot.follow(seat, *given)
+"""
+"""A follower that fails while something on its device waits for other ranks, as a sum does on a GPU: here on the stream of its copies,
+which is waited for when weights are closed. Rank 0 is in a collective then, or comes to one."""
+
+
+@pytest.mark.parametrize("where", ["loading", "serving"])
+def test_a_rank_that_fails_waits_for_nobody_on_its_device(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it ends, and rank 0, which waits for it, is told why."""
+    before = children()
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("failing")
+    monkeypatch.setitem(sys.modules, "failing", failing := sys.modules.pop("failing"))  # Gone behind the test.
+
+    def say() -> None:
+        with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2) as llm:
+            assert where == "serving"
+            asked(llm)
+
+    with (
+        patch("penstock.engine.boot.follow", partial(failing.follow, where=where)),
+        pytest.raises(DeviceError, match=r"^rank 1 of 2 ended with exit code 1: .*OSError: no such disk; the other ranks were ended too$"),
+    ):
+        say()
     assert children() <= before
 
 

@@ -47,10 +47,36 @@ def test_what_kernels_are_called_does_not_depend_on_which_is_launched_first(tmp_
     assert one == other[::-1]
 
 
+INTERRUPTED = """
+from unittest.mock import patch
+from triton.runtime.jit import DependenciesFinder
+from penstock.ops import kernels
+from penstock.ops.kernels import sampling_kernels
+
+def stop(self, function):
+    raise KeyboardInterrupt
+
+with patch.object(DependenciesFinder, "_update_hash", stop):
+    try:
+        sampling_kernels()
+    except KeyboardInterrupt:
+        print("interrupted")
+print(sampling_kernels()._tokens.cache_key)
+"""
+
+
+def test_kernels_are_named_anew_where_naming_them_was_interrupted(tmp_path: Path) -> None:
+    names = _run("-c", NAMES, "forward", cache=tmp_path).splitlines()
+    assert f"penstock.ops.triton_sampling._tokens {_run('-c', INTERRUPTED, cache=tmp_path).splitlines()[1]}" in names
+
+
 NOTED = """
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from triton import knobs
+from triton.runtime import JITFunction
 from compiling import CASES, elsewhere
+from penstock.ops import triton_sampling
 from penstock.ops.kernels import noted
 
 def launch():
@@ -66,15 +92,24 @@ with elsewhere(90, launched.append):
     with noted() as more:
         launch()
     print(len(kernels), len(more), len(launched))
+    with noted() as nothing:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(CASES["linear"]).result()
+    print(len(nothing), len(launched))
+    with suppress(KeyError), noted():
+        raise KeyError
+    assert knobs.runtime.jit_cache_hook is None
+    assert not any("run" in vars(kernel) for kernel in vars(triton_sampling).values() if isinstance(kernel, JITFunction))
+    launched.clear()
     knobs.runtime.jit_cache_hook = lambda **launch: again.append(launch["fn"].name)
     launch()
-    print(len(set(map(id, launched))), again)
+print(len(set(map(id, launched))), again)
 """
 
 
 def test_kernels_that_are_noted_and_compiled_are_what_is_launched(tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    assert _run("-c", NOTED, cache=tmp_path) == "11 0 0\n11 []\n"
+    assert _run("-c", NOTED, cache=tmp_path) == "11 0 0\n0 3\n11 []\n"
 
 
 def _run(*arguments: str, cache: Path) -> str:

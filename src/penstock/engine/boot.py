@@ -194,9 +194,11 @@ def _part(
         say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
     runner = _runner(settled, place, collectives, guide)
     opened.callback(runner.detach)
+    part = replace(local_spec(settled.spec, place.shard), vocab_size=settled.spec.vocab_size)  # Logits are of all tokens on every rank.
+    longest, most = settled.limits.max_length, settled.limits.max_step_tokens
     recorded = _may_record(config, settled)
-    part = local_spec(settled.spec, place.shard)
-    compile_ahead(part, settled.layouts, settled.kv, device, max_length=settled.limits.max_length, recorded=recorded, early=_early(settled))
+    ahead = partial(compile_ahead, part, settled.layouts, settled.kv, device, longest=longest, most_tokens=most, recorded=recorded)
+    ahead(early=_early(settled))
     give_back(device)
     demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
@@ -209,7 +211,10 @@ def _part(
     if far:
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
-    runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier, early=weights.all_stay and begins_early(device))
+    early = weights.all_stay and begins_early(device)
+    if early != _early(settled):
+        ahead(early=early)  # Of what was compiled before, hardly anything will be launched.
+    runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier, early=early)
     rest = place.least(weights.experts_rest + weights.all_stay)
     _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
     if place.group is not None:

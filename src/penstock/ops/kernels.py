@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from functools import partial
 from threading import Lock, get_ident, local
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from triton.runtime import JITFunction
 
 
 @functools.cache
@@ -71,22 +74,43 @@ def _name_all(module: ModuleType) -> None:
     named before. Left to the first launch, what a kernel is called depends on what has been launched before it, and a later process may
     compile it again.
     """
-    from triton.runtime import JITFunction
-
-    for function in vars(module).values():
-        if isinstance(function, JITFunction):  # None is where kernels are interpreted.
+    functions = _functions(module)  # None where kernels are interpreted.
+    try:
+        for function in functions:
             if function.__module__ != module.__name__:
                 _name_all(sys.modules[function.__module__])
             _ = function.cache_key
+    except BaseException:
+        for function in functions:  # Triton begins with a name that says nothing of what the kernel does, and would keep that.
+            if (function.hash or "").startswith("recursion:"):
+                function.hash = None
+        raise
 
 
+def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
+    """What is compiled of a module's."""
+    from triton.runtime import JITFunction
+
+    return [function for function in list(vars(module).values()) if isinstance(function, JITFunction)]
+
+
+_ALL = (
+    attention_kernels,
+    expert_kernels,
+    linear_kernels,
+    pointwise_kernels,
+    sampling_kernels,
+    step_kernels,
+    sum_kernels,
+    tile_kernels,
+)
 _NOTING = Lock()
 
 
 @contextmanager
 def noted() -> Iterator[dict[object, Callable[[], object]]]:
-    """Of modules that have been loaded, nothing that this thread launches meanwhile runs. What would have to be compiled first is noted,
-    once each: to call it, on any thread and afterwards, is to compile it for the device that is current there.
+    """Of our kernels, nothing that this thread launches meanwhile runs. What would have to be compiled first is noted, once each: to call
+    it, on any thread and afterwards, is to compile it for the device that is current there. Not where kernels are interpreted.
 
     What has been compiled already is not launched either: it would read what others have not written.
     """
@@ -94,15 +118,14 @@ def noted() -> Iterator[dict[object, Callable[[], object]]]:
     from triton.runtime import JITFunction
 
     found: dict[object, Callable[[], object]] = {}
-    thread = get_ident()
-    names = [name for name in sys.modules if name.startswith("penstock.ops.triton_")]
-    ours = {function for name in names for function in vars(sys.modules[name]).values() if isinstance(function, JITFunction)}
+    thread, noting = get_ident(), True
+    ours = {function for kernels in _ALL if (module := kernels()) for function in _functions(module)}
 
     def run(function: Any, *given: object, warmup: bool, **more: object) -> object:
-        return JITFunction.run(function, *given, warmup=warmup or get_ident() == thread, **more)
+        return JITFunction.run(function, *given, warmup=warmup or (noting and get_ident() == thread), **more)
 
     def note(**launch: Any) -> bool | None:
-        if get_ident() != thread:
+        if not noting or get_ident() != thread:
             return before(**launch) if before else None
         function = launch["fn"].jit_function
         found[function, launch["key"]] = partial(function.preload, launch["compile"]["specialization_data"])
@@ -116,6 +139,7 @@ def noted() -> Iterator[dict[object, Callable[[], object]]]:
                 function.run = partial(run, function)
             yield found
         finally:
+            noting = False  # At once: should an interrupt strike below, what is left behind does nothing.
             for function in ours:
                 vars(function).pop("run", None)
             knobs.runtime.jit_cache_hook = before

@@ -29,6 +29,7 @@ from penstock.ops.linear import gated, linear
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.sampling import draw, wishes
 from penstock.ops.steps import FIELDS, LEAST, likeliest, place
+from penstock.worker.graphs import run_counts
 from penstock.worker.runner import SORTED
 
 _ROWS = (1, 2, 17, 33)
@@ -60,12 +61,16 @@ def compile_ahead(
     layout: KVLayout,
     device: torch.device,
     *,
-    max_length: int,
+    longest: int,
+    most_tokens: int,
     recorded: bool,
     early: bool,
 ) -> None:
-    """spec, groups, layout: of this rank's part. recorded, early: whether steps will be recorded, and may then begin early; if that turns
-    out otherwise, or anything fails here, kernels are compiled when they are needed."""
+    """spec, groups, layout: of this rank's part, but all of the vocabulary. longest: tokens of a context; most_tokens: of a step.
+
+    recorded, early: whether steps will be recorded, and kernels begin before the one before has ended; if that turns out otherwise, or
+    anything fails here, what is missing is compiled when it is needed.
+    """
     if not reads_pages(device):
         return
 
@@ -76,7 +81,7 @@ def compile_ahead(
     with torch.cuda.device(device), suppress(Exception):
         launches = [*eager_launches(spec, layout, device), *common_launches(spec, groups, layout, device)]
         if recorded:
-            launches += recorded_launches(spec, layout, device, max_length)
+            launches += recorded_launches(spec, layout, device, longest, most_tokens)
         with torch.inference_mode(), early_launches(early), noted() as kernels:
             for launch in launches:
                 with suppress(Exception):
@@ -102,7 +107,8 @@ def common_launches(spec: ModelSpec, groups: Sequence[GroupLayout], layout: KVLa
     yield partial(kernels.rms_norm, x, gain, spec.norm_eps)
     yield partial(kernels.rms_norm, x, gain, spec.norm_eps, x.clone())
     yield partial(kernels.project, qkv, turn, turn, *page, slot, heads=spec.heads, gains=gains, eps=spec.norm_eps if gains else 0.0)
-    yield partial(kernels.silu_mul, torch.zeros(1, 2 * spec.intermediate_size, dtype=dtype, device=device))
+    if not all(map(spec.is_moe, range(spec.layers))):
+        yield partial(kernels.silu_mul, torch.zeros(1, 2 * spec.intermediate_size, dtype=dtype, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +160,22 @@ def eager_launches(spec: ModelSpec, layout: KVLayout, device: torch.device) -> I
             yield partial(run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device).long(), 1)
 
 
-def recorded_launches(spec: ModelSpec, layout: KVLayout, device: torch.device, max_length: int) -> Iterator[Launch]:
+def recorded_launches(spec: ModelSpec, layout: KVLayout, device: torch.device, longest: int, most_tokens: int) -> Iterator[Launch]:
     """What recorded steps launch: few rows, many that are joined in the same launch, runs whose place is read on the device, and what finds
     places and the likeliest tokens."""
     kernels, cache = attention_kernels(), _page(layout, device)
     assert kernels is not None
     for window in _windows(spec):
-        decode = partial(kernels.paged_decode, scale=1.0, window=window, max_length=max_length)
-        run = partial(kernels.placed_run, scale=1.0, window=window, max_length=max_length)
+        decode = partial(kernels.paged_decode, scale=1.0, window=window, max_length=longest)
+        run = partial(kernels.placed_run, scale=1.0, window=window, max_length=longest)
         for rows in (1, 8):
             arrivals = torch.zeros(rows * layout.kv_heads, dtype=torch.int32, device=device)
             yield partial(decode, _queries(spec, layout, rows, device), *cache, *_lengths(rows, device), arrivals=arrivals)
-        for count in (16, 512):
+        for count in run_counts(spec, most_tokens):
             where = torch.tensor([1, count], dtype=torch.int32, device=device)
             yield partial(run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device), where)
     given, newest = torch.zeros(FIELDS, 1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    table = torch.zeros(1, -(-max_length // layout.block_size), dtype=torch.int32, device=device)
+    table = torch.zeros(1, -(-longest // layout.block_size), dtype=torch.int32, device=device)
     logits = torch.zeros(1, spec.vocab_size, dtype=getattr(torch, layout.dtype), device=device)
     yield partial(place, given, table, newest, RotaryAngles(spec.rope, device), layout.block_size)
     yield partial(likeliest, logits, given[0], newest, newest.clone(), torch.full_like(newest, LEAST))
