@@ -1,6 +1,8 @@
 """What is launched to have kernels compiled can be launched: where it runs, what fails is passed over."""
 
 import os
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
 
 import tiny
 from penstock.arch.layout import group_layouts, kv_layout
+from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
+from penstock.engine import boot as booting
+from penstock.weights.residency import padded
 from penstock.weights.shape import Shape
 from penstock.worker.ahead import Matrix, common_launches, compile_ahead, eager_launches, matrices, recorded_launches
 
@@ -44,3 +49,18 @@ def test_matrices_of_a_model() -> None:
     assert found == {Matrix(*size, False) for size in sizes}
     biased = Shape.open(tiny.checkpoint("qwen2_windows"))
     assert any(one.biased for one in matrices(group_layouts(biased.spec, biased.names, "float32")))
+
+
+@pytest.mark.parametrize(("room", "wanted"), [(1 << 30, [True]), (1 << 20, [True, False])])
+def test_what_is_launched_in_the_end_is_compiled_before_requests(room: int, wanted: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights would fit by themselves, but stream since KV takes the room, kernels do not overlap after all."""
+    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape, asked = Shape.of(SHAPES["0.6B"] | sizes | {"vocab_size": 512}), list[bool]()
+    weights = sum(map(padded, group_layouts(shape.spec, shape.names, "float32")))
+    monkeypatch.setattr(booting, "begins_early", lambda _: True)
+    monkeypatch.setattr(booting, "compile_ahead", lambda *_, early, **__: asked.append(early))
+    memory = {"device_memory": weights + room, "host_memory": 4 * weights + room}
+    booted = booting.boot(Config(Path(), device="cpu", dtype="float32", max_length=512, max_step_tokens=64, **memory), shape)
+    with closing(booted.engine):
+        assert booted.weights.all_stay is (len(wanted) == 1)
+    assert asked == wanted
