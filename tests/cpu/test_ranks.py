@@ -214,7 +214,7 @@ def test_a_rank_that_lives_but_does_not_come_is_everybodys_end() -> None:
 
 class Waiting(Sums):
     """Rank 0's part, on a device that computes by itself: an ordered step, or else its closing, waits until `met` says that what is there
-    waits for others no more."""
+    waits for others no more. Before it closes, an ordered step may have failed, behind the others' back."""
 
     def __init__(self, group: Group, met: Callable[[], object], at: str) -> None:
         super().__init__(group)
@@ -223,10 +223,13 @@ class Waiting(Sums):
     def begin(self, plan: Plan) -> Sum:
         if plan.forget and self._at == "step":
             self._met()
-        return super().begin(plan)
+        step = super().begin(plan)
+        if plan.forget and self._at == "failed":
+            raise ValueError("a fault of the test's own")
+        return step
 
     def close(self) -> None:
-        if self._at == "close":
+        if self._at != "step":
             self._met()
         super().close()
 
@@ -252,16 +255,19 @@ def shared_memory() -> set[object]:
     return {one for one in _there()["descriptors"] if "memfd" in str(one)}
 
 
-@pytest.mark.parametrize("at", ["step", "close"])
+@pytest.mark.parametrize("at", ["step", "close", "failed"])
 def test_a_device_that_hangs_is_left_behind(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the thread that waits for it, and with what may be let go of only when nobody uses it any more; all else is closed. The other
-    rank is gone, by force or since it was told to close."""
+    rank is gone, by force or since it was told to close, or is well and waits to be told."""
     monkeypatch.setattr(rank, "_LET_GO", 0.2)
     others, memory, comes_back = children(), shared_memory(), threading.Event()
     with waiting(lambda _: comes_back.wait(), at) as (leader, said):
         try:
             if at == "step":
                 failing(lambda: leader.run(order("kill", 1)), "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too", others)
+            if at == "failed":
+                with pytest.raises(DeviceError, match="rank 0 of 2 failed with ValueError: a fault of the test's own"):
+                    leader.run(order("nothing", 9))
             for _ in range(2):
                 assert within(LONG, leader.close)
             assert not said

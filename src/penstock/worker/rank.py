@@ -211,7 +211,7 @@ class Leader:
         while not job.done:
             with suppress(Empty):
                 self._woken.get(timeout=_GLANCE)
-            failure = self._crew.failure
+            failure = self._crew.failure or self._broken  # Others may be well, and wait to be told.
             if failure is None or job.done:
                 continue
             late = late or monotonic() + _LET_GO
