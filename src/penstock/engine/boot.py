@@ -214,6 +214,7 @@ def _part(
     early = weights.all_stay and begins_early(device)
     if early != _early(settled):
         ahead(early=early)  # Of what was compiled before, hardly anything will be launched.
+        give_back(device)
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier, early=early)
     rest = place.least(weights.experts_rest + weights.all_stay)
     _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
