@@ -117,17 +117,21 @@ def test_weights_that_stream_pass_through_recorded_steps(share: float, monkeypat
         assert not llm.booted.weights.all_stay
 
 
-@pytest.mark.parametrize("heads", [(6, 2), (5, 5)])
-def test_no_request_waits_for_a_compiler(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "streams"), [((6, 2), False), ((5, 5), False), ((9, 3), True)])
+def test_no_request_waits_for_a_compiler(heads: tuple[int, int], streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and many at once, short prompts and long ones, alone and beside others, behind what was found, whatever is drawn: a shape that no
-    other test has compiled kernels for."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": 320, "intermediate_size": 576, "head_dim": 128, "vocab_size": 640}
-    shape = SHAPES["0.6B"] | sizes | dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    other test has compiled kernels for. Also where weights would fit, but stream in the end."""
+    shapes = {"num_hidden_layers": 2, "hidden_size": 320, "intermediate_size": 576, "head_dim": 128, "vocab_size": 640}
+    shape = SHAPES["0.6B"] | shapes | dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
     config = Config(Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096)
     rng, late, told = random.Random(0), list[str](), "{repr} {compile}".format
-    booted = boot(config, Shape.of(shape))
+    model = Shape.of(shape)
+    sizes = [padded(layout) for layout in group_layouts(model.spec, model.names, "bfloat16")]
+    limits = Limits(max(sizes) + sum(sizes) // 4, 4 * sum(sizes))
+    booted = boot(config, model, override=Override(limits) if streams else None)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **compiled: late.append(told(**compiled)[:900]))
     with closing(booted.engine):
+        assert booted.weights.all_stay is not streams
         known = [rng.randrange(600) for _ in range(3000)]
         for temperature in (0.0, 0.8):
             for count in (1, 3, 100):
