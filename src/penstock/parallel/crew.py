@@ -138,10 +138,14 @@ class StartedCrew:
                 missing = [child.rank for child in self._children if not child.joined]
                 raise DeviceError(f"ranks {missing} have not come within {_BOOT:g} s of the first; see what they wait for")
             time.sleep(5e-3)
+        own = os.dup(self._store)  # The group may outlive the crew, with a device that hangs.
         try:
-            self._group = Group(anonymous_store(self._store, self.ranks), 0, self.ranks, device, timeout=self._timeout)
-        except DeviceError as fault:
-            raise self.verdict(fault) from fault
+            self._group = Group(anonymous_store(own, self.ranks), 0, self.ranks, device, timeout=self._timeout, descriptor=own)
+        except BaseException as fault:
+            os.close(own)
+            if isinstance(fault, DeviceError):
+                raise self.verdict(fault) from fault
+            raise
         return self._group
 
     def send(self, message: bytes) -> None:

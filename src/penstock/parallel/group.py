@@ -45,8 +45,19 @@ class Group:
     kernels that wait by themselves, which put a 1 there when they have waited for `limit` seconds.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, *, near: bool = True, timeout: float = TIMEOUT) -> None:
-        """Returns when all ranks have come. `store`: by which they find each other."""
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        *,
+        near: bool = True,
+        timeout: float = TIMEOUT,
+        descriptor: int | None = None,
+    ) -> None:
+        """Returns when all ranks have come. `store`: by which they find each other; descriptor: of its file, closed with the group."""
+        self._descriptor: int | None = None
         self.rank, self.ranks, self.device, self.near, self.limit = rank, ranks, device, near, timeout
         self._nccl: ProcessGroup | None = None
         """Until its end begins."""
@@ -85,6 +96,7 @@ class Group:
             self._tensors = self._nccl = cast(ProcessGroup, nccl)
             self.all_reduce(torch.zeros(1, device=device))
             torch.cuda.synchronize(device)
+        self._descriptor = descriptor
 
     def all_reduce(self, x: Tensor) -> None:
         """The sum over all ranks, in place and to the same bits on each. `x` is contiguous, and of one shape and dtype on all ranks."""
@@ -177,6 +189,10 @@ class Group:
             ending.join(_ENDING)
             if ending.is_alive():
                 _LOG.warning("collectives of rank %d do not end, and are left to themselves", self.rank)
+                return
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:  # Not before: the store, at its end, writes into whatever file has that number by then.
+            os.close(descriptor)
 
     def _end(self, *, abort: bool) -> threading.Thread | None:
         """The thread that ends the device's collectives, begun by whoever asks first. NCCL's end waits until no CUDA graph is left that has
