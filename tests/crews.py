@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -108,6 +109,12 @@ def work(seat: Seat, first: str = "") -> None:
         befall(first)
     group = seat.group(CPU)
     serve(seat.receive, Sums(group), group)
+
+
+def absent(seat: Seat) -> None:
+    """A follower that is gone when it has said that it has come."""
+    with patch("penstock.parallel.seat.Group", lambda *_, **__: befall("kill")):
+        seat.group(CPU)
 
 
 def led(ranks: int, *, patience: float = LONG, timeout: float = 60.0) -> tuple[Leader, Crew]:

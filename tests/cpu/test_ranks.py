@@ -2,6 +2,7 @@
 error that says so, and nothing is left behind."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -18,11 +19,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from crews import CPU, NOTHING, Sum, Sums, _there, children, led, nothing_left, order, work
+from crews import CPU, NOTHING, Sum, Sums, _there, absent, children, led, nothing_left, order, work
 from penstock.base.config import launched
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
+from penstock.parallel.seat import anonymous_store
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Route, Transfer, TransferId
 from penstock.worker import rank
 from penstock.worker.rank import _MESSAGES, Leader, _Kind, _Message, serve
@@ -308,6 +310,30 @@ def test_a_follower_that_ends_before_it_has_come_is_noticed() -> None:
             failing(lambda: crew.group(CPU), text, others)
         finally:
             crew.close()
+
+
+def test_ranks_that_do_not_meet_keep_the_file_by_which_they_would_as_long_as_any_of_it_is_left() -> None:
+    """Whoever holds their error holds collectives that may ask for it."""
+    memory = shared_memory()
+    with nothing_left():
+        crew = launch(2, absent, patience=LONG, timeout=2.0)
+        with contextlib.closing(crew), pytest.raises(DeviceError, match="rank 1 of 2 was killed by SIGKILL") as told:
+            crew.group(CPU)
+        assert len(shared_memory() - memory) == 1
+        del told, crew
+        gc.collect()
+
+
+def test_a_store_writes_into_no_file_that_has_the_number_of_its_own(tmp_path: Path) -> None:
+    """In the end, when its own is closed."""
+    own = os.memfd_create("a test's")
+    store = anonymous_store(own, 1)
+    store.set("key", "value")
+    os.close(own)
+    with (tmp_path / "other").open("wb") as other:
+        assert other.fileno() == own
+        del store
+        assert not os.fstat(own).st_size
 
 
 def test_what_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

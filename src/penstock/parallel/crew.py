@@ -141,11 +141,8 @@ class StartedCrew:
         own = os.dup(self._store)  # The group may outlive the crew, with a device that hangs.
         try:
             self._group = Group(anonymous_store(own, self.ranks), 0, self.ranks, device, timeout=self._timeout, descriptor=own)
-        except BaseException as fault:
-            os.close(own)
-            if isinstance(fault, DeviceError):
-                raise self.verdict(fault) from fault
-            raise
+        except DeviceError as fault:
+            raise self.verdict(fault) from fault
         return self._group
 
     def send(self, message: bytes) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -56,8 +57,11 @@ class Group:
         timeout: float = TIMEOUT,
         descriptor: int | None = None,
     ) -> None:
-        """Returns when all ranks have come. `store`: by which they find each other; descriptor: of its file, closed with the group."""
-        self._descriptor: int | None = None
+        """Returns when all ranks have come. `store`: by which they find each other; descriptor: of its file, closed with the group, or once
+        nothing is left of one that has not come about."""
+        self._file = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
+        if self._file is not None:
+            self._file.atexit = False
         self.rank, self.ranks, self.device, self.near, self.limit = rank, ranks, device, near, timeout
         self._nccl: ProcessGroup | None = None
         """Until its end begins."""
@@ -96,7 +100,6 @@ class Group:
             self._tensors = self._nccl = cast(ProcessGroup, nccl)
             self.all_reduce(torch.zeros(1, device=device))
             torch.cuda.synchronize(device)
-        self._descriptor = descriptor
 
     def all_reduce(self, x: Tensor) -> None:
         """The sum over all ranks, in place and to the same bits on each. `x` is contiguous, and of one shape and dtype on all ranks."""
@@ -190,9 +193,8 @@ class Group:
             if ending.is_alive():
                 _LOG.warning("collectives of rank %d do not end, and are left to themselves", self.rank)
                 return
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:  # Not before: the store, at its end, writes into whatever file has that number by then.
-            os.close(descriptor)
+        if self._file is not None:  # Not before: the device's collectives ask the store from threads of their own.
+            self._file()
 
     def _end(self, *, abort: bool) -> threading.Thread | None:
         """The thread that ends the device's collectives, begun by whoever asks first. NCCL's end waits until no CUDA graph is left that has

@@ -122,5 +122,7 @@ def _read(line: socket.socket, size: int) -> bytes:
 
 
 def anonymous_store(descriptor: int, ranks: int) -> Store:
-    """In a file without a name, which every rank has open."""
-    return FileStore(f"/proc/self/fd/{descriptor}", ranks)
+    """In a file without a name, which every rank has open. It never ends: it would write into whatever file has that number by then."""
+    store = FileStore(f"/proc/self/fd/{descriptor}", ranks)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    return store
