@@ -206,12 +206,14 @@ def part_gaps(place: Place) -> Found:
             engine.step()
         one = traced(engine.step, steps, torch.device(place.device))
     said = f"{one['idle']:.2%} of {one['wall_s'] / steps * 1e3:.1f} ms, target 1%; without copies {one['uncopied']:.2%}"
+    said += f"; the longest {one['longest_ms']:.2f} ms, at {one['longest_at']:.0%}"
     row("gaps in passes that stream, 70B-shaped layers", said)
     return {"70B-slice, batch 1": one}
 
 
 def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Share of the time between the first kernel's start and the last one's end in which none runs, and in which none copies."""
+    """Share of the time between the first kernel's start and the last one's end in which none runs, and in which none copies; how long the
+    longest while without any is, and after what share of the time it begins."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=kinds) as trace:
         begin = time.perf_counter()
@@ -223,19 +225,29 @@ def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict
     kind = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
     events = [event for event in trace.events() or () if event.device_type == kind]
     spans = [(event.time_range.start, event.time_range.end) for event in events]
-    length, busy = max(end for _, end in spans) - min(start for start, _ in spans), covered(spans)
+    begin, busy, whiles = min(start for start, _ in spans), covered(spans), [*uncovered(spans)]
+    length, longest = max(end for _, end in spans) - begin, max(whiles, key=lambda one: one[1] - one[0], default=(begin, begin))
     copied = covered([span for event, span in zip(events, spans, strict=True) if "HtoD" in event.name])
-    shares = {"idle": 1 - busy / length, "uncopied": 1 - copied / length}
+    shares = {"idle": 1 - busy / length, "uncopied": 1 - copied / length, "longest_at": (longest[0] - begin) / length}
+    shares["longest_ms"] = (longest[1] - longest[0]) / 1e3
     return {**shares, "busy_s": busy / 1e6, "span_s": length / 1e6, "wall_s": wall, "events": len(spans)}
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
     """Length of what they cover."""
-    busy, until = 0.0, -math.inf
+    if not spans:
+        return 0.0
+    length = max(end for _, end in spans) - min(start for start, _ in spans)
+    return length - sum(end - start for start, end in uncovered(spans))
+
+
+def uncovered(spans: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What lies between them, in its order."""
+    until = math.inf
     for start, end in sorted(spans):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return busy
+        if start > until:
+            yield until, start
+        until = end if math.isinf(until) else max(until, end)
 
 
 def part_kernels(place: Place) -> Found:
