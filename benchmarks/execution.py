@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from random_checkpoint import write_checkpoint
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
@@ -213,17 +213,21 @@ def part_gaps(place: Place) -> Found:
 
 def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
     """Share of the time between the first kernel's start and the last one's end in which none runs, and in which none copies; how long the
-    longest while without any is, and after what share of the time it begins."""
+    longest while without any is, and after what share of the time it begins. Behind one step more, in which the profiler begins: where a
+    process has traced before, it holds up what is launched for tens of milliseconds."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=kinds) as trace:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        wall = time.perf_counter() - begin
-    kind = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
-    events = [event for event in trace.events() or () if event.device_type == kind]
+        step()
+        with record_function("steps"):
+            begin = time.perf_counter()
+            for _ in range(steps):
+                step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            wall = time.perf_counter() - begin
+    kind, every = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU, trace.events() or ()
+    since = next(event.time_range.start for event in every if event.name == "steps")
+    events = [event for event in every if event.device_type == kind and event.name != "steps" and event.time_range.start >= since]
     spans = [(event.time_range.start, event.time_range.end) for event in events]
     begin, busy, whiles = min(start for start, _ in spans), covered(spans), [*uncovered(spans)]
     length, longest = max(end for _, end in spans) - begin, max(whiles, key=lambda one: one[1] - one[0], default=(begin, begin))
