@@ -200,7 +200,8 @@ def part_gaps(place: Place) -> Found:
     steps, shape = 6, Shape.of(place.shape("70B-slice"))
     size = sum(layout.size for layout in group_layouts(shape.spec, shape.names, "bfloat16"))
     limit = None if place.tiny else int(0.6 * size)
-    with closing(boot(place.config(device_memory=limit, max_length=512, max_sequences=1), shape).engine) as engine:
+    config, told = place.config(device_memory=limit, max_length=512, max_sequences=1), list[str]()
+    with closing(boot(config, shape, say=told.append).engine) as engine:
         engine.submit([1, 2, 3], measure._GREEDY, 4 * steps)
         for _ in range(steps):
             engine.step()
@@ -208,7 +209,10 @@ def part_gaps(place: Place) -> Found:
     said = f"{one['idle']:.2%} of {one['wall_s'] / steps * 1e3:.1f} ms, target 1%; without copies {one['uncopied']:.2%}"
     said += f"; the longest {one['longest_ms']:.2f} ms, at {one['longest_at']:.0%}"
     row("gaps in passes that stream, 70B-shaped layers", said)
-    return {"70B-slice, batch 1": one}
+    for line in told:
+        print(f"    {line}")
+    give_back(torch.device(place.device))
+    return {"70B-slice, batch 1": {**one, "said": told}}
 
 
 def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:

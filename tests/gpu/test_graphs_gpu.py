@@ -21,6 +21,7 @@ from penstock.bench.serving import Ask, _round
 from penstock.bench.shapes import SHAPES
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
+from penstock.memory.device import give_back
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.residency import Limits, padded
@@ -64,6 +65,17 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(name: str) -> None:
     for one, other in zip(scored, expected, strict=True):
         assert one.tokens == other.tokens
         assert max(abs(a.logprob - b.logprob) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 5e-5
+
+
+def test_engines_one_after_another_leave_no_more_behind_than_one() -> None:
+    """The library of products keeps 32 MiB for each stream that they were recorded on."""
+    left = []
+    for _ in range(3):
+        with LLM(tiny.checkpoint("llama"), **SETTINGS) as llm:
+            llm.generate([one.prompt for one in tiny.references("llama")], QUICK)
+        give_back(torch.device("cuda", 0))
+        left.append(torch.cuda.memory_allocated())
+    assert left[1:] == left[:1] * 2
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows", "qwen3", "mistral"])

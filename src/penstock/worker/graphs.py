@@ -16,6 +16,7 @@ every pass. Whatever a pass must wait for on the host, such as which experts a r
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -43,6 +44,7 @@ from penstock.weights.stream import WeightStream
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
+_IDLE: list[torch.cuda.Stream] = []
 _GRAPH_BYTES = 16 << 20
 """Of a recorded step, beside what passes through it."""
 _MANY = 32
@@ -211,6 +213,7 @@ class DecodeGraphs:
         self._programs: dict[int, _Program] = {}
         self._run_programs: dict[int, Callable[[], None]] = {}
         self._every: list[_Program] = []
+        self._stream: torch.cuda.Stream | None = None
         self.seconds, self.bytes = 0.0, 0
 
     @property
@@ -230,7 +233,8 @@ class DecodeGraphs:
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         gc.collect()  # What is collected in the midst of a recording may free what it must not.
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        pool, stream = torch.cuda.graph_pool_handle(), _idle_stream(device)
+        self._stream = stream
         early = self._weights.all_stay and begins_early(device)
         with torch.cuda.stream(stream), no_collection(), early_launches(early), counting(self._step.counters):
             for count in self._counts:
@@ -265,6 +269,9 @@ class DecodeGraphs:
         self._run_programs.clear()
         for program in self._every:
             program.close()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            _IDLE.append(stream)
 
     def fits(self, plan: Plan) -> bool:
         """Whether there is such a step for this plan: each share is a token of a row whose KV is in pages, and yields another; or it is one
@@ -296,6 +303,17 @@ class DecodeGraphs:
             self._step.give(plan.shares, count)
             self._programs[count].replay()
         return self._step.logits[:used], self._step.tokens[:used]
+
+
+def _idle_stream(device: torch.device) -> torch.cuda.Stream:
+    """To record on. The library of products keeps memory for each stream that they were recorded on, as long as the process lives, and
+    recorded steps write there: so a stream is used again, but only when nothing is left of what was recorded on it."""
+    for stream in list(_IDLE):
+        if stream.device == device:
+            with suppress(ValueError):  # Another thread was faster.
+                _IDLE.remove(stream)
+                return stream
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Program:
