@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -220,14 +221,15 @@ def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict
     longest while without any is, and after what share of the time it begins. Behind one step more, in which the profiler begins: where a
     process has traced before, it holds up what is launched for tens of milliseconds."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     with profile(activities=kinds) as trace:
         step()
+        wait()
         with record_function("steps"):
             begin = time.perf_counter()
             for _ in range(steps):
                 step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            wait()
             wall = time.perf_counter() - begin
     kind, every = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU, trace.events() or ()
     since = next(event.time_range.start for event in every if event.name == "steps")
