@@ -99,7 +99,7 @@ class Played:
             self._graphs._step.compute(self._count, Recorded(self._graphs._weights))
 
 
-def played(self: DecodeGraphs, _: bool) -> None:
+def played(self: DecodeGraphs, **_: bool) -> None:
     self._programs = {count: Played(self, count) for count in self.counts}  # type: ignore[misc]
 
 

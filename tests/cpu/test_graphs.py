@@ -79,7 +79,7 @@ class Played:
             self._graphs._step.compute_run(self._count, self._graphs._weights)
 
 
-def played(self: DecodeGraphs, _: bool) -> None:
+def played(self: DecodeGraphs, **_: bool) -> None:
     self._programs = {count: Played(self, count) for count in self.counts}  # type: ignore[misc]
     self._run_programs = {count: Played(self, count).run for count in self.runs}
 

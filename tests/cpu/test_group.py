@@ -1,8 +1,11 @@
 """What two and three processes compute together: the same on each, and what one would have computed."""
 
+import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -13,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from crews import CPU, all_ranks, led, order
 from penstock.base.errors import DeviceError
 from penstock.parallel.group import Group
+from penstock.parallel.store import SharedStore
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share
 from penstock.worker.rank import Leader
@@ -175,6 +179,25 @@ def test_what_does_not_end_is_left_to_itself(monkeypatch: pytest.MonkeyPatch, ca
     assert recorded.asked == ["shutdown"]
     assert "left to themselves" in caplog.text
     recorded.gone.set()
+
+
+def test_the_file_of_a_store_stays_open_for_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may ask the store, by the file's number. Else it is closed with the group."""
+    monkeypatch.setattr("penstock.parallel.group._ENDING", 0.05)
+    for hangs in (False, True):
+        recorded, file = Recorded(), os.memfd_create("a test's")
+        shared = SharedStore(file, 1)
+        group = Group(shared.store, 0, 1, CPU, shared=shared)
+        group._nccl, shared.asking, own = cast(Any, recorded), True, shared._own
+        if not hangs:
+            recorded.gone.set()
+        group.close()
+        del group, shared
+        gc.collect()
+        os.close(file)
+        assert Path(f"/proc/self/fd/{own}").exists() is hangs
+        recorded.gone.set()
+    os.close(own)
 
 
 def test_a_rank_that_is_gone_ends_the_run_though_graphs_are_there() -> None:

@@ -24,7 +24,7 @@ from penstock.base.config import launched
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
-from penstock.parallel.seat import anonymous_store
+from penstock.parallel.store import SharedStore
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Route, Transfer, TransferId
 from penstock.worker import rank
 from penstock.worker.rank import _MESSAGES, Leader, _Kind, _Message, serve
@@ -326,14 +326,21 @@ def test_ranks_that_do_not_meet_keep_the_file_by_which_they_would_as_long_as_any
 
 def test_a_store_writes_into_no_file_that_has_the_number_of_its_own(tmp_path: Path) -> None:
     """In the end, when its own is closed."""
-    own = os.memfd_create("a test's")
-    store = anonymous_store(own, 1)
+    file = os.memfd_create("a test's")
+    shared = SharedStore(file, 1)
+    store, own = shared.store, shared._own
     store.set("key", "value")
-    os.close(own)
+    shared.asking = True
+    shared.close()
+    os.fstat(own)
+    shared.asking = False
+    shared.close()
     with (tmp_path / "other").open("wb") as other:
         assert other.fileno() == own
-        del store
+        shared.close()
+        del store, shared
         assert not os.fstat(own).st_size
+    os.close(file)
 
 
 def test_what_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,34 +72,30 @@ def test_kernels_are_named_anew_where_naming_them_was_interrupted(tmp_path: Path
 
 NOTED = """
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from threading import Barrier
 from triton import knobs
 from triton.runtime import JITFunction
 from compiling import CASES, elsewhere
-from penstock.ops import triton_sampling
 from penstock.ops.kernels import noted
 
 def launch():
     for case in ("pointwise", "linear", "draw"):
         CASES[case]()
 
-launched, again = [], []
-with elsewhere(90, launched.append):
-    with noted() as kernels:
-        launch()
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda compile: compile(), kernels.values()))
-    with noted() as more:
-        launch()
-    print(len(kernels), len(more), len(launched))
-    with noted() as nothing:
-        with ThreadPoolExecutor(1) as other:
-            other.submit(CASES["linear"]).result()
-    print(len(nothing), len(launched))
-    with suppress(KeyError), noted():
-        raise KeyError
-    assert knobs.runtime.jit_cache_hook is None
-    assert not any("run" in vars(kernel) for kernel in vars(triton_sampling).values() if isinstance(kernel, JITFunction))
+def fail():
+    raise KeyError
+
+def at_once(_):
+    both.wait()
+    return noted([fail, launch, fail] * 5)
+
+launched, again, both = [], [], Barrier(2)
+with elsewhere(90, launched.append), ThreadPoolExecutor(2) as pool:
+    kernels, others = pool.map(at_once, range(2))
+    list(pool.map(lambda compile: compile(), kernels))
+    more = noted([launch])
+    print(len(kernels), len(others), len(more), len(launched))
+    print(len(noted([lambda: pool.submit(CASES["linear"]).result()])), len(launched))
     launched.clear()
     knobs.runtime.jit_cache_hook = lambda **launch: again.append(launch["fn"].name)
     launch()
@@ -108,8 +104,44 @@ print(len(set(map(id, launched))), again)
 
 
 def test_kernels_that_are_noted_and_compiled_are_what_is_launched(tmp_path: Path) -> None:
+    """Also where two threads note at once; what another thread launches meanwhile is launched."""
     pytest.importorskip("triton.backends.nvidia")
-    assert _run("-c", NOTED, cache=tmp_path) == "11 0 0\n0 3\n11 []\n"
+    assert _run("-c", NOTED, cache=tmp_path) == "11 11 0 0\n0 3\n11 []\n"
+
+
+CUT_SHORT = """
+from itertools import count
+from compiling import CASES, elsewhere
+from penstock.ops import kernels
+from streams import cut_short
+
+launched, held = [], []
+
+def note():
+    try:
+        kernels.noted([CASES["linear"]])
+    except KeyboardInterrupt as fault:
+        held.append(fault)
+        raise
+
+with elsewhere(90, launched.append):
+    CASES["linear"]()
+    for where in count():
+        struck = cut_short(note, where, ("penstock", "contextlib"))
+        launched.clear()
+        assert not kernels._NOTING.locked(), where
+        CASES["linear"]()
+        assert len(launched) == 3, where
+        if not struck:
+            break
+print("never suspended" if where > 40 else where)
+"""
+
+
+def test_an_interrupt_leaves_nothing_of_noting_in_effect(tmp_path: Path) -> None:
+    """Though it is held by somebody, as an interactive Python does."""
+    pytest.importorskip("triton.backends.nvidia")
+    assert _run("-c", CUT_SHORT, cache=tmp_path) == "never suspended\n"
 
 
 def _run(*arguments: str, cache: Path) -> str:

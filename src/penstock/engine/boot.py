@@ -211,12 +211,12 @@ def _part(
     if far:
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
-    early = weights.all_stay and begins_early(device)
+    rest = place.least(weights.experts_rest + weights.all_stay)
+    early = rest > 1 and begins_early(device)
     if early != _early(settled):
         ahead(early=early)  # Of what was compiled before, hardly anything will be launched.
         give_back(device)
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier, early=early)
-    rest = place.least(weights.experts_rest + weights.all_stay)
     _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
     if place.group is not None:
         place.group.check()

@@ -4,8 +4,8 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Lock, get_ident, local
 from types import ModuleType
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
     from triton.runtime import JITFunction
 
 
@@ -107,42 +108,43 @@ _ALL = (
 _NOTING = Lock()
 
 
-@contextmanager
-def noted() -> Iterator[dict[object, Callable[[], object]]]:
-    """Of our kernels, nothing that this thread launches meanwhile runs. What would have to be compiled first is noted, once each: to call
-    it, on any thread and afterwards, is to compile it for the device that is current there. Not where kernels are interpreted.
+def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "CompiledKernel"]]:
+    """What our kernels would have to have compiled for these, once each: to call it, on any thread, is to compile it for the device that is
+    current here. Nothing runs on the device, and what fails is passed over. Not where kernels are interpreted.
 
     What has been compiled already is not launched either: it would read what others have not written.
     """
-    from triton import knobs
     from triton.runtime import JITFunction
 
-    found: dict[object, Callable[[], object]] = {}
+    found: dict[object, Callable[[], CompiledKernel]] = {}
     thread, noting = get_ident(), True
     ours = {function for kernels in _ALL if (module := kernels()) for function in _functions(module)}
 
+    def here() -> bool:
+        return noting and get_ident() == thread
+
     def run(function: Any, *given: object, warmup: bool, **more: object) -> object:
-        return JITFunction.run(function, *given, warmup=warmup or (noting and get_ident() == thread), **more)
+        return JITFunction.run(function, *given, warmup=warmup or here(), **more)
 
-    def note(**launch: Any) -> bool | None:
-        if not noting or get_ident() != thread:
-            return before(**launch) if before else None
-        function = launch["fn"].jit_function
-        found[function, launch["key"]] = partial(function.preload, launch["compile"]["specialization_data"])
-        return True  # Leave it at that.
+    def compile(function: Any, key: object, *given: object) -> object:
+        if not here():
+            return JITFunction._do_compile(function, key, *given)
+        found[function, key] = partial(JITFunction._do_compile, function, key, *given)
+        return None  # Leave it at that.
 
-    with _NOTING:
-        before = knobs.runtime.jit_cache_hook
+    with _NOTING:  # No generator's: an interrupt could leave that behind, suspended.
         try:
-            knobs.runtime.jit_cache_hook = note
             for function in ours:
-                function.run = partial(run, function)
-            yield found
+                function.run, function._do_compile = partial(run, function), partial(compile, function)
+            for launch in launches:
+                with suppress(Exception):
+                    launch()
         finally:
             noting = False  # At once: should an interrupt strike below, what is left behind does nothing.
             for function in ours:
-                vars(function).pop("run", None)
-            knobs.runtime.jit_cache_hook = before
+                for name in ("run", "_do_compile"):
+                    vars(function).pop(name, None)
+    return [*found.values()]
 
 
 class _Launches(local):

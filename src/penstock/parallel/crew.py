@@ -35,7 +35,8 @@ import torch
 from penstock.base.errors import DeviceError
 from penstock.parallel.channel import Writer
 from penstock.parallel.group import Group
-from penstock.parallel.seat import JOINED, PULSE, Start, Target, anonymous_store
+from penstock.parallel.seat import JOINED, PULSE, Start, Target
+from penstock.parallel.store import SharedStore
 
 _LOG = logging.getLogger("penstock")
 PATIENCE = 10.0
@@ -138,9 +139,9 @@ class StartedCrew:
                 missing = [child.rank for child in self._children if not child.joined]
                 raise DeviceError(f"ranks {missing} have not come within {_BOOT:g} s of the first; see what they wait for")
             time.sleep(5e-3)
-        own = os.dup(self._store)  # The group may outlive the crew, with a device that hangs.
+        shared = SharedStore(self._store, self.ranks)
         try:
-            self._group = Group(anonymous_store(own, self.ranks), 0, self.ranks, device, timeout=self._timeout, descriptor=own)
+            self._group = Group(shared.store, 0, self.ranks, device, timeout=self._timeout, shared=shared)
         except DeviceError as fault:
             raise self.verdict(fault) from fault
         return self._group

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -24,6 +23,7 @@ from torch._C._distributed_c10d import (
 )
 
 from penstock.base.errors import DeviceError
+from penstock.parallel.store import SharedStore
 
 _LOG = logging.getLogger("penstock")
 TIMEOUT = 120.0
@@ -55,13 +55,10 @@ class Group:
         *,
         near: bool = True,
         timeout: float = TIMEOUT,
-        descriptor: int | None = None,
+        shared: SharedStore | None = None,
     ) -> None:
-        """Returns when all ranks have come. `store`: by which they find each other; descriptor: of its file, closed with the group, or once
-        nothing is left of one that has not come about."""
-        self._file = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
-        if self._file is not None:
-            self._file.atexit = False
+        """Returns when all ranks have come. `store`: by which they find each other; shared: what it is of, closed with the group."""
+        self._shared = shared
         self.rank, self.ranks, self.device, self.near, self.limit = rank, ranks, device, near, timeout
         self._nccl: ProcessGroup | None = None
         """Until its end begins."""
@@ -94,6 +91,8 @@ class Group:
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # A late rank is an error that `check` finds, not an abort().
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = limit
+            if shared is not None:
+                shared.asking = True
             with _Named(self, "meeting"):
                 nccl = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), rank, ranks, options)
                 nccl.eager_connect_single_device(device)
@@ -193,8 +192,9 @@ class Group:
             if ending.is_alive():
                 _LOG.warning("collectives of rank %d do not end, and are left to themselves", self.rank)
                 return
-        if self._file is not None:  # Not before: the device's collectives ask the store from threads of their own.
-            self._file()
+        if self._shared is not None:
+            self._shared.asking = False
+            self._shared.close()
 
     def _end(self, *, abort: bool) -> threading.Thread | None:
         """The thread that ends the device's collectives, begun by whoever asks first. NCCL's end waits until no CUDA graph is left that has

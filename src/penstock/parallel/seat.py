@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
-from torch._C._distributed_c10d import FileStore, Store
 
 from penstock.base.errors import PenstockError
 from penstock.parallel.channel import Reader
 from penstock.parallel.group import Group
+from penstock.parallel.store import SharedStore
 
 PULSE = 0.5
 """Seconds between two signs of life."""
@@ -71,7 +71,8 @@ class _Follower:
 
     def group(self, device: torch.device) -> Group:
         self._control.sendall(JOINED)
-        return Group(anonymous_store(self._store, self.ranks), self.rank, self.ranks, device, timeout=self._timeout)
+        shared = SharedStore(self._store, self.ranks)
+        return Group(shared.store, self.rank, self.ranks, device, timeout=self._timeout, shared=shared)
 
     def receive(self) -> bytes:
         return self._reader.receive()
@@ -119,10 +120,3 @@ def _read(line: socket.socket, size: int) -> bytes:
             os._exit(1)
         parts += part
     return parts
-
-
-def anonymous_store(descriptor: int, ranks: int) -> Store:
-    """In a file without a name, which every rank has open. It never ends: it would write into whatever file has that number by then."""
-    store = FileStore(f"/proc/self/fd/{descriptor}", ranks)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-    return store

@@ -82,13 +82,11 @@ def compile_ahead(
         launches = [*eager_launches(spec, layout, device), *common_launches(spec, groups, layout, device)]
         if recorded:
             launches += recorded_launches(spec, layout, device, longest, most_tokens)
-        with torch.inference_mode(), early_launches(early), noted() as kernels:
-            for launch in launches:
-                with suppress(Exception):
-                    launch()
+        with torch.inference_mode(), early_launches(early):
+            kernels = noted(launches)
         with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
             try:
-                for done in [pool.submit(ready, kernel) for kernel in kernels.values()]:
+                for done in [pool.submit(ready, kernel) for kernel in kernels]:
                     done.result()
             finally:
                 pool.shutdown(cancel_futures=True)

@@ -226,16 +226,14 @@ class DecodeGraphs:
         """Numbers of a run's tokens, the largest first."""
         return self._runs
 
-    def record(self, record_runs: bool) -> None:
+    def record(self, *, record_runs: bool, early: bool) -> None:
         """Record all, if wanted runs too. Nothing else may compute meanwhile; no group moves, and what is computed is rubbish that nobody
-        reads."""
+        reads. early: kernels begin before the one before has ended."""
         begin, device = perf_counter(), self._step.tokens.device
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         gc.collect()  # What is collected in the midst of a recording may free what it must not.
         pool, stream = torch.cuda.graph_pool_handle(), _idle_stream(device)
-        self._stream = stream
-        early = self._weights.all_stay and begins_early(device)
         with torch.cuda.stream(stream), no_collection(), early_launches(early), counting(self._step.counters):
             for count in self._counts:
                 self._step.give((), count)
@@ -250,6 +248,7 @@ class DecodeGraphs:
                     stream.synchronize()
                     self._run_programs[count] = partial(compute, self._weights)
         torch.cuda.synchronize(device)
+        self._stream = stream  # Not one whose recording was broken off.
         self.bytes = torch.cuda.memory_reserved(device) - before
         self.seconds = perf_counter() - begin
 

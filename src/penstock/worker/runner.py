@@ -68,7 +68,7 @@ class Runner:
             sizes = {"rows": rows, "tokens": tokens, "max_length": max_length}
             step = DecodeStep(self._decoder, self._inputs.angles, pool, table, self._sampler.newest, **sizes)
             self._graphs = DecodeGraphs(step, weights, rows, tokens)
-            self._graphs.record(record_runs)
+            self._graphs.record(record_runs=record_runs, early=self._early)
         return self._graphs
 
     @property

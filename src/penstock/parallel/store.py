@@ -1,0 +1,29 @@
+"""By which processes that were started here find each other."""
+
+import ctypes
+import os
+
+from torch._C._distributed_c10d import FileStore
+
+
+class SharedStore:
+    """A store in a file without a name, which every rank has open.
+
+    It never ends: it would write into whatever file has the number of its own by then. Nor is its file closed as long as collectives of a
+    device are `asking`, from threads of their own, be it for ever.
+    """
+
+    def __init__(self, descriptor: int, ranks: int) -> None:
+        """descriptor: of the file, which stays the caller's."""
+        self.asking = False
+        self._own = os.dup(descriptor)
+        self.store = FileStore(f"/proc/self/fd/{self._own}", ranks)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.store))
+
+    def close(self) -> None:
+        if not self.asking:
+            own, self._own = self._own, -1
+            if own >= 0:
+                os.close(own)
+
+    __del__ = close
