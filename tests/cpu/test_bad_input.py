@@ -26,6 +26,7 @@ from penstock.base.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from penstock.cli.main import main
 from penstock.worker.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -420,6 +421,26 @@ def test_logits_that_are_not_numbers(spelt: Path, ahead: bool, settings: dict[st
         assert isinstance(record.args[0], int)
         named += record.args[0]
     assert named == sum(early)
+
+
+def test_a_model_of_which_nothing_is_a_number(spelt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no speed, and whoever asks it for a text is told by the exit code too."""
+    weights = {name: torch.full_like(tensor, math.nan) for name, tensor in load_file(spelt / "model.safetensors").items()}
+    save_file(weights, spelt / "model.safetensors", metadata={"format": "pt"})
+    small = [str(spelt), "--device", "cpu", "--repeat", "1"]
+    for asked in (
+        ["decode", *small, "--context", "8", "--output", "2"],
+        ["prefill", *small, "--context", "8"],
+        ["context", *small, "--lengths", "16", "--output", "2"],
+        ["serve-offline", *small, "--requests", "2", "--input", "4,6", "--output", "2,3"],
+    ):
+        assert main(["bench", *asked]) == 2, asked[0]
+        streams = capsys.readouterr()
+        assert "the model's logits are not numbers (NaN), so that nothing is measured" in streams.err.splitlines()[-1]
+        assert streams.out == ""
+    for form in ([], ["--json"]):
+        assert main(["run", str(spelt), "a b", "--device", "cpu", *form]) == 2
+        assert "logits are not numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("chunk", [48, 8])

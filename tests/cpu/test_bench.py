@@ -242,7 +242,9 @@ def test_threads_are_those_asked_for(bare: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["decode", ".", "--shape", "8B"], "exclude each other"),
+        (["decode", ".", "--shape", "8B"], "error: MODEL and --shape exclude each other"),
+        (["decode", "--threads", "100000"], "100000 is not in the range 1<=x<=1024"),
+        (["serve-offline", "--requests", "100000000000"], "is not in the range"),
         (["decode", "--shape", "9B"], "9B"),
         (["decode", "--batch", "0"], "batch"),
         (["prefill", "--device-memory", "much"], "much"),

@@ -312,16 +312,35 @@ def test_a_follower_that_ends_before_it_has_come_is_noticed() -> None:
             crew.close()
 
 
-def test_ranks_that_do_not_meet_keep_the_file_by_which_they_would_as_long_as_any_of_it_is_left() -> None:
-    """Whoever holds their error holds collectives that may ask for it."""
-    memory = shared_memory()
+def test_a_rank_that_is_gone_before_it_meets_the_others_is_not_waited_for() -> None:
+    """As it would be otherwise, for as long as a collective may take: what waits for it is left to itself. It has all closed in the end."""
     with nothing_left():
-        crew = launch(2, absent, patience=LONG, timeout=2.0)
-        with contextlib.closing(crew), pytest.raises(DeviceError, match="rank 1 of 2 was killed by SIGKILL") as told:
+        crew = launch(2, absent, patience=LONG, timeout=10.0)
+        with contextlib.closing(crew), pytest.raises(DeviceError, match="rank 1 of 2 was killed by SIGKILL"):
             crew.group(CPU)
-        assert len(shared_memory() - memory) == 1
-        del told, crew
+        assert "penstock meeting" in {thread.name for thread in threading.enumerate()}
+        del crew
+        while "penstock meeting" in {thread.name for thread in threading.enumerate()}:
+            time.sleep(0.1)
         gc.collect()
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_ranks_meet_though_standard_streams_are_closed(closed: str, tmp_path: Path) -> None:
+    """As those of a program that a daemon starts may be: what ranks share must not take their numbers, which a follower's own have."""
+    code = """
+import sys
+from crews import NOTHING, led
+leader, _ = led(2)
+leader.run(NOTHING)
+leader.close()
+open(sys.argv[1], "w").write("met")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code, str(tmp_path / "told")]
+    with nothing_left():
+        assert subprocess.run(command, env=environment, timeout=4 * LONG, check=False).returncode == 0
+    assert (tmp_path / "told").read_text() == "met"
 
 
 def test_a_store_writes_into_no_file_that_has_the_number_of_its_own(tmp_path: Path) -> None:
@@ -451,6 +470,9 @@ def test_an_environment_that_is_half_torchruns_is_refused(monkeypatch: pytest.Mo
     for name, value in {"RANK": "first", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="RANK=first"):
+        launch(2, work)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match="RANK=2 is none of WORLD_SIZE=2"):
         launch(2, work)
     monkeypatch.delenv("MASTER_PORT")
     assert launched() is None

@@ -1,6 +1,7 @@
 """Tokenizer, incremental detokenizer and chat templates, on a byte-level BPE and on a SentencePiece-style BPE with byte fallback."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -275,13 +276,22 @@ def test_names_of_special_tokens(folder: Path) -> None:
         ("tokenizer.json", "{}", "is not a tokenizer: Model missing"),
         ("tokenizer.json", b"\xff\xfe", "cannot be read: not UTF-8"),
         ("tokenizer.json", None, "cannot be read: No such file"),
+        ("tokenizer.json", Path("pipe"), "cannot be read: it is not a regular file"),
+        ("tokenizer_config.json", Path("pipe"), "cannot be read: it is not a regular file"),
+        ("chat_template.jinja", Path("/dev/zero"), "cannot be read: it is not a regular file"),
         ("tokenizer_config.json", "{", "is not JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "is not JSON"),
         ("tokenizer_config.json", "[1]", "holds a list"),
     ],
 )
-def test_damaged_file_is_named(folder: Path, file: str, content: str | bytes | None, says: str) -> None:
+def test_damaged_file_is_named(folder: Path, file: str, content: str | bytes | Path | None, says: str) -> None:
+    """content: of the file; a Path is what it is a link to."""
     if content is None:
         (folder / file).unlink()
+    elif isinstance(content, Path):
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / "pipe")
+        (folder / file).symlink_to(folder / content)
     else:
         (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(CheckpointError, match=f"{re.escape(str(folder / file))} {says}") as caught:

@@ -143,6 +143,8 @@ def _check_unicode(text: str) -> None:
 
 
 def _read(path: Path) -> str:
+    if path.exists() and not path.is_file():  # Opening a pipe would wait for its writer for ever.
+        raise CheckpointError(f"{path} cannot be read: it is not a regular file; fetch the model's directory again")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -154,7 +156,7 @@ def _table(path: Path) -> dict[str, object]:
     """A JSON object, empty if there is no such file."""
     try:
         table = json.loads(_read(path)) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}; fetch the file again") from error
     if not isinstance(table, dict):
         raise CheckpointError(f"{path} holds a {type(table).__name__}, not an object; fetch the file again")

@@ -142,4 +142,8 @@ def launched() -> Launched | None:
     except ValueError as error:
         said = ", ".join(f"{name}={os.environ[name]}" for name in names)
         raise ConfigError(f"the environment is that of torchrun, but for numbers in {said}; start with torchrun, or unset them") from error
+    if not 0 <= rank < ranks:
+        raise ConfigError(
+            f"the environment is that of torchrun, but RANK={rank} is none of WORLD_SIZE={ranks}; start with torchrun, or unset them"
+        )
     return Launched(rank, ranks, local, os.environ.get("LOCAL_WORLD_SIZE") == str(ranks))

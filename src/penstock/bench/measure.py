@@ -4,12 +4,14 @@ import random
 import time
 from dataclasses import dataclass
 
-from penstock.base.errors import BudgetError
+from penstock.base.errors import BudgetError, CheckpointError
 from penstock.bench.times import Times
 from penstock.engine.boot import Booted
 from penstock.engine.engine import Engine
+from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId
+from penstock.step.request import FinishReason
 
 WARM_STEPS = 4
 """Decode steps that are not timed, after every prompt is in: the first of a new shape also pays for what is set up once."""
@@ -138,7 +140,16 @@ def _step(engine: Engine, got: dict[RequestId, int]) -> float:
     seconds = time.perf_counter() - begin
     for event in events:
         got[event.request] += event.token is not None
+        check_sound(event)
     return seconds
+
+
+def check_sound(event: Event) -> None:
+    """Raises CheckpointError where a request has ended since its logits are not numbers: what would be timed then does nothing."""
+    if event.finish is FinishReason.ERROR:
+        raise CheckpointError(
+            "the model's logits are not numbers (NaN), so that nothing is measured; try another --dtype, or fetch it again"
+        )
 
 
 def _check_room(booted: Booted, batch: int) -> None:

@@ -19,6 +19,7 @@ from penstock.base.errors import RequestError
 from penstock.base.units import format_rate
 from penstock.bench.baseline import Baseline, transformers
 from penstock.bench.machine import Machine, machine
+from penstock.bench.measure import check_sound
 from penstock.bench.run import open_model
 from penstock.bench.times import Times
 from penstock.engine.boot import Booted, boot
@@ -198,6 +199,7 @@ def _round(booted: Booted, work: Sequence[Ask], temperature: float) -> tuple[flo
         now = time.perf_counter() - begin
         for event in events:
             firsts.setdefault(event.request, now)
+            check_sound(event)
     return time.perf_counter() - begin, list(firsts.values())
 
 

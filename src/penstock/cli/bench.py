@@ -211,7 +211,7 @@ def context(
 
 @command.command("serve-offline", cls=Command, examples=_SERVE, short_help="Time many requests of random lengths at once.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@option(WORK, "--requests", type=_COUNT, default=256, metavar="N", help="All there from the start. [256]")
+@option(WORK, "--requests", type=click.IntRange(1, 1_000_000), default=256, metavar="N", help="All there from the start. [256]")
 @option(WORK, "--input", "prompt", callback=_span, metavar="N,N", default="100,1024", help="Least and most prompt tokens. [100,1024]")
 @option(WORK, "--output", callback=_span, metavar="N,N", default="100,1024", help="Least and most output tokens. [100,1024]")
 @option(WORK, "--temperature", type=click.FloatRange(min=0), default=0.0, metavar="T", help="0: the likeliest tokens. [0]")

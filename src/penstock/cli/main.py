@@ -122,7 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _usage(error: click.ClickException) -> str:
     """What click found wrong, worded like errors of our own. Those say themselves what to try."""
     text = error.format_message().rstrip(".")
-    text = f"error: {text[:1].lower()}{text[1:]}"
+    if not text[1:2].isupper():
+        text = f"{text[:1].lower()}{text[1:]}"
+    text = f"error: {text}"
     if ";" in text:
         return text
     context = error.ctx if isinstance(error, click.UsageError) else None

@@ -99,7 +99,9 @@ BLOCKS = (
     option(ENGINE, "--block-size", type=_COUNT, default=64, metavar="N", help="Tokens in a KV block, a power of two. [64]"),
     option(ENGINE, "--kv-blocks", type=_COUNT, metavar="N", help="KV blocks on the device. [as many as are useful and fit]"),
 )
-THREADS = option(ENGINE, "--threads", type=_COUNT, metavar="N", help="Threads of the CPU to compute with. [one for each core]")
+THREADS = option(
+    ENGINE, "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of the CPU to compute with. [one for each core]"
+)
 _POLICY = "What new tokens read of KV beyond the device: full, window:SINKS,RECENT or topk:BLOCKS. [full]"
 _STORE = "When KV blocks are kept there for later requests: eager, lazy, off. [eager]"
 _PREFILL = "What prompts read of it: also vertical_slash:COLUMNS,SLASH. [full]"

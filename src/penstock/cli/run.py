@@ -16,6 +16,7 @@ from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engin
 from penstock.cli.prompt import SHIPPED_MODEL, model_and_prompt, model_path
 from penstock.cli.terminal import is_terminal, write
 from penstock.step.params import SamplingParams
+from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:
     from penstock.api.llm import LLM
@@ -121,6 +122,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
                 screen.end()
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)
+    if any(output.finish is FinishReason.ERROR for output in answer.outputs):
+        ctx.exit(2)  # Why is in the log.
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:

@@ -27,7 +27,8 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +53,16 @@ _DYING = 2.0
 """Seconds that a process takes to end, at most."""
 _VERDICT = 2.0
 """Seconds in which a follower's end is noticed, once a collective with it has failed."""
-_CHILD = "import sys; sys.path[:] = sys.argv[3:]; from penstock.parallel.seat import follow; follow(int(sys.argv[1]), int(sys.argv[2]))"
+_PR_SET_PDEATHSIG = 1
+_CHILD = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d})  # Before all that takes time.
+if os.getppid() != int(sys.argv[2]):  # It was gone before.
+    os._exit(1)
+sys.path[:] = sys.argv[3:]
+from penstock.parallel.seat import follow
+follow(int(sys.argv[1]))
+"""
 
 
 @dataclass(slots=True)
@@ -104,6 +114,11 @@ class StartedCrew:
         self.ranks = ranks
         self.failure: DeviceError | None = None
         self._patience, self._timeout = patience, timeout
+        for standard in (0, 1, 2):  # Else what is opened next takes its place, which followers' own input and output take from it.
+            try:
+                os.fstat(standard)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)
         self._store = os.memfd_create("penstock store")
         self._writer = Writer(ranks - 1)
         self._near, self._far = socket.socketpair()
@@ -139,12 +154,25 @@ class StartedCrew:
                 missing = [child.rank for child in self._children if not child.joined]
                 raise DeviceError(f"ranks {missing} have not come within {_BOOT:g} s of the first; see what they wait for")
             time.sleep(5e-3)
-        shared = SharedStore(self._store, self.ranks)
+        meeting = Future[Group]()
+        threading.Thread(target=self._meet, args=(device, meeting), name="penstock meeting", daemon=True).start()
+        while not meeting.done() and self.failure is None:  # Who is gone by now would be waited for until time is over, or for ever.
+            time.sleep(1e-3)
         try:
-            self._group = Group(shared.store, 0, self.ranks, device, timeout=self._timeout, shared=shared)
+            self._group = meeting.result(_VERDICT)
+        except TimeoutError:
+            raise self.verdict(DeviceError("ranks do not meet")) from None
         except DeviceError as fault:
             raise self.verdict(fault) from fault
         return self._group
+
+    def _meet(self, device: torch.device, meeting: "Future[Group]") -> None:
+        try:
+            shared = SharedStore(self._store, self.ranks)
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                meeting.set_result(Group(shared.store, 0, self.ranks, device, timeout=self._timeout, shared=shared))
+        except BaseException as fault:
+            meeting.set_exception(fault)
 
     def send(self, message: bytes) -> None:
         self._writer.send(message)

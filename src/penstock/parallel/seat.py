@@ -1,6 +1,5 @@
 """A follower's place among the ranks, and the life of a process that rank 0 has started."""
 
-import ctypes
 import os
 import pickle
 import signal
@@ -25,7 +24,6 @@ PULSE = 0.5
 """Seconds between two signs of life."""
 JOINED = b"J"
 """Sent by a follower that is about to meet the others; all else are signs of life."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Seat(Protocol):
@@ -78,13 +76,11 @@ class _Follower:
         return self._reader.receive()
 
 
-def follow(control: int, parent: int) -> NoReturn:
-    """All that a started process does. It ends without tidying up: that might wait for other ranks, and the kernel does it as well."""
+def follow(control: int) -> NoReturn:
+    """All that a started process does. It ends with the one that has started it, and without tidying up: that might wait for other ranks,
+    and the kernel does it as well."""
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # It was gone before.
-        os._exit(1)
     code = 1
     try:
         line = socket.socket(fileno=control)
