@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -323,6 +325,36 @@ def test_a_closed_engine() -> None:
     with LLM(tiny.checkpoint("llama"), device="cpu", dtype="float32", max_length=128) as inside:
         pass
     refused(EngineClosedError, "closed", call=lambda: inside.generate([3, 4]))
+
+
+FORKED = """
+import os, sys
+from penstock import LLM, PenstockError, SamplingParams
+greedy = SamplingParams(temperature=0, max_tokens=4)
+with LLM(sys.argv[1], device="cpu", dtype="float32", max_length=64, tensor_parallel=int(sys.argv[2])) as llm:
+    before = llm.generate([[3, 4]], greedy)[0].tokens
+    stream = llm.stream([3, 4], greedy)
+    child = os.fork()
+    if not child:
+        for ask in (lambda: llm.generate([[3, 4]], greedy), lambda: next(stream)):
+            try:
+                ask()
+            except PenstockError as error:
+                print(type(error).__name__, "forked" in str(error), flush=True)
+        llm.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert llm.generate([[3, 4]], greedy)[0].tokens == before
+    print("the same")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_that_was_forked_has_no_engine(ranks: int) -> None:
+    """Nor does it take that of the other away."""
+    arguments = [sys.executable, "-W", "ignore", "-c", FORKED, str(tiny.checkpoint("llama")), str(ranks)]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    assert (result.stdout, result.stderr) == ("EngineClosedError True\n" * 2 + "the same\n", "")
 
 
 # -- logits that are not numbers -----------------------------------------------------------------------------------------------

@@ -641,6 +641,28 @@ def test_a_closed_pipe_ends_it_quietly(start: Callable[..., "subprocess.Popen[by
     assert process.wait() == 141
 
 
+IMPORTS = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+from penstock.cli.main import main
+code = main(["bench", "decode", "--context", "8", "--output", "1"])
+print(code, "torch" in sys.modules)
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_comes_behind_it() -> None:
+    """Parts of it swallow an interrupt, or do not survive it."""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    result = subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("130 True\n", "\n")
+
+
 def test_ctrl_c_ends_a_run_without_a_traceback(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
     process = start("run", model, "9", "--quiet", "--max-tokens", "4000", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(3) == b"012"  # long before the end: it streams

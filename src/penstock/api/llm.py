@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import secrets
 import sys
 import threading
@@ -21,7 +22,7 @@ from penstock.api.structures import Structures
 from penstock.api.text import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, Config
-from penstock.base.errors import CheckpointError, RequestError
+from penstock.base.errors import CheckpointError, EngineClosedError, RequestError
 from penstock.base.trace import Trace
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Stats
@@ -122,6 +123,7 @@ class LLM:
             cache=Path(cache),
             check=check,
         )
+        self._process = os.getpid()
         self._progress = progress
         self._lock = threading.RLock()
         self._live: dict[RequestId, Sequel] = {}
@@ -269,6 +271,7 @@ class LLM:
 
         followed: whether somebody takes what each step adds. Else it is not kept: the garbage collector would look at all of it again.
         """
+        self._check_process()
         sequences: list[Sequel] = []
         job = Job(ready.prompt, ready.tokens, sequences)
         with self._lock:
@@ -291,6 +294,12 @@ class LLM:
         else:
             with self._lock:
                 self._engine.tend()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineClosedError(
+                "this process was forked from the one that has opened the model, and what computes for it is there; open it here"
+            )
 
     def check(self) -> None:
         """Raises what has ended the engine while nobody asked anything of it, such as a rank that was lost."""
@@ -364,6 +373,7 @@ class LLM:
 
     def _pump(self) -> None:
         """One step of the engine; its events go to whom they concern, whoever is waiting."""
+        self._check_process()
         with self._lock:
             self._sweep()
             self._stepping = True
@@ -434,6 +444,8 @@ class LLM:
 
     def close(self) -> None:
         """Free weights and KV. Requests that still run are aborted; any later one raises EngineClosedError."""
+        if os.getpid() != self._process:  # All that moves there is the other's.
+            return
         with self._lock:
             for request, sequence in self._live.items():
                 self._engine.stop(request)

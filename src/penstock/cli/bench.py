@@ -12,6 +12,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import CONTEXT, Command, debug_option, option
+from penstock.cli.load import compute_with
 from penstock.cli.options import BLOCKS, DEVICE, ENGINE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, size, with_options
 from penstock.cli.terminal import say
 
@@ -197,13 +198,10 @@ def context(
     there = (scratch, parse_size(scratch_size)) if scratch else None
     _writable(out)
 
-    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
-
+    compute_with(threads)
     from penstock.api.llm import SHIPPED_MODEL
     from penstock.bench.contexts import Job, sweep
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
     job = Job(_name(model, shape), source, config, lengths, output, repeat, there)
     _tell(sweep(job, _saying(json)), json, out)
@@ -243,13 +241,10 @@ def serve_offline(
     config = Config(model or Path(), **settings)  # type: ignore[arg-type]
     _writable(out)
 
-    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
-
+    compute_with(threads)
     from penstock.api.llm import SHIPPED_MODEL
     from penstock.bench.serving import Job, serve
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
     job = Job(_name(model, shape), source, config, requests, prompt, output, temperature, seed, repeat, baseline is not None)
     _tell(serve(job, _saying(json)), json, out)
@@ -330,12 +325,9 @@ def _replay(
     config = Config(model or Path(), max_sequences=at_once, max_step_tokens=max_step_tokens, **settings)  # type: ignore[arg-type]
     there = (scratch, parse_size(scratch_size)) if scratch else None
 
-    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
-
+    compute_with(threads)
     from penstock.bench.replay import Job, replay
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     source = SHAPES[shape] if shape else model or Path()
     job = Job(file, _name(model, shape), source, config, requests, block_tokens, output, speed, compare, keep, there)
     report = replay(job, _saying(json))
@@ -380,14 +372,11 @@ def _measure(
     through = parse_size(window) if window else None
     _writable(out)
 
-    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
-
+    compute_with(threads)
     from penstock.api.llm import SHIPPED_MODEL
     from penstock.bench.report import Kind
     from penstock.bench.run import Job, run
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     source = SHAPES[shape] if shape else model or SHIPPED_MODEL
     job = Job(Kind(kind), _name(model, shape), source, config, batch, context, output, repeat, baseline is not None, there, through)
     _tell(run(job, _saying(json)), json, out)

@@ -10,7 +10,7 @@ from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.cli.command import CONTEXT, Command, debug_option, option
 from penstock.cli.live import kv_summary
-from penstock.cli.load import loading_bar
+from penstock.cli.load import compute_with, loading_bar
 from penstock.cli.options import BEYOND_TRAINED, BLOCKS, DEVICE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, with_options
 from penstock.cli.prompt import SHIPPED_MODEL
 from penstock.cli.terminal import say
@@ -116,15 +116,12 @@ def _evaluate(
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {file}: its directory does not exist")
 
-    import torch  # 1.2 s on two cores, for which whatever could be checked before has been
-
+    compute_with(threads)
     from penstock.api.llm import LLM
     from penstock.bench.machine import machine
     from penstock.evals.prompts import text_of
     from penstock.evals.run import Work, evaluate
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     work = Work(name, tasks, lengths, depths, samples, seed, raw)
     if text is not None:
         work = replace(work, source=str(text), text=text_of(text))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.config import Config, terminal_kind
 from penstock.base.trace import Trace
-from penstock.cli.terminal import is_terminal, say
+from penstock.cli.terminal import is_terminal, say, undisturbed
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -27,6 +27,15 @@ Loading = Callable[[str, int, int], None]
 """What is being done, bytes done and bytes in all; called from any thread."""
 _WRITTEN = "a trace, to be opened in ui.perfetto.dev"
 _EMPTY = "a trace with nothing in it: all weights are on the device, nothing streamed"
+
+
+def compute_with(threads: int | None = None) -> None:
+    """Load torch, which takes 1.2 s on two cores, so that whatever can be checked before should be. `threads`: of the CPU, if not all."""
+    with undisturbed():
+        import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 class _Remarks(logging.Handler):
@@ -51,7 +60,8 @@ def told(quiet: bool) -> Iterator[None]:
 
 def load(config: Config, *, quiet: bool, trace: Trace | None = None) -> "LLM":
     """The model, to be closed by the caller. Raises PenstockErrors."""
-    from penstock.api.llm import LLM  # torch: 1.2 s on two cores; whatever could be checked before has been
+    compute_with()
+    from penstock.api.llm import LLM
 
     settings = {field.name: getattr(config, field.name) for field in fields(Config)}
     with loading_bar(quiet) as loading:

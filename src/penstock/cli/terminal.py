@@ -2,7 +2,8 @@
 
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Self, TextIO
 
@@ -40,6 +41,16 @@ def write(text: str, *, bold: bool = False) -> None:
             raise RequestError("the output was to go to stdout, which is closed; leave it open, or send it to /dev/null")
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C inside this `with` block comes behind it: for what is not made to be interrupted."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Interrupt:
