@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.base.errors import RequestError
 from penstock.cli.answer import follow, json_line, logprob_entries, record, remark
 from penstock.cli.command import Command, option
 from penstock.cli.conversation import Conversation
@@ -123,7 +124,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)
     if any(output.finish is FinishReason.ERROR for output in answer.outputs):
-        ctx.exit(2)  # Why is in the log.
+        raise RequestError("an answer is broken off: its form could not be kept to any further, or the model's logits were not numbers")
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:
