@@ -190,7 +190,7 @@ def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 )
 def test_what_does_not_go_together(arguments: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "trace", str(trace), *arguments]) == 2
-    assert capsys.readouterr().err == f"penstock: error: {message[0].lower()}{message[1:]}\n"
+    assert capsys.readouterr().err == f"penstock: error: {message}\n"
 
 
 def test_what_cannot_be_replayed_is_refused(trace: Path, tmp_path: Path) -> None:

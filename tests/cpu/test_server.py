@@ -21,7 +21,6 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs the client that the server is for")
 
 from penstock import LLM, Completion, SamplingParams  # noqa: E402
-from penstock.api.llm import SHIPPED_MODEL  # noqa: E402
 from servers import COUNT, ENDLESS, FLAGS, ROOM, SETTINGS, STORY, TALK, Server, Stream, counted, serving, until  # noqa: E402
 from streams import LONG  # noqa: E402
 
@@ -615,24 +614,29 @@ def test_a_second_signal_ends_requests_and_patience_is_finite(tmp_path: Path) ->
             assert "Traceback" not in server.said()
 
 
-def held(folder: Path) -> Path:
-    """The shipped model, whose tokenizer is not there to be read before somebody writes it."""
-    folder.mkdir()
-    for file in SHIPPED_MODEL.iterdir():
-        if file.name != "tokenizer.json":
-            (folder / file.name).symlink_to(file)
-    os.mkfifo(folder / "tokenizer.json")
-    return folder
+HELD = """
+import os, sys, time
+
+def hold(event, arguments):
+    while event == "open" and str(arguments[0]).endswith("/tokenizer.json") and not os.path.exists(os.environ["PENSTOCK_TEST_GO"]):
+        time.sleep(0.01)
+
+sys.addaudithook(hold)
+"""
+"""A process that opens no tokenizer before a file is there."""
 
 
 def test_while_it_loads_it_is_alive_and_not_ready_and_may_be_ended(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    model = held(tmp_path / "model")
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     for signals in (1, 2):
-        (tmp_path / str(signals)).mkdir()
-        with serving(tmp_path / str(signals), str(model), "--port", str(port), *FLAGS) as server:
+        go = tmp_path / str(signals) / "go"
+        go.parent.mkdir()
+        environment = {"PYTHONPATH": path, "PENSTOCK_TEST_GO": str(go)}
+        with serving(go.parent, "--name", "model", "--port", str(port), *FLAGS, environment=environment) as server:
             server.url = f"http://127.0.0.1:{port}"
 
             def alive(server: Server = server) -> bool:
@@ -649,7 +653,7 @@ def test_while_it_loads_it_is_alive_and_not_ready_and_may_be_ended(tmp_path: Pat
                 server.signal(signal.SIGTERM)
                 assert alive() or signals == 2
             if signals == 1:
-                (model / "tokenizer.json").write_bytes((SHIPPED_MODEL / "tokenizer.json").read_bytes())
+                go.touch()
             assert server.ended() == signals - 1
             assert "serving" not in server.said()
             assert "Traceback" not in server.said()
