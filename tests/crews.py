@@ -117,6 +117,19 @@ def absent(seat: Seat) -> None:
         seat.group(CPU)
 
 
+class Gone:
+    """In place of a library: who looks for anything in it is gone."""
+
+    def __getattr__(self, name: str) -> None:
+        befall("kill")
+
+
+def lost(seat: Seat) -> None:
+    """A follower that is gone when those on devices begin to meet, after those on hosts have met."""
+    with patch("penstock.parallel.group.c10d", Gone()):
+        seat.group(torch.device("cuda", 0))
+
+
 def led(ranks: int, *, patience: float = LONG, timeout: float = 60.0) -> tuple[Leader, Crew]:
     """Rank 0 here, and the others."""
     crew = launch(ranks, work, patience=patience, timeout=timeout)
