@@ -74,7 +74,6 @@ NOTED = """
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from triton import knobs
-from triton.runtime import JITFunction
 from compiling import CASES, elsewhere
 from penstock.ops.kernels import noted
 

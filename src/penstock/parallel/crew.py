@@ -167,6 +167,9 @@ class StartedCrew:
         return self._group
 
     def _meet(self, device: torch.device, meeting: "Future[Group]") -> None:
+        """On a thread of its own, which is left to itself where a rank is gone. Why this is safe: what is made here is handed over whole,
+        by the future, or to nobody. Then it goes as garbage once its waiting ends, and until then holds nothing but its own sockets and the
+        store's file, which it has a descriptor of its own for."""
         try:
             shared = SharedStore(self._store, self.ranks)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

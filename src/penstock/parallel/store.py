@@ -15,7 +15,7 @@ class SharedStore:
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         """descriptor: of the file, which stays the caller's."""
-        self.asking = False
+        self.asking, self._own = False, -1
         self._own = os.dup(descriptor)
         self.store = FileStore(f"/proc/self/fd/{self._own}", ranks)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.store))
