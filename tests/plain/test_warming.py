@@ -1,25 +1,10 @@
-"""benchmarks/warming.py: what is timed is warm, and what was not is said to be."""
+"""penstock.bench.warming: what is timed is warm, and what was not is said to be."""
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "warming.py"
-
-
-@pytest.fixture
-def warming(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("warming", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+from penstock.bench.warming import Rule, in_turns, timed
 
 
 def taking(seconds: Sequence[float]) -> Callable[[], float]:
@@ -44,8 +29,8 @@ def taking(seconds: Sequence[float]) -> Callable[[], float]:
     ],
     ids=["steady at once", "one slow start", "falling", "falling slowly", "an outlier"],
 )
-def test_what_still_falls_is_not_measured(warming: ModuleType, seconds: list[float], before: int) -> None:
-    found = warming.timed(taking(seconds), 4)
+def test_what_still_falls_is_not_measured(seconds: list[float], before: int) -> None:
+    found = timed(taking(seconds), 4)
     assert found.warm
     assert len(found.warming) == before
     assert found.seconds == (seconds[-1],) * 4
@@ -53,15 +38,14 @@ def test_what_still_falls_is_not_measured(warming: ModuleType, seconds: list[flo
     assert not found.falling
 
 
-def test_what_never_gets_warm_is_said_to_be_so(warming: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    found = warming.timed(taking([2.0**-run for run in range(30)]), 4, warming.Rule(most=7))
+def test_what_never_gets_warm_is_said_to_be_so() -> None:
+    found = timed(taking([2.0**-run for run in range(30)]), 4, Rule(most=7))
     assert (len(found.warming), found.warm, found.falling) == (7, False, True)
-    assert "not warm after 7 runs" in capsys.readouterr().err
     assert str(found).endswith("NOT WARM, STILL FALLING")
 
 
-def test_the_record_has_every_run_and_their_spread(warming: ModuleType) -> None:
-    record = warming.timed(taking([5.0, 1.0, 1.0, 1.0, 4.0, 2.0, 3.0, 1.0, 5.0]), 5).record()
+def test_the_record_has_every_run_and_their_spread() -> None:
+    record = timed(taking([5.0, 1.0, 1.0, 1.0, 4.0, 2.0, 3.0, 1.0, 5.0]), 5).record()
     assert record["warming_s"] == [5.0, 1.0, 1.0, 1.0]
     assert record["seconds"] == [4.0, 2.0, 3.0, 1.0, 5.0]
     assert (record["median_s"], record["least_s"], record["most_s"], record["quartiles_s"]) == (3.0, 1.0, 5.0, [2.0, 4.0])
@@ -69,7 +53,7 @@ def test_the_record_has_every_run_and_their_spread(warming: ModuleType) -> None:
     assert record["rule"] == {"window": 3, "within": 0.05, "most": 12, "least": 3}
 
 
-def test_sides_are_warmed_one_by_one_and_measured_in_turns(warming: ModuleType) -> None:
+def test_sides_are_warmed_one_by_one_and_measured_in_turns() -> None:
     order: list[str] = []
 
     def side(name: str, seconds: Sequence[float]) -> Callable[[], float]:
@@ -81,7 +65,7 @@ def test_sides_are_warmed_one_by_one_and_measured_in_turns(warming: ModuleType) 
 
         return work
 
-    found = warming.in_turns({"ours": side("ours", [1.0]), "theirs": side("theirs", [9.0, 2.0])}, 3)
+    found = in_turns({"ours": side("ours", [1.0]), "theirs": side("theirs", [9.0, 2.0])}, 3)
     assert "".join(name[0] for name in order) == "ooo" + "tttt" + "ot" + "to" + "ot"
     assert [found["ours"].seconds, found["theirs"].seconds] == [(1.0,) * 3, (2.0,) * 3]
     assert found["theirs"].warming == (9.0, 2.0, 2.0, 2.0)

@@ -5,7 +5,6 @@ many runs that takes differs by a factor of ten between systems, so nobody's fir
 """
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -86,8 +85,6 @@ def warmed(work: Callable[[], float], rule: Rule = RULE) -> tuple[tuple[float, .
     seconds: list[float] = []
     while not (warm := rule.holds(seconds)) and len(seconds) < rule.most:
         seconds.append(work())
-    if not warm:
-        print(f"  not warm after {len(seconds)} runs: {[round(one, 4) for one in seconds]}", file=sys.stderr, flush=True)
     return tuple(seconds), warm
 
 
