@@ -4,9 +4,9 @@
     python benchmarks/long_contexts.py --tiny                           the same course on small shapes, on any device
 
 Ceilings are measured beside the work. Decode steps are timed when they are warm (see penstock.bench.warming), and so is everything of
-`peer`; other prompts are timed once, after a shorter one. `--parts` takes a few of: tiles, peer, peer_at_once, shared, long, million, disk, weights,
-policies. Parts may be run by several commands that write to one file. Where there is no git, PENSTOCK_COMMIT says which commit the sources
-are of.
+`peer`; other prompts are timed once, after a shorter one. `--parts` takes a few of: tiles, peer, peer_at_once, shared, long, million, disk,
+weights, policies. Parts may be run by several commands that write to one file. Where there is no git, PENSTOCK_COMMIT says which commit the
+sources are of.
 """
 
 import argparse

@@ -178,6 +178,15 @@ def test_a_report(kind: Kind) -> None:
     assert f"{report.of_bound:.1%}" in str(report)
 
 
+def test_ranks_share_the_bound() -> None:
+    """Each reads its part of weights and KV at the rate of one device; a bound of all bytes would be said to be beaten."""
+    alone = job(Kind.DECODE, repeat=1)
+    shared = dataclasses.replace(alone, config=dataclasses.replace(alone.config, tensor_parallel=2, host_kv_memory=0))
+    one, two = run(alone).bound, run(shared).bound
+    assert (two.weight_bytes, two.kv_bytes) == (one.weight_bytes / 2, one.kv_bytes / 2)
+    assert two.ms == pytest.approx(1e3 * (two.weight_bytes + two.kv_bytes) / two.per_second)
+
+
 @pytest.mark.parametrize("kind", Kind)
 def test_the_same_work_by_transformers(kind: Kind) -> None:
     line = json.loads(run(job(kind, baseline=True)).line())
