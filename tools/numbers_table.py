@@ -144,13 +144,11 @@ def transformers_on_cpu(it: Json) -> Iterator[Row]:
 
 def server(it: Json, model: str) -> Iterator[Row]:
     work = f"{model}, {it['streams']} streams of {it['tokens']:,} tokens from the server"
-    sides = [
-        Value(f"{it[side]['tokens_per_second']:,.0f} tokens/s", many(it[side]["seconds"], seconds(1)).spread)
-        for side in ("served", "alone")
-    ]
-    yield Row(
-        work, machine(it.get("environment") or it["machine"]), sides[0], "the engine alone", sides[1], f"{it['share']['of sums']:.2f}"
-    )
+    made, sides = it["streams"] * it["tokens"], list[Value]()
+    for side in ("served", "alone"):
+        took = it[side]["seconds"]
+        sides.append(Value(f"{made / statistics.median(took):,.0f} tokens/s", many(took, seconds(1)).spread))
+    yield Row(work, machine(it.get("environment") or it["machine"]), sides[0], "the engine alone", sides[1], f"{it['share']['median']:.2f}")
 
 
 def resident(results: Results) -> Iterator[Row]:
@@ -164,11 +162,11 @@ def resident(results: Results) -> Iterator[Row]:
     work = f"{one['model']} shape, prompt of {length(one['context'])}, {one['dtype']}"
     bound = Value(f"{one['bound']['ms']:.0f} ms")
     yield Row(work, machine(one["machine"], 1), times(one["ms"], millis(0)), "arithmetic bound", bound, f"{one['of_bound']:.2f}")
-    for one in whole["serve, the first round of each temperature"].values():
+    for one in whole["serve, two rounds of each temperature"].values():
         work = f"{one['model']} shape, {one['requests']} requests of 100 to 1,024 tokens in and out, temperature {one['temperature']:g}"
         rate, spread = f"{one['output_tokens_per_second']:,.0f} tokens/s", times(one["ms"], lambda ms: f"{ms / 1e3:.2f} s").spread
         bound = Value(f"{one['output_tokens_per_second'] / one['of_bound']:,.0f} tokens/s")
-        yield Row(work, machine(one["machine"], 1), Value(rate, spread), "memory bound", bound, f"{one['of_bound']:.2f}")
+        yield Row(work, machine(one["machine"], 1), Value(rate, spread), "bound of memory and arithmetic", bound, f"{one['of_bound']:.2f}")
 
 
 def two_devices(whole: Json) -> Iterator[Row]:
