@@ -7,7 +7,7 @@ import random
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ import transformers
 from penstock.arch import bounds
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.config import Config
-from penstock.base.errors import BudgetError, CheckpointError, RequestError
-from penstock.bench import contexts, measure, serving
+from penstock.base.errors import BudgetError, CheckpointError, ConfigError, RequestError
+from penstock.bench import baseline, contexts, measure, serving
 from penstock.bench.machine import machine
 from penstock.bench.measure import Work
 from penstock.bench.report import Kind
@@ -194,6 +194,46 @@ def test_the_same_work_by_transformers(kind: Kind) -> None:
     assert other["system"] == f"transformers {transformers.__version__}"
     assert other["ms"]["count"] == line["ms"]["count"]
     assert other["ratio"] == pytest.approx(other["ms"]["median"] / line["ms"]["median"])
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_baseline_is_timed_when_it_no_longer_gets_faster(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only its passes move: eight slow ones, and then all alike."""
+    now, passes = [0.0], [0]
+
+    def forward(other: baseline.Baseline, tokens: torch.Tensor, cache: object) -> tuple[torch.Tensor, object]:
+        passes[0] += 1
+        now[0] += 1.0 if passes[0] > 8 else 20.0 - passes[0]
+        return tokens[:, -1:], cache
+
+    monkeypatch.setattr(baseline, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(baseline.Baseline, "_forward", forward)
+    other = baseline.Baseline(TINY, random=True, dtype="float32", device=torch.device("cpu"))
+    work = Work(batch=2, context=20, output=5, repeat=2)
+    times = other.decode(work) if kind is Kind.DECODE else other.prefill(work)
+    assert (times.least, times.most) == (1e3, 1e3)
+
+
+def test_results_say_their_commit_or_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sources lie without git's history it is said by PENSTOCK_COMMIT, or by nobody."""
+    recording = script("recording", monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))  # No git.
+    monkeypatch.delenv("PENSTOCK_COMMIT", raising=False)
+    out = tmp_path / "out.json"
+    with pytest.raises(SystemExit, match="set PENSTOCK_COMMIT to what `git rev-parse HEAD` prints"):
+        recording.Recording(out)
+    recording.Recording(None).part("nothing", {})
+    monkeypatch.setenv("PENSTOCK_COMMIT", "c715239+")
+    recording.Recording(out, bench="some").part("first", {"a": 1})
+    recording.Recording(out, bench="some").part("second", {"b": 2})
+    found = json.loads(out.read_text())
+    assert (found["bench"], found["first"]["a"], found["second"]["b"]) == ("some", 1, 2)
+    assert found["first"]["environment"]["commit"] == found["second"]["environment"]["commit"] == "c715239+"
+    recording.write(out, {"c": 3})
+    assert json.loads(out.read_text())["environment"]["commit"] == "c715239+"
+    monkeypatch.setenv("PENSTOCK_COMMIT", "main")
+    with pytest.raises(ConfigError, match="PENSTOCK_COMMIT=main is no commit"):
+        recording.Recording(out)
 
 
 def test_an_unasked_context_is_what_the_model_has_room_for() -> None:
