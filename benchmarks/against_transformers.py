@@ -117,9 +117,11 @@ def single(args: argparse.Namespace, seed: int) -> list[Request]:
     return [Request([rng.randrange(args.vocab) for _ in range(SINGLE_PROMPT)], args.single_tokens)]
 
 
-def alternate(sides: dict[str, Callable[[list[Request]], Tokens]], work: Callable[[int], list[Request]], repeat: int) -> dict[str, Outcome]:
+def alternate(
+    sides: dict[str, Callable[[list[Request]], Tokens]], work: Callable[[int], list[Request]], repeat: int, brief: bool
+) -> dict[str, Outcome]:
     """Every side, warm, on the same work, in turns."""
-    from penstock.bench.warming import in_turns
+    from penstock.bench.warming import BRIEF, RULE, in_turns
 
     rounds = {name: itertools.count() for name in sides}
 
@@ -129,7 +131,7 @@ def alternate(sides: dict[str, Callable[[list[Request]], Tokens]], work: Callabl
         sides[name](batch)
         return time.perf_counter() - begin
 
-    took = in_turns({name: partial(one, name) for name in sides}, repeat)
+    took = in_turns({name: partial(one, name) for name in sides}, repeat, BRIEF if brief else RULE)
     # Sides need more rounds or fewer to be warm: what they say is compared of one more, which is the same for all.
     last = work(-1)
     useful = sum(one.output for one in last)
@@ -203,11 +205,12 @@ def measure(args: argparse.Namespace, path: Path, millions: float) -> dict[str, 
 
     peaks = {side: peak(side, path) for side in ("penstock", "one by one", "padded")} if not args.no_memory else {}
     theirs, ours = Transformers(path, args.dtype), Penstock(path, args.dtype)
-    one = alternate({"penstock": ours.together, "single": theirs.alone}, lambda number: single(args, number), args.repeat)
+    one = alternate({"penstock": ours.together, "single": theirs.alone}, lambda number: single(args, number), args.repeat, brief=False)
     many = alternate(
         {"penstock": ours.together, "one by one": theirs.alone, "padded": theirs.padded},
         lambda number: requests(args, number, args.requests),
         args.repeat,
+        brief=True,
     )
     pairs = (("single", one), ("one by one", many), ("padded", many))
     return {

@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -446,8 +446,12 @@ def part_offload(device: torch.device, tiny: bool, directory: Path, where: str) 
 
 
 def versions() -> dict[str, str]:
-    """Of those that are compared with."""
-    return {name: version(name) for name in ("transformers", "accelerate")}
+    """Of those that are compared with, as far as they are there."""
+    found = {}
+    for name in ("transformers", "accelerate"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 class Kept:

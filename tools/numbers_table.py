@@ -136,7 +136,7 @@ def transformers_on_cpu(it: Json) -> Iterator[Row]:
         )
         yield Row(work + ", not warmed up", where, ours, "transformers", theirs, f"{one['ratio']:.2f}")
     peaks = {side: size / 2**20 for side, size in it["peak_bytes"].items()}
-    for side in ("one by one", "padded"):
+    for side in [name for name in ("one by one", "padded") if name in peaks]:
         value = Value(f"{peaks['penstock']:,.0f} MiB")
         work = f"the same, peak memory of {it['requests']} requests"
         yield Row(work, where, value, f"transformers, {side}", Value(f"{peaks[side]:,.0f} MiB"), f"{peaks['penstock'] / peaks[side]:.2f}")
@@ -147,7 +147,8 @@ def server(it: Json, model: str) -> Iterator[Row]:
     made, sides = it["streams"] * it["tokens"], list[Value]()
     for side in ("served", "alone"):
         took = it[side]["seconds"]
-        sides.append(Value(f"{made / statistics.median(took):,.0f} tokens/s", many(took, seconds(1)).spread))
+        value = timed(it[side], seconds(1)) if "warm" in it[side] else many(took, seconds(1))
+        sides.append(Value(f"{made / statistics.median(took):,.0f} tokens/s", value.spread))
     yield Row(work, machine(it.get("environment") or it["machine"]), sides[0], "the engine alone", sides[1], f"{it['share']['median']:.2f}")
 
 
@@ -199,7 +200,7 @@ def tiers(whole: Json) -> Iterator[Row]:
 
 def streamed(results: Results) -> Iterator[Row]:
     whole = results["h200_weight_streaming"]
-    host, where = whole["host"], machine(whole["environment"])
+    host, where = whole["host"], machine(whole["host"].get("environment") or whole["environment"])
     link = (host["link_before"] + host["link_after"]) / 2
     for batch in (1, 16):
         one = host[f"decode_{batch}"]
