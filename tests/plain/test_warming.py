@@ -38,9 +38,17 @@ def test_what_still_falls_is_not_measured(seconds: list[float], before: int) -> 
     assert not found.falling
 
 
+def test_a_measurement_that_still_falls_is_made_again() -> None:
+    plateau = [3.1, 2.35, 2.32, 2.32, 2.33, 2.33, 2.33, 2.15, 2.04]
+    found = timed(taking(plateau), 4)
+    assert found.warming[: len(plateau) - 1] == tuple(plateau[:-1])
+    assert found.seconds == (2.04,) * 4
+    assert not found.falling
+
+
 def test_what_never_gets_warm_is_said_to_be_so() -> None:
-    found = timed(taking([2.0**-run for run in range(30)]), 4, Rule(most=7))
-    assert (len(found.warming), found.warm, found.falling) == (7, False, True)
+    found = timed(taking([2.0**-run for run in range(60)]), 4, Rule(most=7))
+    assert (len(found.warming), found.warm, found.falling) == (7 + 3 * 4, False, True)
     assert str(found).endswith("NOT WARM, STILL FALLING")
 
 
