@@ -93,8 +93,8 @@ def warmed(work: Callable[[], float], rule: Rule = RULE) -> tuple[tuple[float, .
 def timed(work: Callable[[], float], times: int, rule: Rule = RULE) -> Timed:
     """Warm `work` up, and measure it so many times.
 
-    Some baselines rest on a plateau and then get faster after all. A measurement that still falls counts as warming up, and is made again, up
-    to AGAIN times.
+    Some baselines rest on a plateau and then get faster after all. A measurement that still falls counts as warming up and is made again, at
+    most AGAIN times.
     """
     warming, warm = warmed(work, rule)
     found = Timed(warming, warm, tuple(work() for _ in range(times)), rule)
