@@ -93,7 +93,7 @@ def warmed(work: Callable[[], float], rule: Rule = RULE) -> tuple[tuple[float, .
 def timed(work: Callable[[], float], times: int, rule: Rule = RULE) -> Timed:
     """Warm `work` up, and measure it so many times.
 
-    Some baselines rest on a plateau and then get faster after all. A measurement that still falls counts as warming up and is made again, at
+    Some baselines rest on a plateau and get faster after all. A measurement that still falls counts as warming up and is made again, at
     most AGAIN times.
     """
     warming, warm = warmed(work, rule)
