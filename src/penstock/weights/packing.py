@@ -225,8 +225,11 @@ class _Packing:
                 if not device:
                     os.ftruncate(store, self.plan.size)
                 os.fsync(store)
-        if self.checkpoint.fingerprint().hex() != self.plan.fingerprint:
-            raise CheckpointError(f"{self.checkpoint.path} changed while it was packed; remove {self.out} and run the same command again")
+        try:
+            self.checkpoint.expect_unchanged()
+        except CheckpointError as error:
+            where = f"{self.checkpoint.path} changed while it was packed"
+            raise CheckpointError(f"{where}; remove {self.out} and run the same command again") from error
         if not device:
             os.rename(target, whole)
             _sync_directory(whole.parent)
