@@ -196,7 +196,8 @@ def parse(data: bytes | bytearray, where: str) -> Manifest:
     if body.get("format") != _FORMAT:
         raise CheckpointError(f"{where} is no pack's manifest: its format is {shown(body.get('format'))}, not {_FORMAT!r}")
     if body.get("version") != VERSION or isinstance(body["version"], bool):
-        raise CheckpointError(f"{where} has version {shown(body.get('version'))}; this penstock reads {VERSION}; pack the model again")
+        fault = f"has version {shown(body.get('version'))}; this penstock reads {VERSION}"
+        raise CheckpointError(f"{where} {fault}; remove the pack, and pack the model again")
     if tuple(body) not in ((*_KEYS, "checksum"), (*_KEYS[:-1], _SHARD, _KEYS[-1], "checksum")):
         raise CheckpointError(f"{where} is damaged: it has the keys {shown(list(body))}, not {', '.join(_KEYS)} and checksum")
     del body["checksum"]
