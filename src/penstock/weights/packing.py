@@ -198,7 +198,8 @@ def _difference(one: Manifest, other: Manifest) -> str:
     for name, what in (("fingerprint", "model"), ("config", "config.json"), ("dtype", "dtype"), ("shard", "shard"), ("store", "store")):
         if getattr(one, name) != getattr(other, name):
             return f"{what} ({getattr(one, name)})" if name == what else what
-    return ""
+    names = sorted({*one.files, *other.files} - {"config.json"})  # Of which only what it says matters.
+    return next((name for name in names if one.files.get(name) != other.files.get(name)), "")
 
 
 @dataclass
