@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -290,6 +291,25 @@ def test_a_model_that_changes_while_it_starts(tmp_path: Path, when: str) -> None
         answers(model, tmp_path)
     assert not (tmp_path / "kv").exists() or not any((tmp_path / "kv").iterdir())
     assert answers(model, tmp_path).cached_tokens == 0
+
+
+def test_weights_are_hashed_while_they_are_loaded(tmp_path: Path) -> None:
+    """Their files are looked at before the first byte is loaded, and nobody waits for the digests before the last one is."""
+    told: list[str] = []
+
+    def noted(owner: type, name: str) -> Any:
+        real = getattr(owner, name)
+
+        def call(self: object, *given: object) -> object:
+            told.append(name)
+            return real(self, *given)
+
+        return patch.object(owner, name, call)
+
+    with noted(Checkpoint, "identify"), noted(Checkpoint, "read_piece"), noted(Hashing, "result"):
+        answers(tiny.checkpoint("llama"), tmp_path)
+    assert told[0] == "identify"
+    assert told.index("result") > max(at for at, name in enumerate(told) if name == "read_piece")
 
 
 def test_a_store_that_is_written_while_it_is_served_is_checked_again(tmp_path: Path) -> None:

@@ -38,26 +38,25 @@ def test_what_a_power_cut_leaves(tmp_path: Path) -> None:
         rng, unfinished, number, ended = random.Random(6), 0, 0, False
         while not ended:
             number += 1
-            for _ in range(2):
-                out.mkdir()
-                disk = Disk(out)
-                for until in (number, rng.randint(1, 60)) if number % 3 == 0 else (number,):
-                    try:
-                        with disk.powered(until):
-                            write_pack(checkpoint, out, "bfloat16")
-                        ended = until == number
-                    except PowerCut:
-                        disk.restart(rng)
-                        disk = Disk(out)
-                    unfinished += not _is_whole(out)
-                with disk.powered():
-                    write_pack(checkpoint, out, "bfloat16")
-                assert _is_whole(out)
-                found = {path.name: path.read_bytes() for path in out.iterdir()}
-                assert {name for name, data in expected.items() if found.get(name) != data} == set(), f"after a cut before call {number}"
-                shutil.rmtree(out)
+            out.mkdir()
+            disk = Disk(out)
+            for until in (number, rng.randint(1, 60)) if number % 3 == 0 else (number,):
+                try:
+                    with disk.powered(until):
+                        write_pack(checkpoint, out, "bfloat16")
+                    ended = until == number
+                except PowerCut:
+                    disk.restart(rng)
+                    disk = Disk(out)
+                unfinished += not _is_whole(out)
+            with disk.powered():
+                write_pack(checkpoint, out, "bfloat16")
+            assert _is_whole(out)
+            found = {path.name: path.read_bytes() for path in out.iterdir()}
+            assert {name for name, data in expected.items() if found.get(name) != data} == set(), f"after a cut before call {number}"
+            shutil.rmtree(out)
     assert number > 50
-    assert unfinished > 80
+    assert unfinished > 40
 
 
 def _is_whole(out: Path) -> bool:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import DiskFile
+from penstock.memory.disk import DiskFile, FileStamp
 from penstock.weights import identity
 from penstock.weights.identity import MEMORY, STEP_BYTES, Digests, Hashing, Memory
 from penstock.weights.manifest import PIECE_BYTES
@@ -253,3 +254,12 @@ def test_it_can_be_left_at_any_time(tmp_path: Path) -> None:
             pass
     assert set(threading.enumerate()) == before
     assert digests(tmp_path / "cache", *paths).files == (reference(paths[0]),)
+
+
+def test_every_part_of_a_stamp_counts() -> None:
+    """Leave one out, and two files of one size, made at one time, or a file and what it was before, are the same."""
+    names = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+    told = dict.fromkeys(names, 7)
+    stamps = [FileStamp.of(SimpleNamespace(**told | {name: 8})) for name in names]  # type: ignore[arg-type]
+    stamps.append(FileStamp.of(SimpleNamespace(**told)))  # type: ignore[arg-type]
+    assert len({identity._key(stamp) for stamp in stamps}) == len(names) + 1
