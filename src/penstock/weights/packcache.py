@@ -30,8 +30,10 @@ def cached_pack(
     """The pack of a checkpoint's weights, or a shard's, as `dtype` under `directory`, written first if it is not there, or not all of it.
 
     `say` is told in one line what takes so long, before it is begun: writing, or waiting for another process that does. `progress` is told
-    of bytes as write_pack does. What is not weights, which the model's fingerprint does not cover, is the checkpoint's own in the pack that
-    is returned. Raises CheckpointError for a damaged checkpoint or pack, which is left as it is, PackError where it cannot be written.
+    of bytes as write_pack does. The pack is found by the checkpoint's fingerprint, over every byte of its weights. What is not weights, on
+    which that does not depend, is the checkpoint's own in the pack that is returned.
+
+    Raises CheckpointError for a damaged checkpoint or pack, which is left as it is, PackError where it cannot be written.
     """
     if (unknown := checkpoint.identify()) >= _SLOW:
         say(f"reading {format_size(unknown)} of weights, once, to know which pack is theirs")
