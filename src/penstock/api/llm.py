@@ -133,7 +133,8 @@ class LLM:
         self._events: deque[Event] = deque()
         """Of the last step, not yet handed out: empty but for an interrupt in the midst of it."""
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
-            weights: Checkpoint | Pack = Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model)
+            cache = config.cache.expanduser()
+            weights: Checkpoint | Pack = Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model, cache)
             opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(_load_tokenizer, config.model)

@@ -39,7 +39,7 @@ class Config:
         window:SINKS,RECENT, topk:BLOCKS or vertical_slash:COLUMNS,SLASH (see ops.policies).
     missed_limit: the largest fraction of a token's attention that a policy may miss in a layer, as far as its bounds can tell; above it
         everything is read.
-    cache: directory where packs are kept, which are made of models that need the disk while they run.
+    cache: directory where packs are kept, which are made of models that need the disk while they run, and digests of weight files.
     max_length: longest sequence served; None is the model's.
     beyond_trained: allow a max_length beyond the positions that the model was trained for.
     block_size: tokens in a KV block.

@@ -120,7 +120,7 @@ class Report:
 
 def sweep(job: Job, say: Say = lambda _: None) -> Report:
     """Measure, one length after another in one engine. `say` is told what that decided, and each length. Raises PenstockErrors."""
-    model = open_model(job.source, job.name)
+    model = open_model(job.source, job.name, job.config)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
         dtype = choose_dtype(job.config, model, device)

@@ -59,7 +59,7 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     """Measure. `say` is told what the engine decided. Raises PenstockErrors."""
     if job.baseline:
         transformers()  # What is missing should be known before minutes have passed.
-    model = open_model(job.source, job.name)
+    model = open_model(job.source, job.name, job.config)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
         dtype = choose_dtype(job.config, model, device)
@@ -105,12 +105,12 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     )
 
 
-def open_model(source: Mapping[str, object] | Path, name: str) -> Checkpoint | Shape:
-    """The model: a directory with nothing but a config.json in it is a shape like those of our own."""
+def open_model(source: Mapping[str, object] | Path, name: str, config: Config) -> Checkpoint | Shape:
+    """The model of a job with this config: a directory with nothing but a config.json in it is a shape like those of our own."""
     if not isinstance(source, Path):
         return Shape.of(source, name)
     bare = (source / "config.json").exists() and not any(source.glob("*.safetensors*"))
-    return Shape.open(source) if bare else Checkpoint.open(source)
+    return Shape.open(source) if bare else Checkpoint.open(source, config.cache.expanduser())
 
 
 def _sized(job: Job, spec: ModelSpec, device: torch.device) -> tuple[Work, Config]:

@@ -135,7 +135,7 @@ def serve(job: Job, say: Say = lambda _: None) -> Report:
     """Measure. `say` is told what the engine decided. Raises PenstockErrors."""
     if job.baseline:
         transformers()  # What is missing should be known before minutes have passed.
-    model = open_model(job.source, job.name)
+    model = open_model(job.source, job.name, job.config)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
         dtype = choose_dtype(job.config, model, device)

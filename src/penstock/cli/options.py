@@ -142,7 +142,14 @@ _ENGINE = (
     option(ENGINE, "--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of equal beginnings. [on]"),
     option(ENGINE, "--tensor-parallel", type=click.IntRange(min=1), default=1, metavar="N", help="Divide the model among N devices. [1]"),
     option(ENGINE, "--graphs/--no-graphs", default=True, help="Replay decode steps as CUDA graphs, on a GPU. [on]"),
-    option(ENGINE, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where packs are kept. [{CACHE}]"),
+    option(
+        ENGINE,
+        "--cache",
+        type=click.Path(path_type=Path),
+        default=CACHE,
+        metavar="DIR",
+        help=f"Where packs and digests of weights are kept. [{CACHE}]",
+    ),
     option(ENGINE, "--check", is_flag=True, help="Prove the KV ledger's invariants at every step (slow)."),
 )
 

@@ -39,6 +39,7 @@ from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
+from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loading import Loading, counted
 from penstock.weights.residency import padded
 from penstock.weights.shape import Shape
@@ -113,7 +114,7 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override 
     with ExitStack() as opened:
         device = device_of(config, seat.local)
         share_threads(device, seat.ranks)
-        model = open_described(what)
+        model = open_described(what, config.cache.expanduser())
         group = seat.group(device)
         try:
             part = _part(config, model, Place(device, Shard(seat.rank, seat.ranks), group), opened, lambda _: None, None, override, None)
@@ -206,8 +207,11 @@ def _part(
     opened.callback(weights.close)
     budget = divide(settled.total, weights.bytes + placed.beside, demand)
     budget = replace(budget, blocks=place.least(budget.blocks))
+    carrier, store, far = None, None, settled.far
+    if isinstance(model, Checkpoint) and _outlives(settled):
+        model.identify()  # Its files are hashed while the same bytes are loaded.
     weights.load(loading)
-    carrier, store, far, root = None, None, settled.far, _root(config, model, settled)
+    root = _root(config, model, settled, say)
     if far:
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
@@ -395,7 +399,7 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
         "layers": settled.spec.layers,
         "kv_heads": settled.spec.kv_heads,
         "head_dim": settled.spec.head_dim,
-        "digest_of": "weights, architecture and rope, dtype, layout of KV",
+        "digest_of": "every byte of the weights, architecture and rope, dtype, layout of KV, attention policies",
     }
     try:
         store = BlockStore.open(directory, root, size, far.store_bytes, about=about)
@@ -423,11 +427,25 @@ def _notes(rates: Rates, part: _Part, *, ranks: int) -> Callable[[], None] | Non
     return lambda: store.note(json.dumps({"computed_by": by, "rates": rates.told()}).encode())
 
 
-def _root(config: Config, model: Model, settled: Settled) -> bytes:
-    """A digest of all that the meaning of KV depends on but tokens."""
-    return root_key(
-        model.fingerprint() if config.prefix_cache else b"", settled.spec, settled.dtype, config.block_size, config.host_kv_dtype
-    )
+def _outlives(settled: Settled) -> bool:
+    """Whether KV is kept where another process may find it, so that its name must tell the model from every other."""
+    return settled.far is not None and settled.far.store_bytes > 0
+
+
+def _root(config: Config, model: Model, settled: Settled, say: Say = lambda _: None) -> bytes:
+    """The key that all KV keys begin with: a digest of all that the meaning of KV depends on but tokens. The weights are part of it only
+    where KV outlives the process, since to know them every byte of a checkpoint is hashed. Raises CheckpointError."""
+    fingerprint = b""
+    if _outlives(settled):
+        fingerprint = model.fingerprint()
+        if isinstance(model, Checkpoint):
+            found = model.digests()
+            if found.hashed_bytes:
+                lasting = f"; not remembered, since {found.forgettable}" if found.forgettable else ""
+                say(f"identity of the weights: {format_size(found.hashed_bytes)} hashed in {found.seconds:.2f} s{lasting}")
+            model.expect_unchanged()
+    policies = config.attention_policy, config.prefill_policy, config.missed_limit
+    return root_key(fingerprint, settled.spec, settled.dtype, config.block_size, config.host_kv_dtype, policies)
 
 
 def _scheduler(config: Config, settled: Settled, budget: Budget, root: bytes, store: BlockStore | None) -> Scheduler:
