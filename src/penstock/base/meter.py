@@ -107,6 +107,64 @@ class KVStats:
         return self.host + self.disk + self.copied + self.sent > 0
 
 
+SHARES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Upper ends of the buckets in which bounds on missed attention are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissedStats:
+    """What attention policies have left out since the engine started. A choice is a policy's, of the blocks that queries read in a layer.
+
+    How much of a query's attention, in a head, lies in blocks that were not read is bounded, as a share of 1. Of a run of a prompt the bound
+    is of 16 of its queries, where no limit is set. What was read after all, because a bound was above the limit, is not missed.
+    """
+
+    choices: int = 0
+    fallbacks: int = 0
+    """Choices that might have missed more than the limit: everything was read."""
+    blocks_read: int = 0
+    blocks: int = 0
+    """That were read, and that there were to choose from, of all choices."""
+    most: float = 0.0
+    """The largest bound, of any head and query."""
+    worst_total: float = 0.0
+    mean_total: float = 0.0
+    """Sums over choices: of each one's largest bound, and of its mean over heads and queries."""
+    worst_buckets: tuple[int, ...] = (0,) * (len(SHARES) + 1)
+    mean_buckets: tuple[int, ...] = (0,) * (len(SHARES) + 1)
+    """How many choices' lie at or below each of SHARES and above the one before, and above all."""
+
+    @property
+    def worst(self) -> float:
+        """The largest bound of a choice, on average."""
+        return self.worst_total / self.choices if self.choices else 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean bound of a choice, on average."""
+        return self.mean_total / self.choices if self.choices else 0.0
+
+    @property
+    def read(self) -> float:
+        """The share of blocks that was read."""
+        return self.blocks_read / self.blocks if self.blocks else 1.0
+
+    def since(self, before: "MissedStats") -> "MissedStats":
+        """The same, but counting only what came after `before`; `most` stays that of all, if anything came."""
+        chosen = self.choices - before.choices
+        return MissedStats(
+            chosen,
+            self.fallbacks - before.fallbacks,
+            self.blocks_read - before.blocks_read,
+            self.blocks - before.blocks,
+            self.most if chosen else 0.0,
+            self.worst_total - before.worst_total,
+            self.mean_total - before.mean_total,
+            tuple(a - b for a, b in zip(self.worst_buckets, before.worst_buckets, strict=True)),
+            tuple(a - b for a, b in zip(self.mean_buckets, before.mean_buckets, strict=True)),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Direction:
     """What has gone one way between two tiers."""

@@ -372,7 +372,6 @@ def _carrier(far: LongRoom, device: torch.device, trace: Trace | None, store: Bl
             Waits(trace) if trace else None,
             far.disk,
             far.policies,
-            far.most_blocks,
             store,
         )
     except BaseException:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.base.garbage import no_collection
-from penstock.base.meter import Direction, KVStats, TierStats
+from penstock.base.meter import Direction, KVStats, MissedStats, TierStats
 from penstock.kv.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
@@ -64,6 +64,8 @@ class Stats:
     kv: KVStats | None
     """Of long contexts; None if there is no room for any."""
     tiers: TierStats | None
+    missed: MissedStats
+    """By attention policies; nothing where everything is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,14 @@ class Engine:
             output_tokens=self._output,
             kv=self.kv_stats(),
             tiers=self.tier_stats(),
+            missed=self.missed_stats(),
         )
+
+    def missed_stats(self) -> MissedStats:
+        """What attention policies have left out. On several ranks, of rank 0's heads. From any thread, also while a step runs."""
+        ranks = self._ranks
+        carrier = ranks.carrier if ranks is not None else None
+        return carrier.chosen.missed.stats if carrier is not None and carrier.chosen is not None else MissedStats()
 
     def kv_stats(self) -> KVStats | None:
         """KV of long contexts, in the last step; None if there is no room for any. From any thread, also while a step runs."""
