@@ -50,6 +50,8 @@ class Config:
     kv_blocks: KV blocks to allocate instead of what the budget leaves.
     prefix_cache: share KV between requests with equal prefixes.
     graphs: record decode steps as CUDA graphs when the engine starts, and replay them; without, every kernel is launched by itself.
+    kernels: compute by kernels of our own where there are any, on a GPU with Triton; without, by plain torch, which is slower and needs no
+        graphs: rows of any length are padded on the host, which cannot be recorded.
     tensor_parallel: devices among which the model is divided, a process for each; all of its ranks carry out the same steps.
     check: prove the ledger's invariants after every step (slow; for tests and hunting faults).
     """
@@ -77,6 +79,7 @@ class Config:
     kv_blocks: int | None = None
     prefix_cache: bool = True
     graphs: bool = True
+    kernels: bool = True
     tensor_parallel: int = 1
     cache: Path = CACHE
     check: bool = False

@@ -96,10 +96,19 @@ class KVStats:
     """To DEVICE."""
     sent: int
     """From DEVICE."""
+    read: int = 0
+    written: int = 0
+    """DISK to HOST, and HOST to DISK."""
 
     def since(self, before: "KVStats") -> "KVStats":
         """The same, but counting only what came after `before`."""
-        return replace(self, copied=self.copied - before.copied, sent=self.sent - before.sent)
+        return replace(
+            self,
+            copied=self.copied - before.copied,
+            sent=self.sent - before.sent,
+            read=self.read - before.read,
+            written=self.written - before.written,
+        )
 
     @property
     def streams(self) -> bool:
@@ -217,6 +226,27 @@ class TierStats:
     def moved(self) -> bool:
         """Whether any block has gone anywhere."""
         return any(way.bytes or way.lost for way in (self.up, self.down, self.inward, self.outward))
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Steps of the engine since it started, each a pass over the model, and the seconds that they took. Those in which every request adds a
+    token, decode, are what is predicted; the others have some of a prompt, prefill."""
+
+    decode: int = 0
+    decode_seconds: float = 0.0
+    prefill: int = 0
+    prefill_seconds: float = 0.0
+
+    def and_one(self, seconds: float, *, decode: bool) -> "Passes":
+        if decode:
+            return replace(self, decode=self.decode + 1, decode_seconds=self.decode_seconds + seconds)
+        return replace(self, prefill=self.prefill + 1, prefill_seconds=self.prefill_seconds + seconds)
+
+    def decode_pass(self, before: "Passes") -> float:
+        """Seconds of a decode pass since `before`, 0 if there was none."""
+        count = self.decode - before.decode
+        return (self.decode_seconds - before.decode_seconds) / count if count else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ _ENGINE = (
     option(ENGINE, "--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of equal beginnings. [on]"),
     option(ENGINE, "--tensor-parallel", type=click.IntRange(min=1), default=1, metavar="N", help="Divide the model among N devices. [1]"),
     option(ENGINE, "--graphs/--no-graphs", default=True, help="Replay decode steps as CUDA graphs, on a GPU. [on]"),
+    option(ENGINE, "--kernels/--no-kernels", default=True, help="Compute by kernels of our own, on a GPU; else by plain torch. [on]"),
     option(ENGINE, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where packs are kept. [{CACHE}]"),
     option(ENGINE, "--check", is_flag=True, help="Prove the KV ledger's invariants at every step (slow)."),
 )

@@ -73,6 +73,8 @@ class Carrier:
         """
         self._sends: Sequence[Send] = ()
         self._layer = -1
+        self.disk: DiskPool | None = None
+        """Of long contexts, behind the pool."""
         self.chosen: Chosen | None = None
         self.transfers: Transfers | None = None
         """Of whole blocks; none where blocks on the host are not what they are on the device."""
@@ -84,19 +86,19 @@ class Carrier:
                 self._closing.callback(waits.stalled)  # notes what was still on its way
             ahead = behind = None
             if disk is not None:
-                self.disk = DiskPool(layout, disk.blocks, disk.directory)
-                self._closing.callback(self.disk.close)
-                read = Slots(self.disk, AHEAD, tile_tokens // layout.block_size, device)
+                rests = self.disk = DiskPool(layout, disk.blocks, disk.directory)
+                self._closing.callback(rests.close)
+                read = Slots(rests, AHEAD, tile_tokens // layout.block_size, device)
                 self._closing.callback(read.close)
-                written = Slots(self.disk, BEHIND, _behind_rows(layout, chunk_tokens), device)
+                written = Slots(rests, BEHIND, _behind_rows(layout, chunk_tokens), device)
                 self._closing.callback(written.close)
-                ahead, behind = ReadAhead(self.disk, read, streams.copies), WriteBehind(self.disk, written, streams.out)
+                ahead, behind = ReadAhead(rests, read, streams.copies), WriteBehind(rests, written, streams.out)
             if policies is not None:
                 self.chosen = self._choosing(layout, blocks, tile_tokens, device, streams, disk, policies)
             # Last in, first out: tasks on threads end before the streams that they wait for, and copies before their memory goes.
             self._closing.callback(streams.out.close)
             self._closing.callback(streams.copies.close)
-            if disk is not None:
+            if self.disk is not None:
                 self._closing.callback(self.disk.close)
             self.ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, waits, ahead)
             self.outbox = Outbox(self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind)
@@ -120,7 +122,7 @@ class Carrier:
         policies: Policies,
     ) -> Chosen:
         tile, ahead = tile_tokens // layout.block_size, None
-        if disk is not None:
+        if disk is not None and self.disk is not None:
             read = Slots(self.disk, AHEAD, tile, device)
             self._closing.callback(read.close)
             ahead = ReadAhead(self.disk, read, streams.copies)
