@@ -118,7 +118,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found: dict[str, object] = {"torch": torch.__version__, "machine": platform.machine(), "block_size": BLOCK, "near": NEAR, "contexts": []}
+    found: dict[str, object] = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "block_size": BLOCK,
+        "near": NEAR,
+        "contexts": [],
+    }
     for tokens in args.tokens or [8000]:
         keys, queries, scale, right = captured(tokens, 0.4, args.seed, args.model, args.answer)
         blocks = (len(keys[0]) - NEAR) // BLOCK

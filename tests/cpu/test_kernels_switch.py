@@ -64,7 +64,10 @@ def test_an_engine_computes_by_what_it_was_asked_for(wanted: bool, ranks: int) -
 
         return call
 
-    with patch.object(decoder, "attend", noting("attend", decoder.attend)), patch.object(decoder, "linear", noting("linear", decoder.linear)):
+    with (
+        patch.object(decoder, "attend", noting("attend", decoder.attend)),
+        patch.object(decoder, "linear", noting("linear", decoder.linear)),
+    ):
         settings = {"device": "cpu", "kernels": wanted, "kv_blocks": 16, "max_step_tokens": 64, "tensor_parallel": ranks}
         with LLM(tiny.checkpoint("llama"), **settings) as llm:  # type: ignore[arg-type]
             llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3))

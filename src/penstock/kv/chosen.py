@@ -31,7 +31,6 @@ from penstock.ops.policies import Past, Policy
 from penstock.ops.sketch import Scores, SketchLayout, scores, sketch
 from penstock.step.plan import HostBlockId
 
-
 SAMPLE = 16
 """Queries of a run, evenly spread, for which blocks are chosen and what is missed is bounded, where no limit asks for all of them."""
 
