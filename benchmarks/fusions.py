@@ -15,11 +15,10 @@ python benchmarks/fusions.py --tiny --device cpu            on anything, in seco
 
 import argparse
 import json
-import platform
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.bench.machine import machine
 from penstock.ops.activation import silu_mul
 from penstock.ops.attention import AttentionInputs, RowGroup, Rows, Run, attend
 from penstock.ops.kernels import plain_torch
@@ -95,8 +95,8 @@ def usual_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def usual_project(
-    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, offsets: Tensor, q_norm: Tensor, k_norm: Tensor,
-    heads: int, kv_heads: int,
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, offsets: Tensor,
+    q_norm: Tensor, k_norm: Tensor, heads: int, kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), 1)
     q, k = usual_rotate(usual_norm(q, q_norm), cos, sin), usual_rotate(usual_norm(k, k_norm), cos, sin)
@@ -353,10 +353,11 @@ def line(found: dict[str, object]) -> str:
     def figure(name: str) -> str:
         told = found.get(name)
         if not isinstance(told, dict) or "eager_us" not in told:
-            return f"{name} –"
+            return f"{name} left out"
         eager, graph = told["eager_us"], told.get("graph_us")
-        spread = graph or eager
-        return f"{name} {spread['median']:9.1f} ({spread['least']:.1f} to {spread['most']:.1f}; eager {eager['median']:.1f}; apart {told['apart']:.1e})"
+        it = graph or eager
+        spread = f"{it['least']:.1f} to {it['most']:.1f}; eager {eager['median']:.1f}; apart {told['apart']:.1e}"
+        return f"{name} {it['median']:9.1f} ({spread})"
 
     return f"{found['part']:27s} " + "  ".join(figure(name) for name in ("ours", "plain", "compiled", "tuned") if name in found)
 
@@ -379,17 +380,20 @@ def main() -> None:
     rounds, shapes = args.rounds, SHAPES
     if args.tiny:
         cases, rounds, shapes = [(1, 100), (3, 100), (70, None)], 3, TINY
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    result: dict[str, object] = {"device": name, "torch": torch.__version__, "dtype": str(dtype), "rounds": rounds}
+    result: dict[str, object] = {
+        "bench": "fusions",
+        "machine": asdict(machine()),
+        "device": str(device),
+        "dtype": str(dtype),
+        "rounds": rounds,
+    }
     tables: list[dict[str, object]] = []
     with torch.inference_mode():
         for shape in shapes:
             for rows, past in cases:
                 title = {"model": shape.name, "rows": rows, "past": past, "kind": "prefill" if past is None else "decode"}
-                print(
-                    f"{shape.name}, {title['kind']}, {rows} rows" + (f" of {past} tokens" if past is not None else "") + ": us a call",
-                    flush=True,
-                )
+                behind = f" of {past} tokens" if past is not None else ""
+                print(f"{shape.name}, {title['kind']}, {rows} rows{behind}: us a call", flush=True)
                 found = []
                 for part in parts(shape, rows, past, device, dtype):
                     calls = 2 if args.tiny else 20 if past is not None else 5

@@ -1,7 +1,7 @@
 """How much attention policies miss of real contexts, and how much their bounds say that it may be.
 
-A text with a fact hidden in it is read in full, and the fact is asked for. The keys of all layers and the queries of the answer's tokens are
-kept, and each policy chooses blocks for these queries as it does while the engine runs: by its sketches, of 0, 4 and 8 bits a number. The
+A text with a fact hidden in it is read in full, and the fact is asked for. The keys of all layers and the queries of the answer's tokens
+are kept, and each policy chooses blocks for these queries as it does while the engine runs: by its sketches, of 0, 4 and 8 bits a number. The
 share of attention that lies in the other blocks is computed of all keys in float64. What is compared is, of every layer, head and token,
 that share and the bound; a bound below it ends the run.
 
@@ -10,9 +10,10 @@ python benchmarks/missed_attention.py --tokens 8000 --tokens 30000 --json missed
 
 import argparse
 import json
-import platform
 import random
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import penstock.models.decoder as decoder
 from penstock import LLM, SamplingParams
+from penstock.bench.machine import machine
 from penstock.ops.policies import Choice, Past, policy_of
 from penstock.ops.sketch import SketchLayout, scores, sketch
 
@@ -79,7 +81,7 @@ def measured(name: str, bits: int, keys: list[Tensor], queries: list[Tensor], sc
         for one in q.split(1):
             exact = torch.einsum("qhd,bthd->qhbt", one.double() * scale, wide).logsumexp(3)
             tail = torch.einsum("qhd,thd->qht", one.double() * scale, near.double().repeat_interleave(group, 1)).logsumexp(2)
-            past = Past(blocks, BLOCK, len(k), len(k) + 1, lambda one=one: scores(one.float() * scale, sketches, layout))  # type: ignore[misc]
+            past = Past(blocks, BLOCK, len(k), len(k) + 1, partial(scores, one.float() * scale, sketches, layout))
             choice = policy(layer, past) or Choice(torch.ones(blocks, dtype=torch.bool), torch.full(one.shape[:2], -torch.inf))
             seen = torch.logaddexp(exact.masked_fill(~choice.keep, -torch.inf).logsumexp(2), tail)
             everything = torch.logaddexp(exact.logsumexp(2), tail)
@@ -119,8 +121,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, object] = {
-        "torch": torch.__version__,
-        "machine": platform.machine(),
+        "bench": "missed attention",
+        "machine": asdict(machine()),
         "block_size": BLOCK,
         "near": NEAR,
         "contexts": [],

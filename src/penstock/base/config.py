@@ -37,9 +37,9 @@ class Config:
     kv_tile: tokens of such a context that pass through the device at a time; None is the usual.
     attention_policy, prefill_policy: what new tokens, and chunks of a prompt, read of KV beyond the device: full (exact),
         window:SINKS,RECENT, topk:BLOCKS or vertical_slash:COLUMNS,SLASH (see ops.policies).
-    sketch_bits: bits of each number in the copy of keys by which a policy chooses, and from which follows how much it may miss: 4, an eighth
-        of the KV, which is read beside what is chosen; 8, a quarter, which bounds more closely; or 0, a sixty-fourth, with which blocks are
-        chosen by their extremes and the bound says next to nothing.
+    sketch_bits: bits of each number in the copy of keys by which a policy chooses, and from which follows how much it may miss. 4: a
+        seventh of the KV, which is read beside what is chosen. 8: a quarter, which bounds more closely. 0: a sixty-fourth; blocks are then
+        chosen by their keys' extremes, and the bound says next to nothing.
     missed_limit: the largest fraction of a token's attention that a policy may miss in a layer, as far as its bounds can tell; above it
         everything is read.
     cache: directory where packs are kept, which are made of models that need the disk while they run.

@@ -294,7 +294,8 @@ def kv_summary(kv: KVStats, seconds: float) -> str:
     """The same of KV."""
     rate = f" ({format_rate(kv.copied / seconds)})" if seconds > 0 else ""
     disk = f" | from disk {format_size(kv.read)}, to disk {format_size(kv.written)}" if kv.read or kv.written else ""
-    return f"KV: {_kv_homes(kv)} | to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device {format_size(kv.sent)}{disk}"
+    moved = f"to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device {format_size(kv.sent)}"
+    return f"KV: {_kv_homes(kv)} | {moved}{disk}"
 
 
 def missed_summary(missed: MissedStats) -> str:

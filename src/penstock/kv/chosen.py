@@ -1,6 +1,6 @@
 """Far KV of which a policy chooses what is read: a sketch of every block's keys, and the tiles of the blocks that were chosen.
 
-Sketches rest in host memory: with 4 bits an eighth of the KV and a little more, with 0 a sixty-fourth for blocks of 64 tokens. They pass
+Sketches rest in host memory: with 4 bits a seventh of the KV, with 0 a sixty-fourth for blocks of 64 tokens. They pass
 through the device piece by piece, layer by layer, as a layer's queries ask for them. What is chosen streams through a ring of its own. A
 choice is made on the device and known to the host before the copies are queued, so each layer waits for the one before: what that costs,
 reading less must save.
