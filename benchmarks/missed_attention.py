@@ -1,9 +1,9 @@
 """How much attention policies miss of real contexts, and how much their bounds say that it may be.
 
 A text with a fact hidden in it is read in full, and the fact is asked for. The keys of all layers and the queries of the answer's tokens
-are kept, and each policy chooses blocks for these queries as it does while the engine runs: by its sketches, of 0, 4 and 8 bits a number. The
-share of attention that lies in the other blocks is computed of all keys in float64. What is compared is, of every layer, head and token,
-that share and the bound; a bound below it ends the run.
+are kept. Each policy chooses blocks for these queries as it does while the engine runs: by its sketches, of 0, 4 and 8 bits a number. The
+share of attention that lies in the other blocks is computed of all keys in float64, and compared with the bound, of every layer, head and
+token. A bound below the share ends the run.
 
 python benchmarks/missed_attention.py --tokens 8000 --tokens 30000 --json missed.json
 """

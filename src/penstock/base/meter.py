@@ -124,8 +124,8 @@ SHARES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8
 class MissedStats:
     """What attention policies have left out since the engine started. A choice is a policy's, of the blocks that queries read in a layer.
 
-    A bound is an upper one, of the share of a query's attention in a head that lies in blocks that were not read. Of a run of a prompt it is
-    of 16 of the queries, where no limit is set. What was read after all, because a bound was above the limit, is not missed.
+    A bound is an upper one, of the share of a query's attention in a head that lies in blocks that were not read. Of a run of a prompt it
+    is of 16 of the queries, where no limit is set. What was read after all, because a bound was above the limit, is not missed.
     """
 
     choices: int = 0

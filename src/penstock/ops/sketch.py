@@ -23,6 +23,10 @@ _QUERIES = 8
 """Scored at a time: what is held meanwhile is some times so many numbers for each key and head."""
 
 
+_BLOCKS = 64
+"""Sketched at a time, for the same reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class SketchLayout:
     """How a block's sketch lies in bytes: least, greatest `[kv_heads, dim]` of the keys' dtype; remainders' lengths, float16
@@ -50,7 +54,7 @@ class SketchLayout:
 
     def scratch_bytes(self, blocks: int, heads: int) -> int:
         """Memory that `scores` takes for so many blocks, at most, beside what it returns: each as float32."""
-        keys = self.block_size * (self.kv_heads * self.dim + 4 * _QUERIES * heads) if self.bits else 0
+        keys = self.block_size * (self.kv_heads * self.dim + 6 * _QUERIES * heads) if self.bits else 0
         return 4 * blocks * (keys + 6 * self.kv_heads * self.dim + 2 * _QUERIES * heads * self.dim)
 
 
@@ -65,6 +69,10 @@ class Scores:
 
 def sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
     """Of whole blocks of keys, `[blocks, block_size, kv_heads, dim]` of the layout's dtype: uint8 `[blocks, bytes]`."""
+    return torch.cat([_sketch(some, layout) for some in torch.split(keys, _BLOCKS)])
+
+
+def _sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
     blocks, box = len(keys), layout.box_bytes
     # Exact: they are some of the keys' numbers.
     low, high = keys.aminmax(dim=1) if keys.is_cuda else (keys.amin(1), keys.amax(1))
