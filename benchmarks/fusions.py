@@ -370,7 +370,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prefill")
     parser.add_argument("--seconds", type=float, default=180.0, help="after which nothing is compiled any more")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--cpu-backend", default="eager", help="of torch.compile on a CPU: eager, which only traces; inductor, which takes minutes")
+    parser.add_argument("--cpu-backend", default="eager", help="of torch.compile: eager only traces; inductor takes minutes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, begin = torch.device(args.device), perf_counter()
