@@ -79,7 +79,7 @@ def test_what_is_missed_is_told() -> None:
         ({"dtype": "bfloat16"}, 0),
         ({"dtype": "float32", "sketch_bits": 8}, 0),
         ({"dtype": "float32", "sketch_bits": 0}, 0),
-        ({"dtype": "bfloat16", "host_kv_dtype": "fp8"}, 0),
+        ({"dtype": "bfloat16", "host_kv_dtype": "fp8", "sketch_bits": 8}, 0),
         ({"dtype": "bfloat16", "prefill_policy": "vertical_slash:2,1"}, 0),
         ({"dtype": "bfloat16", "prefill_policy": "vertical_slash:2,1", "missed_limit": 1.0}, 17),
         ({"dtype": "bfloat16", "kv_tile": 8}, 0),
