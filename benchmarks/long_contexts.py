@@ -474,7 +474,7 @@ def part_policies(scale: Scale, device: torch.device) -> dict[str, object]:
             found[what] = {"prefill_s": sum(chunks), "decode": decoded(booted, 1, 4 if scale.tiny else 8)}
             carrier = carrier_of(booted)
             if carrier is not None and carrier.chosen is not None:
-                found[what]["missed"] = dataclasses.asdict(carrier.chosen.missed)
+                found[what]["missed"] = dataclasses.asdict(carrier.chosen.missed.stats)
             row(f"decode at 128K, {what}", found[what]["decode"]["mean_s"], f"prefill {sum(chunks):.2f} s {found[what].get('missed', '')}")
     return found
 

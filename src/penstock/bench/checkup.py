@@ -18,6 +18,7 @@ from penstock.bench.machine import Machine, machine
 from penstock.engine.settling import choose_dtype, device_budget
 from penstock.memory.device import choose_device, device_name, free_memory, native_half
 from penstock.memory.probe import DiskRate, LinkRates, disk_read, link_rates, matmul_rate, memory_copy, memory_read
+from penstock.ops.kernels import kernels_of
 from penstock.weights.shape import Shape
 
 _HOST_SHARE = 0.8
@@ -57,6 +58,8 @@ class Checkup:
     machine: Machine
     device: str
     name: str
+    kernels: tuple[str, ...]
+    """Groups of our own kernels that compute on the device; none where plain torch does."""
     links: Links
     model: Model
     notes: tuple[str, ...]
@@ -106,7 +109,7 @@ def checkup(config: Config, *, quick: bool = False) -> Checkup:
         prefill=prefill_rate(spec, shape.names, dtype, links.matmul),
         limits=tuple(limits(spec, shape.names, each, room, rates) for each in DTYPE_BYTES),
     )
-    return Checkup(about, str(device), device_name(device), links, model, tuple(notes))
+    return Checkup(about, str(device), device_name(device), kernels_of(device), links, model, tuple(notes))
 
 
 def _notes(about: Machine, device: torch.device) -> list[str]:
@@ -141,6 +144,7 @@ def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
         *((one.device, f"{one.name}, {format_size(one.memory)}, {format_size(one.free)} free") for one in it.devices),
         ("software", f"penstock {source}, Python {it.python}, torch {it.torch}, {triton}"),
         ("computes on", found.name),
+        ("kernels", f"our own: {', '.join(found.kernels)}" if found.kernels else "none of our own; plain torch computes"),
     ]
     return rows + [("note", note) for note in found.notes]
 

@@ -35,6 +35,7 @@ from penstock.memory.device import choose_device, give_back, lift_cap, peak_of
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
+from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
@@ -186,14 +187,31 @@ def _part(
     guide: Guide | None = None,
 ) -> _Part:
     """Closed with `opened`. Every rank's is made in the same steps, since they compute together when the largest step is measured."""
+    with plain_torch(not config.kernels):
+        return _made(config, model, place, opened, say, trace, override, loading, guide)
+
+
+def _made(
+    config: Config,
+    model: Model,
+    place: Place,
+    opened: ExitStack,
+    say: Say,
+    trace: Trace | None,
+    override: Override | None,
+    loading: Loading | None,
+    guide: Guide | None,
+) -> _Part:
     device = place.device
     opened.callback(lift_cap, device)
     prepare(device)
+    if device.type == "cuda" and not kernels_of(device):
+        say(f"kernels: none of our own, {'since there is no Triton' if config.kernels else 'as asked'}; plain torch computes")
     settled = settle(config, model, device, say, place.shard)
     collectives = place.collectives(settled.spec, settled.dtype)
     if collectives is not None and device.type == "cuda":
         say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
-    runner = _runner(settled, place, collectives, guide)
+    runner = _runner(settled, place, collectives, guide, kernels=config.kernels)
     opened.callback(runner.detach)
     part = replace(local_spec(settled.spec, place.shard), vocab_size=settled.spec.vocab_size)  # Logits are of all tokens on every rank.
     longest, most = settled.limits.max_length, settled.limits.max_step_tokens
@@ -227,7 +245,7 @@ def _part(
     return _Part(settled, runner, weights, budget, root, store)
 
 
-def _runner(settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None) -> Runner:
+def _runner(settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None, *, kernels: bool) -> Runner:
     """Without weights and KV, which are attached when there are any."""
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     policies = far.policies if far else None
@@ -242,7 +260,7 @@ def _runner(settled: Settled, place: Place, collectives: Collectives | None, gui
     )
     decoder = Decoder(spec, place.shard, collectives)
     sampler = Sampler(spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None, guide)
-    return Runner(decoder, inputs, sampler, device)
+    return Runner(decoder, inputs, sampler, device, kernels=kernels)
 
 
 def _record(config: Config, settled: Settled, runner: Runner, say: Say, *, experts_rest: bool, all_stay: bool) -> None:
@@ -376,7 +394,6 @@ def _carrier(far: LongRoom, device: torch.device, trace: Trace | None, store: Bl
             Waits(trace) if trace else None,
             far.disk,
             far.policies,
-            far.most_blocks,
             store,
         )
     except BaseException:
