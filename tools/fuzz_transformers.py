@@ -20,21 +20,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import tiny  # noqa: E402
-
-from penstock import LLM, Completion, SamplingParams  # noqa: E402
-from penstock.arch.families import read_spec  # noqa: E402
-from penstock.arch.layout import kv_layout  # noqa: E402
-from penstock.base.errors import BudgetError, ConfigError, UnsupportedModelError  # noqa: E402
-from penstock.kv.diskpool import record_bytes  # noqa: E402
+import tiny
+from penstock import LLM, Completion, SamplingParams
+from penstock.arch.families import read_spec
+from penstock.arch.layout import kv_layout
+from penstock.base.errors import BudgetError, ConfigError, UnsupportedModelError
+from penstock.kv.diskpool import record_bytes
+from penstock.sched import arrivals
+from penstock.sched.rates import Rates
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 LONGEST = 200
@@ -215,35 +216,38 @@ def _runs(rng: random.Random, vocab: int, ranks: bool) -> Iterator[Run]:
     tiers = rng.choice(["none", "none", "scarce", "host", "host", "disk", "disk"])
     sizes = (0, 0)
     if tiers == "scarce":
-        settings["kv_blocks"] = most + 1 + rng.randint(0, most)
+        settings |= {"kv_blocks": most + rng.randint(0, 2), "max_sequences": min(step or 8, 6)}
     elif tiers != "none":
-        settings |= {"kv_blocks": max(most // rng.choice([1, 2, 4]), 4) + rng.randint(0, 3), "kv_store": rng.choice(["eager", "lazy", "off"])}
+        settings |= {
+            "kv_blocks": max(most // rng.choice([1, 2, 4]), 4) + rng.randint(0, 3),
+            "kv_store": rng.choice(["eager", "lazy", "off"]),
+        }
         settings["kv_tile"] = rng.choice([None, 1, block, 3 * block, rng.randint(1, 100)])
         sizes = (2 * most + rng.randint(0, 3 * most), rng.randint(1, 2 * most) if tiers == "disk" else 0)
     if ranks and rng.random() < 0.03:
         settings["tensor_parallel"] = 2
     some = [_words(rng, vocab, LONGEST) for _ in range(2)]
-    yield Run(settings, sizes, tuple(_round(rng, vocab, some, first=index == 0) for index in range(rng.randint(1, 3))))
+    yield Run(settings, sizes, tuple(_round(rng, vocab, some, index == 0, tiers == "scarce") for index in range(rng.randint(1, 3))))
     if sizes[1] and settings["kv_store"] != "off" and settings["prefix_cache"]:
         for sibling in (False, True):
-            yield Run(settings, sizes, (_round(rng, vocab, some, first=True),), sibling)
+            yield Run(settings, sizes, (_round(rng, vocab, some, True, False),), sibling)
 
 
-def _round(rng: random.Random, vocab: int, some: list[tuple[int, ...]], first: bool) -> tuple[Ask, ...]:
-    """Requests of all lengths, most of which begin as others do."""
+def _round(rng: random.Random, vocab: int, some: list[tuple[int, ...]], first: bool, crowded: bool) -> tuple[Ask, ...]:
+    """Requests of all lengths, most of which begin as others do. Where blocks are scarce they come as a crowd that is too large."""
     asks = []
-    for _ in range(rng.randint(1, 5)):
-        tokens = rng.randint(1, rng.choice([6, 40]))
-        length = rng.randint(1, rng.choice([10, 40, 150]))
+    for _ in range(6 if crowded else rng.randint(2, 6)):
+        tokens = rng.randint(30, 60) if crowded else rng.randint(1, rng.choice([6, 40]))
+        length = rng.randint(10, 60) if crowded else rng.randint(1, rng.choice([10, 80, 150]))
         text = rng.choice(some)
-        alike = rng.choice([0, length, length, rng.randint(0, length)])
+        alike = rng.choice([0, rng.randint(0, length)] if crowded else [0, length, length, length, rng.randint(0, length)])
         leave = rng.randint(1, 20) if rng.random() < 0.15 else None
         asks.append(
             Ask(
                 prompt=(*text[:alike], *_words(rng, vocab, length - alike)),
                 tokens=tokens,
-                at=rng.choice([0, 0, rng.randint(0, 25)]),
-                after=None if first or rng.random() < 0.6 else rng.randrange(5),
+                at=rng.choice([0, 0, rng.randint(0, 5 if crowded else 25)]),
+                after=None if first or crowded or rng.random() < 0.6 else rng.randrange(5),
                 leave=leave,
                 scored=rng.random() < 0.3,
             )
@@ -306,7 +310,7 @@ def _check(case: Case, run: Run, path: Path, folder: Path, tally: Tally) -> None
     except (BudgetError, ConfigError) as refused:
         tally.counts["no room: " + str(refused)[:60]] += 1
         return
-    with llm:
+    with llm, _eager_to_load(case.seed):
         before: list[Completion] = []
         for index, asks in enumerate(run.rounds):
             prompts = [_prompt(ask, before) for ask in asks]
@@ -317,6 +321,14 @@ def _check(case: Case, run: Run, path: Path, folder: Path, tally: Tally) -> None
         stats = llm.stats()
         tally.counts["preemptions"] += stats.preemptions
         tally.counts["bytes streamed for attention"] += stats.kv.copied if stats.kv else 0
+
+
+@contextmanager
+def _eager_to_load(seed: int) -> Iterator[None]:
+    """What rests on lower tiers is mostly loaded: computed anew, as it would be where models are this small, it would never be tried."""
+    rng = random.Random(seed)
+    with patch.object(Rates, "loading_pays", lambda *_: rng.random() < 0.9), patch.object(arrivals, "_LEAST_PATIENCE", 10.0):
+        yield
 
 
 def _prompt(ask: Ask, before: list[Completion]) -> tuple[int, ...]:
@@ -458,7 +470,9 @@ def main() -> None:
             try:
                 check(case, tally)
             except BaseException as error:
-                print(f"{tally}\nseed {seed} after {time.monotonic() - begin:.0f} s: {type(error).__name__}: {error}\nagain: {again} {seed}")
+                print(
+                    f"{tally}\nseed {seed} after {time.monotonic() - begin:.0f} s: {type(error).__name__}: {error}\nagain: {again} {seed}"
+                )
                 if isinstance(error, Mismatch):
                     sys.exit(1)
                 raise
