@@ -40,9 +40,9 @@ from penstock.sched.rates import Rates
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 LONGEST = 200
 """Tokens of a prompt and its output."""
-LIMIT = 5e-5
+LIMIT = tiny.LIMIT
 """Largest difference of log-probabilities, over the largest log-probability's size, that rounding in float32 may make."""
-CLOSE = 3e-5
+CLOSE = LIMIT
 """A token or an expert chosen by less than this, over the size of the logits, may be chosen otherwise."""
 
 
@@ -205,7 +205,7 @@ def _rope(rng: random.Random, dim: int) -> dict[str, object]:
 
 def _runs(rng: random.Random, vocab: int, ranks: bool) -> Iterator[Run]:
     block = rng.choice([1, 2, 4, 4, 8, 16, 32])
-    step = rng.choice([None, *(size for size in (1, 5, 7, 16, 33, 64, 128) if size >= block)])
+    step = rng.choice([None, *(size for size in (2, 5, 7, 16, 33, 64, 128) if size >= block)])
     settings: dict[str, object] = {
         "block_size": block,
         "max_step_tokens": step,
