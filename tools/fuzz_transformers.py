@@ -366,7 +366,8 @@ class Reference:
         self.model = tiny.load(path)
         self.model.set_experts_implementation("eager")  # the usual one wants sizes in multiples of 16 bytes
         config = self.model.config
-        self.dynamic = config.rope_parameters["rope_type"] == "dynamic"
+        # In a window of one token rope means nothing, and transformers' cache of no tokens keeps all of them.
+        self.dynamic = config.rope_parameters["rope_type"] == "dynamic" and getattr(config, "sliding_window", None) != 1
         self.leads: dict[str, list[Tensor]] = {}
         for name, module in self.model.named_modules():
             if type(module).__name__.endswith("TopKRouter"):
