@@ -226,7 +226,7 @@ def _runs(rng: random.Random, vocab: int, ranks: bool) -> Iterator[Run]:
         }
         settings["kv_tile"] = rng.choice([None, 1, block, 3 * block, rng.randint(1, 100)])
         sizes = (2 * most + rng.randint(0, 3 * most), rng.randint(1, 2 * most) if tiers == "disk" else 0)
-    if ranks and rng.random() < 0.03:
+    if ranks and rng.random() < 0.05 and not sizes[0]:  # KV beyond the device goes with a single device so far
         settings["tensor_parallel"] = 2
     some = [_words(rng, vocab, LONGEST) for _ in range(2)]
     yield Run(settings, sizes, tuple(_round(rng, vocab, some, index == 0, tiers == "scarce") for index in range(rng.randint(1, 3))))
