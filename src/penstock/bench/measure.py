@@ -44,7 +44,7 @@ class Decoded:
 
 def decode(booted: Booted, work: Work) -> Decoded:
     """Steady decode steps: every prompt is in, every step yields one token a sequence. A step ends when its tokens are on the host."""
-    _check_room(booted, work.batch)
+    _check_room(booted, work)
     engine, rng = booted.engine, random.Random(0)
     seconds: list[float] = []
     lengths: list[int] = []
@@ -64,7 +64,7 @@ def decode(booted: Booted, work: Work) -> Decoded:
 
 def prefill(booted: Booted, work: Work) -> Times:
     """From the first step until every prompt has yielded its first token. One round more than asked for, the first, is not timed."""
-    _check_room(booted, work.batch)
+    _check_room(booted, work)
     engine, rng, seconds = booted.engine, random.Random(0), []
     for _ in range(work.repeat + 1):
         requests = _submit(engine, work, booted.spec.vocab_size, rng, max_tokens=1)
@@ -152,11 +152,12 @@ def check_sound(event: Event) -> None:
         )
 
 
-def _check_room(booted: Booted, batch: int) -> None:
+def _check_room(booted: Booted, work: Work) -> None:
     """All sequences must run at once; if some had to wait for others, something else would be measured."""
-    needed = batch * -(-booted.limits.max_length // booted.budget.block_size)
+    length = min(work.room(booted.limits.max_step_tokens) + booted.budget.block_size, booted.limits.max_length)
+    needed = work.batch * -(-length // booted.budget.block_size)
     if booted.budget.blocks < needed:
         raise BudgetError(
-            f"{batch} sequences of {booted.limits.max_length:,} tokens need {needed:,} KV blocks, but there is room for "
+            f"{work.batch} sequences of {length:,} tokens need {needed:,} KV blocks, but there is room for "
             f"{booted.budget.blocks:,}; allow more device memory, or lower --batch or --context"
         )
