@@ -9,7 +9,7 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from penstock.bench import measure
 from penstock.bench.machine import machine
 from penstock.bench.shapes import LAYERS_OF
 from penstock.engine.boot import Booted, boot
-from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts
+from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
 from penstock.engine.placing import Override, Say
 from penstock.memory.device import device_name, give_back
@@ -107,7 +107,7 @@ def predicted(costs: StepCosts, sample: Sample) -> float:
         return costs.decode_seconds(sample.rows, sample.work)
     prompt, (dense, moe) = costs.prompt, sample.launches
     launched = prompt.host_step + dense * prompt.host_layer + moe * prompt.host_moe_layer
-    return max(costs.prompt_seconds(sample.work), launched)
+    return max(prompt_seconds(prompt, sample.work), launched)
 
 
 # ---- measuring
@@ -209,16 +209,60 @@ def fit(samples: Sequence[Sample], device: str, dtype: str, measured: str, moved
         table = [_decode_row(sample.work) for sample in those]
         step, layer, moe_layer, *slow = _least_squares(table, [sample.seconds for sample in those])
         decode.append(DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, moved) for each in slow)))
-    launches = _launches([sample for sample in samples if sample.context == LAUNCHED and not sample.rows])
-    prompts = [
-        sample for sample in samples if not sample.rows and sample.seconds > SURE * _launched(launches, sample) and sample.context > LAUNCHED
-    ]
-    table = [_prompt_row(sample.work) for sample in prompts]
-    rest = [sample.seconds - sample.work.activations / moved for sample in prompts]
-    weight = [sample.seconds for sample in prompts]
-    products, experts, attention, layer = _least_squares(table, rest, weight) if prompts else (0.0, 0.0, 0.0, 0.0)
-    prompt = PromptCosts(_rate(products, _UNKNOWN), _rate(experts, _UNKNOWN), _rate(attention, _UNKNOWN), moved, layer, *launches)
+    prompt = _prompt_costs([sample for sample in samples if not sample.rows], moved)
     return StepCosts(device, dtype, measured, tuple(decode), prompt, expert_layer)
+
+
+def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
+    """Rates come from what one layer more takes, which leaves out what a step takes once; of layers that the device takes longer to compute
+    than the host to launch."""
+    grown = [_Grown.of(few, many) for few, many in _pairs(samples)]
+    launched = [one for one in grown if one.context == LAUNCHED]
+    # The narrowest model's: there the device has least to do for the same launches.
+    dense = min((one.seconds for one in launched if not one.moe), default=0.0)
+    mixed = min((one.seconds for one in launched if one.moe), default=0.0)
+    bound = [one for one in grown if one.context > LAUNCHED and one.seconds > SURE * (mixed if one.moe else dense)]
+    slow = [0.0, 0.0, 0.0]
+    if bound:
+        rest = [one.seconds - one.work.activations / moved for one in bound]
+        table = [[one.work.products, one.work.expert_products, one.work.attention] for one in bound]
+        slow = _least_squares(table, rest, [one.seconds for one in bound])
+    products, experts, attention = (_rate(each, _UNKNOWN) for each in slow)
+    costs = PromptCosts(products, experts, attention, moved, 0.0, 0.0, dense, mixed)
+    device, host = [], []
+    for sample in samples:
+        layers = sample.launches[0] * dense + sample.launches[1] * mixed
+        if sample.context == LAUNCHED:
+            host.append(sample.seconds - layers)
+        elif sample.seconds > SURE * layers and sample.layers > 1:
+            device.append(sample.seconds - prompt_seconds(costs, sample.work))
+    step = max(statistics.median(device), 0.0) if device else 0.0
+    return replace(costs, step=step, host_step=max(min(host), 0.0) if host else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """What one layer more adds to a prompt's step."""
+
+    context: int
+    moe: bool
+    seconds: float
+    work: UseWork
+
+    @classmethod
+    def of(cls, few: Sample, many: Sample) -> "_Grown":
+        more = many.layers - few.layers
+        work = UseWork(*((getattr(many.work, field.name) - getattr(few.work, field.name)) / more for field in fields(UseWork)))
+        return cls(many.context, many.launches[1] > 0, (many.seconds - few.seconds) / more, work)
+
+
+def _pairs(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Samples of the same shape and prompt: of the fewest layers and of the most."""
+    by: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        by.setdefault((sample.shape, sample.context), []).append(sample)
+    ordered = [sorted(those, key=lambda one: one.layers) for those in by.values()]
+    return [(those[0], those[-1]) for those in ordered if those[0].layers < those[-1].layers]
 
 
 _UNKNOWN = 1e18
@@ -231,42 +275,6 @@ def _rate(seconds: float, fallback: float) -> float:
 
 def _decode_row(work: UseWork) -> list[float]:
     return [1.0, work.layers, work.moe_layers, work.weights, work.experts, work.kv]
-
-
-def _prompt_row(work: UseWork) -> list[float]:
-    return [work.products, work.expert_products, work.attention, work.layers + work.moe_layers]
-
-
-def _launches(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Seconds that the host takes to launch a step, a dense layer of it, and one with experts, by the models of least width: those are the
-    device's least work for the same launches."""
-    dense = [sample for sample in samples if not sample.launches[1]]
-    mixed = [sample for sample in samples if sample.launches[1]]
-
-    def line(those: Sequence[Sample]) -> tuple[float, float]:
-        """A step's and a layer's, of the width whose layers take the least."""
-        best = (0.0, 0.0)
-        by_shape: dict[str, list[Sample]] = {}
-        for sample in those:
-            by_shape.setdefault(sample.shape, []).append(sample)
-        slopes = []
-        for each in by_shape.values():
-            few, many = min(each, key=lambda one: one.layers), max(each, key=lambda one: one.layers)
-            if many.layers > few.layers:
-                slope = max(many.seconds - few.seconds, 0.0) / (many.layers - few.layers)
-                slopes.append((slope, max(few.seconds - slope * few.layers, 0.0)))
-        if slopes:
-            slope, step = min(slopes)
-            best = (step, slope)
-        return best
-
-    step, layer = line(dense)
-    return step, layer, line(mixed)[1]
-
-
-def _launched(launches: tuple[float, float, float], sample: Sample) -> float:
-    step, layer, moe_layer = launches
-    return step + sample.launches[0] * layer + sample.launches[1] * moe_layer
 
 
 def _least_squares(table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None) -> list[float]:

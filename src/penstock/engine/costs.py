@@ -41,7 +41,7 @@ class DecodeCosts:
 @dataclass(frozen=True, slots=True)
 class PromptCosts:
     """A step over prompts computes products of dense weights and of experts, and attention, at `products`, `experts` and `attention`
-    operations/s; what passes between products moves at `activations` bytes/s; a layer takes `layer` seconds more.
+    operations/s; what passes between products moves at `activations` bytes/s; a step takes `step` seconds more.
 
     The host launches it in `host_step` seconds, `host_layer` for each dense layer and `host_moe_layer` for each with experts. Device and
     host work at the same time.
@@ -51,7 +51,7 @@ class PromptCosts:
     experts: float
     attention: float
     activations: float
-    layer: float
+    step: float
     host_step: float
     host_layer: float
     host_moe_layer: float
@@ -115,14 +115,6 @@ class StepCosts:
         experts = max(work.experts / costs.expert_read, work.expert_products / prompt.experts)
         return fixed + weights + experts + work.kv / costs.kv_read
 
-    def prompt_seconds(self, work: UseWork) -> float:
-        """Seconds on the device of a use's part of a step over prompts."""
-        read, prompt = self.decode[-1], self.prompt
-        weights = max(work.weights / read.weight_read, work.products / prompt.products)
-        experts = max(work.experts / read.expert_read, work.expert_products / prompt.experts)
-        between = (work.layers + work.moe_layers) * prompt.layer + work.activations / prompt.activations
-        return weights + experts + work.attention / prompt.attention + between
-
     def launch_seconds(self, spec: ModelSpec, tokens: float) -> float:
         """Seconds in which the host launches a step over prompts of so many tokens; none to speak of where it is replayed."""
         if spec.moe is None and tokens <= RECORDED_TOKENS:
@@ -130,6 +122,12 @@ class StepCosts:
         moe_layers = sum(spec.moe_layers)
         prompt = self.prompt
         return prompt.host_step + (spec.layers - moe_layers) * prompt.host_layer + moe_layers * prompt.host_moe_layer
+
+
+def prompt_seconds(costs: PromptCosts, work: UseWork) -> float:
+    """Seconds on the device of a use's part of a step over prompts."""
+    products = work.products / costs.products + work.expert_products / costs.experts
+    return work.steps * costs.step + products + work.attention / costs.attention + work.activations / costs.activations
 
 
 def costs_file(cache: Path, device: str, dtype: str) -> Path:

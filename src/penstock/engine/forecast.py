@@ -18,7 +18,7 @@ from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
-from penstock.engine.costs import StepCosts
+from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
 from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, goes_to_host, usual_activations, weights_room
 from penstock.kv.sizes import carrier_bytes, usual_tile
@@ -259,7 +259,9 @@ def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step
         return [max(use.bytes / machine.rates.device_read, use.operations / machine.operations) for use in work]
     if step.decodes:
         return [costs.decode_seconds(step.tokens, use) for use in work]
-    return [costs.prompt_seconds(use) for use in work]
+    if step.tokens <= RECORDED_TOKENS:  # As few as that may take longer to read weights for than to compute.
+        return [max(costs.decode_seconds(step.tokens, use), prompt_seconds(costs.prompt, use)) for use in work]
+    return [prompt_seconds(costs.prompt, use) for use in work]
 
 
 def _pace(
