@@ -7,9 +7,10 @@ from pathlib import Path
 
 from penstock.arch import bounds
 from penstock.arch.layout import group_layouts
+from penstock.base.config import CACHE
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
-from penstock.cli.plan import MACHINES, machine_of, open_model, settle
+from penstock.cli.plan import MACHINES, kept_costs, machine_of, open_model, settle
 from penstock.cli.plan_report import WORDS, format_count, format_figure, format_pace
 from penstock.engine.forecast import Forecast, Work, forecast
 
@@ -70,7 +71,7 @@ def _cell(file: Path, machine: str, reasons: list[str]) -> str:
 
 def _forecast(file: Path, machine: str) -> Forecast:
     _, spec, names = open_model(str(file))
-    setting, step_tokens = settle(machine, {})
+    setting, step_tokens = settle(machine, {}, kept_costs(machine, CACHE, "bfloat16"))
     return forecast(spec, names, machine_of(setting), Work("bfloat16", context=CONTEXT, step_tokens=step_tokens))
 
 

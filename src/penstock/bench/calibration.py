@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from penstock.arch.layout import GroupKind, group_layouts
-from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
 from penstock.bench import measure
@@ -27,7 +26,7 @@ from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_se
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
 from penstock.engine.placing import Override, Say
 from penstock.memory.device import device_name, give_back
-from penstock.memory.probe import memory_copy
+from penstock.memory.probe import copy_rate, matmul_rate, memory_copy, memory_read
 from penstock.weights.residency import Limits, padded, pass_order
 from penstock.weights.shape import Shape
 
@@ -94,10 +93,10 @@ def calibrate(
         say(f"measured steps of {name}")
     if len({sample.shape for sample in samples}) < 2:
         raise DeviceError(f"{device_name(device)} has no room for the models that steps are measured with; free some of its memory")
-    moved = memory_copy(device)
-    give_back(device)
-    expert_layer = _expert_layer(shapes, device, dtype, samples) if device.type == "cuda" else 0.0
-    costs = fit(samples, device_name(device), dtype, _when(), moved, expert_layer)
+    ceilings = _ceilings(device, dtype)
+    costs = fit(samples, ceilings, device_name(device), dtype, _when())
+    if device.type == "cuda":
+        costs = replace(costs, expert_layer=_expert_layer(shapes, device, dtype, samples))
     return Calibration(costs, tuple(samples), {_title(sample): predicted(costs, sample) / sample.seconds - 1 for sample in samples})
 
 
@@ -111,6 +110,25 @@ def predicted(costs: StepCosts, sample: Sample) -> float:
 
 
 # ---- measuring
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Bytes/s of the link to the device and of the device's memory, read, and copied counting both; operations/s of a large product."""
+
+    link: float
+    read: float
+    copy: float
+    compute: float
+
+
+def _ceilings(device: torch.device, dtype: str) -> Ceilings:
+    found = []
+    for measured in (copy_rate, memory_read, memory_copy, lambda device: matmul_rate(device, getattr(torch, dtype))):
+        found.append(measured(device))
+        give_back(device)  # What one leaves must not keep the next one's memory in parts.
+    link, read, copy, compute = found
+    return Ceilings(link, read, copy, compute)
 
 
 def _probe(
@@ -201,16 +219,16 @@ def _when() -> str:
 # ---- fitting
 
 
-def fit(samples: Sequence[Sample], device: str, dtype: str, measured: str, moved: float, expert_layer: float = 0.0) -> StepCosts:
-    """The costs that give the samples' seconds with the least relative error. moved: bytes/s of copies within the device's memory."""
+def fit(samples: Sequence[Sample], ceilings: Ceilings, device: str, dtype: str, measured: str) -> StepCosts:
+    """The costs that give the samples' seconds with the least relative error. device, dtype, measured: what the costs are said to be of."""
     decode = []
     for rows in sorted({sample.rows for sample in samples} - {0}):
         those = [sample for sample in samples if sample.rows == rows]
         table = [_decode_row(sample.work) for sample in those]
         step, layer, moe_layer, *slow = _least_squares(table, [sample.seconds for sample in those])
-        decode.append(DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, moved) for each in slow)))
-    prompt = _prompt_costs([sample for sample in samples if not sample.rows], moved)
-    return StepCosts(device, dtype, measured, tuple(decode), prompt, expert_layer)
+        decode.append(DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, ceilings.copy) for each in slow)))
+    prompt = _prompt_costs([sample for sample in samples if not sample.rows], ceilings.copy)
+    return StepCosts(device, dtype, measured, ceilings.link, ceilings.read, ceilings.compute, tuple(decode), prompt)
 
 
 def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:

@@ -60,12 +60,19 @@ class PromptCosts:
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Of a device in one dtype. `decode` is in the order of rows. `expert_layer`: seconds of a decode step for each layer some of whose
-    experts are not on the device, whatever comes; the host waits there for what the router chose. 0: not measured."""
+    experts are not on the device, whatever comes; the host waits there for what the router chose. 0: not measured.
+
+    link_rate, device_read: bytes/s from pinned host memory and of the device's own; compute: operations/s of a large product. The ceilings
+    that were measured in the same minute.
+    """
 
     device: str
     dtype: str
     measured: str
     """When and with what: date, penstock, torch."""
+    link_rate: float
+    device_read: float
+    compute: float
     decode: tuple[DecodeCosts, ...]
     prompt: PromptCosts
     expert_layer: float = 0.0
@@ -95,12 +102,15 @@ class StepCosts:
             decode = tuple(_numbers(DecodeCosts, one) for one in body.pop("decode"))
             prompt = _numbers(PromptCosts, body.pop("prompt"))
             texts = {name: body.pop(name) for name in ("device", "dtype", "measured")}
-            wait = float(body.pop("expert_layer", 0.0))
-            if body or not all(isinstance(value, str) for value in texts.values()) or not 0 <= wait < math.inf:
+            rates = {name: float(body.pop(name)) for name in ("link_rate", "device_read", "compute")}
+            wait = float(body.pop("expert_layer"))
+            if body or not all(isinstance(value, str) for value in texts.values()):
                 raise ValueError("it has other fields")
+            if not 0 <= wait < math.inf or not all(0 < rate < math.inf for rate in rates.values()):
+                raise ValueError("it has numbers that cannot be")
             if not decode or [one.rows for one in decode] != sorted({one.rows for one in decode}):
                 raise ValueError("rows are not in order")
-            return cls(**texts, decode=decode, prompt=prompt, expert_layer=wait)
+            return cls(**texts, **rates, decode=decode, prompt=prompt, expert_layer=wait)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{where} does not hold costs of steps ({error}); run `penstock doctor` again, or remove it") from error
 

@@ -18,9 +18,9 @@ from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
+from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, goes_to_host, usual_activations, weights_room
 from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
-from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, goes_to_host, usual_activations, weights_room
 from penstock.kv.sizes import carrier_bytes, usual_tile
 from penstock.weights.passage import Link, Rates
 from penstock.weights.residency import ExpertRoom, Limits, Placement, padded, pass_order, predict, solve_model
