@@ -136,8 +136,8 @@ def command(
     anything would buy. MODEL is a config.json or a directory with one, of which nothing else is needed, or a shape that `bench` knows.
 
     Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of free memory. Rates, and what
-    a step costs beyond bytes, are as `penstock doctor` measured them here, if it did. Else rates are assumed, those of a desktop with a 24 GB
-    card or of a CPU where there is no GPU, and the device's time is a bound. Any flag replaces the figure it names.
+    a step costs beyond bytes, are as `penstock doctor` measured them here, if it did. Else rates are assumed, those of a desktop with a
+    24 GB card or of a CPU where there is no GPU, and the device's time is a bound. Any flag replaces the figure it names.
     """
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {picture}: its directory does not exist")
@@ -179,7 +179,8 @@ def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
 
 
 def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:
-    """All figures of a machine, by default this one, with those that were asked for in their place; and its usual step. Raises ConfigError."""
+    """All figures of a machine, by default this one, with those that were asked for in their place; and its usual step. `costs`: the file
+    that has its costs of steps. Raises ConfigError."""
     known = MACHINES[machine or USUAL]
     steps = read_costs(costs) if costs else None
     figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}

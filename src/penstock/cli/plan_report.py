@@ -179,7 +179,9 @@ def _machine(setting: Setting) -> list[str]:
     if setting.costs:
         steps = f"  Steps cost what they did on {setting.costs.device}, {setting.costs.measured}."
     else:
-        steps = "  What steps cost beyond bytes is not known: where the device binds, the pace is a bound; `penstock doctor` measures it on a GPU."
+        steps = (
+            "  What steps cost there was not measured: where the device binds, the pace is a bound. `penstock doctor` measures it on a GPU."
+        )
     return ["Machine", *_aligned(rows, "<><"), *(["  What is assumed, `penstock doctor` measures."] if assumed else []), steps]
 
 

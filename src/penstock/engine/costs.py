@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,7 +84,7 @@ class StepCosts:
         there = self.decode
         if rows <= there[0].rows:
             return there[0]
-        for low, high in zip(there, there[1:], strict=False):
+        for low, high in pairwise(there):
             if rows <= high.rows:
                 return _between(low, high, math.log(rows / low.rows) / math.log(high.rows / low.rows), round(rows))
         return there[-1]
@@ -101,16 +102,15 @@ class StepCosts:
                 raise ValueError(f"not of format {FORMAT}")
             decode = tuple(_numbers(DecodeCosts, one) for one in body.pop("decode"))
             prompt = _numbers(PromptCosts, body.pop("prompt"))
-            texts = {name: body.pop(name) for name in ("device", "dtype", "measured")}
-            rates = {name: float(body.pop(name)) for name in ("link_rate", "device_read", "compute")}
-            wait = float(body.pop("expert_layer"))
-            if body or not all(isinstance(value, str) for value in texts.values()):
+            texts = [body.pop(name) for name in ("device", "dtype", "measured")]
+            link, read, compute, wait = (float(body.pop(name)) for name in ("link_rate", "device_read", "compute", "expert_layer"))
+            if body or not all(isinstance(text, str) for text in texts):
                 raise ValueError("it has other fields")
-            if not 0 <= wait < math.inf or not all(0 < rate < math.inf for rate in rates.values()):
+            if not 0 <= wait < math.inf or not all(0 < rate < math.inf for rate in (link, read, compute)):
                 raise ValueError("it has numbers that cannot be")
             if not decode or [one.rows for one in decode] != sorted({one.rows for one in decode}):
                 raise ValueError("rows are not in order")
-            return cls(**texts, **rates, decode=decode, prompt=prompt, expert_layer=wait)
+            return cls(*texts, link, read, compute, decode, prompt, wait)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{where} does not hold costs of steps ({error}); run `penstock doctor` again, or remove it") from error
 
@@ -171,7 +171,7 @@ def _numbers(kind: type[DecodeCosts] | type[PromptCosts], body: object) -> Any:
     """A record of positive numbers; fixed seconds may be 0."""
     if not isinstance(body, dict) or set(body) != {field.name for field in fields(kind)}:
         raise ValueError(f"{kind.__name__} has other fields")
-    values = {name: int(value) if name == "rows" else float(value) for name, value in body.items()}
+    values: dict[str, Any] = {name: int(value) if name == "rows" else float(value) for name, value in body.items()}
     rates = {"rows", "weight_read", "expert_read", "kv_read", "products", "experts", "attention", "activations"}
     if not all(0 <= value < math.inf and (value > 0 or name not in rates) for name, value in values.items()):
         raise ValueError(f"{kind.__name__} has numbers that cannot be")
