@@ -12,8 +12,8 @@ from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass. tokens: computed in it. rows: tokens whose logits are wanted. By layer: pairs of a query and a key that it sees, bytes of KV
-    read, and bytes of KV that come over the link (`far`) where KV rests in host memory."""
+    """One pass. tokens: computed in it. rows: tokens whose logits are wanted. By layer: pairs of a query and a key that it sees, bytes
+    of KV read, and bytes of KV that come over the link (`far`) where KV rests in host memory."""
 
     tokens: float
     rows: float
