@@ -37,7 +37,7 @@ LAUNCHED = 640
 """Tokens of a prompt that is not replayed as a graph, and which the device computes faster than the host launches it."""
 KV_TOKENS = 64 * (2048 + 256)
 """Of all sequences together that are in KV at most."""
-SURE = 1.5
+SURE = 1.2
 """A prompt counts as the device's where it takes so many times what launching it does."""
 OUTPUT, REPEAT = 32, 3
 STREAMED_STEPS = 48
@@ -234,28 +234,28 @@ def fit(samples: Sequence[Sample], ceilings: Ceilings, device: str, dtype: str, 
 def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
     """Rates come from what one layer more takes, which leaves out what a step takes once; of layers that the device takes longer to compute
     than the host to launch."""
-    grown = [_Grown.of(few, many) for few, many in _pairs(samples)]
-    launched = [one for one in grown if one.context == LAUNCHED]
+    pairs = _pairs(samples)
+    launched = [_Grown.of(few, many) for few, many in pairs if few.context == LAUNCHED]
     # The narrowest model's: there the device has least to do for the same launches.
     dense = min((one.seconds for one in launched if not one.moe), default=0.0)
     mixed = min((one.seconds for one in launched if one.moe), default=0.0)
-    bound = [one for one in grown if one.context > LAUNCHED and one.seconds > SURE * (mixed if one.moe else dense)]
+    at_least = [one.seconds - one.launches[0] * dense - one.launches[1] * mixed for one in samples if one.context == LAUNCHED]
+    host_step = max(min(at_least, default=0.0), 0.0)
+
+    def is_the_devices(sample: Sample) -> bool:
+        launched = host_step + sample.launches[0] * dense + sample.launches[1] * mixed
+        return sample.context > LAUNCHED and sample.seconds > SURE * launched
+
+    bound = [_Grown.of(few, many) for few, many in pairs if is_the_devices(few) and is_the_devices(many)]
     slow = [0.0, 0.0, 0.0]
     if bound:
         rest = [one.seconds - one.work.activations / moved for one in bound]
         table = [[one.work.products, one.work.expert_products, one.work.attention] for one in bound]
         slow = _least_squares(table, rest, [one.seconds for one in bound])
     products, experts, attention = (_rate(each, _UNKNOWN) for each in slow)
-    costs = PromptCosts(products, experts, attention, moved, 0.0, 0.0, dense, mixed)
-    device, host = [], []
-    for sample in samples:
-        layers = sample.launches[0] * dense + sample.launches[1] * mixed
-        if sample.context == LAUNCHED:
-            host.append(sample.seconds - layers)
-        elif sample.seconds > SURE * layers and sample.layers > 1:
-            device.append(sample.seconds - prompt_seconds(costs, sample.work))
-    step = max(statistics.median(device), 0.0) if device else 0.0
-    return replace(costs, step=step, host_step=max(min(host), 0.0) if host else 0.0)
+    costs = PromptCosts(products, experts, attention, moved, 0.0, host_step, dense, mixed)
+    rest = [sample.seconds - prompt_seconds(costs, sample.work) for sample in samples if is_the_devices(sample)]
+    return replace(costs, step=max(statistics.median(rest), 0.0) if rest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,15 +102,15 @@ class StepCosts:
                 raise ValueError(f"not of format {FORMAT}")
             decode = tuple(_numbers(DecodeCosts, one) for one in body.pop("decode"))
             prompt = _numbers(PromptCosts, body.pop("prompt"))
-            texts = [body.pop(name) for name in ("device", "dtype", "measured")]
+            device, dtype, measured = (body.pop(name) for name in ("device", "dtype", "measured"))
             link, read, compute, wait = (float(body.pop(name)) for name in ("link_rate", "device_read", "compute", "expert_layer"))
-            if body or not all(isinstance(text, str) for text in texts):
+            if body or not all(isinstance(text, str) for text in (device, dtype, measured)):
                 raise ValueError("it has other fields")
             if not 0 <= wait < math.inf or not all(0 < rate < math.inf for rate in (link, read, compute)):
                 raise ValueError("it has numbers that cannot be")
             if not decode or [one.rows for one in decode] != sorted({one.rows for one in decode}):
                 raise ValueError("rows are not in order")
-            return cls(*texts, link, read, compute, decode, prompt, wait)
+            return cls(device, dtype, measured, link, read, compute, decode, prompt, wait)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{where} does not hold costs of steps ({error}); run `penstock doctor` again, or remove it") from error
 
