@@ -20,10 +20,12 @@ CONTEXT = 4096
 
 HEAD = f"""# Ten models on five machines
 
-What `penstock plan` forecasts, written by `tools/plan_table.py`: bfloat16, one sequence of {CONTEXT:,} tokens. Nothing on this page was
-measured but the figures of the H200. Weights are placed by the functions that a boot uses, and a pass takes as long as disk, link and
-device hold each other up. What starting kernels costs is not counted: models that are resident decode slower than this, the smaller the
-more; those that stream wait for bytes and hide it.
+What `penstock plan` forecasts, written by `tools/plan_table.py`: bfloat16, one sequence of {CONTEXT:,} tokens. Weights are placed by the
+functions that a boot uses, and a pass takes as long as disk, link and device hold each other up.
+
+On `h100` and `h200` the device's time follows from costs of steps that `penstock doctor` measured there: launches, and the rates at which
+kernels read and compute. They were fitted to models of a few layers and then held against whole models: see below. On the other machines
+nothing was measured. There the device's time is a bound, and models that are resident are slower, the smaller the more.
 
 A cell has tokens/s of decoding, what they are bound by, and tokens/s of taking in a prompt. The disk and the link bind what does not fit,
 the device's own memory what does. Of a mixture of experts only those move that a token chose.
