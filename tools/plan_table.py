@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, SHAPES = ROOT / "docs" / "plans.md", ROOT / "benchmarks" / "shapes"
 CONTEXT = 4096
 
-HEAD = f"""# Ten models on five machines
+HEAD = f"""# Ten models on six machines
 
 What `penstock plan` forecasts, written by `tools/plan_table.py`: bfloat16, one sequence of {CONTEXT:,} tokens. Weights are placed by the
 functions that a boot uses, and a pass takes as long as disk, link and device hold each other up.

@@ -1,6 +1,7 @@
 """Every setting of an engine, read once, checked, frozen. Derived numbers live in the budget, not here."""
 
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -119,6 +120,15 @@ def debug_requested() -> bool:
 def terminal_kind() -> str:
     """What TERM says of the terminal; "dumb", which can only be written to line by line, where it says nothing."""
     return os.environ.get("TERM") or "dumb"
+
+
+def source_commit() -> str | None:
+    """The commit of these sources that PENSTOCK_COMMIT names, for a copy of them without git's history; a plus sign behind it says that
+    files differ. None if it is not set. Raises ConfigError if it is no commit."""
+    said = os.environ.get("PENSTOCK_COMMIT", "").strip()
+    if said and not re.fullmatch(r"[0-9a-f]{7,40}\+?", said):
+        raise ConfigError(f"PENSTOCK_COMMIT={said} is no commit; give what `git rev-parse HEAD` prints, with a + behind it if files differ")
+    return said or None
 
 
 @dataclass(frozen=True, slots=True)
