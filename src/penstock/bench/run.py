@@ -135,8 +135,8 @@ def _sized(job: Job, spec: ModelSpec, device: torch.device) -> tuple[Work, Confi
 def _measure(
     kind: Kind, booted: Booted, work: Work, layouts: tuple[GroupLayout, ...], rate: float, shard: Shard
 ) -> tuple[Times, Bound, float | None]:
-    """The times, what bounds them, and bytes of weights that came to the device in a timed decode step. layouts: of the whole model; each rank
-    reads and computes its part of it at `rate`, which is one device's."""
+    """The times, what bounds them, and bytes of weights that came to the device in a timed decode step. layouts: of the whole model; each
+    rank reads and computes its part of it at `rate`, which is one device's."""
     spec, dtype = booted.spec, booted.dtype
     if kind is Kind.PREFILL:
         times = measure.prefill(booted, work)
