@@ -181,7 +181,7 @@ def test_no_size_between_two_that_start_is_refused(more: dict[str, object]) -> N
             machine = {"device_memory": total, "host_memory": total + rng.choice((8, 128, 1024)) * MIB}
         chosen = {name: rng.choice(values) for name, values in SIZES.items()}
         for name, values in SIZES.items():
-            values = sorted(values, key=lambda value: float("inf") if value is None else value)  # noqa: PLW2901
+            values = sorted(values, key=lambda value: float("inf") if value is None else value)
             found = [boots(layouts, spec, layout, total, **machine, **chosen | {name: value}, **more) for value in values if value]
             first = found.index(True) if True in found else len(found)
             last = len(found) - found[::-1].index(True) if True in found else len(found)

@@ -12,6 +12,7 @@
         DeviceError
             PinningError              memory/arena.py
             Closed                    parallel/channel.py
+        StepMemoryError
         EngineClosedError
         StoreError                    kv/segments.py
             StoreLocked               kv/segments.py
@@ -64,6 +65,10 @@ class BudgetError(PenstockError):
 
 class DeviceError(PenstockError):
     """A device that was asked for and is not there, or that failed."""
+
+
+class StepMemoryError(PenstockError):
+    """A step that takes more memory than the device has. The engine tries smaller ones, and ends a request that fits into none of them."""
 
 
 class EngineClosedError(PenstockError):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.base.errors import DeviceError
+from penstock.base.units import format_size
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -19,6 +21,8 @@ _MOST_OUTSIDE = 1 << 30
 """What a CUDA context takes at most; what is missing beyond that belongs to other processes."""
 _TABLES = 512
 """Host memory is mapped for the device in pages of 4096 bytes, each of which takes 8 there."""
+_SHORT = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""How torch says that memory has run out where it raises no error of its own for that."""
 _MODULES = 256 << 20
 """Kernels that are loaded later."""
 
@@ -91,6 +95,27 @@ def lift_cap(device: torch.device) -> None:
     """Undo cap_memory."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def shortage(fault: BaseException, device: torch.device) -> str:
+    """A sentence on how a step has run out of the device's memory, if that is what this fault of torch or numpy says; else nothing."""
+    text = str(fault)
+    if isinstance(fault, torch.OutOfMemoryError | MemoryError):
+        pass
+    elif not isinstance(fault, RuntimeError) or not any(sign in text for sign in _SHORT):
+        return ""
+    asked = re.search(r"allocate ([\d.]+ [KMGT]?i?[Bb]\w*)", text)
+    there = f", of which {format_size(free_memory(device))} are free" if device.type == "cpu" else _allowed(text, device)
+    return (
+        f"{device} has too little memory for a step{f', which asked for {asked[1]} more' if asked else ''}{there}; "
+        f"allow more device memory, or fewer tokens or sequences a step"
+    )
+
+
+def _allowed(text: str, device: torch.device) -> str:
+    cap = re.search(r"([\d.]+ [KMGT]iB) allowed", text)
+    taken = f"{format_size(torch.cuda.memory_reserved(device))} are taken"
+    return f"; {taken}" + (f" of {cap[1]} allowed" if cap else "")
 
 
 def _cgroup_limit() -> int:
