@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -220,7 +220,7 @@ def _booted(case: Case, device: torch.device) -> Iterator[Booted]:
     layouts = group_layouts(model.spec, model.names, case.dtype)
     total = sum(map(padded, layouts))
     limits = Limits(int(total * case.resident), total) if case.resident < 1 else None
-    with patch.object(experts, "expert_kernels", lambda: None) if case.plain else suppress():
+    with patch.object(experts, "expert_kernels", lambda: None) if case.plain else nullcontext():
         booted = boot(config, model, override=Override(limits=limits))
         try:
             assert booted.weights.stats().streams == (case.resident < 1), "what should stream stays, or the other way round"
@@ -263,9 +263,8 @@ def main() -> int:
     for case in ON_GPU if device.type == "cuda" else ON_CPU:
         found.append(measured(case, max(round(options.routings * case.share), 1), device))
         one = found[-1]
-        print(
-            f"{one.case}: {sum(one.routings.values())} routings in {one.seconds:.0f} s, {one.peak / 2**20:.1f} MiB at most of {one.counted / 2**20:.1f} counted"
-        )
+        peak, counted = one.peak / 2**20, one.counted / 2**20
+        print(f"{one.case}: {sum(one.routings.values())} in {one.seconds:.0f} s, {peak:.1f} MiB at most of {counted:.1f} counted")
     done = sum(sum(one.routings.values()) for one in found)
     print(f"{done} routings, {'all within' if all(one.within for one in found) else 'BEYOND'} the budget")
     if options.out:

@@ -619,8 +619,9 @@ class Scheduler:
 
     def narrow(self, plan: Plan) -> RequestId | None:
         """The step of this plan was too large for the memory: the next ones have at most half of its tokens and requests. After some that
-        succeed they have twice as much again, and later each time that this was too much. To be followed by `recover`. Returns a request whose smallest step does not fit, and that is to be stopped.
-        """
+        succeed they have twice as much again, and later each time that this was too much.
+
+        To be followed by `recover`. Returns a request whose smallest step does not fit, and that is to be stopped."""
         least = max(2, self.limits.block_size) if self.host.blocks else 1
         if len(plan.shares) == 1 and plan.tokens <= least:
             return self._by_row[plan.shares[0].row].id
