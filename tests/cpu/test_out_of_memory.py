@@ -138,12 +138,12 @@ def test_of_several_ranks_all_end() -> None:
 
 
 def test_a_largest_step_that_does_not_fit_is_refused_at_the_start() -> None:
-    with (
-        too_large(lambda plan: True),
-        patch.object(Decoder, "_feed_forward", lambda *_: torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8)),
-    ):
-        with pytest.raises(BudgetError, match="the largest step does not fit: cpu has too little memory"):
-            LLM(tiny.checkpoint("llama"), **SETTINGS)  # type: ignore[arg-type]
+    def fed(*_: object) -> Tensor:
+        return torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8)
+
+    match = "the largest step does not fit: cpu has too little memory"
+    with patch.object(Decoder, "_feed_forward", fed), pytest.raises(BudgetError, match=match):
+        LLM(tiny.checkpoint("llama"), **SETTINGS)  # type: ignore[arg-type]
 
 
 def test_other_faults_are_none_of_it() -> None:
