@@ -27,7 +27,7 @@ def test_it_has_as_many_tokens_and_sequences_as_a_step_may_have() -> None:
         rows = [share.row for share in plan.shares]
         assert rows == list(range(len(rows)))
         assert len(rows) <= sequences
-        assert all(0 <= share.start and share.stop <= length and share.tokens for share in plan.shares)
+        assert all(share.start >= 0 and share.stop <= length and share.tokens for share in plan.shares)
         assert [len(share.tokens) > 1 for share in plan.shares] == sorted(len(share.tokens) > 1 for share in plan.shares)
 
 
