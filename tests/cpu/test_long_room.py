@@ -1,21 +1,31 @@
 """How much host memory and disk KV gets, by arithmetic alone."""
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.arch.layout import KVLayout
+import tiny
+from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
+from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.bench.shapes import SHAPES
 from penstock.engine import settling
+from penstock.engine.boot import boot
+from penstock.engine.budget import Demand, divide, least_activations, weights_room
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
+from penstock.kv.diskpool import record_bytes
 from penstock.kv.hostpool import HostPool
+from penstock.kv.segments import StoreError, least_cap, sizes
 from penstock.memory.arena import Arena, PinningError
 from penstock.sched.rules import Limits
 from penstock.step.plan import HostBlockId
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.residency import padded
 from penstock.weights.shape import Shape
 
 CPU = torch.device("cpu")
@@ -116,3 +126,96 @@ def test_steps_are_longer_where_there_is_room(
     config = Config(Path(), device="cuda", device_memory=asked, tensor_parallel=ranks)
     assert settling.choose_limits(config, spec, torch.device("cuda")).max_step_tokens == tokens
     assert settling.choose_limits(replace(config, max_step_tokens=512), spec, torch.device("cuda")).max_step_tokens == 512
+
+
+def boots(layouts: Sequence[GroupLayout], spec: ModelSpec, layout: KVLayout, total: int, **settings: object) -> bool:
+    """Whether all arithmetic of a start on a CPU finds room: for KV, for the store of blocks, and for weights beside them."""
+    config = Config(Path(), device="cpu", **settings)  # type: ignore[arg-type]
+    limits = Limits(layout.block_size, config.max_step_tokens or 512, 4, config.max_length or 4096)
+    activations = least_activations(spec, "float32", limits.max_step_tokens, limits.max_sequences)
+    try:
+        far = long_room(config, spec, limits, layout, CPU, total, sum(map(padded, layouts)) + activations)
+        if far is not None and far.store_bytes:
+            sizes(far.store_bytes, far.layout.block_bytes)
+        if far is not None and config.host_memory is None:
+            total -= far.host_bytes
+        demand = Demand(
+            activations=activations + (far.device_bytes if far else 0),
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            useful_blocks=4 * -(-limits.max_length // layout.block_size),
+            fixed_blocks=config.kv_blocks,
+            length=None if far else config.max_length,
+        )
+        room = weights_room(total, layouts, demand, host_is_device=config.host_memory is None)
+        divide(total, room, demand)
+    except (BudgetError, StoreError):
+        return False
+    return True
+
+
+KIB = 1 << 10
+SIZES = {
+    "host_kv_memory": [32 * KIB << power for power in range(13)] + [3 * MIB, 5 * MIB + 1, 20 * MIB, 33 * MIB, 100 * MIB],
+    "disk_kv_memory": [32 * KIB << power for power in range(16)] + [200_000_000, 64 * MIB + 300 * KIB, 64 * MIB + 1, 7 * MIB + 1, 10**13],
+    "kv_blocks": [1, 2, 3, 5, 8, 16, 64, 1000, None],
+    "max_length": [100, 4096, 4097, 8192, 20_000, 32_768, 131_072],
+}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"kv_store": "off"}, {"attention_policy": "topk:4"}, {"attention_policy": "topk:4", "kv_store": "off"}]
+)
+def test_no_size_between_two_that_start_is_refused(more: dict[str, object]) -> None:
+    """For 60 machines, one size after another goes through all its values: those that start are neighbours, and of the disk's
+    every one beyond the least, unless policies hold bounds of its blocks in memory."""
+    spec = Shape.of(dict(SHAPES["100M"])).spec
+    layouts = group_layouts(spec, None, "float32")
+    weights, rng = sum(map(padded, layouts)), random.Random(0)
+    started = 0
+    for _ in range(60):
+        layout = kv_layout(spec, "float32", rng.choice((1, 16, 64, 128)))
+        total = weights + rng.choice((64, 200, 1000)) * MIB
+        machine: dict[str, object] = {}
+        if rng.random() < 0.5:
+            machine = {"device_memory": total, "host_memory": total + rng.choice((8, 128, 1024)) * MIB}
+        chosen = {name: rng.choice(values) for name, values in SIZES.items()}
+        for name, values in SIZES.items():
+            values = sorted(values, key=lambda value: float("inf") if value is None else value)
+            found = [boots(layouts, spec, layout, total, **machine, **chosen | {name: value}, **more) for value in values if value]
+            first = found.index(True) if True in found else len(found)
+            last = len(found) - found[::-1].index(True) if True in found else len(found)
+            if name == "disk_kv_memory" and "attention_policy" not in more:
+                last = len(found)
+            assert all(found[first:last]), f"{name}: {found} of {values}, {chosen}, {machine}, {total}, {layout}"
+            started += sum(found)
+    assert started > 800
+
+
+def test_what_long_contexts_leave_of_the_disk_may_be_too_little_for_a_store(tmp_path: Path) -> None:
+    layout = kv_layout(Checkpoint.open(tiny.checkpoint("llama")).spec, "float32", 8)
+    needed, host = 400 // 8, 3
+    own = (needed - host) * layout.layers * record_bytes(layout)
+    said = list[str]()
+    for more, store in ((0, False), (1000, False), (least_cap(layout.block_bytes) - 1, False), (least_cap(layout.block_bytes), True)):
+        config = Config(
+            tiny.checkpoint("llama"),
+            device="cpu",
+            dtype="float32",
+            max_length=400,
+            beyond_trained=True,
+            block_size=8,
+            max_step_tokens=24,
+            kv_blocks=8,
+            host_kv_memory=host * layout.block_bytes,
+            disk_kv_memory=own + more,
+            kv_directory=tmp_path / str(more),
+        )
+        booted = boot(config, Checkpoint.open(config.model), say=said.append)
+        try:
+            assert booted.engine.scheduler.host.blocks == needed
+            assert (booted.engine.scheduler.tiers.disk is not None) is store
+            assert ("keep no blocks for later" in " ".join(said)) is (bool(more) and not store)
+        finally:
+            booted.engine.close()
+            said.clear()

@@ -195,3 +195,35 @@ def test_what_is_not_there_is_noticed() -> None:
         "~/.penstock",
     ):
         assert not known(token, TOUR)
+
+
+def errors() -> dict[str, tuple[str, str]]:
+    """Every public error of the package: the one that it is a kind of, and the file that it is in."""
+    classes = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                for base in node.bases:
+                    classes[node.name] = base.id if isinstance(base, ast.Name) else "", path.relative_to(SOURCE).as_posix()
+
+    def is_ours(name: str) -> bool:
+        return name == "PenstockError" or (name in classes and is_ours(classes[name][0]))
+
+    return {name: known for name, known in classes.items() if is_ours(known[0]) and not name.startswith("_")}
+
+
+def test_every_error_is_in_the_tree_and_in_the_readme() -> None:
+    tree: dict[str, tuple[str, str]] = {}
+    above: list[str] = []
+    for depth, name, where in re.findall(r"^((?:    )+)(\w+) *([\w/]+\.py)?$", ast.get_docstring(_errors_file(), clean=False) or "", re.M):
+        level = len(depth) // 4 - 1
+        above[level:] = [name]
+        if level:
+            tree[name] = above[level - 1], where or "base/errors.py"
+    assert tree == errors()
+    section = README.read_text().split("\n## Errors\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", section)) >= errors().keys()
+
+
+def _errors_file() -> ast.Module:
+    return ast.parse((SOURCE / "base" / "errors.py").read_text())

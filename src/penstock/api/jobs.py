@@ -40,6 +40,7 @@ class Sequel:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
+    error: str = ""
     cached: tuple[int, int, int] = (0, 0, 0)
     """Prompt tokens that were found; those that came from the host, and from disk."""
 
@@ -48,6 +49,8 @@ class Sequel:
         if event.prompt_logprobs:
             self.prompt_logprobs.extend(event.prompt_logprobs)
         if event.token is None:
+            if event.finish is not None:
+                self._break_off(event)
             return False
         if event.cached:
             self.cached = event.cached, event.cached_host, event.cached_disk
@@ -69,9 +72,16 @@ class Sequel:
         self.deltas.append(Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ()))
         return stopped
 
+    def _break_off(self, event: Event) -> None:
+        """The output ends without another token."""
+        self.finish, self.error = event.finish, event.fault
+        text = self.detokenizer.finish() if self.detokenizer is not None else ""
+        self.text.append(text)
+        self.deltas.append(Delta(text, (), self.finish, self.index))
+
     def output(self) -> Output:
         logprobs = None if self.sampling.logprobs is None else tuple(self.logprobs)
-        return Output(self.index, "".join(self.text), tuple(self.tokens), self.finish or FinishReason.ABORT, logprobs)
+        return Output(self.index, "".join(self.text), tuple(self.tokens), self.finish or FinishReason.ABORT, logprobs, self.error)
 
 
 @dataclass(slots=True)

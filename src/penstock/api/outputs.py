@@ -17,6 +17,8 @@ class Output:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each token, where they were asked for."""
+    error: str = ""
+    """Why it was broken off, where the finish reason is `error` and that is known."""
 
 
 @dataclass(frozen=True, slots=True)

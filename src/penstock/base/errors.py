@@ -1,4 +1,34 @@
-"""The tree of errors: every fault a user can cause or meet, each saying what was asked, what is there, what to try."""
+"""The tree of errors: every fault a user can cause or meet, each saying what was asked, what is there, what to try.
+
+    PenstockError
+        ConfigError
+        CheckpointError
+        UnsupportedModelError
+        RequestError
+            LengthError
+            StructureError
+                CrowdedError          api/structures.py
+        BudgetError
+        DeviceError
+            PinningError              memory/arena.py
+            Closed                    parallel/channel.py
+        StepMemoryError
+        EngineClosedError
+        StoreError                    kv/segments.py
+            StoreLocked               kv/segments.py
+            StoreFull                 kv/store.py
+        LostKV                        kv/diskpool.py
+        ReadError                     memory/disk.py
+        PackError                     weights/packing.py
+        BusyError                     server/desk.py
+        DeadlineError                 server/desk.py
+        FieldError                    server/wire/requests.py
+        NotKeptError                  server/kept.py
+        LostError                     server/fleet/errands.py
+
+Those without a file are here; the others stand where they are raised. Most of the others are turned into one of these, or into an HTTP
+status, before anybody sees them.
+"""
 
 
 class PenstockError(Exception):
@@ -35,6 +65,10 @@ class BudgetError(PenstockError):
 
 class DeviceError(PenstockError):
     """A device that was asked for and is not there, or that failed."""
+
+
+class StepMemoryError(PenstockError):
+    """A step that takes more memory than the device has. The engine tries smaller ones, and ends a request that fits into none of them."""
 
 
 class EngineClosedError(PenstockError):

@@ -135,9 +135,7 @@ def _steps(device: torch.device, dtype: str, cache: Path, quick: bool, again: bo
     say("measuring what steps cost, once, in about a minute and a half")
     found = calibrate(device, dtype, say=say)
     keep_costs(found.costs, file)
-    say(
-        f"kept in {file}; of {len(found.samples)} steps measured half are predicted within {found.typical:.1%}, all within {found.worst:.0%}"
-    )
+    say(f"kept in {file}; half of {len(found.samples)} steps are predicted within {found.typical:.1%}, all within {found.worst:.0%}")
     return found.costs
 
 

@@ -29,6 +29,8 @@ class Output:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason = FinishReason.ABORT
     """Until it ends otherwise."""
+    error: str = ""
+    """Why it was broken off, where that is known."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,8 @@ def follow(
             show(delta)
         answer.end = answer.end or perf_counter() - begin
     completion = stream.completion
+    for output, ended in zip(answer.outputs, completion.outputs, strict=True):
+        output.error = ended.error
     answer.weights, kv = weights.stats().since(before), engine.kv_stats()
     answer.kv = kv.since(kv_before) if kv and kv_before else None
     answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs

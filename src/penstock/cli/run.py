@@ -124,7 +124,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)
     if any(output.finish is FinishReason.ERROR for output in answer.outputs):
-        raise RequestError("an answer is broken off: its form could not be kept to any further, or the model's logits were not numbers")
+        why = "its form could not be kept to any further, or the model's logits were not numbers"
+        raise RequestError(f"an answer is broken off: {next((output.error for output in answer.outputs if output.error), why)}")
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:

@@ -16,7 +16,7 @@ from penstock.arch.bounds import doubles_at
 from penstock.arch.shards import Shard, local_spec
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
-from penstock.base.errors import DeviceError
+from penstock.base.errors import BudgetError, DeviceError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size
 from penstock.engine.budget import Budget, Demand, divide, least_activations, weights_room
@@ -31,7 +31,7 @@ from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.kv.pool import KVPool
 from penstock.kv.segments import StoreLocked
 from penstock.kv.store import BlockStore
-from penstock.memory.device import choose_device, give_back, lift_cap, peak_of
+from penstock.memory.device import choose_device, give_back, lift_cap, peak_of, shortage
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
@@ -309,10 +309,17 @@ def _early(settled: Settled) -> bool:
 
 
 def _activation_peak(settled: Settled, runner: Runner) -> int:
-    """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again."""
+    """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again.
+
+    On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's memory. Routings of a
+    mixture need not be tried: what its rows take is allocated by the number of tokens alone. On a CPU what was found counts twice: a heap
+    from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one step takes.
+    """
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
-    kinds = {(spec.windows[layer], spec.is_moe(layer)): layer for layer in reversed(range(spec.layers))}
-    layers = tuple(sorted(kinds.values()))
+    kinds = dict[tuple[int | None, bool], list[int]]()
+    for layer in range(spec.layers):
+        kinds.setdefault((spec.windows[layer], spec.is_moe(layer)), []).append(layer)
+    layers = tuple(sorted(layer for those in kinds.values() for layer in those[: 2 if device.type == "cuda" else 1]))
     # In a process that has freed memory before, a CPU's peak can hide in it: never count less than what is plainly there.
     peak = least_activations(spec, settled.dtype, limits.max_step_tokens, limits.max_sequences)
     for room in (None, far) if far else (None,):
@@ -327,17 +334,27 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
             }
             plan = largest_step(**sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
             # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
-            peak = max(peak, peak_of(device, partial(runner.run, plan, layers)))
+            peak = max(peak, _peak(device, partial(runner.run, plan, layers)))
             if device.type == "cuda" and room is None:  # Kernels are compiled now, not in the midst of a request.
                 for plan in small_steps(**sizes):
-                    peak = max(peak, peak_of(device, partial(runner.run, plan)))
+                    peak = max(peak, _peak(device, partial(runner.run, plan)))
         finally:
             runner.detach()
             if carrier is not None:
                 carrier.close()
         del carrier
         give_back(device)
-    return peak
+    return peak if device.type == "cuda" else 2 * peak
+
+
+def _peak(device: torch.device, work: Callable[[], object]) -> int:
+    """Bytes that a step takes. Raises BudgetError if there is no memory for it, even without weights and KV."""
+    try:
+        return peak_of(device, work)
+    except Exception as fault:
+        if not (short := shortage(fault, device)):
+            raise
+    raise BudgetError(f"the largest step does not fit: {short}")
 
 
 def _placed(

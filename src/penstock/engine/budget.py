@@ -130,9 +130,16 @@ def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_seq
 
 
 def least_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
-    """Bytes that the largest step takes by the shape alone: what enters and leaves a layer's widest products, and the logits."""
+    """Bytes that the largest step takes by the shape alone: what enters and leaves a layer's widest products, and the logits.
+
+    In a mixture each token passes through top_k experts, whichever they are: a row of each expert's width and a row of its output for
+    every pair of a token and an expert.
+    """
     inner = max(spec.intermediate_size, spec.query_size)
-    return max_step_tokens * (2 * spec.hidden_size + 2 * inner) * DTYPE_BYTES[dtype] + max_sequences * spec.vocab_size * 4
+    wide = 2 * spec.hidden_size + 2 * inner
+    if spec.moe is not None:
+        wide = max(wide, 2 * spec.hidden_size + spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size))
+    return max_step_tokens * wide * DTYPE_BYTES[dtype] + max_sequences * spec.vocab_size * 4
 
 
 def divide(total: int, weights: int, demand: Demand) -> Budget:

@@ -14,6 +14,7 @@ from penstock.engine.placing import host_room
 from penstock.kv.carrier import Disk, chosen_bytes, staging_bytes
 from penstock.kv.chosen import Policies, sketch_layout
 from penstock.kv.diskpool import record_bytes
+from penstock.kv.segments import least_cap
 from penstock.kv.sizes import carrier_bytes, usual_tile
 from penstock.memory.device import free_memory, total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
@@ -39,6 +40,8 @@ class LongRoom:
     """Behind host memory: more of the same, in a file that lives as long as the process."""
     store_bytes: int = 0
     """Of disk, for blocks that outlive the process."""
+    unused_bytes: int = 0
+    """Of disk: what long contexts leave, where that is less than a store of such blocks needs; then there is none."""
     policies: Policies | None = None
     most_blocks: int = 0
     """Of a sequence."""
@@ -46,9 +49,23 @@ class LongRoom:
     @property
     def host_bytes(self) -> int:
         staging = staging_bytes(self.layout, self.tile_tokens, self.chunk_tokens) if self.disk else 0
-        sketch = sketch_layout(self.layout, self.policies.bits).bytes if self.policies else 0
-        sketches = sketch * self.layout.layers * (self.blocks + self.on_disk)
+        sketches = self._sketch_bytes * (self.blocks + self.on_disk)
         return self.blocks * self.layout.block_bytes + staging * (2 if self.policies else 1) + sketches
+
+    @property
+    def _sketch_bytes(self) -> int:
+        """Host memory for the sketches of a block's keys, by which policies choose; 0 without policies."""
+        return sketch_layout(self.layout, self.policies.bits).bytes * self.layout.layers if self.policies else 0
+
+    def within(self, there: int) -> "LongRoom":
+        """The same in at most `there` bytes of host memory: with fewer blocks on the host and, where the sketches of those on disk alone
+        take too much, fewer on disk. It has no blocks on the host if there is no room for one."""
+        each, sketches = self.layout.block_bytes + self._sketch_bytes, self._sketch_bytes
+        room = self
+        if self.disk and sketches:
+            beside = there - self.host_bytes + self.blocks * each + self.on_disk * sketches - each
+            room = replace(room, disk=replace(self.disk, blocks=max(min(self.on_disk, beside // sketches), 1)))
+        return replace(room, blocks=room.blocks - max(-(-(room.host_bytes - there) // each), 0))
 
     @property
     def on_disk(self) -> int:
@@ -65,6 +82,9 @@ class LongRoom:
         disk = f"{format_size(self.on_disk * self.layout.layers * record_bytes(self.layout))} on disk for {more:,} more; " if more else ""
         if self.store_bytes:
             disk += f"{format_size(self.store_bytes)} on disk keep blocks for later; "
+        if self.unused_bytes:
+            least = format_size(least_cap(self.layout.block_bytes))
+            disk += f"{format_size(self.unused_bytes)} left on disk keep no blocks for later, which takes {least} or more; "
         return (
             f"{format_size(self.host_bytes)} of host memory hold KV{kind} for {tokens:,} tokens; {disk}"
             f"{format_size(self.device_bytes)} of the device for tiles of {self.tile_tokens:,} tokens and chunks of {self.chunk_tokens:,}"
@@ -114,10 +134,11 @@ def long_room(
         on_disk = _whole_blocks(wanted, block, "disk", size)
         if keeps(config):
             on_disk = min(on_disk, max(needed - room.blocks, 0))
-            room = replace(room, store_bytes=wanted - on_disk * block)
+            left = wanted - on_disk * block
+            room = replace(room, store_bytes=left) if left >= least_cap(layout.block_bytes) else replace(room, unused_bytes=left)
         if on_disk:
             room = replace(room, disk=Disk(on_disk, config.kv_directory.expanduser()))
-    room = replace(room, blocks=room.blocks - max(-(-(room.host_bytes - there) // layout.block_bytes), 0))
+    room = room.within(there)
     if room.blocks < 1:
         raise BudgetError(
             f"what KV needs of host memory beside its blocks, {format_size(room.host_bytes - room.blocks * layout.block_bytes)}, leaves "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.base.errors import DeviceError, EngineClosedError
+from penstock.base.errors import DeviceError, EngineClosedError, StepMemoryError
 from penstock.base.garbage import no_collection
 from penstock.base.meter import Direction, KVStats, MissedStats, Passes, TierStats
 from penstock.kv.diskpool import LostKV
@@ -92,6 +92,8 @@ class Engine:
         """Whether a step has begun and neither ended nor been recovered from: an interrupt may also strike while that is done."""
         self._flight: tuple[Plan, Step] | None = None
         """Begun by the last step, and to be committed by the next."""
+        self._planned: Plan | None = None
+        """The last that was given to the ranks."""
         self._steps = self._computed = self._output = 0
         self._passes = Passes()
         self._cold = self._sent = 0
@@ -112,7 +114,8 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One step for all requests. Interrupted while planning or computing, or when KV does not come back as it was, all of them start
-        anew with the next step and lose nothing; after any other failure, also of taking in results, the engine serves no more.
+        anew with the next step and lose nothing. So they do when the device has too little memory for a step, in smaller ones. After any
+        other failure, also of taking in results, the engine serves no more.
 
         Where ranks compute by themselves the next step is begun first, and then the events of the one before it are returned: while a step
         is computed the next is planned, and what the last has yielded is looked at.
@@ -137,6 +140,8 @@ class Engine:
             _LOG.warning("%s; all requests are computed anew", lost)
             self._recover(ranks)
             return []
+        except StepMemoryError as short:
+            return self._shrink(ranks, short)
         except BaseException as fault:
             self._fail(fault)
             raise
@@ -156,6 +161,7 @@ class Engine:
         ended = []
         if plan.shares or plan.transfers or plan.forget or (flight is None and self.scheduler.tiers.moving):
             self._cold = self.scheduler.host.blocks - self.scheduler.host.available
+            self._planned = plan
             step = ranks.begin(plan)
             if plan.shares and ranks.ahead and self.scheduler.may_run_ahead:
                 self.scheduler.run_ahead(plan)
@@ -217,6 +223,29 @@ class Engine:
                 self.tend(_LAST)
         finally:
             self.close()
+
+    def _shrink(self, ranks: Ranks, short: StepMemoryError) -> list[Event]:
+        """After a step that was too large for the memory: the same requests have smaller ones, and lose nothing. If what was too large is
+        the smallest step of a single request, that one ends."""
+        plan = self._planned
+        if plan is None or not plan.shares:
+            self._fail(short)
+            raise short
+        request = self.scheduler.narrow(plan)
+        self._recover(ranks)
+        if request is None:
+            tokens, requests = self.scheduler.narrowed or (0, 0)
+            _LOG.warning(
+                "%s; a step of %d tokens of %d requests is tried again with at most %d of %d",
+                short, plan.tokens, len(plan.shares), tokens, requests,
+            )  # fmt: skip
+            return []
+        self.scheduler.stop(request, FinishReason.ERROR)
+        fault = (
+            f"{short}; a request ends here, since its step of {plan.tokens} tokens at position {plan.shares[0].start} does not fit alone"
+        )
+        _LOG.error("%s", fault)
+        return [Event(request, finish=FinishReason.ERROR, fault=fault)]
 
     def _recover(self, ranks: Ranks) -> None:
         self._flight = None

@@ -191,16 +191,24 @@ class Sizes:
     entries: int
 
 
+_JOURNAL = 4 * ENTRY_BYTES
+"""Bytes of the journal for a slot: three entries, and one in a new journal beside it."""
+
+
+def least_cap(record_bytes: int) -> int:
+    """The smallest cap in bytes that `sizes` accepts: two segments of one record, and what does not grow."""
+    return _FIXED + 2 * (planned_bytes(1, record_bytes) + _JOURNAL)
+
+
 def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
-    """Raises StoreError if the cap is too small for two segments of one record."""
+    """How the cap is cut up. Raises StoreError if it is below `least_cap`."""
     slots = min(max(min(SEGMENT_BYTES, cap_bytes // SEGMENTS) // _pages(record_bytes), 1), MOST_SLOTS)
-    journal = 4 * ENTRY_BYTES
-    segments = (cap_bytes - _FIXED) // (planned_bytes(slots, record_bytes) + slots * journal)
+    segments = (cap_bytes - _FIXED) // (planned_bytes(slots, record_bytes) + slots * _JOURNAL)
     if segments < 2:
-        least = format_size(_FIXED + 2 * (planned_bytes(1, record_bytes) + journal))
+        least = format_size(least_cap(record_bytes))
         raise StoreError(f"{format_size(cap_bytes)} is too little for KV in records of {format_size(record_bytes)}; allow {least} or more")
     count = segments * slots
-    return Sizes(slots, cap_bytes - _FIXED - count * journal, max((segments - 1) * slots * 7 // 8, 1), 3 * count + 512)
+    return Sizes(slots, cap_bytes - _FIXED - count * _JOURNAL, max((segments - 1) * slots * 7 // 8, 1), 3 * count + 512)
 
 
 @dataclass(slots=True)

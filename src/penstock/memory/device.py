@@ -1,9 +1,12 @@
 """The machine's memory as the engine sees it: which device, how much there is, and how much a piece of work takes at its peak."""
 
+import ctypes
 import gc
 import os
+import re
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.base.errors import DeviceError
+from penstock.base.units import format_size
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -19,6 +23,8 @@ _MOST_OUTSIDE = 1 << 30
 """What a CUDA context takes at most; what is missing beyond that belongs to other processes."""
 _TABLES = 512
 """Host memory is mapped for the device in pages of 4096 bytes, each of which takes 8 there."""
+_SHORT = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""How torch says that memory has run out where it raises no error of its own for that."""
 _MODULES = 256 << 20
 """Kernels that are loaded later."""
 
@@ -81,16 +87,41 @@ def cap_memory(device: torch.device, size: int, pinned: int) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Return what torch keeps for reuse to the device: what comes next is sized to the last byte."""
+    """Return what torch keeps for reuse to the device: what comes next is sized to the last byte. On a CPU the C library's heap keeps it,
+    which has a call for that on Linux."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    else:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def lift_cap(device: torch.device) -> None:
     """Undo cap_memory."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def shortage(fault: BaseException, device: torch.device) -> str:
+    """A sentence on how a step has run out of the device's memory, if that is what this fault of torch or numpy says; else nothing."""
+    text = str(fault)
+    if isinstance(fault, torch.OutOfMemoryError | MemoryError):
+        pass
+    elif not isinstance(fault, RuntimeError) or not any(sign in text for sign in _SHORT):
+        return ""
+    asked = re.search(r"allocate ([\d.]+ [KMGT]?i?[Bb]\w*)", text)
+    there = f", of which {format_size(free_memory(device))} are free" if device.type == "cpu" else _allowed(text, device)
+    return (
+        f"{device} has too little memory for a step{f', which asked for {asked[1]} more' if asked else ''}{there}; "
+        f"allow more device memory, or fewer tokens or sequences a step"
+    )
+
+
+def _allowed(text: str, device: torch.device) -> str:
+    cap = re.search(r"([\d.]+ [KMGT]iB) allowed", text)
+    taken = f"{format_size(torch.cuda.memory_reserved(device))} are taken"
+    return f"; {taken}" + (f" of {cap[1]} allowed" if cap else "")
 
 
 def _cgroup_limit() -> int:

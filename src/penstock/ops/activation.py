@@ -1,5 +1,6 @@
 """The gate of a feed-forward: SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,3 +14,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return result
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def silu_mul_into(gate_up: Tensor, out: Tensor) -> Tensor:
+    """`silu_mul` in memory that is there: `out` `[tokens, inner]` is written and returned, and gate_up overwritten."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.mul(F.silu(gate, inplace=True), up, out=out)

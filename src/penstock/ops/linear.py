@@ -25,6 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     if x.shape[0] > _FEW_ROWS:
+        if out is not None and bias is None:
+            return torch.mm(x, weight.t(), out=out)
         y = F.linear(x, weight, bias)
     else:
         y = _few_rows_float32(x, weight) if x.dtype == torch.float32 else _few_rows_half(x, weight)

@@ -45,6 +45,9 @@ _AHEAD = 4
 _EARLY = 2
 """Tokens before a request would be too long for the device it becomes long: its newest one still has a place there, and the next not."""
 
+_SMOOTH, _SMOOTHEST = 8, 4096
+"""Steps after which twice as much is tried again, where one was too large for the memory; twice as many each time that it was, and at
+most."""
 _LOOKED_AT = 8
 """Requests in the queue for which one in the midst of its prompt makes room, at most."""
 
@@ -63,6 +66,8 @@ class Event:
     cached_host: int = 0
     cached_disk: int = 0
     """Those of them that had to come from the host, and from the disk."""
+    fault: str = ""
+    """Why it ended, where that is a fault of its own and comes without a token."""
 
 
 class Scheduler:
@@ -120,6 +125,10 @@ class Scheduler:
         """Pages that are nobody's but are read by orders: held until the step is committed."""
         self._flights: deque[list[Request]] = deque()
         """Of plans that are not committed yet, whose the shares are."""
+        self._step_tokens, self._step_rows = limits.max_step_tokens, limits.max_sequences
+        """Most tokens and requests of a step: fewer than the limits for a while after one was too large for the memory."""
+        self._smooth, self._wait = 0, 0
+        """Steps since then, and before more is tried."""
         self.preemptions = 0
         self.wrong = 0
         """Answers that ended because logits were not numbers."""
@@ -270,9 +279,7 @@ class Scheduler:
         than one in the midst of its prompt, and nobody waits for that one.
         """
         running = self._running
-        budget = self.limits.max_step_tokens - sum(
-            [len(request.tokens) - request.computed == 1 for request in running if not request.ending]
-        )
+        budget = self._step_tokens - sum([len(request.tokens) - request.computed == 1 for request in running if not request.ending])
         before = self.preemptions
         position, whole = 0, False
         while position < len(running):
@@ -366,7 +373,7 @@ class Scheduler:
 
         Whose prompt comes from another tier is admitted without tokens. whole: whether tokens are only for prompts that they finish.
         """
-        while self._waiting and self._rows:
+        while self._waiting and self._rows and len(self._running) < self._step_rows:
             request = self._waiting[0]
             self._reuse(request)
             room = self._has_room(request)
@@ -395,7 +402,7 @@ class Scheduler:
 
         Who is admitted without tokens is not held back by the tokens of a step, and has one in each as soon as its blocks have come."""
         yet = any(map(self._needs.is_chunk, (*self._running, *newcomers)))
-        return yet and len(self._running) + self.limits.block_size > self.limits.max_step_tokens
+        return yet and len(self._running) + self.limits.block_size > self._step_tokens
 
     def _has_room(self, request: Request) -> bool:
         """Whether there are blocks for a newcomer's whole length, on the device and on the host.
@@ -610,6 +617,34 @@ class Scheduler:
         """Drop all cached KV, on the device and beyond. Returns how many blocks were given up."""
         return self.tiers.forget() + self.ledger.forget() + self.host.forget()
 
+    def narrow(self, plan: Plan) -> RequestId | None:
+        """The step of this plan was too large for the memory: the next ones have at most half of its tokens and requests. After some that
+        succeed they have twice as much again, and later each time that this was too much.
+
+        To be followed by `recover`. Returns a request whose smallest step does not fit, and that is to be stopped."""
+        least = max(2, self.limits.block_size) if self.host.blocks else 1
+        if len(plan.shares) == 1 and plan.tokens <= least:
+            return self._by_row[plan.shares[0].row].id
+        self._step_tokens, self._step_rows = max(plan.tokens // 2, least), max(len(plan.shares) // 2, 1)
+        self._smooth, self._wait = 0, min(max(2 * self._wait, _SMOOTH), _SMOOTHEST)
+        return None
+
+    @property
+    def narrowed(self) -> tuple[int, int] | None:
+        """Most tokens and requests of a step, if these are fewer than the limits since one was too large for the memory."""
+        now, most = (self._step_tokens, self._step_rows), (self.limits.max_step_tokens, self.limits.max_sequences)
+        return None if now == most else now
+
+    def _widen(self) -> None:
+        """A step has succeeded."""
+        self._smooth += 1
+        if self._smooth >= self._wait:
+            self._smooth = 0
+            self._step_tokens = min(2 * self._step_tokens, self.limits.max_step_tokens)
+            self._step_rows = min(2 * self._step_rows, self.limits.max_sequences)
+            if self.narrowed is None:
+                self._wait = 0
+
     def recover(self, landed: Sequence[Landed] = ()) -> None:
         """After a step cut short, perhaps while it was planned, and when nothing is under way any more: only KV that committed steps have
         written to the host is trusted, and all requests start anew, each in its turn. landed: the last of what was under way."""
@@ -640,6 +675,8 @@ class Scheduler:
         for transfer, names, right in self.tiers.landed(outcome.landed):
             self._arrivals.take_in(transfer, names, right)
         if plan.shares:
+            if self.narrowed is not None:
+                self._widen()
             work = plan.tokens + sum([rates.work(share.start, len(share.tokens)) - len(share.tokens) for share in plan.runs])
             rates.stepped(work, plan.tokens, outcome.seconds, any(share.sample for share in plan.shares))
         self.ledger.release(self._leaving)

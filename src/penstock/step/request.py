@@ -20,7 +20,8 @@ class FinishReason(StrEnum):
     """max_tokens or the end of the context."""
     ABORT = "abort"
     ERROR = "error"
-    """Its structure could not be followed any further, or the model's logits were not numbers: it is not what was asked for."""
+    """Its structure could not be followed any further, the model's logits were not numbers, or the device has too little memory for its
+    smallest step: it is not what was asked for."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,9 +8,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from penstock.base.errors import StepMemoryError
 from penstock.kv.carrier import Carrier
 from penstock.kv.pool import KVPool
-from penstock.memory.device import lift_cap
+from penstock.memory.device import give_back, lift_cap, shortage
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.ops.attention import PAST_TILE
@@ -106,8 +107,14 @@ class Runner:
         return self._device.type == "cuda"
 
     def begin(self, plan: Plan) -> "Begun":
-        """Do what the plan says, or have it done."""
-        return self._begin(plan, None)
+        """Do what the plan says, or have it done. Raises StepMemoryError if the device has too little memory for it; see `settle`."""
+        try:
+            return self._begin(plan, None)
+        except Exception as fault:
+            if not (short := shortage(fault, self._device)):
+                raise
+        # Raised out here: whatever the step has allocated would live as long as what was raised within it.
+        raise StepMemoryError(short)
 
     def run(self, plan: Plan, layers: tuple[int, ...] | None = None) -> Outcome:
         """Do what the plan says and report it. `layers`: run only these, to measure."""
@@ -140,6 +147,7 @@ class Runner:
         """After a step that was broken off: wait for all that is under way. What came of transfers."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        give_back(self._device)
         if self._carrier is None or self._carrier.transfers is None:
             return ()
         return self._carrier.transfers.settle()
@@ -244,24 +252,29 @@ def small_steps(*, max_step_tokens: int, max_sequences: int, max_length: int, bl
 
 
 def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int, cold: bool = False) -> Plan:
-    """The step that takes the most memory: every sequence sampling with a sorted vocabulary, one long run with a tile of past and
-    log-probabilities of its prompt, rows with as much past as a device without a paged kernel gathers at a time, all tokens.
+    """The step that takes the most memory: as many tokens and as many sequences as a step may have, each sampling with a sorted vocabulary.
 
-    Every block of it is block 0, so it needs a pool of one block and leaves nothing behind. With `cold` the run's past and itself rest in
-    host memory.
+    The tokens are in as few runs as hold them, each of at most max_length; the last has a tile of past, as far as its length allows, and
+    log-probabilities of its prompt. Rows have as much past as a device without a paged kernel gathers at a time.
+
+    Every block of it is block 0, so it needs a pool of one block and leaves nothing behind. With `cold` the last run's past and itself rest
+    in host memory.
     """
-    singles = min(max_sequences - 1, max_step_tokens - 1)
-    count = min(max_step_tokens - singles, max_length)
-    start = min(past, max_length - count)
+    runs = min(max(-(-(max_step_tokens - max_sequences) // max(max_length - 1, 1)), 1), max_sequences)
+    singles = min(max_sequences - runs, max_step_tokens - 1)
     row_past = min(ROW_KEYS // max(singles, 1), past, max_length) - 1
     shares = [_warm_share(row, row_past, 1, block_size) for row in range(singles)]
-    run = replace(_warm_share(singles, start, count, block_size), next_prompt_tokens=(0,) * min(count - 1, _HEAD_ROWS))
+    whole = [_warm_share(singles + run, 0, max_length, block_size) for run in range(runs - 1)]
+    count = min(max_step_tokens - singles - len(whole) * max_length, max_length)
+    start = min(past, max_length - count)
+    run = _warm_share(singles + len(whole), start, count, block_size)
+    run = replace(run, next_prompt_tokens=(0,) * min(count - 1, _HEAD_ROWS))
     if cold:
         begin = start - start % block_size
         blocks = (begin + count) // block_size
         stop = blocks * block_size
         run = replace(run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks)
-    shares.append(run)
+    shares += [*whole, run]
     admissions = tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares)
     return Plan(admissions, tuple(shares))
 
