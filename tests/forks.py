@@ -24,13 +24,24 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_HEAVY = ("numpy", "torch", "torch.distributed", "tokenizers", "safetensors.torch", "starlette.applications", "uvicorn", "jinja2", "rich.console")
+_HEAVY = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "tokenizers",
+    "safetensors.torch",
+    "starlette.applications",
+    "uvicorn",
+    "jinja2",
+    "rich.console",
+)
 _AT_START = ("PYTHON", "LANG", "LC_", "LD_", "OMP_", "MKL_", "KMP_", "CUDA", "TORCH", "TRITON", "NCCL")
 """What an environment has of these, an interpreter or a library looks at when it starts."""
+_PATH = "PYTHONPATH"
+"""Of these the one that changes nothing but where modules are looked for, which is seen to in the new process."""
 _PR_SET_CHILD_SUBREAPER = 36
 _FAR = 512
 """File descriptors above all that are passed on by their numbers."""
@@ -50,6 +61,10 @@ class _Stem:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def close(self) -> None:
+        self._line.close()
+        self._process.wait()
+
     def fork(self, order: Mapping[str, object], files: Sequence[int]) -> int:
         """The new process's number."""
         data = json.dumps(order).encode()
@@ -58,6 +73,7 @@ class _Stem:
         return int.from_bytes(_read(self._line, 8), "little")
 
 
+_PYTHON = sys.executable
 _stems: dict[tuple[tuple[str, str], ...], _Stem] = {}
 _forking = threading.Lock()
 _Real = subprocess.Popen
@@ -66,11 +82,13 @@ _Real = subprocess.Popen
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """Forked if it can be: a list of this Python, `-c` or `-m`, and what is behind that."""
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> None:
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any
+    ) -> None:
         _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, gid, gids, uid, umask, session, *others = more
         words = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
         plain = not shell and executable is None and preexec_fn is None and close_fds and (gid, gids, uid, umask) == (None, None, None, -1)
-        if not plain or words[:1] != [sys.executable] or words[1:2] not in (["-c"], ["-m"]) or any(one not in (-1, None) for one in others):
+        if not plain or words[:1] != [_PYTHON] or words[1:2] not in (["-c"], ["-m"]) or any(one not in (-1, None) for one in others):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
             return
         environment = {os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()}
@@ -86,26 +104,48 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         }
         self.pid = _fork(order, [*standard, *pass_fds], environment)
         self._child_created = True
-        for end, other in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)):
-            if end != -1 and other != -1:
-                os.close(end)
-        if (null := getattr(self, "_devnull", None)) is not None:
-            os.close(null)
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def run(command: Sequence[str], **more: Any) -> "subprocess.CompletedProcess[Any]":
+    """As subprocess.run with what it captures."""
+    with Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def ready() -> None:
+    """From now on nothing is there, once a process has gone, that was not there before it came."""
+    for environment in (os.environ, {**os.environ, "OMP_NUM_THREADS": "1"}):
+        with _forking:
+            _stem(environment)
+
+
+def close() -> None:
+    """End what others are forked from; they go on."""
+    while _stems:
+        _stems.popitem()[1].close()
 
 
 def _fork(order: Mapping[str, object], files: Sequence[int], environment: Mapping[str, str]) -> int:
-    kind = tuple(sorted(item for item in environment.items() if item[0].startswith(_AT_START)))
     libc = ctypes.CDLL(None)
     with _forking:
-        stem = _stems.get(kind)
-        if stem is None or not stem.alive:
-            rest = {name: value for name, value in os.environ.items() if not name.startswith(_AT_START)}
-            stem = _stems[kind] = _Stem({**rest, **dict(kind)})
+        stem = _stem(environment)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             return stem.fork(order, files)
         finally:
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _stem(environment: Mapping[str, str]) -> _Stem:
+    """What processes of this environment are forked from."""
+    kind = tuple(sorted(item for item in environment.items() if item[0].startswith(_AT_START) and item[0] != _PATH))
+    stem = _stems.get(kind)
+    if stem is None or not stem.alive:
+        rest = {name: value for name, value in os.environ.items() if not name.startswith(_AT_START)}
+        stem = _stems[kind] = _Stem({**rest, **dict(kind)})
+    return stem
 
 
 def _read(line: socket.socket, size: int) -> bytes:
@@ -167,7 +207,7 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> tuple[str, str]:
     os.environ.update(order["environment"])
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # They look at what they are when they are made.
         usual, screen = getattr(sys, name), os.isatty(number)
-        raw = open(number, "rb" if number == 0 else "wb", closefd=False)
+        raw = os.fdopen(number, "rb" if number == 0 else "wb", closefd=False)
         lines = screen or number == 2
         stream = io.TextIOWrapper(raw, usual.encoding, usual.errors, newline=None if number == 0 else "\n", line_buffering=lines)
         setattr(sys, name, stream)
@@ -176,7 +216,8 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> tuple[str, str]:
     signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
     kind, what, *words = order["words"]
     sys.argv = [kind, *words]
-    sys.path[0] = order["folder"] if kind == "-m" else ""
+    here = order["folder"] if kind == "-m" else ""
+    sys.path[:1] = [here, *filter(None, os.environ.get(_PATH, "").split(os.pathsep))]
     return kind, what
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import forks
 from streams import LONG
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "device_memory": "600MiB", "max_sequences": 4}
@@ -39,7 +40,7 @@ class Server:
     def __init__(self, log: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
+            self.process = forks.Popen(
                 [sys.executable, *self.python, "serve", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

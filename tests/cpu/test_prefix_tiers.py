@@ -24,6 +24,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import far
+import forks
 import tiny
 from far import SETTINGS, Ask, Line, layout_of, lines
 from penstock import LLM
@@ -502,7 +503,7 @@ def test_killed_at_any_time_no_wrong_token_comes_of_it(tmp_path: Path) -> None:
     settings |= {"host_kv_memory": place.host * layout.block_bytes, "disk_kv_memory": "1400KiB", "kv_directory": str(tmp_path)}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([sys.executable, "-c", KILLED], env=environment, **pipes) as zygote:  # type: ignore[call-overload]
+    with forks.Popen([sys.executable, "-c", KILLED], env=environment, **pipes) as zygote:  # type: ignore[call-overload]
         print(json.dumps([PROMPTS, str(tiny.checkpoint("llama")), settings]), file=zygote.stdin, flush=True)
         for kill in range(KILLS):
             print(kill, file=zygote.stdin, flush=True)

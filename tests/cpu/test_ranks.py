@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import forks
 from crews import CPU, NOTHING, Sum, Sums, _there, absent, children, led, nothing_left, order, work
 from penstock.base.config import launched
 from penstock.base.errors import ConfigError, DeviceError
@@ -488,7 +489,7 @@ def _python(
 ) -> Iterator["subprocess.Popen[str]"]:
     """A Python that can import what tests share, killed in the end."""
     paths = {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
+    process = forks.Popen(
         [sys.executable, *arguments],
         env={**os.environ, **paths, **(environment or {})},
         stdin=stdin,

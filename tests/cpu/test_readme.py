@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 
+import forks
 import tiny
 from parity import GREEDY, WITH_PROMPT, measure
 from penstock import LLM
@@ -163,7 +164,7 @@ def test_the_server_answers_as_readme_says(tmp_path: Path) -> None:
     serve, ask = [filled(line) for line in commands(README) if SERVED in line or line.startswith("curl")]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
     words = [sys.executable, "-c", ENTRY, *shlex.split(serve.replace("--port 8000", "--port 0 --device-memory 1GiB"))[1:]]
-    with subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as server:
+    with forks.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
             said = next(line for line in server.stderr if line.startswith("serving my-model at "))

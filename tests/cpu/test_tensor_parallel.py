@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+import forks
 import tiny
 from penstock import LLM, Completion, SamplingParams
 from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineClosedError
@@ -43,6 +44,7 @@ def as_one(found: Sequence[Completion], name: str) -> None:
 
 
 def children() -> set[int]:
+    forks.ready()
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
