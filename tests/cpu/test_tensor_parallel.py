@@ -26,7 +26,7 @@ from penstock.weights.residency import Limits
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 5}
 GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=0)
-USUAL = ["llama_biases", "llama_tied", "mistral", "qwen2_windows", "qwen3_moe_dense_layer"]
+USUAL = ["llama_biases", "qwen2_windows", "qwen3_moe_dense_layer"]
 """One of each kind; the others' parts are those of tests/cpu/test_sharded.py."""
 EVERY = sorted(set(tiny.CASES) - {"llama_dynamic"}) if tiny.THOROUGH else USUAL
 
