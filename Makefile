@@ -15,7 +15,7 @@ SAY := printf '\n\033[1m== %s\033[0m\n'
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts format bench setup clean
+.PHONY: help demo test faults check lint types contracts format bench setup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,10 @@ demo: $(RUNTIME) ## set up what is missing and generate text with the shipped mo
 test: $(DEV) ## set up what is missing and run every test
 	@$(SAY) 'tests ($(WORKERS) workers, one thread each; GPU tests are skipped without a GPU)'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+faults: $(DEV) ## plant faults in copies of the project, and see that tests find them
+	@$(SAY) 'planted faults ($(WORKERS) at a time)'
+	$(BIN)/python tools/planted_faults.py --jobs $(WORKERS) $(ARGS)
 
 check: lint types contracts ## style, types and who may import whom
 

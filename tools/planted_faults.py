@@ -105,6 +105,7 @@ class Copy:
             with self._output.open("w") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
+            sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)
             os.chdir(self.path)
             source = str(self.path / "src")
             os.environ["PYTHONPATH"], sys.path[:0] = source, [source]
@@ -125,6 +126,7 @@ class Copy:
 
 def planted(faults: Sequence[Fault], folder: Path, jobs: int) -> Iterator[dict[str, object]]:
     """What came of each, as they end; `jobs` at a time, each in a copy of its own."""
+    folder.mkdir(exist_ok=True)
     free = [Copy(folder / str(number)) for number in range(min(jobs, len(faults)))]
     busy: dict[int, tuple[Copy, Fault]] = {}
     left = deque(faults)
