@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def names_in(file: str) -> frozenset[str]:
             names.add(node.name)
         elif isinstance(node, ast.ClassDef):
             names |= {node.name, *(f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef))}
+        elif isinstance(node, ast.Assign):  # A machine of Hypothesis's is a test by another name.
+            names |= {f"{target.id}::runTest" for target in node.targets if isinstance(target, ast.Name)}
     return frozenset(names)
 
 
@@ -31,14 +34,24 @@ def test_there_are_enough() -> None:
     assert len(FAULTS) >= 200
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_each_can_be_planted(fault: Fault) -> None:
-    assert fault.flaw(ROOT) is None
-    ast.parse((ROOT / fault.file).read_text().replace(fault.old, fault.new))
+def flaws(fault: Fault) -> Iterator[str]:
+    """What keeps it from being planted, or from being looked for."""
+    if flaw := fault.flaw(ROOT):
+        yield flaw
+        return
+    try:
+        ast.parse((ROOT / fault.file).read_text().replace(fault.old, fault.new))
+    except SyntaxError as error:
+        yield f"it is no Python: {error}"
     for test in fault.tests:
         file, _, name = test.partition("::")
-        assert (ROOT / file).is_file(), test
-        assert not name or name.split("[")[0] in names_in(file), test
+        if not (ROOT / file).is_file() or (name and name.split("[")[0] not in names_in(file)):
+            yield f"there is no test {test}"
+
+
+def test_all_can_be_planted() -> None:
+    """What stands there has been changed, or a test was renamed: change the table too, and plant the fault (make faults ARGS=NAME)."""
+    assert [f"{fault.name}: {flaw}" for fault in FAULTS for flaw in flaws(fault)] == []
 
 
 def test_it_is_planted_and_taken_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
