@@ -206,10 +206,11 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> tuple[str, str]:
     os.environ.clear()
     os.environ.update(order["environment"])
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # They look at what they are when they are made.
-        usual, screen = getattr(sys, name), os.isatty(number)
-        raw = os.fdopen(number, "rb" if number == 0 else "wb", closefd=False)
-        lines = screen or number == 2
-        stream = io.TextIOWrapper(raw, usual.encoding, usual.errors, newline=None if number == 0 else "\n", line_buffering=lines)
+        usual, direct = getattr(sys, name), number != 0 and bool(sys.flags.unbuffered)
+        raw = os.fdopen(number, "rb" if number == 0 else "wb", 0 if direct else -1, closefd=False)
+        lines = not direct and (os.isatty(number) or number == 2)
+        ends = None if number == 0 else "\n"
+        stream = io.TextIOWrapper(raw, usual.encoding, usual.errors, newline=ends, line_buffering=lines, write_through=direct)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)

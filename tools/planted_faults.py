@@ -166,7 +166,8 @@ def main() -> int:
     unknown = set(asked.names) - {fault.name for fault in every}
     if unknown:
         parser.error(f"there is no fault {', '.join(sorted(unknown))}; --list names all")
-    faults = [fault for fault in every if not asked.names or fault.name in asked.names]
+    named = {fault.name: fault for fault in every}
+    faults = [named[name] for name in dict.fromkeys(asked.names)] or every
     if asked.list:
         for fault in faults:
             print(f"{fault.name:32} {fault.file:44} {' '.join(fault.tests)}")
