@@ -38,7 +38,7 @@ _HEAVY = (
     "jinja2",
     "rich.console",
 )
-_AT_START = ("PYTHON", "LANG", "LC_", "LD_", "OMP_", "MKL_", "KMP_", "CUDA", "TORCH", "TRITON", "NCCL")
+_AT_START = ("PYTHON", "MALLOC_", "LANG", "LC_", "LD_", "OMP_", "MKL_", "KMP_", "CUDA", "TORCH", "TRITON", "NCCL")
 """What an environment has of these, an interpreter or a library looks at when it starts."""
 _PATH = "PYTHONPATH"
 """Of these the one that changes nothing but where modules are looked for, which is seen to in the new process."""
@@ -206,11 +206,11 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> tuple[str, str]:
     os.environ.clear()
     os.environ.update(order["environment"])
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # They look at what they are when they are made.
-        usual, direct = getattr(sys, name), number != 0 and bool(sys.flags.unbuffered)
+        usual, direct = getattr(sys, name), number != 0 and usual.write_through
         raw = os.fdopen(number, "rb" if number == 0 else "wb", 0 if direct else -1, closefd=False)
         lines = not direct and (os.isatty(number) or number == 2)
         ends = None if number == 0 else "\n"
-        stream = io.TextIOWrapper(raw, usual.encoding, usual.errors, newline=ends, line_buffering=lines, write_through=direct)
+        stream = io.TextIOWrapper(raw, usual.encoding, usual.errors, newline=ends, line_buffering=lines, write_through=usual.write_through)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)

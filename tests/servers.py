@@ -36,11 +36,12 @@ class Server:
     """The command, started at once; what it says on stderr is in a file."""
 
     python: Sequence[str] = ("-m", "penstock")
+    popen: type["subprocess.Popen[bytes]"] = forks.Popen
 
     def __init__(self, log: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         with log.open("wb") as file:
-            self.process = forks.Popen(
+            self.process = self.popen(
                 [sys.executable, *self.python, "serve", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
