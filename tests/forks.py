@@ -206,7 +206,8 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> tuple[str, str]:
     os.environ.clear()
     os.environ.update(order["environment"])
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # They look at what they are when they are made.
-        usual, direct = getattr(sys, name), number != 0 and usual.write_through
+        usual = getattr(sys, name)
+        direct = number != 0 and usual.write_through
         raw = os.fdopen(number, "rb" if number == 0 else "wb", 0 if direct else -1, closefd=False)
         lines = not direct and (os.isatty(number) or number == 2)
         ends = None if number == 0 else "\n"

@@ -125,7 +125,7 @@ class TestDecodeInOneLaunch:
     def test_half_precisions(self, dtype: torch.dtype) -> None:
         check_joined([200, 17, 64], dtype=dtype, dim=64, block_size=32)
 
-    @pytest.mark.parametrize("window", [None, 1, 17, 64])
+    @pytest.mark.parametrize("window", [None, 17])
     def test_rows_of_padding_answer_zero(self, window: int | None) -> None:
         check_joined([0, 0, 137, 0, 250, 0], window=window)
         check_joined([0, 0], window=window)
@@ -301,7 +301,7 @@ class TestFoldTile:
         assert torch.equal(lse[1::2], before[1][1::2])
 
     @pytest.mark.parametrize("queries", [1, 2, 3, 5, 8])
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1)])
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 1)])
     def test_queries_and_groups(self, queries: int, heads: int, kv_heads: int) -> None:
         self.check(queries, 75, heads, kv_heads, 16)
 
