@@ -9,6 +9,7 @@ Why it is a child of the caller's: it is forked by a child of that process which
 (PR_SET_CHILD_SUBREAPER); it begins only when that has come about.
 """
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -233,3 +234,5 @@ def _run(kind: str, what: str) -> None:
 
 if __name__ == "__main__":
     _run(*_serve(socket.socket(fileno=int(sys.argv[1]))))
+else:
+    atexit.register(close)

@@ -16,4 +16,3 @@ def _quick_followers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crew, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}))
         yield
-    forks.close()
