@@ -17,7 +17,7 @@ SAY := printf '\n\033[1m== %s\033[0m\n'
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all fuzz check lint types contracts format bench setup clean
+.PHONY: help demo test test-all fuzz faults check lint types contracts format bench setup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,10 @@ test-all: $(ALL) ## install a browser, node packages, Ray and schemathesis too, 
 fuzz: $(DEV) ## compare random small models with transformers for SECONDS (an hour)
 	@$(SAY) 'random models, against transformers ($(SECONDS) seconds)'
 	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz_transformers.py --ranks --seconds $(SECONDS) $(ARGS)
+
+faults: $(DEV) ## plant faults in copies of the project, and see that tests find them
+	@$(SAY) 'planted faults ($(WORKERS) at a time)'
+	$(BIN)/python tools/planted_faults.py --jobs $(WORKERS) $(ARGS)
 
 check: lint types contracts ## style, types and who may import whom
 

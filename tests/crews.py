@@ -14,6 +14,7 @@ from unittest.mock import patch
 import psutil
 import torch
 
+import forks
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew, launch
@@ -148,6 +149,7 @@ def children() -> list[int]:
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
     """No process, thread, descriptor, port or name is there that was not there before."""
+    forks.ready()
     before = _there()
     yield
     late = time.monotonic() + LONG

@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,8 @@ class Rest:
 
 class Watched(Server):
     """One that tells its tasks when asked, by a signal, and has then given back the memory that it does not need."""
+
+    popen = subprocess.Popen  # Of one that was forked the memory grows by what it has of the other's and comes to use.
 
     def __init__(self, folder: Path, *flags: str, files: int = 0, **patience: float) -> None:
         """files: that it may open, if not as many as others. patience: the seconds that penstock.server.connection names, where they are

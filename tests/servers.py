@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import forks
 from streams import LONG
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "device_memory": "600MiB", "max_sequences": 4}
@@ -35,11 +36,12 @@ class Server:
     """The command, started at once; what it says on stderr is in a file."""
 
     python: Sequence[str] = ("-m", "penstock")
+    popen: type["subprocess.Popen[bytes]"] = forks.Popen
 
     def __init__(self, log: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
+            self.process = self.popen(
                 [sys.executable, *self.python, "serve", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
+import forks
 import tiny
 from penstock import LLM, Completion, Output, PenstockError, SamplingParams, Structure
 from penstock.base.errors import (
@@ -328,7 +328,8 @@ def test_a_closed_engine() -> None:
 
 
 FORKED = """
-import os, sys
+import os, sys, warnings
+warnings.simplefilter("ignore")
 from penstock import LLM, PenstockError, SamplingParams
 greedy = SamplingParams(temperature=0, max_tokens=4)
 with LLM(sys.argv[1], device="cpu", dtype="float32", max_length=64, tensor_parallel=int(sys.argv[2])) as llm:
@@ -352,8 +353,8 @@ with LLM(sys.argv[1], device="cpu", dtype="float32", max_length=64, tensor_paral
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_process_that_was_forked_has_no_engine(ranks: int) -> None:
     """Nor does it take that of the other away."""
-    arguments = [sys.executable, "-W", "ignore", "-c", FORKED, str(tiny.checkpoint("llama")), str(ranks)]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    arguments = [sys.executable, "-c", FORKED, str(tiny.checkpoint("llama")), str(ranks)]
+    result = forks.run(arguments, text=True)
     assert (result.stdout, result.stderr) == ("EngineClosedError True\n" * 2 + "the same\n", "")
 
 

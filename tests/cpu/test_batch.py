@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+import forks
 from penstock import LLM, SamplingParams
 from penstock.api import structures
 from penstock.base.errors import ConfigError
@@ -158,7 +158,7 @@ def test_a_run_that_was_killed_goes_on(llm: LLM, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock", "batch", str(source), str(target), "--quiet", *FEW]
     seen = 0
     for _ in range(2):
-        with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        with forks.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
             late = time.monotonic() + 3 * LONG
             while (not target.exists() or target.read_bytes().count(b"\n") <= seen) and process.poll() is None:
                 assert time.monotonic() < late

@@ -30,6 +30,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+import forks
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.config import Config
 from penstock.base.meter import WeightStats
@@ -621,7 +622,7 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
         code = f"from penstock.engine import placing; from penstock.memory import probe; {QUICK}; {CALL}" if quick else CALL
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": term}
         environment.pop("PENSTOCK_DEBUG", None)
-        started.append(subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, **streams))
+        started.append(forks.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, **streams))
         return started[-1]
 
     yield call

@@ -20,26 +20,26 @@ FEW = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 
 def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "needle.json", tmp_path / "needle.png"
-    asked = ["--lengths", "2048,512", "--depths", "5", "--samples", "2", "--out", str(out), "--picture", str(picture)]
+    asked = ["--lengths", "2048,512", "--depths", "3", "--samples", "1", "--out", str(out), "--picture", str(picture)]
     assert main(["eval", "needle", *asked, *FEW]) == 0
     shown = capsys.readouterr()
     report = json.loads(out.read_text())
     cells = report["cells"]
-    assert [(cell["length"], cell["depth"]) for cell in cells] == [(n, d) for n in (512, 2048) for d in (0, 0.25, 0.5, 0.75, 1)]
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [(n, d) for n in (512, 2048) for d in (0, 0.5, 1)]
     for length in (512, 2048):
         scores = [cell["score"] for cell in cells if cell["length"] == length]
         assert sum(scores) / len(scores) >= 0.95
         assert re.search(rf"^ +{length:,} .* to 100\.0%$", shown.out, re.MULTILINE)
-        assert f"single: 10 prompts of {length - 64:,} tokens\n" in shown.err
-    assert report["prompts"] == 20
-    assert report["prompt_tokens"] == 10 * (512 + 2048 - 2 * 64)
+        assert f"single: 3 prompts of {length - 64:,} tokens\n" in shown.err
+    assert report["prompts"] == 6
+    assert report["prompt_tokens"] == 3 * (512 + 2048 - 2 * 64)
     assert (report["eval"], report["text"], report["chat"], report["dtype"]) == ("needle", "generated", True, "float32")
     assert report["machine"]["torch"]
     with Image.open(picture) as image:
         assert image.format == "PNG"
 
 
-@pytest.mark.parametrize("asked", [["needle", "--depths", "2"], ["ruler", "--depths", "1", "--tasks", "keys"]])
+@pytest.mark.parametrize("asked", [["needle", "--depths", "1"], ["ruler", "--depths", "1", "--tasks", "keys"]])
 def test_contexts_beyond_the_device_score_as_those_on_it(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*more: str) -> dict[str, object]:
         assert main(["eval", *asked, "--lengths", "1024", "--samples", "1", *FEW, "--json", *more]) == 0
@@ -60,7 +60,7 @@ def test_contexts_beyond_the_device_score_as_those_on_it(asked: list[str], tmp_p
 
 
 def test_what_is_not_exact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--lengths", "512,1024", "--depths", "3", "--samples", "1", "--json", "--kv-tile", "128", "--kv-blocks", "24"]
+    few = ["--lengths", "512,1024", "--depths", "1", "--samples", "1", "--json", "--kv-tile", "128", "--kv-blocks", "24"]
     policy = ["--host-kv-dtype", "fp8", "--attention-policy", "topk:2", "--prefill-policy", "vertical_slash:2,4", "--missed-limit", "0.5"]
     found = []
     for more in ([], policy):

@@ -29,6 +29,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forks
 from penstock.base.meter import KVStats, WeightStats
 from penstock.cli import live as module
 from penstock.cli.live import (
@@ -520,7 +521,7 @@ def running(terminal: Terminal, script: str, **more: object) -> Iterator["subpro
     """A Python of its own, with the three standard streams in the terminal."""
     environment: Mapping[str, str] = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
     streams = {"stdin": terminal.theirs, "stdout": terminal.theirs, "stderr": terminal.theirs} | more
-    process = subprocess.Popen([sys.executable, "-c", PROLOGUE + script], env=environment, **streams)  # type: ignore[call-overload]
+    process = forks.Popen([sys.executable, "-c", PROLOGUE + script], env=environment, **streams)  # type: ignore[call-overload]
     try:
         yield process
     finally:

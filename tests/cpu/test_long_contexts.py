@@ -38,7 +38,12 @@ STREAMS = {Line: ["copy_rows", "copy_pieces", "wait", "mark"], Caller: ["copy", 
 def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is full of NaN before anything is written there."""
     clean = arena._mapped
-    monkeypatch.setattr(arena, "_mapped", lambda size: clean(size).fill_(255))
+
+    def dirty(size: int) -> tuple[arena._Mapping, torch.Tensor]:
+        mapping, memory = clean(size)
+        return mapping, memory.fill_(255)
+
+    monkeypatch.setattr(arena, "_mapped", dirty)
 
 
 # ---- whatever the sizes

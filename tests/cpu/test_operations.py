@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 collected = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs OpenTelemetry")
 
+import forks  # noqa: E402
 from penstock.cli.main import main  # noqa: E402
 from penstock.server.watching import telemetry  # noqa: E402
 from penstock.server.watching.logs import JsonLines, TextLines, logged, note  # noqa: E402
@@ -98,7 +99,7 @@ class Server:
     def __init__(self, folder: Path, *flags: str, environment: Mapping[str, str]) -> None:
         self.log = folder / "log"
         with self.log.open("wb") as file:
-            self.process = subprocess.Popen(
+            self.process = forks.Popen(
                 [sys.executable, "-m", "penstock", "serve", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forks
 import tiny
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError
@@ -305,7 +306,7 @@ print(number, early)
 def test_killed_anywhere_it_goes_on_to_the_same_pack(tmp_path: Path, kind: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLS, tiny.checkpoint("llama"), tmp_path, kind]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = forks.run(command, env=environment, text=True)
     assert result.returncode == 0, result.stderr
     number, early = map(int, result.stdout.split())
     assert number > (12 if kind == "random" else 60)
@@ -401,7 +402,7 @@ def test_disk_that_fills_while_packing(tmp_path: Path, limit: int) -> None:
     model, out = tiny.checkpoint("llama"), tmp_path / "pack"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LIMITED, str(limit), "pack", model, "--out", out]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = forks.run(command, env=environment, text=True)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("penstock: error: no room for ")
     assert "is kept" not in result.stderr  # as no group is

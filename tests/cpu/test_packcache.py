@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forks
 import tiny
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.weights import packing
@@ -132,7 +133,7 @@ def process(directory: Path, kill: int = 0, stop: int = 0) -> subprocess.Popen[s
     """Another one that wants the pack. It ends itself at piece number `kill`, and waits for a line at piece number `stop`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROCESS, str(tiny.checkpoint(MODEL)), str(directory), str(kill), str(stop)]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return forks.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_goes_on_after_a_kill(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+import forks
+
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
 LONG = 30.0
@@ -85,7 +87,7 @@ class Server:
 def serving(folder: Path, *flags: str, key: str = "") -> Iterator[Server]:
     log = folder / "said.txt"
     with log.open("wb") as file:
-        process = subprocess.Popen(
+        process = forks.Popen(
             [sys.executable, "-m", "penstock", "serve", *FLAGS, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

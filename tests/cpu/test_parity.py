@@ -108,8 +108,7 @@ def test_prefix_of_a_running_request(name: str) -> None:
     assert [completion.cached_tokens for completion in completions] == [0, 0 if tiny.CASES[name].dynamic else 32]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float16"), ("qwen3", "bfloat16"), ("mixtral", "bfloat16")])
 def test_half_precision(name: str, dtype: str) -> None:
     """As close to transformers in float32 as transformers itself comes in this precision, or nearly."""
     references = tiny.references(name)

@@ -241,8 +241,16 @@ def test_the_picture_is_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert near(strip[round(48 + (index + 0.5) * width)], color)
 
 
-@pytest.mark.parametrize("shape", ["Llama-3.1-405B", "Qwen3-235B-A22B", "Qwen3-0.6B"])
-@pytest.mark.parametrize("more", [[], ["--disk-rate", "none", "--host-memory", "900GiB"]], ids=["disk", "no disk"])
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [
+        ("Llama-3.1-405B", []),
+        ("Llama-3.1-405B", ["--disk-rate", "none", "--host-memory", "900GiB"]),
+        ("Qwen3-235B-A22B", []),
+        ("Qwen3-0.6B", ["--disk-rate", "none", "--host-memory", "900GiB"]),
+    ],
+    ids=str,
+)
 def test_pictures_of_all_sorts(shape: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / f"a model\twith a long name, {shape * 5}"
     folder.mkdir()

@@ -20,10 +20,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 import far
+import forks
 import tiny
 from far import SETTINGS, Ask, Line, layout_of, lines
 from penstock import LLM
@@ -64,7 +66,12 @@ def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is full of NaN before anything is written there."""
     warm("llama")
     clean = arena._mapped
-    monkeypatch.setattr(arena, "_mapped", lambda size: clean(size).fill_(255))
+
+    def dirty(size: int) -> tuple[arena._Mapping, torch.Tensor]:
+        mapping, memory = clean(size)
+        return mapping, memory.fill_(255)
+
+    monkeypatch.setattr(arena, "_mapped", dirty)
 
 
 UNUSED = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -502,7 +509,7 @@ def test_killed_at_any_time_no_wrong_token_comes_of_it(tmp_path: Path) -> None:
     settings |= {"host_kv_memory": place.host * layout.block_bytes, "disk_kv_memory": "1400KiB", "kv_directory": str(tmp_path)}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([sys.executable, "-c", KILLED], env=environment, **pipes) as zygote:  # type: ignore[call-overload]
+    with forks.Popen([sys.executable, "-c", KILLED], env=environment, **pipes) as zygote:  # type: ignore[call-overload]
         print(json.dumps([PROMPTS, str(tiny.checkpoint("llama")), settings]), file=zygote.stdin, flush=True)
         for kill in range(KILLS):
             print(kill, file=zygote.stdin, flush=True)

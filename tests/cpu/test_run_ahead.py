@@ -121,7 +121,8 @@ def test_who_leaves_in_the_midst_of_a_step_disturbs_nobody(steps: list[int]) -> 
 
 def test_an_interrupt_anywhere_loses_no_token(steps: list[int]) -> None:
     references = tiny.references("llama")
-    greedy = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
+    few = 12
+    greedy = SamplingParams(temperature=0, max_tokens=few, ignore_eos=True)
     with LLM(tiny.checkpoint("llama"), **SETTINGS, prefix_cache=False) as llm:
         strikes = 0
         for where in range(0, 3000, 150):
@@ -134,7 +135,7 @@ def test_an_interrupt_anywhere_loses_no_token(steps: list[int]) -> None:
                     llm._pump()
             for stream, reference in zip(streams, references, strict=True):
                 list(stream)
-                assert list(stream.completion.tokens) == reference.tokens
+                assert list(stream.completion.tokens) == reference.tokens[:few]
         assert strikes > 5
 
 

@@ -242,14 +242,14 @@ def oracle(prompt: list[int], params: SamplingParams, steps: int) -> tuple[list[
     ids=str,
 )
 def test_penalties_as_an_oracle_applies_them(llm: LLM, settings: dict[str, float]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, logprobs=-1, **settings)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=-1, **settings)
     prompts = tiny.prompts()
     expected = []
     for prompt in prompts:
-        tokens, lead = oracle(prompt, params, steps=50)
+        tokens, lead = oracle(prompt, params, steps=32)
         assert lead > 1e-4
         expected.append(tokens)
-    assert expected[0] != tiny.references("llama")[0].tokens[:50]
+    assert expected[0] != tiny.references("llama")[0].tokens[:32]
     completions = llm.generate(prompts, params)
     assert [list(completion.tokens) for completion in completions] == expected
     with scarce() as other:

@@ -244,9 +244,14 @@ def test_to_who_does_not_read_no_more_is_pushed_than_its_buffers_hold_and_all_of
 
     async def meet() -> None:
         server = uvicorn.Server(uvicorn.Config(answer, http=Connection, lifespan="off", log_config=None))
-        with socket.create_server(("127.0.0.1", 0)) as listening:
+        with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as reading:
+            # The machine's own buffers, which grow to megabytes if they are let, are small.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             serving = asyncio.ensure_future(server.serve([listening]))
-            reader, writer = await asyncio.open_connection(*listening.getsockname(), limit=1024)
+            reading.connect(listening.getsockname())
+            reading.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=reading, limit=1024)
             writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
             head = await reader.readuntil(b"\r\n\r\n")
             assert b"transfer-encoding: chunked" in head

@@ -26,6 +26,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+import forks
 from penstock.kv.diskpool import LostKV
 from penstock.kv.journal import ENTRY_BYTES, Item, Journal, Kind
 from penstock.kv.operations import FAILURES, RETRY_SECONDS, Move
@@ -1500,7 +1501,7 @@ def test_killed_at_any_time_it_is_whole(tmp_path: Path) -> None:
     compactions = total = 0
     must: set[int] = set()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([sys.executable, "-c", KILLS], env=environment, **pipes) as zygote:  # type: ignore[call-overload]
+    with forks.Popen([sys.executable, "-c", KILLS], env=environment, **pipes) as zygote:  # type: ignore[call-overload]
         assert zygote.stdout.readline() == "ready\n"
         for seed in range(kills):
             print(tmp_path, seed, file=zygote.stdin, flush=True)

@@ -119,13 +119,13 @@ def check_joined(
 class TestDecodeInOneLaunch:
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (6, 2, 16), (5, 1, 24), (14, 2, 64), (4, 4, 128), (16, 1, 8)])
     def test_groups_and_head_dims(self, heads: int, kv_heads: int, dim: int) -> None:
-        check_joined([5, 170, 1, 300], heads=heads, kv_heads=kv_heads, dim=dim)
+        check_joined([5, 130, 1], heads=heads, kv_heads=kv_heads, dim=dim)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precisions(self, dtype: torch.dtype) -> None:
         check_joined([200, 17, 64], dtype=dtype, dim=64, block_size=32)
 
-    @pytest.mark.parametrize("window", [None, 1, 17, 64])
+    @pytest.mark.parametrize("window", [None, 17])
     def test_rows_of_padding_answer_zero(self, window: int | None) -> None:
         check_joined([0, 0, 137, 0, 250, 0], window=window)
         check_joined([0, 0], window=window)
@@ -201,9 +201,17 @@ class TestDivision:
         run, even = self.of(spans, workers, least)[0], max(-(-sum(spans) // workers), least)
         assert even <= run <= even + 2 + even // 16
 
-    @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-    @pytest.mark.parametrize("window", [None, 50])
-    @pytest.mark.parametrize("lengths", [[100] * 5, [97, 112, 0, 100, 105], [112, 33]])
+    @pytest.mark.parametrize(
+        ("lengths", "window", "workers"),
+        [
+            ([100] * 5, None, 3),
+            ([100] * 5, 50, 2),
+            ([97, 112, 0, 100, 105], None, 5),
+            ([97, 112, 0, 100, 105], 50, 1),
+            ([112, 33], None, 2),
+            ([112, 33], 50, 3),
+        ],
+    )
     def test_answers(self, lengths: list[int], window: int | None, workers: int) -> None:
         tuning = DecodeTuning(tile=16, warps=4, depth=2, workers_per_sm=workers, least=2)
         check_joined(lengths, window=window, tuning=tuning)
@@ -293,7 +301,7 @@ class TestFoldTile:
         assert torch.equal(lse[1::2], before[1][1::2])
 
     @pytest.mark.parametrize("queries", [1, 2, 3, 5, 8])
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1)])
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 1)])
     def test_queries_and_groups(self, queries: int, heads: int, kv_heads: int) -> None:
         self.check(queries, 75, heads, kv_heads, 16)
 

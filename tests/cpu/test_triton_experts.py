@@ -196,7 +196,7 @@ class TestProducts:
         assert torch.equal(mixed.total(), all_at_once(case))
 
     @pytest.mark.parametrize("tokens", [1, 13])
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", range(2))
     def test_waves_compute_the_same(self, tokens: int, seed: int) -> None:
         """Random experts at a time, some of them used by nobody; those that are not there have the address 0, where nothing can be read."""
         case, rng = Case(tokens, 65, 33, 7, 3, levels=2 if seed % 2 else None), torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.kv.ledger import BlockLedger, HostLedger
+from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.step.plan import BlockId, HostBlockId
 
 A, B, C, D, E = (bytes([letter]) * 16 for letter in b"abcde")
@@ -510,3 +510,13 @@ def test_room_near_is_made_by_near_blocks_alone() -> None:
     ledger.release(kept)
     ledger.allocate(1)
     assert ledger.cached == 6, "two on disk were free"
+
+
+def test_a_disk_has_room_for_what_it_holds_and_no_more() -> None:
+    disk = DiskLedger(3, [A, B])
+    disk.make_room(1)
+    disk.add(C, B)
+    assert (len(disk), disk.leaving) == (3, [])
+    disk.make_room(2)
+    assert (len(disk), disk.given_up) == (1, 2)
+    assert not any(map(disk.find, disk.leaving))

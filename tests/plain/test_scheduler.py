@@ -359,6 +359,17 @@ def test_the_youngest_goes_when_an_older_one_needs_room() -> None:
     assert (world.ledger.available, world.ledger.cached) == (2, 2)
 
 
+def test_of_several_the_youngest_goes_and_no_more_than_have_to() -> None:
+    world = World(blocks=6)
+    ids = [world.submit(prompt, 12) for prompt in ([0, 1, 2, 0, 1, 2], [1, 1, 1, 1], [2, 2, 2, 2])]
+    for _ in range(3):
+        world.step()
+    assert world.ledger.available == 0
+    assert brief(world.step())[0] == (0, 8, 9, (5,), True)
+    assert [world.scheduler.is_waiting(id) for id in ids] == [False, False, True]
+    world.drain()
+
+
 def test_the_youngest_goes_by_itself_when_it_is_the_one_that_needs_room() -> None:
     world = World()
     world.submit(NINE[:8], 9)

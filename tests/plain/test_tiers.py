@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from penstock.kv.ledger import DiskLedger
+from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.rates import Rates
+from penstock.sched.rules import Names
+from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, Landed, Plan, RequestId, Route
 from penstock.step.request import Phase
 from plain.test_scheduler_long import TEN, Hall, Nights, Worker
@@ -185,6 +187,22 @@ def test_what_is_lost_on_its_way_from_the_disk_is_computed(lost: int) -> None:
     hall.submit(A, 4)
     hall.drain()
     assert hall.tiers.counts.lost[Route.IN] == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_pages_for_what_is_lost_on_its_way_to_the_device_are_free_again(lost: int) -> None:
+    pages, host, keys = BlockLedger(4), HostLedger(4), [bytes([letter]) * 16 for letter in b"abc"]
+    tiers = Tiers(pages, host, store="eager")
+    blocks = host.allocate(3)
+    for block, key in zip(blocks, keys, strict=True):
+        host.seal(block, key)
+    host.release(blocks)
+    id = tiers.bring_up(Names(keys, [None, *keys[:-1]]), blocks)
+    tiers.plan()
+    [(transfer, names, right)] = tiers.landed([Landed(id, 0.0, (lost,))])
+    assert (len(names), right) == (3, lost)
+    pages.check([transfer.pages[:right]])
+    host.check([])
 
 
 def test_what_could_not_be_read_this_time_is_read_the_next() -> None:

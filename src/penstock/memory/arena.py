@@ -31,21 +31,25 @@ class Arena:
     def __init__(self, size: int, device: torch.device, *, pinned_for: torch.device | None = None) -> None:
         """Raises DeviceError if there is not as much, PinningError if it cannot be pinned for the CUDA device `pinned_for`."""
         self.size = size
-        self._registered = 0
+        self._mapping: _Mapping | None = None
+        self.bytes: Tensor
         try:
-            self.bytes: Tensor = _mapped(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+            if device.type == "cpu" and size:
+                self._mapping, self.bytes = _mapped(size)
+            else:
+                self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         except (OSError, torch.OutOfMemoryError) as error:
             raise DeviceError(f"{format_size(size)} of {device} memory were asked for and are not there; ask for less") from error
-        if pinned_for is not None and pinned_for.type == "cuda" and size:
-            self._register(pinned_for)
+        if pinned_for is not None and pinned_for.type == "cuda" and self._mapping is not None:
+            self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
-        """Unpin. The memory itself goes when nobody has a view of it any more; no copy may be in flight."""
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]  # torch's
-            self._registered = 0
+        """Unpin. The memory itself goes when nobody has a view of it any more; no copy may be in flight. If this is never called it is
+        unpinned then."""
+        if self._mapping is not None:
+            self._mapping.unpin()
 
-    def _register(self, device: torch.device) -> None:
+    def _register(self, mapping: "_Mapping", device: torch.device) -> None:
         with torch.cuda.device(device):
             fault = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0))  # type: ignore[no-untyped-call]
         if fault:
@@ -53,7 +57,27 @@ class Arena:
                 f"cannot pin {format_size(self.size)} of host memory for {device} (CUDA error {fault}); "
                 f"allow less host memory, or raise the limit of locked memory (ulimit -l)"
             )
-        self._registered = self.bytes.data_ptr()
+        mapping.pinned = self.bytes.data_ptr()
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous memory that is unpinned before it is unmapped, whoever forgets to. The driver refuses to pin what is mapped at the same
+    addresses later while it still takes these for pinned."""
+
+    pinned = 0
+    """The address that was registered with the driver; 0 if none is."""
+
+    def unpin(self) -> None:
+        pinned, self.pinned = self.pinned, 0
+        if pinned:
+            _unregister(pinned)
+
+    def __del__(self) -> None:
+        self.unpin()
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # torch's
 
 
 def pinned_if_possible(size: int, device: torch.device) -> Arena:
@@ -65,12 +89,10 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
         return Arena(size, torch.device("cpu"))
 
 
-def _mapped(size: int) -> Tensor:
+def _mapped(size: int) -> tuple[_Mapping, Tensor]:
     """Anonymous memory whose pages are all there: touched by several threads, which is many times faster than by one."""
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
     # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
-    mapping = mmap.mmap(-1, size + _HUGE)
+    mapping = _Mapping(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)
@@ -82,4 +104,4 @@ def _mapped(size: int) -> Tensor:
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(touch, range(0, size, _TOUCH)))
-    return torch.from_numpy(part)
+    return mapping, torch.from_numpy(part)

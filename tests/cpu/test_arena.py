@@ -1,0 +1,63 @@
+"""Pinned memory is unpinned before it is unmapped, also where nobody closes it. The driver is a list here."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.memory import arena
+from penstock.memory.arena import Arena
+
+CPU = torch.device("cpu")
+SIZE = 3 << 20
+
+
+def is_mapped(address: int) -> bool:
+    spans = (line.split(maxsplit=1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(end, 16) for first, end in spans)
+
+
+@pytest.fixture
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The addresses that were unpinned, and whether they were mapped then."""
+    found: list[tuple[int, bool]] = []
+    monkeypatch.setattr(arena, "_unregister", lambda address: found.append((address, is_mapped(address))))
+    return found
+
+
+def pinned() -> Arena:
+    made = Arena(SIZE, CPU)
+    assert made._mapping is not None
+    made._mapping.pinned = made.bytes.data_ptr()
+    return made
+
+
+def test_what_is_closed_is_unpinned_once(unpinned: list[tuple[int, bool]]) -> None:
+    made = pinned()
+    address = made.bytes.data_ptr()
+    made.close()
+    made.close()
+    del made
+    gc.collect()
+    assert unpinned == [(address, True)]
+    assert not is_mapped(address)
+
+
+def test_what_is_dropped_is_unpinned_while_it_is_mapped_and_when_its_last_view_goes(unpinned: list[tuple[int, bool]]) -> None:
+    made = pinned()
+    address, view = made.bytes.data_ptr(), made.bytes[4096:8192]
+    del made
+    gc.collect()
+    assert unpinned == []
+    assert view.fill_(7).sum() == 7 * 4096
+    del view
+    gc.collect()
+    assert unpinned == [(address, True)]
+    assert not is_mapped(address)
+
+
+def test_an_arena_of_nothing_is_closed_like_any_other() -> None:
+    made = Arena(0, CPU)
+    made.close()
+    assert made.bytes.shape == (0,)

@@ -1,0 +1,86 @@
+"""A process that was forked from one with torch is what it would be if it had been started, but for the time that it takes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forks
+
+TELLS = """
+import json, os, signal, sys
+files = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+def look(stream):
+    return stream.encoding, stream.errors, stream.line_buffering, stream.write_through, stream.isatty(), stream.fileno()
+print(json.dumps({
+    "kind": sys.argv[0], "main": __name__, "module": sys.modules["__main__"].__dict__ is globals(),
+    "folder": os.getcwd(), "first": sys.path[0], "found": [path for path in sys.path if "elsewhere" in path],
+    "said": os.environ["SAID"], "names": sorted(os.environ), "parent": os.getppid(),
+    "session": os.getsid(0) == os.getpid(), "group": os.getpgid(0) == os.getpid(),
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "streams": [look(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+    "read": sys.stdin.read(), "files": len(files), "sent": os.read(int(sys.argv[1]), 9).decode(),
+}))
+print("and", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_it_is_what_it_would_be_if_it_were_started(session: bool, tmp_path: Path) -> None:
+    def told(popen: Callable[..., "subprocess.Popen[str]"]) -> tuple[dict[str, Any], str, int]:
+        reading, writing = os.pipe()
+        os.write(writing, b"over here")
+        os.close(writing)
+        environment = os.environ | {"PYTHONPATH": "/elsewhere", "SAID": "a word"}
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            process = popen(
+                [sys.executable, "-c", TELLS, str(reading)], cwd=tmp_path, env=environment, pass_fds=(reading,), start_new_session=session,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+            os.close(reading)
+        out, err = process.communicate("something to read")
+        return json.loads(out), err, process.returncode
+
+    started = told(subprocess.Popen)
+    assert told(forks.Popen) == started
+    assert started[0]["parent"] == os.getpid()
+
+
+def test_it_may_be_forked_on_any_thread_and_killed() -> None:
+    found: list[int] = []
+
+    def fork() -> None:
+        process = forks.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        process.send_signal(signal.SIGKILL)
+        found.append(process.wait())
+
+    threads = [threading.Thread(target=fork) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [-signal.SIGKILL] * 4
+
+
+def test_torch_is_there_and_nothing_of_the_package() -> None:
+    code = "import sys; print('torch' in sys.modules, [name for name in sys.modules if name.startswith('penstock')])"
+    assert forks.run([sys.executable, "-c", code], text=True).stdout == "True []\n"
+
+
+def test_what_it_cannot_be_is_started() -> None:
+    done = forks.run(["sh", "-c", "echo $0"], text=True)
+    assert (done.stdout, done.returncode) == ("sh\n", 0)
+    done = forks.run([sys.executable, "-I", "-c", "import sys; print(sys.flags.isolated)"], text=True)
+    assert done.stdout == "1\n"

@@ -1,0 +1,238 @@
+"""Processes for tests that begin with torch imported: importing it takes two seconds of a core, more than most of them do afterwards.
+
+`Popen` is subprocess's, but what runs `python -c` or `python -m` is forked from a process that has imported what is heavy and nothing of
+penstock; there is one for each environment that an interpreter would look at when it starts. The new process has the file descriptors,
+folder, environment, signal mask, session and parent that it would have had. What looks at how a process starts or at what it imports needs
+a real one.
+
+Why it is a child of the caller's: it is forked by a child of that process which ends at once, while the caller takes in orphans
+(PR_SET_CHILD_SUBREAPER); it begins only when that has come about.
+"""
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+_HEAVY = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "tokenizers",
+    "safetensors.torch",
+    "starlette.applications",
+    "uvicorn",
+    "jinja2",
+    "rich.console",
+)
+_AT_START = ("PYTHON", "MALLOC_", "LANG", "LC_", "LD_", "OMP_", "MKL_", "KMP_", "CUDA", "TORCH", "TRITON", "NCCL")
+"""What an environment has of these, an interpreter or a library looks at when it starts."""
+_PATH = "PYTHONPATH"
+"""Of these the one that changes nothing but where modules are looked for, which is seen to in the new process."""
+_PR_SET_CHILD_SUBREAPER = 36
+_FAR = 512
+"""File descriptors above all that are passed on by their numbers."""
+
+
+class _Stem:
+    """What processes are forked from."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        near, far = socket.socketpair()
+        with far:
+            command = [sys.executable, __file__, str(far.fileno())]
+            self._process = _Real(command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL)
+        self._line = near
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._line.close()
+        self._process.wait()
+
+    def fork(self, order: Mapping[str, object], files: Sequence[int]) -> int:
+        """The new process's number."""
+        data = json.dumps(order).encode()
+        socket.send_fds(self._line, [len(data).to_bytes(8, "little")], files)
+        self._line.sendall(data)
+        return int.from_bytes(_read(self._line, 8), "little")
+
+
+_PYTHON = sys.executable
+_stems: dict[tuple[tuple[str, str], ...], _Stem] = {}
+_forking = threading.Lock()
+_Real = subprocess.Popen
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """Forked if it can be: a list of this Python, `-c` or `-m`, and what is behind that."""
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any
+    ) -> None:
+        _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, gid, gids, uid, umask, session, *others = more
+        words = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
+        plain = not shell and executable is None and preexec_fn is None and close_fds and (gid, gids, uid, umask) == (None, None, None, -1)
+        if not plain or words[:1] != [_PYTHON] or words[1:2] not in (["-c"], ["-m"]) or any(one not in (-1, None) for one in others):
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
+            return
+        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()}
+        standard = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        places = [0, 1, 2, *pass_fds]
+        order = {
+            "words": words[1:],
+            "folder": os.fsdecode(cwd) if cwd is not None else os.getcwd(),
+            "environment": environment,
+            "places": places,
+            "session": bool(session),
+            "blocked": [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        }
+        self.pid = _fork(order, [*standard, *pass_fds], environment)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def run(command: Sequence[str], **more: Any) -> "subprocess.CompletedProcess[Any]":
+    """As subprocess.run with what it captures."""
+    with Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def ready() -> None:
+    """From now on nothing is there, once a process has gone, that was not there before it came."""
+    for environment in (os.environ, {**os.environ, "OMP_NUM_THREADS": "1"}):
+        with _forking:
+            _stem(environment)
+
+
+def close() -> None:
+    """End what others are forked from; they go on."""
+    while _stems:
+        _stems.popitem()[1].close()
+
+
+def _fork(order: Mapping[str, object], files: Sequence[int], environment: Mapping[str, str]) -> int:
+    libc = ctypes.CDLL(None)
+    with _forking:
+        stem = _stem(environment)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            return stem.fork(order, files)
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _stem(environment: Mapping[str, str]) -> _Stem:
+    """What processes of this environment are forked from."""
+    kind = tuple(sorted(item for item in environment.items() if item[0].startswith(_AT_START) and item[0] != _PATH))
+    stem = _stems.get(kind)
+    if stem is None or not stem.alive:
+        rest = {name: value for name, value in os.environ.items() if not name.startswith(_AT_START)}
+        stem = _stems[kind] = _Stem({**rest, **dict(kind)})
+    return stem
+
+
+def _read(line: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = line.recv(size - len(data))
+        if not part:
+            raise EOFError("what processes are forked from is gone")
+        data += part
+    return data
+
+
+# ---- in the process that the others are forked from
+
+
+def _serve(line: socket.socket) -> tuple[str, str]:
+    """Returns in each new process, which is what it was ordered to be but for its code: `-c` or `-m`, and what is behind it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal, for its whole group.
+    for name in _HEAVY:
+        with suppress(ImportError):
+            import_module(name)
+    gc.collect()
+    gc.freeze()  # As in conftest.py: what is here is there for good, and whoever collects garbage need not go through it.
+    while True:
+        head, files, _, _ = socket.recv_fds(line, 8, 64)
+        if not head:
+            os._exit(0)
+        head += _read(line, 8 - len(head)) if len(head) < 8 else b""
+        order = json.loads(_read(line, int.from_bytes(head, "little")))
+        told, telling = os.pipe()
+        going, go = os.pipe()
+        if (between := os.fork()) == 0:
+            if (own := os.fork()) != 0:
+                os.write(telling, own.to_bytes(8, "little"))
+                os._exit(0)
+            os.close(go)
+            os.read(going, 1)  # Until its parent is the one that it is to have.
+            for one in (told, telling, going):
+                os.close(one)
+            line.close()
+            return _become(order, files)
+        number = os.read(told, 8)
+        os.waitpid(between, 0)
+        for one in (told, telling, going, go, *files):
+            os.close(one)
+        line.sendall(number)
+
+
+def _become(order: Mapping[str, Any], files: Sequence[int]) -> tuple[str, str]:
+    far = [fcntl.fcntl(file, fcntl.F_DUPFD, _FAR) for file in files]
+    os.closerange(3, _FAR)
+    for file, place in zip(far, order["places"], strict=True):
+        os.dup2(file, place)
+    os.closerange(_FAR, _FAR + len(far))
+    if order["session"]:
+        os.setsid()
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # They look at what they are when they are made.
+        usual = getattr(sys, name)
+        direct = number != 0 and usual.write_through
+        raw = os.fdopen(number, "rb" if number == 0 else "wb", 0 if direct else -1, closefd=False)
+        lines = not direct and (os.isatty(number) or number == 2)
+        ends = None if number == 0 else "\n"
+        stream = io.TextIOWrapper(raw, usual.encoding, usual.errors, newline=ends, line_buffering=lines, write_through=usual.write_through)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
+    kind, what, *words = order["words"]
+    sys.argv = [kind, *words]
+    here = order["folder"] if kind == "-m" else ""
+    sys.path[:1] = [here, *filter(None, os.environ.get(_PATH, "").split(os.pathsep))]
+    return kind, what
+
+
+def _run(kind: str, what: str) -> None:
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(what, "<string>", "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    _run(*_serve(socket.socket(fileno=int(sys.argv[1]))))
+else:
+    atexit.register(close)
