@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
 from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
 from penstock.ops.attention import dense_reference
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton_attention import DecodeTuning, _divided, merge_states, paged_decode, paged_run, write_kv
+from penstock.ops.triton_attention import DecodeTuning, _divided, merge_states, paged_decode, paged_run, scratch_bytes, write_kv
 from penstock.ops.triton_tiles import fits_tile, fold_tile
 
 
@@ -230,6 +231,28 @@ class TestRun:
     @pytest.mark.parametrize(("dtype", "dim", "block_size"), [(torch.bfloat16, 64, 32), (torch.float16, 128, 64), (torch.float32, 24, 4)])
     def test_precisions(self, dtype: torch.dtype, dim: int, block_size: int) -> None:
         check_run(9, 50, heads=8, kv_heads=1, dtype=dtype, dim=dim, block_size=block_size)
+
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (8, 1, 24), (2, 2, 64)])
+    def test_partial_results_take_no_more_than_is_said(self, heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a budget counts, however long the context: the longest here start as many programs as there may be."""
+        said = scratch_bytes(heads, kv_heads, dim, 4, 16, torch.device("cpu"))
+        partial, empty = list[int](), torch.empty
+
+        def noted(*size: object, **options: Any) -> torch.Tensor:
+            made = empty(*size, **options)
+            if options.get("dtype") is torch.float32 and made.dim() > 2:
+                partial.append(made.nbytes)
+            return made
+
+        monkeypatch.setattr(torch, "empty", noted)
+        for length in (20, 300):
+            partial.clear()
+            check_run(run_tokens(heads // kv_heads, 4 * dim), length, heads=heads, kv_heads=kv_heads, dim=dim)
+            assert 0 < sum(partial) <= said
+        most = sum(partial)
+        check_decode([300, 290, 280, 270, 260], heads=heads, kv_heads=kv_heads, dim=dim)
+        assert sum(partial) - most <= said
+        assert most > said / 4, "the bound is far from what is taken"
 
     def test_nothing(self) -> None:
         k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)

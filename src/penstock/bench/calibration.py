@@ -31,14 +31,16 @@ from penstock.weights.residency import Limits, padded, pass_order
 from penstock.weights.shape import Shape
 
 ROWS = (1, 4, 16, 64, 256)
-CONTEXTS = (64, 2048)
+CONTEXTS = (64, 2048, 16384)
 PROMPTS = (2048, 8192, 16384)
 LAUNCHED = 640
 """Tokens of a prompt that is not replayed as a graph, and which the device computes faster than the host launches it."""
 KV_TOKENS = 64 * (2048 + 256)
 """Of all sequences together that are in KV at most."""
-SURE = 1.2
+SURE, TWICE = 1.2, 2.0
 """A prompt counts as the device's where it takes so many times what launching it does."""
+NEAR, ROUNDS = 0.03, 12
+"""Relative errors up to which rows of a fit count in full, and how often it is made again with new weights."""
 OUTPUT, REPEAT = 32, 3
 STREAMED_STEPS = 48
 
@@ -241,9 +243,7 @@ def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
     than the host to launch."""
     pairs = _pairs(samples)
     launched = [_Grown.of(few, many) for few, many in pairs if few.context == LAUNCHED]
-    # The narrowest model's: there the device has least to do for the same launches.
-    dense = min((one.seconds for one in launched if not one.moe), default=0.0)
-    mixed = min((one.seconds for one in launched if one.moe), default=0.0)
+    dense, mixed = (_launching([one.seconds for one in launched if one.moe is moe]) for moe in (False, True))
     at_least = [one.seconds - one.launches[0] * dense - one.launches[1] * mixed for one in samples if one.context == LAUNCHED]
     host_step = max(min(at_least, default=0.0), 0.0)
 
@@ -261,6 +261,13 @@ def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
     costs = PromptCosts(products, experts, attention, moved, 0.0, host_step, dense, mixed)
     rest = [sample.seconds - prompt_seconds(costs, sample.work) for sample in samples if is_the_devices(sample)]
     return replace(costs, step=max(statistics.median(rest), 0.0) if rest else 0.0)
+
+
+def _launching(seconds: Sequence[float]) -> float:
+    """Seconds in which the host launches a layer, from those of a layer more in models of several widths: in wide ones the device takes
+    longer. The host's own speed changes from run to run, so that the least of them alone says little."""
+    near = [one for one in seconds if one <= TWICE * min(seconds)]
+    return max(statistics.median(near), 0.0) if near else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,20 +308,25 @@ def _decode_row(work: UseWork) -> list[float]:
 
 
 def _least_squares(table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None) -> list[float]:
-    """Non-negative coefficients with the least relative error over all rows: columns that would be negative are left out, worst first."""
+    """Non-negative coefficients with the least relative error over all rows. Columns that would be negative are left out, worst first. Rows
+    that remain far off count less (Huber's weights): something else held up those."""
     weight = np.asarray(seconds if scale is None else scale)
     rows, wanted = np.asarray(table) / weight[:, None], np.asarray(seconds) / weight
     size = np.abs(rows).max(axis=0)
-    used = [column for column in range(rows.shape[1]) if size[column] > 0]
-    while used:
-        found, *_ = np.linalg.lstsq(rows[:, used] / size[used], wanted, rcond=None)
-        if found.min() >= 0:
-            break
-        used.pop(int(found.argmin()))
-    result = [0.0] * rows.shape[1]
-    for column, value in zip(used, found if used else (), strict=True):
-        result[column] = float(value / size[column])
-    return result
+    used, trust = [column for column in range(rows.shape[1]) if size[column] > 0], np.ones(len(wanted))
+    result = np.zeros(rows.shape[1])
+    for _ in range(ROUNDS):
+        while used:
+            found, *_ = np.linalg.lstsq(rows[:, used] / size[used] * trust[:, None], wanted * trust, rcond=None)
+            if found.min() >= 0:
+                break
+            used.pop(int(found.argmin()))
+        result[:] = 0.0
+        if used:
+            result[used] = found / size[used]
+        apart = np.abs(rows @ result - wanted)
+        trust = np.sqrt(np.minimum(1.0, NEAR / np.maximum(apart, 1e-12)))
+    return [float(value) for value in result]
 
 
 def _title(sample: Sample) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from penstock.arch.bounds import doubles_at
 from penstock.arch.shards import Shard, local_spec
-from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
 from penstock.base.trace import Trace
@@ -34,7 +34,7 @@ from penstock.kv.store import BlockStore
 from penstock.memory.device import choose_device, give_back, lift_cap, peak_of, shortage
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
-from penstock.ops.attention import PAST_TILE
+from penstock.ops.attention import PAST_TILE, scratch_bytes
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
@@ -344,7 +344,10 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
                 carrier.close()
         del carrier
         give_back(device)
-    return peak if device.type == "cuda" else 2 * peak
+    # Long contexts take more for partial results of attention than the steps above, which are short.
+    element = DTYPE_BYTES[settled.dtype]
+    beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
+    return peak + beside if device.type == "cuda" else 2 * peak
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

@@ -206,6 +206,12 @@ def _tile_kernels(x: Tensor) -> ModuleType | None:
     return tile_kernels() if x.is_cuda else None
 
 
+def scratch_bytes(heads: int, kv_heads: int, head_dim: int, element: int, block_size: int, device: torch.device) -> int:
+    """Bytes that attention to pages takes at most beside a step's own, whatever the lengths of its sequences. 0 without kernels."""
+    kernels = attention_kernels() if device.type == "cuda" else None
+    return kernels.scratch_bytes(heads, kv_heads, head_dim, element, block_size, device) if kernels else 0
+
+
 def write(k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs) -> None:
     """Put a step's k and v `[tokens, kv_heads, dim]` where they belong in a layer's cache, as `attend` describes it."""
     k_cache, v_cache = cache

@@ -33,6 +33,8 @@ from penstock.ops.runs import run_tokens
 
 _FEW = 4
 """Sequences for which parts are joined by a second launch; also where it may not be early, lest bits depend on that."""
+_ALONE = 3
+"""Programs of each multiprocessor that decode so few, at least."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -398,6 +400,15 @@ def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
     return max(1, min(wanted // kv_heads, batch * tiles))
 
 
+def scratch_bytes(heads: int, kv_heads: int, dim: int, element: int, block_size: int, device: torch.device) -> int:
+    """Bytes that partial results take at most, whatever is attended to: of as many programs as are ever started, for as many tokens as are
+    taken together. Only long contexts start as many."""
+    per_sm = max(decode_tuning(dim, element, block_size).workers_per_sm, _ALONE)
+    workers = max(multiprocessors(device) * per_sm // kv_heads, 1)
+    cols = max(16, triton.next_power_of_2(dim))
+    return workers * 2 * heads * run_tokens(heads // kv_heads, dim * element) * (cols + 1) * 4
+
+
 def _registers(tuning: DecodeTuning) -> int:
     """Registers a thread may have where a launch joins: left alone, the compiler gives it more, and fewer programs fit a multiprocessor."""
     return min(max(65536 // (32 * tuning.warps * tuning.workers_per_sm) // 8 * 8, 128), 255)
@@ -438,7 +449,7 @@ def paged_decode(
             arrivals = None
         tuning = decode_tuning(dim, q.element_size(), k_cache.shape[1])
         if arrivals is None:
-            tuning = replace(tuning, least=1, workers_per_sm=max(tuning.workers_per_sm, 3))
+            tuning = replace(tuning, least=1, workers_per_sm=max(tuning.workers_per_sm, _ALONE))
     cut = _Cut(batch, 1, max_length, lengths)
     return _attended(q, k_cache, v_cache, block_table, cut, out, arrivals, tuning, scale=scale, window=window)
 
