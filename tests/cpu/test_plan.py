@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +16,11 @@ from PIL import Image
 
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
+from penstock.cli import plan
 from penstock.cli.main import main
 from penstock.cli.plan import MACHINES, parse_disk, parse_operations, parse_rate
-from penstock.cli.plan_report import format_count, format_pace, format_seconds
+from penstock.cli.plan_report import ASSUMED, format_count, format_pace, format_seconds
+from penstock.engine.costs import costs_file, keep_costs, read_costs
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "benchmarks" / "shapes"
@@ -57,6 +60,8 @@ def test_the_line_has_every_number_of_the_table(arguments: list[str], capsys: py
     figures = found["setting"]["figures"]
     expected = [found["model"], str(found["layers"]), format_count(found["parameters"]), format_size(found["weights"])]
     expected += [f"{found[name]:,}" for name in ("batch", "context", "step_tokens")] + re.findall(r"\S+", found["setting"]["machine"] or "")
+    if costs := found["setting"]["costs"]:
+        expected += re.findall(r"\S+", f"{costs['device']}, {costs['measured']}.")
     expected += [word for figure in figures.values() for word in (figure["source"], format_size(figure["value"]))]
     expected += [format_rate(figure["value"]) for figure in figures.values()] + [f"{figures['compute']['value'] / 1e12:.3g}"]
     for tier in found["tiers"]:
@@ -136,10 +141,26 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The driver's program on the path, which says what a machine with a 24 GB card would."""
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
-    script.write_text("#!/bin/sh\necho 24564\necho 8192\n")
+    script.write_text("#!/bin/sh\necho 'A GPU, 24GB, 24564'\necho 'Another, 8192'\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join([str(script.parent), os.environ["PATH"]]))
     return script
+
+
+def test_what_the_doctor_measured_of_this_machines_gpu_is_found(
+    nvidia_smi: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = read_costs(Path(plan.__file__).with_name("machines") / "h200.json")
+    keep_costs(replace(measured, device="A GPU, 24GB"), costs_file(tmp_path, "A GPU, 24GB", "bfloat16"))
+    known, unknown = (json_of(capsys, "0.6B", "--cache", str(folder)) for folder in (tmp_path, tmp_path / "empty"))
+    assert known["setting"]["costs"]["device"] == "A GPU, 24GB"
+    assert known["setting"]["figures"]["device_read"] == {"value": measured.device_read, "source": "measured"}
+    assert unknown["setting"]["costs"] is None
+    assert unknown["setting"]["figures"]["device_read"]["source"] == ASSUMED
+    text = text_of(capsys, "0.6B", "--cache", str(tmp_path))
+    assert "Steps cost what they did on A GPU, 24GB" in text
+    assert "the pace is a bound" in text_of(capsys, "0.6B", "--cache", str(tmp_path / "empty"))
+    assert json_of(capsys, "0.6B", "--dtype", "float32", "--cache", str(tmp_path))["setting"]["costs"] is None
 
 
 def test_by_default_sizes_are_those_of_this_machine(nvidia_smi: Path, capsys: pytest.CaptureFixture[str]) -> None:

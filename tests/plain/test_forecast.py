@@ -63,9 +63,9 @@ def whole(config: Mapping[str, object]) -> int:
     return sum(map(padded, layouts_of(config)))
 
 
-def beside(config: Mapping[str, object], work: Work = WORK) -> int:
+def beside(config: Mapping[str, object], work: Work = WORK, *, host: int | None = 0) -> int:
     """Bytes of the device that are not for weights."""
-    budget = of(config, Machine(64 * GIB, 0, FAST, 1e15), work).budget
+    budget = of(config, Machine(64 * GIB, host, FAST, 1e15), work).budget
     return budget.kv + budget.activations
 
 
@@ -220,7 +220,7 @@ def test_experts_on_disk_come_as_in_many_draws() -> None:
 
 
 def test_a_cpu_streams_from_disk_through_a_part_of_its_memory() -> None:
-    found = of(DENSE, Machine(int(0.6 * whole(DENSE)) + beside(DENSE), None, FAST, 1e12))
+    found = of(DENSE, Machine(int(0.6 * whole(DENSE)) + beside(DENSE, host=None), None, FAST, 1e12))
     assert found.resting(Tier.HOST) < found.beside
     assert 0 < found.ring(Tier.HOST) <= found.beside < whole(DENSE) / 8
     assert found.resting(Tier.DISK) == found.decode.read > 0.4 * whole(DENSE)

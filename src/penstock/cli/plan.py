@@ -5,7 +5,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache as cache_once
 from pathlib import Path
 
 import click
@@ -210,7 +209,6 @@ def machine_of(setting: Setting) -> Machine:
     return Machine(int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"], setting.costs)
 
 
-@cache_once
 def _gpu() -> tuple[str, int]:
     """The first GPU's name and nine tenths of its memory; nothing if there is none."""
     program = shutil.which("nvidia-smi")

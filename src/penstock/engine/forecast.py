@@ -30,8 +30,10 @@ PROCESS = GROWTH + (1200 << 20)
 """Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA took on an H200."""
 TABLES = 512
 """Of so many bytes of pinned host memory, one is for the GPU's page tables."""
-CONTEXT = 800 << 20
-"""Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H200."""
+CONTEXT = 1000 << 20
+"""Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an H200."""
+FIXED = 280 << 20
+"""Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was on an H100 and an H200."""
 GB = 10**9
 _TAIL = 4
 """Pages of a long sequence that hold what is nowhere else."""
@@ -169,7 +171,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     layouts = group_layouts(spec, names, work.dtype)
     every = pass_order(layouts, spec.tied_embeddings)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
-    demand, far, usable = _demand(spec, work), 0, machine.usable
+    demand, far, usable = _demand(spec, work, on_cpu=machine.host is None), 0, machine.usable
     resident = sum(map(padded, layouts)) + demand.activations
     if machine.host is not None and goes_to_host(demand.useful_blocks // work.batch * demand.block_bytes, usable, resident):
         far = _far_kv(machine, work, demand)
@@ -213,10 +215,11 @@ def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...
     return tuple(found)
 
 
-def _demand(spec: ModelSpec, work: Work) -> Demand:
+def _demand(spec: ModelSpec, work: Work, *, on_cpu: bool) -> Demand:
     """KV for all sequences at their longest, no more and no less."""
     blocks = work.batch * -(-work.context // BLOCK_SIZE)
-    activations = usual_activations(spec, work.dtype, work.step_tokens, work.batch)
+    tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
+    activations = usual_activations(spec, work.dtype, tokens, work.batch) + (0 if on_cpu else FIXED)
     return Demand(activations, kv_layout(spec, work.dtype, BLOCK_SIZE).block_bytes, BLOCK_SIZE, blocks, blocks, work.context)
 
 

@@ -209,7 +209,7 @@ def _tile_kernels(x: Tensor) -> ModuleType | None:
 def scratch_bytes(heads: int, kv_heads: int, head_dim: int, element: int, block_size: int, device: torch.device) -> int:
     """Bytes that attention to pages takes at most beside a step's own, whatever the lengths of its sequences. 0 without kernels."""
     kernels = attention_kernels() if device.type == "cuda" else None
-    return kernels.scratch_bytes(heads, kv_heads, head_dim, element, block_size, device) if kernels else 0
+    return int(kernels.scratch_bytes(heads, kv_heads, head_dim, element, block_size, device)) if kernels else 0
 
 
 def write(k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs) -> None:

@@ -405,7 +405,7 @@ def scratch_bytes(heads: int, kv_heads: int, dim: int, element: int, block_size:
     taken together. Only long contexts start as many."""
     per_sm = max(decode_tuning(dim, element, block_size).workers_per_sm, _ALONE)
     workers = max(multiprocessors(device) * per_sm // kv_heads, 1)
-    cols = max(16, triton.next_power_of_2(dim))
+    cols: int = max(16, triton.next_power_of_2(dim))
     return workers * 2 * heads * run_tokens(heads // kv_heads, dim * element) * (cols + 1) * 4
 
 
