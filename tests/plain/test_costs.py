@@ -74,7 +74,7 @@ def test_rows_between_those_measured_cost_between_them() -> None:
     assert COSTS.rows(300) == FOUR
     two = COSTS.rows(2)  # Half way in the logarithm.
     assert (two.rows, two.step, two.layer, two.moe_layer) == (2, pytest.approx(2e-5), pytest.approx(3e-5), pytest.approx(5e-5))
-    assert 1 / two.weight_read == pytest.approx((1 / 4e12 + 1 / 2e12) / 2)
+    assert two.weight_read == pytest.approx(2 / (1 / 4e12 + 1 / 2e12))
 
 
 def test_a_use_costs_what_it_reads_and_what_is_fixed() -> None:
