@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def unpinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 
 def pinned() -> Arena:
-    made = Arena(SIZE, CPU)
+    with patch.object(Arena, "_register"):
+        made = Arena(SIZE, CPU, pinned_for=torch.device("cuda"))
     assert made._mapping is not None
     made._mapping.pinned = made.bytes.data_ptr()
     return made

@@ -167,7 +167,7 @@ def test_who_knows_the_answer_is_right_and_who_does_not_is_wrong(
     [
         (["--lengths", "100000"], r"max_length 100000 is more than the 32768 positions"),
         (["--lengths", "32"], r"a length of 32 tokens has no room for the question, which takes \d+, and 64 for the answer"),
-        (["--lengths", "8192", "--device-memory", "60MiB"], r"8,?192"),
+        (["--lengths", "30000", "--device-memory", "200MiB"], r"30,?000"),
         (["/nowhere"], r"/nowhere"),
     ],
 )

@@ -21,7 +21,8 @@ from penstock.base.errors import ConfigError
 from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.engine.contexts import LongRoom, long_room
-from penstock.kv.carrier import Carrier, Disk, Send, Streams
+from penstock.kv.carrier import Carrier, Disk, Send, Streams, chosen_bytes
+from penstock.kv.chosen import sketch_layout
 from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
 from penstock.kv.sizes import carrier_bytes
@@ -369,12 +370,15 @@ def test_host_memory_is_halved_and_the_scratch_is_counted() -> None:
     assert "fp8" not in str(exact)
 
 
-def test_what_policies_keep_is_of_exact_keys() -> None:
-    exact, fp8 = (room(max_length=1500, kv_tile=96, host_kv_dtype=kind, attention_policy="topk:4") for kind in ("auto", "fp8"))
-    plain = [room(max_length=1500, kv_tile=96, host_kv_dtype=kind) for kind in ("auto", "fp8")]
-    assert fp8.host_bytes - plain[1].host_bytes == exact.host_bytes - plain[0].host_bytes > 0
-    bounds = 47 * 2 * SPEC.kv_size * 2 * 3
-    assert fp8.device_bytes - plain[1].device_bytes == 3 * 3 * fp8.layout.layer_bytes + 3 * LAYOUT.layer_bytes + bounds
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_what_policies_keep_is_of_the_keys_as_they_rest(kind: str) -> None:
+    plain = room(max_length=1500, kv_tile=96, host_kv_dtype=kind)
+    chosen = room(max_length=1500, kv_tile=96, host_kv_dtype=kind, attention_policy="topk:4")
+    assert chosen.policies is not None
+    sketch = sketch_layout(chosen.layout, chosen.policies.bits)
+    assert chosen.host_bytes - plain.host_bytes == 47 * SPEC.layers * sketch.bytes > 0
+    needed = chosen_bytes(chosen.layout, 96, 47, chosen.policies)
+    assert chosen.device_bytes - plain.device_bytes == needed > 3 * 3 * chosen.layout.layer_bytes
 
 
 def test_what_cannot_be_is_refused() -> None:

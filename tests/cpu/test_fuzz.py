@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
         "return root_key(self.root, prompt_length)",
         "return self.root",
     ),
-    "KV: shared with another model": (3, boot._root, 'model.fingerprint() if config.prefix_cache else b""', 'b""'),
+    "KV: shared with another model": (3, boot._root, "fingerprint = model.fingerprint()", "model.fingerprint()"),
 }
 """The first seed that finds each, what is planted where, and what stands there."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -39,8 +40,8 @@ def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is full of NaN before anything is written there."""
     clean = arena._mapped
 
-    def dirty(size: int) -> tuple[arena._Mapping, torch.Tensor]:
-        mapping, memory = clean(size)
+    def dirty(*asked: Any) -> tuple[Any, torch.Tensor]:
+        mapping, memory = clean(*asked)
         return mapping, memory.fill_(255)
 
     monkeypatch.setattr(arena, "_mapped", dirty)

@@ -101,7 +101,7 @@ def test_a_chunk_in_balance_takes_as_long_to_attend_as_to_bring() -> None:
 def test_memory_that_cannot_be_pinned_serves_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """As with a limit of locked memory: the driver refuses, the pool is there all the same, and somebody says so."""
 
-    def refuse(arena: Arena, device: torch.device) -> None:
+    def refuse(*_: object) -> None:
         raise PinningError("cannot pin 6 MiB of host memory for cuda (CUDA error 304); allow less")
 
     monkeypatch.setattr(Arena, "_register", refuse)

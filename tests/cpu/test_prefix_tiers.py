@@ -67,8 +67,8 @@ def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     warm("llama")
     clean = arena._mapped
 
-    def dirty(size: int) -> tuple[arena._Mapping, torch.Tensor]:
-        mapping, memory = clean(size)
+    def dirty(*asked: Any) -> tuple[Any, torch.Tensor]:
+        mapping, memory = clean(*asked)
         return mapping, memory.fill_(255)
 
     monkeypatch.setattr(arena, "_mapped", dirty)

@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,13 +35,15 @@ class Arena:
         self._mapping: _Mapping | None = None
         self.bytes: Tensor
         try:
-            if device.type == "cpu" and size:
-                self._mapping, self.bytes = _mapped(size)
+            if device.type == "cpu" and size and pinned_for is not None and pinned_for.type == "cuda":
+                self._mapping, self.bytes = _mapped(size, _Mapping)
+            elif device.type == "cpu" and size:
+                _, self.bytes = _mapped(size, mmap.mmap)
             else:
                 self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         except (OSError, torch.OutOfMemoryError) as error:
             raise DeviceError(f"{format_size(size)} of {device} memory were asked for and are not there; ask for less") from error
-        if pinned_for is not None and pinned_for.type == "cuda" and self._mapping is not None:
+        if self._mapping is not None and pinned_for is not None:
             self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
@@ -61,7 +64,7 @@ class Arena:
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory that is unpinned before it is unmapped, whoever forgets to. The driver refuses to pin what is mapped at the same
+    """Memory to be pinned. It is unpinned before it is unmapped, whoever forgets to. The driver refuses to pin what is mapped at the same
     addresses later while it still takes these for pinned."""
 
     pinned = 0
@@ -74,6 +77,9 @@ class _Mapping(mmap.mmap):
 
     def __del__(self) -> None:
         self.unpin()
+
+
+_Kind = TypeVar("_Kind", bound=mmap.mmap)
 
 
 def _unregister(address: int) -> None:
@@ -89,10 +95,10 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
         return Arena(size, torch.device("cpu"))
 
 
-def _mapped(size: int) -> tuple[_Mapping, Tensor]:
+def _mapped(size: int, kind: type[_Kind]) -> tuple[_Kind, Tensor]:
     """Anonymous memory whose pages are all there: touched by several threads, which is many times faster than by one."""
     # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
-    mapping = _Mapping(-1, size + _HUGE)
+    mapping = kind(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)
