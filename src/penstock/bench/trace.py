@@ -163,7 +163,8 @@ POLICIES: dict[str, _Make] = {
     "fifo": lambda trace, blocks: Fifo(),
     "lru": lambda trace, blocks: LeastRecent(),
     "second-use": lambda trace, blocks: SecondUse(),
-    "prospect": lambda trace, blocks: Learned(blocks),
+    "prospect": lambda trace, blocks: Learned(blocks, mixed=False, remembered=int(__import__("os").environ.get("REM") or 0) or None),
+    "adaptive": lambda trace, blocks: Learned(blocks),
     "clairvoyant": lambda trace, blocks: Clairvoyant(trace),
 }
 """By name. `second-use` remembers all blocks ever seen; `clairvoyant` knows the trace, so it is a bound and no policy."""

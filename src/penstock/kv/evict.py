@@ -9,6 +9,8 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
+from penstock.kv.shadows import Expert, Shadows
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -108,6 +110,9 @@ class Lru(Generic[Key]):
 _MANY = 8
 """Uses from which on it does not matter how many there were."""
 _KINDS = 2 * _MANY
+_KNOWN = _KINDS
+_CODES = 2 * _KINDS
+_AFTER = tuple(min(kind % _KINDS + 2, _KINDS - 2 + kind % 2) for kind in range(_KINDS + 2))
 _EPOCHS = 32
 """In an epoch, one in so many of the tier's blocks is used."""
 _SHORTEST = 32
@@ -147,17 +152,18 @@ class Returns:
 
     def use(self, kind: int, blocks: int = 1) -> None:
         """So many blocks are of this kind by a use just now."""
+        kind %= _KINDS
         self._unused[self.epoch][kind] += blocks
         self._came[kind][0] += blocks
 
     def again(self, kind: int, since: int, blocks: int = 1) -> None:
         """So many blocks that were of this kind by their use in epoch `since` are used again."""
-        self._used[kind][self._span(since)] += blocks
+        self._used[kind % _KINDS][self._span(since)] += blocks
         self.forget(kind, since, blocks)
 
     def forget(self, kind: int, since: int, blocks: int = 1) -> None:
         if since in self._unused:
-            self._unused[since][kind] -= blocks
+            self._unused[since][kind % _KINDS] -= blocks
 
     def tick(self) -> None:
         """The next epoch begins. O(1)."""
@@ -175,11 +181,11 @@ class Returns:
 
     def gain(self, kind: int, since: int) -> float:
         """Returns for each epoch of staying, if such a block stays for as long as that is worth most (its Gittins index)."""
-        return self._gains[kind][self._span(since)]
+        return self._gains[kind % _KINDS][self._span(since)]
 
     def chance(self, kind: int, since: int) -> float:
         """That such a block returns at an age of which enough was seen; 1 where too little was."""
-        return self._chances[kind][self._span(since)]
+        return self._chances[kind % _KINDS][self._span(since)]
 
     def _span(self, since: int) -> int:
         age = self.epoch - since
@@ -220,13 +226,13 @@ def _most(chances: list[float], span: int) -> float:
 
 def _after(kind: int) -> int:
     """What a block of this kind is after one more use."""
-    return min(kind + 2, _KINDS - 2 + kind % 2)
+    return _AFTER[kind]
 
 
 class _Block(Generic[Key]):
     """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in its prompt."""
 
-    __slots__ = ("depth", "idle", "idle_children", "key", "kind", "parent", "since")
+    __slots__ = ("born", "depth", "fresh", "idle", "idle_children", "key", "kind", "parent", "since")
 
     def __init__(self, key: Key, parent: "_Block[Key] | None") -> None:
         self.key = key
@@ -234,6 +240,8 @@ class _Block(Generic[Key]):
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.kind = 0
         self.since = 0
+        self.born = 0
+        self.fresh = False
         self.idle = False
         self.idle_children = 0
 
@@ -252,7 +260,7 @@ class Prospect(Generic[Key]):
     victim, O(1) for all else, counting what each epoch costs on the uses in it.
     """
 
-    def __init__(self, blocks: int, *, deep: int = 32, remembered: int | None = None, worthwhile: float = 0.125) -> None:
+    def __init__(self, blocks: int, *, deep: int = 32, remembered: int | None = None, worthwhile: float = 0.125, mixed: bool = True) -> None:
         """blocks: what the tier holds. deep: blocks before one that stands deep, of some 16,384 tokens. remembered: of those that are
         gone. worthwhile: the chance of a return from which on a block is worth a write."""
         assert blocks > 0, f"a tier of {blocks} blocks"
@@ -261,6 +269,11 @@ class Prospect(Generic[Key]):
         self._uses_left = self._uses = max(_SHORTEST, blocks // _EPOCHS)
         """Of this epoch; of each."""
         self._returns = Returns()
+        self._shadows = Shadows[Key](blocks, max(1, blocks // self._uses), lambda kind, since: self._returns.gain(kind, since)) if mixed else None
+        self._leader = Expert.PROSPECT
+        self._births = 0
+        self._long_gone = bytearray(1 << (8 * blocks + (1 << 20)).bit_length()-1)
+        self._eldest: list[tuple[int, _Block[Key]]] | None = None
         self._there: dict[Key, _Block[Key]] = {}
         self._gone: OrderedDict[Key, int] = OrderedDict()
         """Kind and epoch of last use as one number, the first gone first."""
@@ -280,15 +293,19 @@ class Prospect(Generic[Key]):
     def added(self, key: Key, parent: Key | None) -> None:
         assert key not in self._there, f"{key!r} is added but there"
         block = self._there[key] = _Block(key, None if parent is None else self._there.get(parent))
+        block.born = self._births = self._births + 1
         gone = self._gone.pop(key, None)
         if gone is None:
             self._count()
             block.kind = int(block.depth >= self._deep)
+            if self._seen(key):
+                block.kind += _KNOWN
             self._returns.use(block.kind)
             block.since = self._returns.epoch
         else:
-            block.since, block.kind = divmod(gone, _KINDS)
+            block.since, block.kind = divmod(gone, _CODES)
             self._use(block)
+        block.fresh = True
 
     def found(self, key: Key) -> None:
         block = self._there[key]
@@ -296,6 +313,9 @@ class Prospect(Generic[Key]):
         if queued:
             self._unqueue(block)
         self._use(block)
+        block.fresh = True
+        if block.idle:
+            self._shade(block)
         if queued:
             self._queue(block)
 
@@ -323,7 +343,11 @@ class Prospect(Generic[Key]):
                     self._queue(block)
                 else:
                     block.kind, block.since = _after(kind), epoch
+                block.fresh = True
             self._used(kind, since, at - start)
+        for block in reversed(blocks):
+            if block.idle and block.fresh:
+                self._shade(block)
 
     def busy(self, key: Key) -> None:
         block = self._there[key]
@@ -351,6 +375,8 @@ class Prospect(Generic[Key]):
         block = self._there[key]
         assert not block.idle, f"{key!r} is idle twice"
         block.idle = True
+        if block.fresh:
+            self._shade(block)
         self._idle += 1
         if not block.idle_children:
             self._queue(block)
@@ -367,9 +393,16 @@ class Prospect(Generic[Key]):
         """As many as that, one after the other."""
         assert count <= self._idle, "a victim is wanted where no block is idle"
         keys: list[Key] = []
+        while self._eldest is not None and len(keys) < count:
+            born, block = heappop(self._eldest)
+            if block.idle and not block.idle_children and self._there.get(block.key) is block:
+                self._unqueue(block)
+                self._rouse(block)
+                self._leave(block)
+                keys.append(block.key)
         while len(keys) < count:
             if self._heap is None:
-                self._heap = [(self._returns.gain(kind, since), since, kind) for since, kind in self._queues]
+                self._heap = [(self._rank(kind, since), since, kind) for since, kind in self._queues]
                 heapify(self._heap)
             while (queue := self._queues.get(at := self._heap[0][1:])) is None:
                 heappop(self._heap)
@@ -410,7 +443,35 @@ class Prospect(Generic[Key]):
         if not self._uses_left:
             self._uses_left = self._uses
             self._returns.tick()
-            self._heap = None
+            if self._shadows is not None and self._shadows.tick():
+                self._leader = self._shadows.leader
+                self._eldest = None
+                if self._leader is Expert.FIFO:
+                    self._eldest = [(block.born, block) for block in self._there.values() if block.idle and not block.idle_children]
+                    heapify(self._eldest)
+                self._heap = None
+            if self._leader is Expert.PROSPECT:
+                self._heap = None
+
+    def _place(self, key):
+        number = (int.from_bytes(key[:8], "little") if type(key) is bytes else hash(key)) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        return number >> 16 & len(self._long_gone) - 1, number >> 56 | 1
+
+    def _seen(self, key) -> bool:
+        at, tag = self._place(key)
+        return self._long_gone[at] == tag
+
+    def _shade(self, block) -> None:
+        block.fresh = False
+        if self._shadows is not None:
+            self._shadows.use(block.key, block.kind, block.since)
+
+    def _rank(self, kind: int, since: int) -> float:
+        if self._leader is Expert.PROSPECT:
+            return self._returns.gain(kind, since)
+        if self._leader is Expert.SECOND_USE and kind < 2:
+            return since - 2.0**40
+        return since + kind / 64
 
     def _use(self, block: _Block[Key]) -> None:
         self._count()
@@ -435,20 +496,25 @@ class Prospect(Generic[Key]):
     def _leave(self, block: _Block[Key]) -> None:
         del self._there[block.key]
         block.parent = None
-        self._gone[block.key] = block.since * _KINDS + block.kind
+        self._gone[block.key] = block.since * _CODES + block.kind
         if len(self._gone) > self._remembered:
-            since, kind = divmod(self._gone.popitem(last=False)[1], _KINDS)
+            key, gone = self._gone.popitem(last=False)
+            since, kind = divmod(gone, _CODES)
+            at, tag = self._place(key)
+            self._long_gone[at] = tag
             self._returns.forget(kind, since)
 
     def _queue(self, block: _Block[Key]) -> None:
         at = block.since, block.kind
+        if self._eldest is not None:
+            heappush(self._eldest, (block.born, block))
         queue = self._queues.get(at)
         if queue is not None:
             queue[block] = None
             return
         self._queues[at] = {block: None}
         if self._heap is not None and len(self._heap) <= 2 * len(self._queues) + 64:
-            heappush(self._heap, (self._returns.gain(block.kind, block.since), *at))
+            heappush(self._heap, (self._rank(block.kind, block.since), *at))
         else:
             self._heap = None
 
