@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
-from penstock.kv.shadows import Expert, Shadows
+from penstock.kv.shadows import Expert, Shadows, scatter
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -111,8 +111,10 @@ _MANY = 8
 """Uses from which on it does not matter how many there were."""
 _KINDS = 2 * _MANY
 _KNOWN = _KINDS
+"""Added to the kind of a block that was seen before, longer ago than is remembered in detail. It is learned of as of a new one."""
 _CODES = 2 * _KINDS
 _AFTER = tuple(min(kind % _KINDS + 2, _KINDS - 2 + kind % 2) for kind in range(_KINDS + 2))
+"""What a block of a kind is after one more use."""
 _EPOCHS = 32
 """In an epoch, one in so many of the tier's blocks is used."""
 _SHORTEST = 32
@@ -127,6 +129,8 @@ _LEARN = 32
 """Epochs from one estimate to the next."""
 _FADE = 8192
 """Epochs after which all that was counted counts half."""
+_LONG_GONE = 1 << 20
+"""Bytes for blocks that were forgotten, besides 8 for each block of the tier."""
 _DOUBT = 64.0
 """Blocks that must have come to an age before they outweigh what is assumed of it."""
 _ASSUMED = 0.1
@@ -224,15 +228,11 @@ def _most(chances: list[float], span: int) -> float:
     return most
 
 
-def _after(kind: int) -> int:
-    """What a block of this kind is after one more use."""
-    return _AFTER[kind]
-
-
 class _Block(Generic[Key]):
-    """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in its prompt."""
+    """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in its prompt. `born`: how many
+    came before it. `noted`: whether the shadows know of its last use."""
 
-    __slots__ = ("born", "depth", "fresh", "idle", "idle_children", "key", "kind", "parent", "since")
+    __slots__ = ("born", "depth", "idle", "idle_children", "key", "kind", "noted", "parent", "since")
 
     def __init__(self, key: Key, parent: "_Block[Key] | None") -> None:
         self.key = key
@@ -241,7 +241,7 @@ class _Block(Generic[Key]):
         self.kind = 0
         self.since = 0
         self.born = 0
-        self.fresh = False
+        self.noted = True
         self.idle = False
         self.idle_children = 0
 
@@ -260,20 +260,25 @@ class Prospect(Generic[Key]):
     victim, O(1) for all else, counting what each epoch costs on the uses in it.
     """
 
-    def __init__(self, blocks: int, *, deep: int = 32, remembered: int | None = None, worthwhile: float = 0.125, mixed: bool = True) -> None:
+    def __init__(
+        self, blocks: int, *, deep: int = 32, remembered: int | None = None, worthwhile: float = 0.125, mixed: bool = True
+    ) -> None:
         """blocks: what the tier holds. deep: blocks before one that stands deep, of some 16,384 tokens. remembered: of those that are
-        gone. worthwhile: the chance of a return from which on a block is worth a write."""
+        gone. worthwhile: the chance of a return from which on a block is worth a write. mixed: whether a simple policy that finds more
+        on a sample of the keys takes the lead."""
         assert blocks > 0, f"a tier of {blocks} blocks"
         self._deep, self._worthwhile = deep, worthwhile
         self._remembered = blocks + 16384 if remembered is None else remembered
         self._uses_left = self._uses = max(_SHORTEST, blocks // _EPOCHS)
         """Of this epoch; of each."""
         self._returns = Returns()
-        self._shadows = Shadows[Key](blocks, max(1, blocks // self._uses), lambda kind, since: self._returns.gain(kind, since)) if mixed else None
+        self._shadows = Shadows[Key](blocks, blocks / self._uses, self._returns_gain) if mixed else None
         self._leader = Expert.PROSPECT
-        self._births = 0
-        self._long_gone = bytearray(1 << (8 * blocks + (1 << 20)).bit_length()-1)
         self._eldest: list[tuple[int, _Block[Key]]] | None = None
+        """A heap of all that is queued, and of what was, by birth; only while the first to come is the first to go."""
+        self._births = 0
+        self._long_gone = bytearray(1 << (8 * blocks + _LONG_GONE).bit_length() - 1)
+        """Of blocks that are forgotten, 8 bits of the key's hash, at the place that others of it name. Later ones overwrite earlier."""
         self._there: dict[Key, _Block[Key]] = {}
         self._gone: OrderedDict[Key, int] = OrderedDict()
         """Kind and epoch of last use as one number, the first gone first."""
@@ -298,14 +303,15 @@ class Prospect(Generic[Key]):
         if gone is None:
             self._count()
             block.kind = int(block.depth >= self._deep)
-            if self._seen(key):
+            at, tag = self._place(key)
+            if self._long_gone[at] == tag:
                 block.kind += _KNOWN
             self._returns.use(block.kind)
             block.since = self._returns.epoch
         else:
             block.since, block.kind = divmod(gone, _CODES)
             self._use(block)
-        block.fresh = True
+        block.noted = False
 
     def found(self, key: Key) -> None:
         block = self._there[key]
@@ -313,9 +319,9 @@ class Prospect(Generic[Key]):
         if queued:
             self._unqueue(block)
         self._use(block)
-        block.fresh = True
+        block.noted = False
         if block.idle:
-            self._shade(block)
+            self._note(block)
         if queued:
             self._queue(block)
 
@@ -339,15 +345,15 @@ class Prospect(Generic[Key]):
                 at += 1
                 if block.idle and not block.idle_children:
                     self._unqueue(block)
-                    block.kind, block.since = _after(kind), epoch
+                    block.kind, block.since = _AFTER[kind], epoch
                     self._queue(block)
                 else:
-                    block.kind, block.since = _after(kind), epoch
-                block.fresh = True
+                    block.kind, block.since = _AFTER[kind], epoch
+                block.noted = False
             self._used(kind, since, at - start)
         for block in reversed(blocks):
-            if block.idle and block.fresh:
-                self._shade(block)
+            if block.idle and not block.noted:
+                self._note(block)
 
     def busy(self, key: Key) -> None:
         block = self._there[key]
@@ -375,8 +381,8 @@ class Prospect(Generic[Key]):
         block = self._there[key]
         assert not block.idle, f"{key!r} is idle twice"
         block.idle = True
-        if block.fresh:
-            self._shade(block)
+        if not block.noted:
+            self._note(block)
         self._idle += 1
         if not block.idle_children:
             self._queue(block)
@@ -392,14 +398,7 @@ class Prospect(Generic[Key]):
     def victims(self, count: int) -> list[Key]:
         """As many as that, one after the other."""
         assert count <= self._idle, "a victim is wanted where no block is idle"
-        keys: list[Key] = []
-        while self._eldest is not None and len(keys) < count:
-            born, block = heappop(self._eldest)
-            if block.idle and not block.idle_children and self._there.get(block.key) is block:
-                self._unqueue(block)
-                self._rouse(block)
-                self._leave(block)
-                keys.append(block.key)
+        keys = self._first_come(count) if self._eldest is not None else []
         while len(keys) < count:
             if self._heap is None:
                 self._heap = [(self._rank(kind, since), since, kind) for since, kind in self._queues]
@@ -427,6 +426,18 @@ class Prospect(Generic[Key]):
                 del self._queues[at]
         return keys
 
+    def _first_come(self, count: int) -> list[Key]:
+        keys: list[Key] = []
+        assert self._eldest is not None
+        while len(keys) < count:
+            _, block = heappop(self._eldest)
+            if block.idle and not block.idle_children and self._there.get(block.key) is block:
+                self._unqueue(block)
+                self._rouse(block)
+                self._leave(block)
+                keys.append(block.key)
+        return keys
+
     def dropped(self, key: Key) -> None:
         block = self._there[key]
         if block.idle:
@@ -444,44 +455,47 @@ class Prospect(Generic[Key]):
             self._uses_left = self._uses
             self._returns.tick()
             if self._shadows is not None and self._shadows.tick():
-                self._leader = self._shadows.leader
-                self._eldest = None
-                if self._leader is Expert.FIFO:
-                    self._eldest = [(block.born, block) for block in self._there.values() if block.idle and not block.idle_children]
-                    heapify(self._eldest)
-                self._heap = None
+                self._lead(self._shadows.leader)
             if self._leader is Expert.PROSPECT:
                 self._heap = None
 
-    def _place(self, key):
-        number = (int.from_bytes(key[:8], "little") if type(key) is bytes else hash(key)) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    def _place(self, key: Key) -> tuple[int, int]:
+        """Where in `_long_gone` a key is noted, and how."""
+        number = scatter(key)
         return number >> 16 & len(self._long_gone) - 1, number >> 56 | 1
 
-    def _seen(self, key) -> bool:
-        at, tag = self._place(key)
-        return self._long_gone[at] == tag
-
-    def _shade(self, block) -> None:
-        block.fresh = False
+    def _note(self, block: _Block[Key]) -> None:
+        """Tells the shadows of a block's last use. The end of a request comes first, as it does when the request lets go."""
+        block.noted = True
         if self._shadows is not None:
             self._shadows.use(block.key, block.kind, block.since)
 
+    def _lead(self, leader: Expert) -> None:
+        self._leader, self._heap, self._eldest = leader, None, None
+        if leader is Expert.FIFO:
+            self._eldest = [(block.born, block) for block in self._there.values() if block.idle and not block.idle_children]
+            heapify(self._eldest)
+
+    def _returns_gain(self, kind: int, since: int) -> float:
+        return self._returns.gain(kind, since)
+
     def _rank(self, kind: int, since: int) -> float:
+        """Blocks of least rank are given up first."""
         if self._leader is Expert.PROSPECT:
             return self._returns.gain(kind, since)
         if self._leader is Expert.SECOND_USE and kind < 2:
-            return since - 2.0**40
-        return since + kind / 64
+            return since - 2.0**52
+        return since
 
     def _use(self, block: _Block[Key]) -> None:
         self._count()
         self._used(block.kind, block.since, 1)
-        block.kind, block.since = _after(block.kind), self._returns.epoch
+        block.kind, block.since = _AFTER[block.kind], self._returns.epoch
 
     def _used(self, kind: int, since: int, blocks: int) -> None:
         """So many blocks of one kind and epoch are used, in this epoch."""
         self._returns.again(kind, since, blocks)
-        self._returns.use(_after(kind), blocks)
+        self._returns.use(_AFTER[kind], blocks)
 
     def _rouse(self, block: _Block[Key]) -> None:
         """Of an idle block that is in no queue."""
@@ -508,6 +522,8 @@ class Prospect(Generic[Key]):
         at = block.since, block.kind
         if self._eldest is not None:
             heappush(self._eldest, (block.born, block))
+            if len(self._eldest) > 2 * self._idle + 64:
+                self._lead(Expert.FIFO)
         queue = self._queues.get(at)
         if queue is not None:
             queue[block] = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from enum import IntEnum
 from heapq import heapify, heappop, heappush, heapreplace
 from math import sqrt
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -25,29 +25,33 @@ class Expert(IntEnum):
     FIFO = 3
 
 
-import os
-_SAMPLE = int(os.environ.get('SAMPLE',1024))
-"""Blocks of a shadow, at most nearly twice as many."""
-_HALF_LIFE = float(os.environ.get('HALF',8))
-"""Uses after which one counts half, in rooms: as many uses as the tier has blocks."""
-_MARGIN = float(os.environ.get('MARGIN',0.001))
-"""Of all uses: what another must find beyond the leader to take over."""
-_SURE = float(os.environ.get('SURE',3))
-"""Standard deviations of the difference that it must come to as well."""
+_SAMPLE = 2048
+"""Blocks that a shadow has room for: up to twice as many, or all if the tier has fewer."""
+_ROOMS, _USES = 2, 32768
+"""Uses after which one counts half: as many as this many rooms have blocks, and at least so many."""
+_MARGIN = 0.001
+"""Part of all uses that another expert must find beyond the leader to take over."""
+_SURE = 1.0
+"""Standard deviations of the difference that it must be ahead by as well."""
+_MIX = 0x9E3779B97F4A7C15
+"""An odd number: the upper bits of a product with it depend on all bits of the other factor."""
 
 
-class Shadow(Protocol[Key]):
-    def use(self, key: Key, kind: int, since: int) -> bool:
-        """Whether the key was there. It is of this kind and epoch by this use."""
-        ...
+def scatter(key: Hashable) -> int:
+    """Returns 64 bits by which keys are spread evenly; the same in each process for bytes and for whole numbers."""
+    number = int.from_bytes(key[:8], "little") if isinstance(key, bytes) else hash(key)
+    return number * _MIX & 0xFFFFFFFFFFFFFFFF
 
 
 class _Lru(Generic[Key]):
+    """Gives up what was used longest ago."""
+
     def __init__(self, room: int) -> None:
         self._room = room
         self._there: OrderedDict[Key, None] = OrderedDict()
 
-    def use(self, key: Key, kind: int, since: int) -> bool:
+    def use(self, key: Key, again: bool) -> bool:
+        """Returns whether the key was there; `again`: whether it was ever used before. From now on it is there if it is admitted."""
         there = self._there
         if key in there:
             there.move_to_end(key)
@@ -59,13 +63,17 @@ class _Lru(Generic[Key]):
 
 
 class _SecondUse(_Lru[Key]):
-    def use(self, key: Key, kind: int, since: int) -> bool:
-        return super().use(key, kind, since) if kind > 1 else False
+    """Admits what was used before."""
+
+    def use(self, key: Key, again: bool) -> bool:
+        return again and super().use(key, again)
 
 
 class _Fifo(_Lru[Key]):
-    def use(self, key: Key, kind: int, since: int) -> bool:
-        return True if key in self._there else super().use(key, kind, since)
+    """Gives up what came first."""
+
+    def use(self, key: Key, again: bool) -> bool:
+        return key in self._there or super().use(key, again)
 
 
 class _Ranked(Generic[Key]):
@@ -78,6 +86,7 @@ class _Ranked(Generic[Key]):
         self._heap: list[tuple[float, int, int]] = []
 
     def use(self, key: Key, kind: int, since: int) -> bool:
+        """Returns whether the key was there. It is now, and of this kind and epoch."""
         at, before = (since, kind), self._there.get(key)
         if before == at:
             return True
@@ -87,12 +96,11 @@ class _Ranked(Generic[Key]):
             if not queue:
                 del self._queues[before]
         self._there[key] = at
-        queue = self._queues.get(at)
-        if queue is None:
+        if at in self._queues:
+            self._queues[at][key] = None
+        else:
             self._queues[at] = {key: None}
             heappush(self._heap, (self._gain(kind, since), since, kind))
-        else:
-            queue[key] = None
         if before is not None:
             return True
         if len(self._there) > self._room:
@@ -108,7 +116,7 @@ class _Ranked(Generic[Key]):
                 heappop(heap)
                 continue
             now = self._gain(kind, since)
-            if now > gain:
+            if now > gain:  # It has risen since the heap was made.
                 heapreplace(heap, (now, since, kind))
                 continue
             del self._there[queue.popitem()[0]]
@@ -117,50 +125,62 @@ class _Ranked(Generic[Key]):
             return
 
     def renew(self) -> None:
+        """Takes note of gains that fell."""
         self._heap = [(self._gain(kind, since), since, kind) for since, kind in self._queues]
         heapify(self._heap)
 
 
 class Shadows(Generic[Key]):
-    """All experts on one sample of the uses of a tier's blocks."""
+    """All experts on one sample of the uses of a tier's blocks; which of them leads.
 
-    def __init__(self, blocks: int, epochs: int, gain: Callable[[int, int], float]) -> None:
-        """blocks: what the tier holds. epochs: in which as many blocks are used. gain: by which `Expert.PROSPECT` goes."""
-        self._mask = (1 << max(0, (blocks // _SAMPLE).bit_length() - 1)) - 1
-        room = max(1, blocks // (self._mask + 1))
+    Counted are uses by which of the experts would have found the block, older ones less. Another expert takes the lead when it has found
+    so many more than the leader that chance does not explain it. A use costs O(1) for each expert, and O(log epochs) for a victim.
+    """
+
+    def __init__(self, blocks: int, epochs: float, gain: Callable[[int, int], float]) -> None:
+        """blocks: what the tier holds. epochs: in which as many blocks are used. gain: by which `Expert.PROSPECT` goes, of a kind and an
+        epoch."""
+        halvings = max(0, (blocks // _SAMPLE).bit_length() - 1)
+        self._mask = (1 << halvings) - 1
+        room = max(1, blocks >> halvings)
         self._ranked = _Ranked[Key](room, gain)
         self._lru, self._second, self._fifo = _Lru[Key](room), _SecondUse[Key](room), _Fifo[Key](room)
-        self._counts = [0.0] * 16
-        """Uses, by which of the experts would have found the block, as bits."""
-        self._fade = 0.5 ** (1 / (_HALF_LIFE * max(epochs, epochs * int(os.environ.get('FLOOR',0))/blocks/_HALF_LIFE)))
+        self._counts = [0.0] * (1 << len(Expert))
+        """By the set of experts that found it, as bits."""
+        self._fade = 0.5 ** (blocks / epochs / max(_ROOMS * blocks, _USES))
         self.leader = Expert.PROSPECT
         self.switches = 0
+        """Of the leader, since there are shadows."""
 
     def use(self, key: Key, kind: int, since: int) -> None:
-        """A block is used, and is of this kind and epoch by that."""
-        if hash(key) * 0x9E3779B97F4A7C15 >> 32 & self._mask:
+        """A block is used, and by that is of this kind and epoch; those of a request are told from its last to its first. A kind below 2
+        was never used before."""
+        if self._mask and scatter(key) >> 32 & self._mask:
             return
-        found = int(self._ranked.use(key, kind, since))
-        found |= self._lru.use(key, kind, since) << 1
-        found |= self._second.use(key, kind, since) << 2
-        found |= self._fifo.use(key, kind, since) << 3
-        self._counts[found] += 1
+        again = kind > 1
+        found = self._ranked.use(key, kind, since) << Expert.PROSPECT
+        found |= self._lru.use(key, again) << Expert.LRU
+        found |= self._second.use(key, again) << Expert.SECOND_USE
+        found |= self._fifo.use(key, again) << Expert.FIFO
+        self._counts[found] += 1.0
 
-    def tick(self, renew=True) -> bool:
-        """An epoch has ended: whether another expert leads from now on."""
-        if renew: self._ranked.renew()
-        counts = self._counts
-        all = sum(counts)
-        lead, best = self.leader, 0.0
+    def tick(self) -> bool:
+        """An epoch has ended. Returns whether another expert leads from now on."""
+        self._ranked.renew()
+        margin, before, best = _MARGIN * sum(self._counts), self.leader, 0.0
         for expert in Expert:
-            if expert is not self.leader:
-                won = sum(count for found, count in enumerate(counts) if found >> expert & 1 > found >> self.leader & 1)
-                lost = sum(count for found, count in enumerate(counts) if found >> expert & 1 < found >> self.leader & 1)
-                ahead = won - lost
-                if ahead > best and ahead > _MARGIN * all + _SURE * sqrt(won + lost):
-                    lead, best = expert, ahead
-        self._counts = [count * self._fade for count in counts]
-        changed = lead is not self.leader
-        self.leader = lead
-        self.switches += changed
-        return changed
+            won, lost = self._apart(expert, before)
+            if won - lost > max(best, margin + _SURE * sqrt(won + lost)):
+                self.leader, best = expert, won - lost
+        self._counts = [count * self._fade for count in self._counts]
+        self.switches += self.leader is not before
+        return self.leader is not before
+
+    def _apart(self, one: Expert, other: Expert) -> tuple[float, float]:
+        """Uses that one of two found and the other did not, and the other way round."""
+        won = lost = 0.0
+        for found, count in enumerate(self._counts):
+            by_one, by_other = found >> one & 1, found >> other & 1
+            won += count * (by_one > by_other)
+            lost += count * (by_other > by_one)
+        return won, lost
