@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.trace import Clairvoyant, Learned, LeastRecent, replay
+from penstock.bench.trace import Clairvoyant, Fifo, Learned, LeastRecent, Offered, SecondUse, replay
+from penstock.bench.workloads import generate
 from penstock.kv.evict import Eviction, Lru, Prospect
+from penstock.kv.shadows import Expert
 
 MAKES: list[Callable[[], Eviction[int]]] = [Lru, lambda: Prospect(8), lambda: Prospect(8, deep=2, remembered=3)]
 
@@ -78,8 +80,8 @@ def come(policy: Eviction[tuple[int, int]], there: set[tuple[int, int]], keys: S
 )
 @settings(max_examples=150, deadline=None)
 def test_many_that_are_found_are_as_if_one_by_one(runs: list[list[int]], idle: set[int], blocks: int) -> None:
-    """Also over the ends of epochs."""
-    together, apart = Prospect[int](blocks), Prospect[int](blocks)
+    """Also over the ends of epochs. Shadows are told of a run from its end, so they are left out."""
+    together, apart = Prospect[int](blocks, mixed=False), Prospect[int](blocks, mixed=False)
     for policy in (together, apart):
         for key in range(40):
             policy.added(key, key - 1 if key % 10 else None)
@@ -232,6 +234,24 @@ def victims(trace: Trace) -> list[int]:
             given_up.append(policy.victim())
             there.remove(given_up[-1])
     return given_up
+
+
+def test_what_is_mixed_keeps_up_where_what_is_learned_misleads() -> None:
+    """Whether what was used often or what was used lately returns alternates."""
+    trace, blocks = [request.keys for request in generate("arc")], 282
+    first = len(trace) // 2
+    best = max(replay(trace, policy, blocks, first) for policy in (Fifo(), LeastRecent(), SecondUse()))
+    alone, mixed = (replay(trace, Learned(blocks, mixed=mixed), blocks, first) for mixed in (False, True))
+    assert alone < best - 0.02
+    assert mixed >= best - 0.01
+
+
+@pytest.mark.parametrize(("leader", "simple"), [(Expert.LRU, LeastRecent), (Expert.SECOND_USE, SecondUse), (Expert.FIFO, Fifo)])
+def test_who_leads_decides(leader: Expert, simple: Callable[[], Offered[int]]) -> None:
+    policy = Learned[int](150, mixed=False)
+    policy._lead(leader)
+    trace = zipf()
+    assert replay(trace, policy, 150) == pytest.approx(replay(trace, simple(), 150), abs=0.005)
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -9,6 +9,8 @@ from penstock.sched.rules import Name, Names
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route
 
+_BLOCK_TOKENS = 512
+
 
 class Admission(StrEnum):
     """What is written to a disk."""
@@ -87,33 +89,29 @@ def serve(trace: Sequence[Sequence[int]], host_blocks: int, disk_blocks: int, ad
     return Served(asked, found_host, found_disk, tiers.counts.moved[Route.OUT] - written_before)
 
 
-_BLOCK_TOKENS = 512
-
-
 def _request(tiers: Tiers, keys: Sequence[bytes]) -> tuple[int, int]:
-    """Serves one. Returns how many of its blocks were found on the host, and on disk."""
+    """Serves one request. Returns how many of its blocks were found on the host, and on disk."""
     names = Names(keys, [None, *keys[:-1]])
     held: list[BlockId] = []
     found_host = found_disk = 0
-    came: set[bytes] = set()
+    came = set[bytes]()
     while len(held) < len(keys):
         at = len(held)
         if run := tiers.host.run_of(keys[at:]):
             part = names.part(at, at + len(run))
-            tiers.bring_up(part, run)
-            for _, _, right in _land(tiers):
-                assert right == len(run)
-            up = pages_of(tiers, part)
-            held += up
+            pages = tiers.pages_of(tiers.bring_up(part, run))
+            _land(tiers)
+            for page, (key, parent) in zip(pages, part, strict=True):
+                tiers.pages.seal(page, key, parent)
+            held += pages
             from_disk = sum(key in came for key in part.keys)
             found_disk += from_disk
             found_host += len(run) - from_disk
-        elif count := tiers.on_disk(keys[at:]):
-            part = names.part(at, at + count)
-            if tiers.bring_in(part) is None:
+        elif (count := tiers.on_disk(keys[at:])) and tiers.bring_in(part := names.part(at, at + count)) is not None:
+            _land(tiers)
+            came.update(part.keys)
+            if tiers.host.find(keys[at]) is None:
                 break
-            for _, coming, right in _land(tiers):
-                came.update(coming.keys[:right])
         else:
             break
     for key, parent in list(names)[len(held) :]:
@@ -125,3 +123,13 @@ def _request(tiers: Tiers, keys: Sequence[bytes]) -> tuple[int, int]:
     tiers.pages.release(held)
     tiers.pages.forget()
     return found_host, found_disk
+
+
+def _land(tiers: Tiers) -> None:
+    """Everything that sets out lands, and what follows from it, until nothing moves."""
+    while True:
+        transfers, leaving = tiers.plan()
+        if not transfers and not leaving:
+            return
+        for _ in tiers.landed([Landed(transfer.id, 1e-3) for transfer in transfers]):
+            pass

@@ -163,7 +163,7 @@ POLICIES: dict[str, _Make] = {
     "fifo": lambda trace, blocks: Fifo(),
     "lru": lambda trace, blocks: LeastRecent(),
     "second-use": lambda trace, blocks: SecondUse(),
-    "prospect": lambda trace, blocks: Learned(blocks, mixed=False, remembered=int(__import__("os").environ.get("REM") or 0) or None),
+    "prospect": lambda trace, blocks: Learned(blocks, mixed=False),
     "adaptive": lambda trace, blocks: Learned(blocks),
     "clairvoyant": lambda trace, blocks: Clairvoyant(trace),
 }

@@ -48,7 +48,7 @@ _TRACE = """
   penstock bench trace conversation_trace.jsonl --rooms 128GiB,1TiB --policies lru,prospect --part second-half
   penstock bench trace conversation_trace.jsonl --model ./my-model --host-kv-memory 64GiB --disk-kv-memory 500GiB
 """
-_POLICIES = "fifo,lru,second-use,prospect,clairvoyant"
+_POLICIES = "fifo,lru,second-use,prospect,adaptive,clairvoyant"
 _SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
 _MODEL = (option(WORK, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead of a MODEL."),)
 _BATCH = (

@@ -326,7 +326,7 @@ class Prospect(Generic[Key]):
             self._queue(block)
 
     def found_all(self, keys: Sequence[Key]) -> None:
-        """Those of a prompt are mostly of one kind and epoch, and are counted together."""
+        """Those of a prompt are mostly of one kind and epoch, and are counted together. Shadows are told of the last first."""
         blocks = list(map(self._there.__getitem__, keys))
         at = 0
         while at < len(blocks):

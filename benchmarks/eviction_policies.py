@@ -1,0 +1,99 @@
+"""Scores eviction policies and disk admission on generated workloads, and on recorded traces given by name.
+
+    python benchmarks/eviction_policies.py --seeds 0,1 --out docs/results/cpu_eviction.json [--trace conversation_trace.jsonl]
+
+The second half of each workload counts. Rooms are parts of the distinct blocks: 1/128 to 1/4.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+from penstock.bench.machine import machine
+from penstock.bench.tiered import Admission, serve
+from penstock.bench.trace import POLICIES, Trace, read, replay
+from penstock.bench.workloads import HELD_OUT, TUNED, WORKLOADS, generate
+
+_PARTS = (128, 64, 32, 16, 8, 4)
+_SIMPLE = ("fifo", "lru", "second-use")
+_DISK_ROOMS = 3
+"""Blocks of the disk for each of the host."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="names, separated by commas; empty: none")
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="a recorded trace; rooms are 2048 blocks and more")
+    parser.add_argument("--disk", action="store_true", help="score disk admission too, at the second and the fourth room")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    for name in filter(None, given.workloads.split(",")):
+        for seed in map(int, given.seeds.split(",")):
+            trace = [request.keys for request in generate(name, seed, given.requests)]
+            distinct = len({key for keys in trace for key in keys})
+            group = "tuned" if name in TUNED else "held-out"
+            rows += _score(name, group, seed, trace, [distinct // part for part in _PARTS], given.disk)
+    for path in given.trace:
+        rows += _score(path.stem, "recorded", 0, read(path), [2048 << power for power in range(6)], given.disk)
+    behind = {
+        group: min((row["behind"] for row in rows if row["group"] == group), default=None)  # type: ignore[type-var]
+        for group in ("tuned", "held-out", "recorded")
+    }
+    result = {
+        "environment": dataclasses.asdict(machine()),
+        "requests": given.requests,
+        "counts": "second half",
+        "tuned": TUNED,
+        "held_out": HELD_OUT,
+        "worst_points_against_best_simple": behind,
+        "rows": rows,
+    }
+    if given.out:
+        given.out.write_text(json.dumps(result) + "\n")
+    print(behind)
+
+
+def _score(name: str, group: str, seed: int, trace: Trace, rooms: list[int], disk: bool) -> list[dict[str, object]]:
+    first, asked, rows = len(trace) // 2, sum(map(len, trace)), list[dict[str, object]]()
+    for room, blocks in enumerate(rooms):
+        hits, costs = dict[str, float](), dict[str, float]()
+        for policy, make in POLICIES.items():
+            began = time.process_time()
+            hits[policy] = round(100 * replay(trace, make(trace, blocks), blocks, first), 2)
+            costs[policy] = round(1e6 * (time.process_time() - began) / asked, 2)
+        behind = round(hits["adaptive"] - max(hits[simple] for simple in _SIMPLE), 2)
+        row: dict[str, object] = {"workload": name, "group": group, "seed": seed, "blocks": blocks}
+        row |= {"hits": hits, "cpu_us_per_block": costs, "behind": behind}
+        if disk and room in (1, 3):
+            row["disk"] = _disk(trace, blocks, _DISK_ROOMS * blocks, first)
+        rows.append(row)
+        cells = " ".join(f"{policy} {rate:.1f}" for policy, rate in hits.items())
+        print(f"{group} {name} seed {seed}, {blocks} blocks: {cells}; against the best simple policy {behind:+.2f}", flush=True)
+        if "disk" in row:
+            print(f"  disk {row['disk']}", flush=True)
+    return rows
+
+
+def _disk(trace: Trace, host: int, disk: int, first: int) -> dict[str, object]:
+    bound = 100 * replay(trace, POLICIES["clairvoyant"](trace, host + disk), host + disk, first)
+    scored: dict[str, object] = {"host_blocks": host, "disk_blocks": disk, "optimum_of_both": round(bound, 2)}
+    for admission in Admission:
+        served = serve(trace, host, disk, admission, first)
+        each = served.written_per_hit
+        scored[str(admission)] = {
+            "host": round(100 * served.host / served.asked, 2),
+            "disk": round(100 * served.disk / served.asked, 2),
+            "written": served.written,
+            "written_per_hit": None if each is None else round(each, 3),
+        }
+    return scored
+
+
+if __name__ == "__main__":
+    sys.exit(main())
