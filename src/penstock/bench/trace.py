@@ -18,6 +18,7 @@ from typing import Generic, Protocol
 
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_size
+from penstock.bench.workloads import WORKLOADS, generate
 from penstock.kv.evict import Eviction, Key, Lru, Prospect
 
 BLOCK_BYTES = 64 << 20
@@ -172,7 +173,7 @@ POLICIES: dict[str, _Make] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to replay. `cost`: blocks with which to measure what the engine's policy costs; 0: not at all."""
+    """What to replay. `path`: a trace, or the name of a generated workload, which `seed` is for. `cost`: blocks with which to measure what the engine's policy costs; 0: not at all."""
 
     path: Path
     capacities: tuple[int, ...] = CAPACITIES
@@ -180,6 +181,7 @@ class Job:
     policies: tuple[str, ...] = tuple(POLICIES)
     part: Part = Part.WHOLE
     cost: int = 1_000_000
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ class Report:
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
         if cost := self.cost:
             lines.append(
-                f"of {cost.blocks:,} blocks, prospect keeps {cost.bytes_per_block:.0f} B each; a replay takes {cost.microseconds:.3g} us "
+                f"of {cost.blocks:,} blocks, adaptive keeps {cost.bytes_per_block:.0f} B each; a replay takes {cost.microseconds:.3g} us "
                 f"for a block, {cost.lru_microseconds:.3g} us with lru"
             )
         return "\n".join([head, about, *(f"  {line}" for line in lines)])
@@ -239,7 +241,8 @@ class Report:
 
 def measure(job: Job, say: Callable[[str], None] = lambda _: None) -> Report:
     """Replay. `say` is told each capacity. Raises ConfigError."""
-    trace = read(job.path)
+    named = str(job.path) in WORKLOADS and not job.path.exists()
+    trace = [request.keys for request in generate(str(job.path), job.seed)] if named else read(job.path)
     distinct = len({key for keys in trace for key in keys})
     first = len(trace) // 2 if job.part is Part.SECOND_HALF else 0
     rows = []

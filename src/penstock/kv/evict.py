@@ -254,6 +254,9 @@ class Prospect(Generic[Key]):
     scarce, no block is given up at the age at which people answer, and where nothing is known, or age alone matters, this is LRU.
     A block that others continue is given up after them, for without it they are worth nothing.
 
+    Where LRU, FIFO or the admission of what is used twice finds more on a sample of the keys, blocks are given up as it would have it, as
+    long as that is so (see Shadows).
+
     Blocks that are gone are remembered, as many as the tier has and some, so that a return is known as one.
 
     Idle blocks without idle children lie in queues by kind and epoch of last use, and the queues in a heap by gain: O(log queues) for a

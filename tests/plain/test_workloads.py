@@ -1,0 +1,37 @@
+"""Generated workloads are traces, and what the tiers serve of them is counted."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.tiered import Admission, serve
+from penstock.bench.trace import POLICIES, read, replay
+from penstock.bench.workloads import HELD_OUT, TUNED, WORKLOADS, generate, write
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_a_trace_and_the_same_each_time(name: str, tmp_path: Path) -> None:
+    made = generate(name, 3, 150)
+    write(tmp_path / "trace.jsonl", made)
+    assert read(tmp_path / "trace.jsonl") == [request.keys for request in made] == [request.keys for request in generate(name, 3, 150)]
+    parents: dict[int, int | None] = {}
+    for request in made:
+        for parent, key in zip((None, *request.keys), request.keys, strict=False):
+            assert parents.setdefault(key, parent) == parent, "a block's hash stands for all before it"
+
+
+def test_what_is_tuned_on_is_not_reported_on() -> None:
+    assert set(TUNED) | set(HELD_OUT) == set(WORKLOADS)
+    assert not set(TUNED) & set(HELD_OUT)
+
+
+def test_the_ledger_serves_what_the_policy_promises_and_the_disk_adds_to_it() -> None:
+    trace = [request.keys for request in generate("sessions", requests=500)]
+    served = {admission: serve(trace, 300, 300, admission, 250) for admission in Admission}
+    alone = served[Admission.NONE]
+    policy = replay(trace, POLICIES["adaptive"](trace, 300), 300, 250)
+    assert alone.host / alone.asked == pytest.approx(policy, abs=0.02)
+    assert (alone.disk, alone.written) == (0, 0)
+    for admission in (Admission.ENGINE, Admission.ALL, Admission.FORESEEN):
+        assert served[admission].disk > 0
+    assert served[Admission.FORESEEN].written < served[Admission.ENGINE].written <= served[Admission.ALL].written
