@@ -173,7 +173,8 @@ POLICIES: dict[str, _Make] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to replay. `path`: a trace, or the name of a generated workload, which `seed` is for. `cost`: blocks with which to measure what the engine's policy costs; 0: not at all."""
+    """What to replay. `path`: a trace, or the name of a generated workload, which `seed` is for. `cost`: blocks with which to measure what
+    the engine's policy costs; 0: not at all."""
 
     path: Path
     capacities: tuple[int, ...] = CAPACITIES

@@ -272,10 +272,11 @@ def trace(
     out: Path | None,
     **given: object,
 ) -> int:
-    """Replay a recorded or generated workload through prefix caches of growing size: what share of its blocks each way to give up blocks would have had
-    there. No model is needed. FILE has a line of JSON for each request, of which the hash_ids are read: the chained hashes of its blocks; or it names a generated
-    workload: zipf, scans, loops, bursts, sessions, drift, mixture, phases, arc, lirs, pairs or agents. `adaptive` is what the engine does.
-    `second-use` admits what is seen twice and remembers all it ever saw; `clairvoyant` knows the future: no policy can do better.
+    """Replay a recorded or generated workload through prefix caches of growing size: what share of its blocks each way to give up blocks
+    would have had there. No model is needed. FILE has a line of JSON for each request, of which the hash_ids are read: the chained hashes
+    of its blocks. Or it names a generated workload: zipf, scans, loops, bursts, sessions, drift, mixture, phases, arc, lirs, pairs, agents.
+    `second-use` admits what is seen twice and remembers all it ever saw; `adaptive` is what the engine does, `prospect` the same without
+    mixing; `clairvoyant` knows the future: no policy can do better.
 
     With a model, the requests are served by the engine: each hash is a block of tokens, so prompts begin alike where they did in FILE. What
     was found on the device, on the host and on disk is told, what moved for it, and what the same requests take where nothing is kept
