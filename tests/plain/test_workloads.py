@@ -27,7 +27,7 @@ def test_what_is_tuned_on_is_not_reported_on() -> None:
 
 def test_the_ledger_serves_what_the_policy_promises_and_the_disk_adds_to_it() -> None:
     trace = [request.keys for request in generate("sessions", requests=500)]
-    served = {admission: serve(trace, 300, 300, admission, 250) for admission in Admission}
+    served = {admission: serve(trace, 300, 900, admission, 250) for admission in Admission}
     alone = served[Admission.NONE]
     policy = replay(trace, POLICIES["adaptive"](trace, 300), 300, 250)
     # The ledger gives blocks up before new ones come, the policy's replay afterwards; that tells where a room holds few requests.

@@ -68,8 +68,8 @@ def serve(trace: Sequence[Sequence[int]], host_blocks: int, disk_blocks: int, ad
     tiers = kind(pages, host, store="eager", disk=disk)
     if isinstance(tiers, _Foreseeing):
         tiers.uses_left = {}
-        for keys in trace:
-            for key in keys:
+        for blocks in trace:
+            for key in blocks:
                 name = key.to_bytes(16, "little", signed=True)
                 tiers.uses_left[name] = tiers.uses_left.get(name, 0) + 1
     asked = found_host = found_disk = written_before = 0
