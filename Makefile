@@ -2,6 +2,7 @@
 PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
+SECONDS ?= 3600
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,18 +11,19 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_D
 # A stamp is newer than what it was installed from, so a second call installs nothing.
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
+ALL := $(VENV)/.stamp-all
 
 SAY := printf '\n\033[1m== %s\033[0m\n'
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts format bench setup clean
+.PHONY: help demo test test-all fuzz check lint types contracts format bench setup clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo '  PYTHON=python3.12        the Python to build .venv with (3.11 or newer)'
-	@echo '  ARGS="-k floors --cov"   more arguments for pytest or for the benchmark'
+	@echo '  ARGS="-k floors --cov"   more arguments for pytest, the fuzz or the benchmark'
 
 demo: $(RUNTIME) ## set up what is missing and generate text with the shipped model
 	@$(SAY) 'a story from the shipped model'
@@ -32,6 +34,14 @@ demo: $(RUNTIME) ## set up what is missing and generate text with the shipped mo
 test: $(DEV) ## set up what is missing and run every test
 	@$(SAY) 'tests ($(WORKERS) workers, one thread each; GPU tests are skipped without a GPU)'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-all: $(ALL) ## install a browser, node packages, Ray and schemathesis too, and run every test; a tool that is missing fails
+	@$(SAY) 'tests ($(WORKERS) workers; none is skipped for want of a tool)'
+	OMP_NUM_THREADS=1 PENSTOCK_ALL_TOOLS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+fuzz: $(DEV) ## compare random small models with transformers for SECONDS (an hour)
+	@$(SAY) 'random models, against transformers ($(SECONDS) seconds)'
+	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz_transformers.py --ranks --seconds $(SECONDS) $(ARGS)
 
 check: lint types contracts ## style, types and who may import whom
 
@@ -74,6 +84,12 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install torch
 	@$(SAY) 'penstock and what it runs on'
 	$(PIP) install --editable .
+	@touch $@
+
+$(ALL): $(DEV) tools/test_tools.sh
+	@$(SAY) 'what the last tests need'
+	$(PIP) install --editable '.[dev,ray,schema-tests]'
+	tools/test_tools.sh $(VENV)
 	@touch $@
 
 $(DEV): $(RUNTIME)

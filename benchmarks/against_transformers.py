@@ -2,7 +2,8 @@
 
     python benchmarks/against_transformers.py --out against_transformers.json
 
-Three comparisons, each repeated with fresh prompts and in alternating order; medians count:
+Three comparisons, each repeated with fresh prompts and in alternating order, once every side is warm (see penstock.bench.warming);
+medians count, and all seconds are kept:
 
     single      one prompt, one output
     one by one  many requests of mixed lengths: penstock gets them all at once, transformers runs each alone with its own length
@@ -14,19 +15,23 @@ requests. Prints a table, and ends with one line of JSON. --layers, --requests a
 """
 
 import argparse
+import itertools
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from penstock.bench.warming import Timed
 
 # transformers and penstock are imported by the side that needs them: in a process whose memory is measured the other has no business.
 
@@ -88,16 +93,16 @@ def _memory(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds of every repeat, and the tokens of the last one."""
+    """Seconds of every repeat, and tokens of a round that all sides have done."""
 
-    seconds: list[float]
+    took: "Timed"
     useful: int
     tokens: Tokens
 
     @property
     def rate(self) -> float:
         """Useful tokens/s at the median."""
-        return self.useful / statistics.median(self.seconds)
+        return self.useful / self.took.median
 
 
 def requests(args: argparse.Namespace, seed: int, count: int) -> list[Request]:
@@ -112,19 +117,25 @@ def single(args: argparse.Namespace, seed: int) -> list[Request]:
     return [Request([rng.randrange(args.vocab) for _ in range(SINGLE_PROMPT)], args.single_tokens)]
 
 
-def alternate(sides: dict[str, Callable[[list[Request]], Tokens]], work: Callable[[int], list[Request]], repeat: int) -> dict[str, Outcome]:
-    """Every side on the same work, in turns; who goes first changes, because machines drift."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    tokens: dict[str, Tokens] = {}
-    for number in range(repeat):
-        batch = work(number)
-        names = list(sides) if number % 2 == 0 else list(reversed(sides))
-        for name in names:
-            begin = time.perf_counter()
-            tokens[name] = sides[name](batch)
-            seconds[name].append(time.perf_counter() - begin)
-    useful = sum(one.output for one in work(0))
-    return {name: Outcome(seconds[name], useful, tokens[name]) for name in sides}
+def alternate(
+    sides: dict[str, Callable[[list[Request]], Tokens]], work: Callable[[int], list[Request]], repeat: int, brief: bool
+) -> dict[str, Outcome]:
+    """Every side, warm, on the same work, in turns."""
+    from penstock.bench.warming import BRIEF, RULE, in_turns
+
+    rounds = {name: itertools.count() for name in sides}
+
+    def one(name: str) -> float:
+        batch = work(next(rounds[name]))
+        begin = time.perf_counter()
+        sides[name](batch)
+        return time.perf_counter() - begin
+
+    took = in_turns({name: partial(one, name) for name in sides}, repeat, BRIEF if brief else RULE)
+    # Sides need more rounds or fewer to be warm: what they say is compared of one more, which is the same for all.
+    last = work(-1)
+    useful = sum(one.output for one in last)
+    return {name: Outcome(took[name], useful, sides[name](last)) for name in sides}
 
 
 def write_model(args: argparse.Namespace, path: Path) -> float:
@@ -179,8 +190,9 @@ def compare(ours: Outcome, theirs: Outcome, wanted: float) -> dict[str, object]:
         "transformers_tokens_per_second": theirs.rate,
         "ratio": ours.rate / theirs.rate,
         "wanted": wanted,
-        "penstock_seconds": ours.seconds,
-        "transformers_seconds": theirs.seconds,
+        "useful_tokens": ours.useful,
+        "penstock": ours.took.record(),
+        "transformers": theirs.took.record(),
         "equal": sum(one == other for one, other in zip(ours.tokens, theirs.tokens, strict=True)),
         "of": len(ours.tokens),
     }
@@ -189,19 +201,16 @@ def compare(ours: Outcome, theirs: Outcome, wanted: float) -> dict[str, object]:
 def measure(args: argparse.Namespace, path: Path, millions: float) -> dict[str, object]:
     """All of it, as what the line of JSON says."""
     import transformers
-
-    from penstock.bench.machine import machine
+    from recording import environment
 
     peaks = {side: peak(side, path) for side in ("penstock", "one by one", "padded")} if not args.no_memory else {}
     theirs, ours = Transformers(path, args.dtype), Penstock(path, args.dtype)
-    warm = single(args, -1)
-    theirs.alone(warm)
-    ours.together(warm)
-    one = alternate({"penstock": ours.together, "single": theirs.alone}, lambda number: single(args, number), args.repeat)
+    one = alternate({"penstock": ours.together, "single": theirs.alone}, lambda number: single(args, number), args.repeat, brief=False)
     many = alternate(
         {"penstock": ours.together, "one by one": theirs.alone, "padded": theirs.padded},
         lambda number: requests(args, number, args.requests),
         args.repeat,
+        brief=True,
     )
     pairs = (("single", one), ("one by one", many), ("padded", many))
     return {
@@ -210,12 +219,11 @@ def measure(args: argparse.Namespace, path: Path, millions: float) -> dict[str, 
         "dtype": args.dtype,
         "threads": torch.get_num_threads(),
         "requests": args.requests,
-        "useful_tokens": many["penstock"].useful,
         "repeat": args.repeat,
         "comparisons": {name: compare(runs["penstock"], runs[name], WANTED[name]) for name, runs in pairs},
         "peak_bytes": peaks,
         "transformers": transformers.__version__,
-        "machine": asdict(machine()),
+        "environment": environment(),
     }
 
 
@@ -223,8 +231,12 @@ def show(found: dict[str, Any]) -> None:
     print(f"{found['parameters_millions']}M parameters, {found['dtype']}, {found['threads']} threads, transformers {found['transformers']}")
     print(f"{'':<12} {'penstock':>12} {'transformers':>14} {'ratio':>7} {'wanted':>7}   same tokens")
     for name, it in found["comparisons"].items():
+        spread = ", ".join(
+            f"{side} {it['useful_tokens'] / it[side]['most_s']:.1f} to {it['useful_tokens'] / it[side]['least_s']:.1f}"
+            for side in ("penstock", "transformers")
+        )
         rates = f"{it['penstock_tokens_per_second']:>8.1f} t/s {it['transformers_tokens_per_second']:>10.1f} t/s"
-        print(f"{name:<12} {rates} {it['ratio']:>7.2f} {it['wanted']:>7.1f}   {it['equal']} of {it['of']}")
+        print(f"{name:<12} {rates} {it['ratio']:>7.2f} {it['wanted']:>7.1f}   {it['equal']} of {it['of']}; {spread}")
     if peaks := found["peak_bytes"]:
         print("peak memory  " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in peaks.items()))
 
@@ -239,7 +251,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, nargs=2, default=(16, 256), metavar=("LEAST", "MOST"))
     parser.add_argument("--tokens", type=int, nargs=2, default=(16, 128), metavar=("LEAST", "MOST"))
     parser.add_argument("--single-tokens", type=int, default=SINGLE_OUTPUT)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-memory", action="store_true", help="leave out the runs in fresh processes")
     parser.add_argument("--out", type=Path, help="write the line of JSON here too")
@@ -255,6 +267,10 @@ def main() -> None:
     if args.peak_of:
         report_peak(args, args.model)
         return
+    if args.out:
+        from recording import need_commit
+
+        need_commit(args.out)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         found = measure(args, Path(folder), write_model(args, Path(folder)))
     show(found)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from recording import need_commit, write
 from torch import Tensor
 
 from penstock.ops.triton_attention import DecodeTuning, decode_tuning, paged_decode
@@ -263,6 +264,7 @@ def main() -> None:
     parser.add_argument("--joins", action="store_true", help="everything in one launch, as in a step of many rows")
     parser.add_argument("--seconds", type=float, default=400, help="stop sweeping after this long; the built-in tuning is always read")
     args = parser.parse_args()
+    need_commit(args.out)
     tiny = not torch.cuda.is_available()
     device = "cpu" if tiny else "cuda"
     deadline = time.monotonic() + args.seconds
@@ -290,7 +292,7 @@ def main() -> None:
         for entry in found["overall"][block_size][:5]:
             print(f"block {block_size}, all shapes: {label(entry)}  {entry['over_best']:.3f} x the best of each")
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1))
+        write(args.out, found)
     brief = [
         {"shape": row["shape"], "block": row["block_size"], "us": row["builtin_us"], "tb_s": row["tb_s"], "of_ceiling": row["of_ceiling"]}
         for row in found["rows"]

@@ -10,7 +10,6 @@ read bandwidth measured in the same run. Variants of a step stand side by side; 
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -23,6 +22,7 @@ os.environ.setdefault("TRITON_INTERPRET", str(int("cpu" in sys.argv)))  # read w
 
 import torch
 from decode_attention import read_ceiling, seconds_each
+from recording import need_commit, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -310,6 +310,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens in sight of every row [512 2048 16384]")
     parser.add_argument("--bound", type=int, default=1 << 17, help="longest row that the graph is made for [131072]")
     args = parser.parse_args()
+    need_commit(args.out)
     batches = args.batches or ([1, 5] if args.tiny else [1, 16, 64, 256])
     contexts = args.contexts or ([40, 150] if args.tiny else [512, 2048, 16384])
     repeats = 2 if args.device == "cpu" else 50
@@ -327,7 +328,7 @@ def main() -> None:
                     flush=True,
                 )
     if args.out:
-        args.out.write_text(json.dumps({"device_read_tb_s": ceiling / 1e12, "bound": args.bound, "rows": rows}, indent=1))
+        write(args.out, {"device_read_tb_s": ceiling / 1e12, "bound": args.bound, "rows": rows})
 
 
 if __name__ == "__main__":

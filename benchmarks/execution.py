@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 from random_checkpoint import write_checkpoint
+from recording import Recording
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.bench import measure, run, serving
-from penstock.bench.machine import machine
 from penstock.bench.report import Kind
 from penstock.bench.shapes import SHAPES
 from penstock.engine.boot import Booted, boot
@@ -356,18 +356,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     place = Place(given.device, given.tiny, given.graphs == "on", given.directory)
-    found: Found = {"machine": dataclasses.asdict(machine()), "graphs": place.graphs}
+    recording = Recording(given.out, bench="execution", tiny=given.tiny, graphs=place.graphs)
     failed = 0
     for name in given.parts.split(","):
         print(name, flush=True)
         try:
-            found[name] = PARTS[name](place)
+            found = PARTS[name](place)
         except Exception as fault:
-            found[name], failed = {"failed": repr(fault)}, failed + 1
+            found, failed = {"failed": repr(fault)}, failed + 1
             row("failed", repr(fault))
         give_back(torch.device(given.device))
-        if given.out:
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
+        recording.part(name, found)
     return int(failed > 0)
 
 

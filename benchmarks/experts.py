@@ -11,7 +11,6 @@ and waits for the host to learn which are used, as is done where there are no ke
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -27,6 +26,7 @@ os.environ.setdefault("TRITON_INTERPRET", str(int("cpu" in sys.argv)))  # read w
 
 import torch
 from decode_attention import read_ceiling, seconds_each
+from recording import need_commit, write
 from torch import Tensor
 
 from penstock.arch.layout import GroupId
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", help="names, or parts of them")
     parser.add_argument("--sweep", action="store_true", help="try other tunings; the best three of each are told")
     args = parser.parse_args()
+    need_commit(args.out)
     counts = args.tokens or ([1, 7] if args.tiny else [1, 16, 64, 256, 8192])
     on_device = args.device == "cuda"
     rates = (read_ceiling(), matmul_rate(torch.device("cuda"), DTYPE)) if on_device else (1e9, 1e9)
@@ -226,7 +227,7 @@ def main() -> None:
                     )
             del layer
     if args.out:
-        args.out.write_text(json.dumps({"read_bytes_s": rates[0], "operations_s": rates[1], "rows": rows}, indent=1))
+        write(args.out, {"read_bytes_s": rates[0], "operations_s": rates[1], "rows": rows})
 
 
 if __name__ == "__main__":

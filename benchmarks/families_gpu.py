@@ -24,10 +24,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
+from recording import environment, need_commit  # noqa: E402
+
 import tiny  # noqa: E402
 from parity import GREEDY, WITH_PROMPT, Measured, measure, prompt_error  # noqa: E402
 from penstock import LLM  # noqa: E402
-from penstock.bench.machine import machine  # noqa: E402
 
 HALF_LIMIT = 1.5
 """Our typical error in half precision over transformers' own."""
@@ -103,6 +104,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", choices=("all", "narrow", "wide"), default="all")
     arguments = parser.parse_args()
+    need_commit(arguments.out)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
@@ -134,7 +136,7 @@ def main() -> int:
         "preempted": sum(line.preemptions > 0 for line in found),
     }
     if arguments.out:
-        arguments.out.write_text(json.dumps({**summary, "machine": asdict(machine()), "all": [asdict(line) for line in found]}, indent=1))
+        arguments.out.write_text(json.dumps({**summary, "machine": environment(), "all": [asdict(line) for line in found]}, indent=1))
     print(json.dumps(summary))
     return 1 if off or failed or not found else 0
 

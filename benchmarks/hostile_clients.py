@@ -22,10 +22,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+from recording import environment, need_commit  # noqa: E402
+
 import hostile  # noqa: E402
 from hostile import FLAGS, MIB, Rest, Watched  # noqa: E402
 from penstock import LLM, SamplingParams  # noqa: E402
-from penstock.bench.machine import machine  # noqa: E402
 from servers import COUNT, STORY, ending  # noqa: E402
 
 LONGER = 200
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of all counts and sizes")
     parser.add_argument("--out", type=Path, help="where to write a JSON line")
     asked = parser.parse_args()
+    need_commit(asked.out)
     said = right()
     with tempfile.TemporaryDirectory() as folder, ending(Watched(Path(folder), "--port", "0", "--queue", str(QUEUE), *FLAGS)) as server:
         server.wait()
@@ -107,7 +109,7 @@ def main() -> None:
         assert "Traceback" not in server.said(), server.said()
     if asked.out is not None:
         asked.out.write_text(
-            json.dumps({"bench": "hostile clients", "rest": asdict(before), "crowds": found, "machine": asdict(machine())}) + "\n"
+            json.dumps({"bench": "hostile clients", "rest": asdict(before), "crowds": found, "machine": environment()}) + "\n"
         )
 
 

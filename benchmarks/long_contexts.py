@@ -3,13 +3,15 @@
     python benchmarks/long_contexts.py --out results.json               8B and 1B shapes, random weights, on CUDA
     python benchmarks/long_contexts.py --tiny                           the same course on small shapes, on any device
 
-Ceilings are measured beside the work. `--parts` takes a few of: tiles, peer, shared, long, million, disk, weights, policies.
+Ceilings are measured beside the work. Decode steps are timed when they are warm (see penstock.bench.warming), and so is everything of
+`peer`; other prompts are timed once, after a shorter one. `--parts` takes a few of: tiles, peer, peer_at_once, shared, long, million, disk,
+weights, policies. Parts may be run by several commands that write to one file. Where there is no git, PENSTOCK_COMMIT says which commit the
+sources are of.
 """
 
 import argparse
 import dataclasses
 import gc
-import json
 import os
 import random
 import sys
@@ -18,17 +20,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
-from weight_streaming import GREEDY, Peak, disk_ceiling, link_ceiling, row, say, sync
+from recording import Recording
+from weight_streaming import GREEDY, Peak, disk_ceiling, link_ceiling, row, say, sync, versions
 
 from penstock.arch.bounds import prefill_operations
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.base.units import format_rate, format_size
-from penstock.bench.machine import machine
 from penstock.bench.shapes import SHAPES
+from penstock.bench.warming import BRIEF, RULE, Rule, timed
 from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override
 from penstock.kv.carrier import Carrier
@@ -38,7 +42,7 @@ from penstock.ops.attention import dense
 from penstock.weights.residency import PIECE, Limits, padded
 from penstock.weights.shape import Shape
 
-PARTS = ("tiles", "peer", "shared", "long", "million", "disk", "weights", "policies")
+PARTS = ("tiles", "peer", "peer_at_once", "shared", "long", "million", "disk", "weights", "policies")
 GIB = 1 << 30
 K = 1024
 
@@ -130,19 +134,20 @@ def prefilled(booted: Booted, prompt: Sequence[int], device: torch.device) -> tu
     return request, clock.spans()
 
 
-def decoded(booted: Booted, requests: int, steps: int, warm: int = 2) -> dict[str, object]:
-    carrier, seconds = carrier_of(booted), []
-    for _ in range(warm):
-        booted.engine.step()
-    before = carrier.ring.copied_bytes if carrier else 0
-    for _ in range(steps):
+def decoded(booted: Booted, requests: int, steps: int, rule: Rule = RULE) -> dict[str, object]:
+    carrier, moved = carrier_of(booted), [0]
+
+    def step() -> float:
         begin = time.perf_counter()
         events = booted.engine.step()
-        seconds.append(time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
         assert len(events) == requests, events
-    moved = (carrier.ring.copied_bytes - before) / steps if carrier else 0
-    mean = sum(seconds) / steps
-    return {"requests": requests, "seconds": seconds, "mean_s": mean, "moved_per_step": moved, "rate": moved / mean}
+        moved.append(carrier.ring.copied_bytes if carrier else 0)
+        return seconds
+
+    took = timed(step, steps, rule)
+    mean, each = sum(took.seconds) / steps, (moved[-1] - moved[-steps - 1]) / steps
+    return {"requests": requests, **took.record(), "mean_s": mean, "moved_per_step": each, "rate": each / mean}
 
 
 def bound(scale: Scale, name: str, tokens: int, flops: float, attention: float) -> float:
@@ -225,60 +230,87 @@ def part_tiles(scale: Scale, device: torch.device) -> dict[str, object]:
     return found
 
 
-def part_peer(scale: Scale, device: torch.device) -> dict[str, object]:
-    """transformers with its offloaded cache at 64K, in chunks of 16K and at once."""
+def part_peer(scale: Scale, device: torch.device, at_once: bool) -> dict[str, object]:
+    """transformers with its offloaded cache at 64K, in chunks of 16K or at once, and penstock with as much memory beside the weights and
+    with the least that it needs: prompts one after another, each with a cache of its own, and then decode steps, all of them warm."""
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-    tokens, chunk, found, steps = 64 * scale.k, 16 * scale.k, {}, 24
+    tokens, chunk, prompts, steps = 64 * scale.k, 16 * scale.k, 3, 24
+    piece = tokens if at_once else chunk
     config = AutoConfig.for_model(**scale.shape("8B"))
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    prompt = torch.tensor([prompt_of(tokens, 1, 500)], device=device)
-    with torch.inference_mode():
-        for what, piece in (("in chunks", chunk), ("at once", tokens)):
-            cache = DynamicCache(config=config, offloading=device.type == "cuda")
-            sync(device)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            before, begin = allocated(device), time.perf_counter()
-            for start in range(0, tokens, piece):
-                out = model(prompt[:, start : start + piece], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            token = out.logits[:, -1:].argmax(-1)
-            token.item()
-            found[what] = {"prefill_s": time.perf_counter() - begin, "decode_s": []}
-            for _ in range(steps):
-                begin = time.perf_counter()
-                token = model(token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
-                token.item()
-                found[what]["decode_s"].append(time.perf_counter() - begin)
-            found[what]["peak"] = allocated(device, peak=True) - before
-            del cache, out
-            gc.collect()
-            row(
-                f"transformers, offloaded cache, 64K, {what}",
-                found[what]["prefill_s"],
-                f"decode {sorted(found[what]['decode_s'])[steps // 2]:.3f} s, median",
-            )
-    del model
+    prompt, cache, token = torch.tensor([prompt_of(tokens, 1, 500)], device=device), None, None
+
+    @torch.inference_mode()
+    def theirs() -> float:
+        nonlocal cache, token
+        cache = token = None
+        gc.collect()
+        cache = DynamicCache(config=config, offloading=device.type == "cuda")
+        sync(device)
+        begin = time.perf_counter()
+        for start in range(0, tokens, piece):
+            out = model(prompt[:, start : start + piece], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = out.logits[:, -1:].argmax(-1)
+        token.item()
+        return time.perf_counter() - begin
+
+    @torch.inference_mode()
+    def their_step() -> float:
+        nonlocal token
+        begin = time.perf_counter()
+        token = model(token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        token.item()
+        return time.perf_counter() - begin
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = allocated(device)
+    prefill, decode = timed(theirs, prompts, BRIEF), timed(their_step, steps)
+    peak = allocated(device, peak=True) - before
+    row("transformers, offloaded cache, 64K, prefill", prefill.median, str(prefill))
+    row("transformers, offloaded cache, 64K, decode", decode.median, str(decode))
+    found: dict[str, object] = {"tokens": tokens, "tokens_at_a_time": piece, "versions": versions(), "link": 0.0}
+    found["transformers"] = {"prefill": prefill.record(), "decode": decode.record(), "peak": peak}
+    model = cache = token = prompt = None
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    found["ours"] = ours = {}
-    rooms = {"with the least memory": 0, **{f"with its memory, {what}": found[what]["peak"] for what in ("in chunks", "at once")}}
+    found["link"] = link_ceiling(device, scale.tiny)
     beside, blocks = 0, 64
-    for what, room in rooms.items():
+    for what, room in (("with the least memory", 0), ("with its memory", peak)):
         if room and device.type == "cuda":
             blocks = max(64, int(room - beside) // host(scale, "8B", scale.block - 4 * scale.block))
         with running(scale, "8B", device, **far(scale, "8B", tokens, chunk, chunk, kv_blocks=blocks)) as booted:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
-            decode = decoded(booted, 1, steps // 2)
-            peak = allocated(device, peak=True) - booted.weights.bytes
-            beside = beside or peak - blocks * host(scale, "8B", scale.block - 4 * scale.block)
-            ours[what] = {"blocks": blocks, "prefill_s": sum(chunks), "decode": decode, "peak": peak}
-            row(f"penstock, 64K, {what}", sum(chunks), f"decode {decode['mean_s']:.3f} s; {format_size(peak)} beside the weights")
+            one = ours(scale, booted, device, tokens, prompts, steps)
+            one |= {"blocks": blocks, "peak": allocated(device, peak=True) - booted.weights.bytes}
+            beside = beside or one["peak"] - blocks * host(scale, "8B", scale.block - 4 * scale.block)
+        one["prefill_ratio"] = prefill.median / one["prefill"]["median_s"]
+        one["decode_ratio"] = decode.median / one["decode"]["median_s"]
+        found[f"penstock, {what}"] = one
+        text = f"{one['prefill_ratio']:.2f} times as fast; decode {one['decode']['median_s']:.4f} s, {one['decode_ratio']:.2f} times; "
+        row(f"penstock, 64K, {what}", one["prefill"]["median_s"], text + f"{format_size(one['peak'])} beside the weights")
     return found
+
+
+def ours(scale: Scale, booted: Booted, device: torch.device, tokens: int, prompts: int, steps: int) -> dict[str, object]:
+    """Prompts one after another, and decode steps behind the last of them."""
+    request = None
+
+    def prompt() -> float:
+        nonlocal request
+        if request is not None:
+            booted.engine.stop(request)
+        sync(device)
+        asked, begin = prompt_of(tokens, 1, booted.spec.vocab_size), time.perf_counter()
+        request, _ = prefilled(booted, asked, device)
+        return time.perf_counter() - begin
+
+    took = timed(prompt, prompts, BRIEF)
+    return {"prefill": took.record(), "decode": decoded(booted, 1, steps)}
 
 
 def part_shared(scale: Scale, device: torch.device) -> dict[str, object]:
@@ -335,7 +367,7 @@ def part_long(scale: Scale, device: torch.device) -> dict[str, object]:
                 one[f"prefill_{mark}"] = {"seconds": seconds, "tokens_per_s": mark / seconds, "of_bound": limit / seconds}
                 text = f"{mark / seconds:,.0f} tokens/s, {limit / seconds:.1%} of the bound; {format_size(peaks.get(mark, 0))} beside"
                 row(f"prefill of {mark // scale.k}K, KV on the {what}", seconds, text)
-            one["decode"] = decoded(booted, 1, 4, warm=1)
+            one["decode"] = decoded(booted, 1, 4, BRIEF)
             row(
                 f"decode at {length // scale.k}K",
                 one["decode"]["mean_s"],
@@ -360,7 +392,7 @@ def part_million(scale: Scale, device: torch.device) -> dict[str, object]:
         _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
         found |= {"boot_s": booted.seconds, "chunks": chunks, "prefill_s": time.perf_counter() - begin}
         found["bound_s"] = bound(scale, "1B", tokens, found["matmul"], found["attention"])
-        one = found["decode"] = decoded(booted, 1, 4, warm=1)
+        one = found["decode"] = decoded(booted, 1, 4, BRIEF)
     found |= {"peak_device": peak.device, "peak_host": peak.host}
     text = f"{found['bound_s'] / found['prefill_s']:.1%} of the bound; peak {format_size(peak.device)} of the device"
     row("prefill of 1M tokens of 1B", found["prefill_s"], text)
@@ -385,9 +417,9 @@ def part_disk(scale: Scale, device: torch.device) -> dict[str, object]:
             carrier = carrier_of(booted)
             assert carrier is not None
             found["written"] = carrier.disk.written_bytes
-            before, steps = carrier.disk.read_bytes, 4
-            found["prefill_s"], found["decode"] = sum(chunks), decoded(booted, 1, steps, warm=1)
-            read = (carrier.disk.read_bytes - before) / (steps + 1)
+            before = carrier.disk.read_bytes
+            found["prefill_s"], found["decode"] = sum(chunks), decoded(booted, 1, 4, BRIEF)
+            read = (carrier.disk.read_bytes - before) / (4 + len(found["decode"]["warming_s"]))
         found["disk_after"] = disk_ceiling(file, seconds=0.5 if scale.tiny else 5.0)
     ceiling = (found["disk_before"] + found["disk_after"]) / 2
     rate = read / found["decode"]["mean_s"]
@@ -408,9 +440,9 @@ def part_weights(scale: Scale, device: torch.device) -> dict[str, object]:
     booted = boot(config, shape, say=say, override=override)
     try:
         _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
-        before, steps = booted.weights.stats().copied, 6
-        one = decoded(booted, 1, steps, warm=2)
-        weights = (booted.weights.stats().copied - before) / (steps + 2)
+        before = booted.weights.stats().copied
+        one = decoded(booted, 1, 6)
+        weights = (booted.weights.stats().copied - before) / (6 + len(one["warming_s"]))
     finally:
         booted.engine.close()
     rate = (weights + one["moved_per_step"]) / one["mean_s"]
@@ -442,7 +474,7 @@ def part_policies(scale: Scale, device: torch.device) -> dict[str, object]:
             found[what] = {"prefill_s": sum(chunks), "decode": decoded(booted, 1, 4 if scale.tiny else 8)}
             carrier = carrier_of(booted)
             if carrier is not None and carrier.chosen is not None:
-                found[what]["missed"] = dataclasses.asdict(carrier.chosen.missed)
+                found[what]["missed"] = dataclasses.asdict(carrier.chosen.missed.stats)
             row(f"decode at 128K, {what}", found[what]["decode"]["mean_s"], f"prefill {sum(chunks):.2f} s {found[what].get('missed', '')}")
     return found
 
@@ -455,10 +487,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device, scale = torch.device(given.device), Scale(given.tiny)
-    found: dict[str, object] = {"environment": dataclasses.asdict(machine()), "tiny": given.tiny, "host": total_memory(torch.device("cpu"))}
-    work: dict[str, Callable[[Scale, torch.device], object]] = {
+    recording, failed = Recording(given.out, bench="long_contexts", tiny=given.tiny, host=total_memory(torch.device("cpu"))), list[str]()
+    work: dict[str, Callable[[Scale, torch.device], dict[str, object]]] = {
         "tiles": part_tiles,
-        "peer": part_peer,
+        "peer": partial(part_peer, at_once=False),
+        "peer_at_once": partial(part_peer, at_once=True),
         "shared": part_shared,
         "long": part_long,
         "million": part_million,
@@ -469,13 +502,14 @@ def main() -> None:
     for part in given.parts.split(","):
         begin = time.perf_counter()
         try:
-            found[part] = work[part](scale, device)
+            found = work[part](scale, device)
         except Exception as fault:  # What the other parts found is not lost for it.
             traceback.print_exc()
-            found[part] = {"failed": f"{type(fault).__name__}: {fault}"}
+            found = {"failed": f"{type(fault).__name__}: {fault}"}
+            failed.append(part)
         print(f"  {part}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-        if given.out:
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
+        recording.part(part, found)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from recording import environment, need_commit
+
 from penstock import LLM
-from penstock.bench.machine import machine
 from penstock.cli.prompt import SHIPPED_MODEL
 from penstock.evals.report import Report
 from penstock.evals.run import LENGTHS, Work, evaluate
@@ -35,7 +36,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    found: dict[str, object] = {"machine": asdict(machine()), "samples": given.samples, "depths": given.depths}
+    need_commit(given.out)
+    found: dict[str, object] = {"machine": environment(), "samples": given.samples, "depths": given.depths}
     differing = 0
     for length in map(int, given.lengths.split(",")):
         work = Work("needle", ("single",), (length,), given.depths, given.samples, 1, False)

@@ -3,14 +3,14 @@
     python benchmarks/prefix_tiers.py --out results.json                8B shape, random weights, on CUDA
     python benchmarks/prefix_tiers.py --tiny                            the same course on small shapes, on any device
 
-Ceilings are measured beside the work, and every part is checked before it is timed. `--parts` takes a few of: copies, ttft, decode,
-ledger. The last needs no device.
+Ceilings are measured beside the work, and every part is checked before it is timed, which also warms it up. Parts may be run by several
+commands that write to one file; where there is no git, PENSTOCK_COMMIT says which commit the sources are of. `--parts` takes a few of:
+copies, ttft, decode, ledger. The last needs no device.
 """
 
 import argparse
 import dataclasses
 import gc
-import json
 import random
 import sys
 import tempfile
@@ -27,11 +27,11 @@ from unittest.mock import patch
 
 import torch
 from long_contexts import Scale, carrier_of, host, prompt_of, running
+from recording import Recording
 from weight_streaming import GREEDY, disk_ceiling, link_ceiling, row, sync
 
 from penstock.arch.layout import KVLayout, kv_layout
 from penstock.base.units import format_rate, format_size
-from penstock.bench.machine import machine
 from penstock.engine.boot import Booted
 from penstock.kv.hostpool import HostPool
 from penstock.kv.keys import block_key, root_key
@@ -719,8 +719,8 @@ def main() -> None:
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
     device, scale = torch.device(given.device), Scale(given.tiny, 64)
-    found: dict[str, object] = {"environment": dataclasses.asdict(machine()), "tiny": given.tiny, "host": total_memory(torch.device("cpu"))}
-    work: dict[str, Callable[[], object]] = {
+    recording, failed = Recording(given.out, bench="prefix_tiers", tiny=given.tiny, host=total_memory(torch.device("cpu"))), list[str]()
+    work: dict[str, Callable[[], dict[str, object]]] = {
         "copies": lambda: part_copies(scale, device),
         "ttft": lambda: part_ttft(scale, device, given.directory),
         "decode": lambda: part_decode(scale, device, given.directory),
@@ -729,13 +729,14 @@ def main() -> None:
     for part in given.parts.split(","):
         begin = time.perf_counter()
         try:
-            found[part] = work[part]()
+            found = work[part]()
         except Exception as fault:  # What the other parts found is not lost for it.
             traceback.print_exc()
-            found[part] = {"failed": f"{type(fault).__name__}: {fault}"}
+            found = {"failed": f"{type(fault).__name__}: {fault}"}
+            failed.append(part)
         print(f"  {part}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-        if given.out:
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
+        recording.part(part, found)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import random
 import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict
 from pathlib import Path
 
 TOOLS = Path(__file__).parent.parent / "tools"
@@ -22,9 +21,9 @@ sys.path.insert(0, str(TOOLS))
 
 import needles  # noqa: E402
 from eval_retrieval import DEPTHS, haystacks  # noqa: E402
+from recording import environment, need_commit  # noqa: E402
 
 from penstock import LLM, SamplingParams  # noqa: E402
-from penstock.bench.machine import machine  # noqa: E402
 
 CONTEXT = 32768
 _texts: list[str] = []  # of the processes that make samples
@@ -53,6 +52,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    need_commit(args.out)
 
     model = args.model or Path(__file__).parent.parent / "src" / "penstock" / "shipped"
     _texts[:] = haystacks(args.text, args.seed)
@@ -104,7 +104,7 @@ def main() -> None:
         "seconds": seconds,
         "computed_tokens": stats.computed_tokens,
         "dtype": booted.dtype,
-        "machine": asdict(machine()),
+        "machine": environment(),
     }
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")

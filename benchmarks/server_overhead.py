@@ -3,10 +3,11 @@
     PYTHONPATH=src python3 benchmarks/server_overhead.py --out docs/results/cpu_server_overhead.json
     PYTHONPATH=src python3 benchmarks/server_overhead.py --device cuda --shape 0.6B --rounds 6
 
-Both have one thread to compute with, so that on two cores there is one for the event loop and the client. They take turns, and each round
-is compared with what it stood beside, since a shared machine computes now faster, now slower: what is told is the median of these
-quotients, with its quartiles. The shorter the steps, the more of them is the server's; a step is told as the seconds of a round over its
-tokens, prompts included. Events are fewer than tokens where the server had no time to tell of each step by itself.
+Both are warmed up first (see penstock.bench.warming). Both have one thread to compute with, so that on two cores there is one for the event
+loop and the client. They take turns, and each round is compared with what it stood beside, since a shared machine computes now faster, now
+slower: what is told is the median of these quotients, with its quartiles. The shorter the steps, the more of them is the server's; a step
+is told as the seconds of a round over its tokens, prompts included. Events are fewer than tokens where the server had no time to tell of
+each step by itself.
 
 On a GPU both engines are there at once, with their own weights and KV; whoever is not asked waits and leaves the device alone.
 
@@ -22,19 +23,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from statistics import quantiles
 from urllib.parse import urlsplit
 
 import torch
 from random_checkpoint import write_checkpoint
+from recording import need_commit, write
 
 from penstock import LLM, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.config import DTYPES
-from penstock.bench.machine import machine
 from penstock.bench.shapes import SHAPES
+from penstock.bench.warming import in_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -98,7 +99,8 @@ def main() -> None:
         settings["device_memory"] = PART
     flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     torch.set_num_threads(1)
-    alone, served, events = list[float](), list[float](), 0
+    need_commit(asked.out)
+    events = list[int]()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         model = SHIPPED_MODEL
         if asked.shape:
@@ -110,20 +112,21 @@ def main() -> None:
         server.wait(STARTING)
         url = urlsplit(server.url)
         place = url.hostname or "", url.port or 0
-        for turn in range(asked.rounds + 1):
-            seconds = {}
-            for who in ("served", "alone") if turn % 2 == 0 else ("alone", "served"):
-                begin = time.perf_counter()
-                if who == "alone":
-                    llm.generate(prompts, params)
-                else:
-                    come = asyncio.run(all_streamed(place, server.name, prompts, asked.tokens))
-                seconds[who] = time.perf_counter() - begin
-            if turn:  # Not the first, in which everything is met for the first time.
-                alone.append(seconds["alone"])
-                served.append(seconds["served"])
-                events += come
-                print(f"engine alone {alone[-1]:.2f} s, served {served[-1]:.2f} s", flush=True)
+
+        def by_itself() -> float:
+            begin = time.perf_counter()
+            llm.generate(prompts, params)
+            return time.perf_counter() - begin
+
+        def by_the_server() -> float:
+            begin = time.perf_counter()
+            events.append(asyncio.run(all_streamed(place, server.name, prompts, asked.tokens)))
+            return time.perf_counter() - begin
+
+        found = in_turns({"served": by_the_server, "alone": by_itself}, asked.rounds)
+        print(f"engine alone {found['alone']}, served {found['served']}", flush=True)
+    alone, served = found["alone"].seconds, found["served"].seconds
+    come = sum(events[-asked.rounds :])
     work = asked.streams * asked.tokens * asked.rounds
     shares = [one / other for one, other in zip(alone, served, strict=True)]
     low, middling, high = quantiles(shares, n=4) if len(shares) > 1 else shares * 3
@@ -135,20 +138,19 @@ def main() -> None:
         "streams": asked.streams,
         "tokens": asked.tokens,
         "prompt": asked.prompt,
-        "alone": {"seconds": alone, "tokens_per_second": work / sum(alone), "step_seconds": sum(alone) / steps},
+        "alone": {**found["alone"].record(), "tokens_per_second": work / sum(alone), "step_seconds": sum(alone) / steps},
         "served": {
-            "seconds": served,
+            **found["served"].record(),
             "tokens_per_second": work / sum(served),
             "step_seconds": sum(served) / steps,
-            "events_per_token": events / work,
+            "events_per_token": come / work,
         },
         "share": {"median": middling, "quartiles": [low, high], "of sums": sum(alone) / sum(served)},
-        "machine": asdict(machine()),
     }
     print(f"{work / sum(alone):,.0f} tokens/s alone, {work / sum(served):,.0f} served: {middling:.1%} ({low:.1%} to {high:.1%})")
-    print(f"a step {1e3 * sum(alone) / steps:.3f} ms alone, {1e3 * sum(served) / steps:.3f} served; {events / work:.3f} events a token")
+    print(f"a step {1e3 * sum(alone) / steps:.3f} ms alone, {1e3 * sum(served) / steps:.3f} served; {come / work:.3f} events a token")
     if asked.out:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write(asked.out, found)
 
 
 if __name__ == "__main__":

@@ -25,16 +25,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from recording import need_commit
 
 from penstock import LLM, SamplingParams
-from penstock.bench.machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
@@ -311,6 +311,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=DATA / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv")
     parser.add_argument("--out", type=Path, help="where to write a JSON line")
     asked = parser.parse_args()
+    need_commit(asked.out)
 
     if not asked.trace.exists():
         parser.error(f"there is no trace at {asked.trace}; give one with --trace: lines of TIMESTAMP,ContextTokens,GeneratedTokens")
@@ -345,7 +346,7 @@ def main() -> None:
                 tell(found)
             assert "Traceback" not in server.said(), server.said()
     if asked.out is not None:
-        asked.out.write_text(json.dumps(result | {"machine": asdict(machine())}) + "\n")
+        asked.out.write_text(json.dumps(result | {"machine": environment()}) + "\n")
     bad = [name for found in result["runs"] for name in ("lost", "wrong", "other_statuses", "refused_without_retry_after") if found[name]]
     sys.exit(f"not as it should be: {', '.join(bad)}" if bad else 0)
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 from execution import row
+from recording import Recording
 from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.base.config import Config
 from penstock.bench import run
-from penstock.bench.machine import machine
 from penstock.bench.report import Kind
 from penstock.bench.shapes import SHAPES
 from penstock.bench.times import Times
@@ -184,7 +184,7 @@ def part_stream(place: Place) -> Found:
     """Layers of a 70B, all of them in host memory but for a ring."""
     found: Found = {}
     layers, room = (2, None) if place.tiny else (16, "6GiB")
-    times = {}
+    times, rates = {}, {}
     for ranks in (1, place.ranks):
         config = place.config(ranks, device_memory=room, max_length=256, max_step_tokens=128)
         job = run.Job(Kind.DECODE, "70B", place.shape("70B", num_hidden_layers=layers), config, 1, 20, 8 if place.tiny else 12, 1)
@@ -193,7 +193,12 @@ def part_stream(place: Place) -> Found:
         found[f"{ranks} ranks"] = json.loads(report.line())
         if report.streaming is None and not place.tiny:
             sys.exit("the layers do not stream: allow less device memory")
+        if report.streaming is not None:  # Several devices hold more, so less crosses the links: what these carry is told by itself.
+            rates[ranks] = ranks * report.streaming.copied_per_pass / (report.ms.median / 1e3)
     told(f"decode, {layers} layers of a 70B, streamed", times, 1.9, found)
+    if len(rates) == 2:
+        found["bytes/s over all links"], found["links: times as fast"] = rates, rates[place.ranks] / rates[1]
+        row("the links alone", f"{rates[place.ranks] / rates[1]:.2f} times as fast; the rest is what several devices hold")
     return found
 
 
@@ -215,12 +220,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     place = Place(args.device, args.tiny, args.ranks)
-    found: Found = {"environment": dataclasses.asdict(machine()), "ranks": args.ranks}
+    recording = Recording(args.out, bench="tensor_parallel", tiny=args.tiny, ranks=args.ranks)
     for part in args.parts.split(","):
         print(part, flush=True)
-        found[part] = PARTS[part](place)
-        if args.out:
-            args.out.write_text(json.dumps(found, indent=1))
+        recording.part(part, PARTS[part](place))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,13 @@
     python benchmarks/weight_streaming.py --out results.json            70B-shaped layers, random weights, on CUDA
     python benchmarks/weight_streaming.py --tiny                        the same course on small shapes, on any device
 
-Ceilings are measured before and after the work they are compared with. `--parts` takes a few of: host, disk, offload, machine, window,
-mixture.
+Ceilings are measured before and after the work they are compared with, and nothing is timed before it is warm (see penstock.bench.warming).
+`--parts` takes a few of: host, disk, offload, offload_disk, machine, window, mixture. Parts may be run by several commands that write to
+one file. Where there is no git, PENSTOCK_COMMIT says which commit the sources are of.
+
+`machine` is 80 layers under caps of 16 GiB of device and 100 GiB of host memory, which the process may not exceed: what the driver says of
+the device, and the most that the process had resident, stand in the results, and a run that was above them fails. It takes some 7 minutes,
+30 GiB of disk, and a device that nobody else uses.
 """
 
 import argparse
@@ -20,33 +25,43 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
+from recording import Recording
 
 from penstock.arch.bounds import prefill_operations
-from penstock.arch.layout import group_layouts
+from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.config import Config
+from penstock.base.meter import WeightStats
 from penstock.base.units import format_rate, format_size, parse_size
-from penstock.bench.machine import machine
 from penstock.bench.shapes import SHAPES
 from penstock.bench.streaming import scratch
+from penstock.bench.warming import BRIEF, RULE, Rule, Timed, timed
 from penstock.engine.boot import Booted, boot
 from penstock.engine.forecast import CONTEXT, PROCESS, Machine, Work, forecast
 from penstock.engine.placing import Override
 from penstock.memory.arena import Arena
+from penstock.memory.device import give_back
 from penstock.memory.disk import DirectFile
 from penstock.memory.probe import matmul_rate
 from penstock.step.params import Sampling
 from penstock.weights.passage import Rates
 from penstock.weights.residency import PIECE, Limits, padded
 from penstock.weights.shape import Shape
+from penstock.weights.source import Source
 
-PARTS = ("host", "disk", "offload", "machine", "window", "mixture")
+PARTS = ("host", "disk", "offload", "offload_disk", "machine", "window", "mixture")
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
 GIB = 1 << 30
+CAPS = {"device_memory": "16GiB", "host_memory": "100GiB"}
+"""Of the machine of which 80 layers need the disk as well."""
+TINY_CAPS = {"device_memory": "72MiB", "host_memory": "92MiB"}
+SLOW = Rule(window=2, within=0.1, most=4, least=2)
+"""For passes of ten seconds over a disk whose rate changes by as much within minutes."""
 
 
 def shape(layers: int, tiny: bool) -> dict[str, object]:
@@ -64,10 +79,13 @@ def shape(layers: int, tiny: bool) -> dict[str, object]:
 
 
 class Peak:
-    """The most memory that this process and the device had in use, sampled every 20 ms."""
+    """The most memory that this process and the device had in use, sampled every 20 ms; the device's by what its driver says is taken, by
+    whomever. `host` is the system's own record of the most, where it keeps one."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = self.device = 0
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux then forgets what was the most so far.
         self._cuda, self._process, self._end = device.type == "cuda", psutil.Process(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -78,6 +96,9 @@ class Peak:
     def __exit__(self, *fault: object) -> None:
         self._end.set()
         self._thread.join()
+        with suppress(OSError, StopIteration):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            self.host = max(self.host, next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")))
 
     def _watch(self) -> None:
         while not self._end.wait(0.02):
@@ -147,50 +168,55 @@ def sync(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def decode(booted: Booted, batch: int, context: int, steps: int, warm: int = 2) -> dict[str, object]:
-    """Seconds of single decode steps in the steady state, and what moved in them."""
+def decode(booted: Booted, batch: int, context: int, steps: int, rule: Rule = RULE) -> dict[str, object]:
+    """Seconds of single decode steps in the steady state, and what moved in them: sequences of `context` prompt tokens each."""
     engine, rng, weights = booted.engine, random.Random(batch), booted.weights
     requests = [engine.submit([rng.randrange(booted.spec.vocab_size) for _ in range(context)], GREEDY) for _ in range(batch)]
-    got = dict.fromkeys(requests, 0)
+    got, begin = dict.fromkeys(requests, 0), time.perf_counter()
     while not all(got.values()):
         for event in engine.step():
             got[event.request] += event.token is not None
-    for _ in range(warm):
-        engine.step()
-    before, seconds, moved = weights.stats(), [], []
-    for _ in range(steps):
-        begin, at = time.perf_counter(), weights.stats()
+    prompts, moved, at = time.perf_counter() - begin, list[WeightStats](), weights.stats()
+
+    def step() -> float:
+        begin = time.perf_counter()
         events = engine.step()
-        seconds.append(time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
         assert len(events) == batch
-        moved.append((weights.stats().copied - at.copied, weights.stats().read - at.read))
-    after = weights.stats()
+        moved.append(weights.stats())
+        return seconds
+
+    took = timed(step, steps, rule)
     for request in requests:
         engine.stop(request)
-    total = sum(seconds)
+    before, after, total = [at, *moved][-steps - 1], moved[-1], sum(took.seconds)
+    passes = zip([at, *moved][-steps - 1 :], moved[-steps:], strict=False)
     return {
         "batch": batch,
         "context": context,
-        "seconds": seconds,
+        "prompts_s": prompts,
+        **took.record(),
         "mean_s": total / steps,
         "tokens_per_s": batch * steps / total,
         "copied_per_pass": (after.copied - before.copied) / steps,
         "read_per_pass": (after.read - before.read) / steps,
-        "moved": moved,
+        "moved": [(now.copied - then.copied, now.read - then.read) for then, now in passes],
         "stalled_link_s": (after.stalled_link - before.stalled_link) / steps,
         "stalled_disk_s": (after.stalled_disk - before.stalled_disk) / steps,
     }
 
 
-def prefill(booted: Booted, tokens: int, times: int) -> list[float]:
-    engine, rng, seconds = booted.engine, random.Random(1), []
-    for _ in range(times + 1):
+def prefill(booted: Booted, tokens: int, times: int, rule: Rule = RULE) -> Timed:
+    engine, rng = booted.engine, random.Random(1)
+
+    def prompt() -> float:
         engine.submit([rng.randrange(booted.spec.vocab_size) for _ in range(tokens)], GREEDY, 1)
         begin = time.perf_counter()
         while engine.busy:
             engine.step()
-        seconds.append(time.perf_counter() - begin)
-    return seconds[1:]
+        return time.perf_counter() - begin
+
+    return timed(prompt, times, rule)
 
 
 @contextmanager
@@ -263,10 +289,10 @@ def part_host(device: torch.device, tiny: bool) -> dict[str, object]:
         for batch in (1, 16):
             found[f"decode_{batch}"] = decode(booted, batch, 64, 12 if not tiny else 4)
         tokens = 2048 if not tiny else 64
-        times = prefill(booted, tokens, 4)
+        times = prefill(booted, tokens, 6).record()
         spec = Shape.of(shape(layers, tiny))
         operations = prefill_operations(spec.spec, group_layouts(spec.spec, spec.names, spec.spec.dtype), [tokens])
-        found["prefill"] = {"tokens": tokens, "seconds": times, "operations": operations}
+        found["prefill"] = {"tokens": tokens, "operations": operations, **times}
     after, flops = link_ceiling(device, tiny), matmul_rate(device, torch.bfloat16)
     ceiling = (before + after) / 2
     found |= {"link_before": before, "link_after": after, "matmul": flops}
@@ -280,14 +306,13 @@ def part_host(device: torch.device, tiny: bool) -> dict[str, object]:
             one["mean_s"],
             f"{share(one, ceiling)}; bytes exact: {one['exact']}; predicted {found['predicted_s']:.4f} s",
         )
-    least = min(found["prefill"]["seconds"])
-    mean = sum(found["prefill"]["seconds"]) / len(found["prefill"]["seconds"])
+    least, middle = found["prefill"]["least_s"], found["prefill"]["median_s"]
     bound = max(operations / flops, found["streamed"] / ceiling)
-    found["prefill"] |= {"bound_s": bound, "mean_s": mean, "of_bound": bound / mean}
+    found["prefill"] |= {"bound_s": bound, "of_bound": bound / middle}
     row(
         f"prefill, {tokens} tokens",
-        mean,
-        f"bound {bound:.4f} s (arithmetic {operations / flops:.4f}) = {bound / mean:.1%}; best {least:.4f}",
+        middle,
+        f"bound {bound:.4f} s (arithmetic {operations / flops:.4f}) = {bound / middle:.1%}; best {least:.4f}",
     )
     return found
 
@@ -301,7 +326,7 @@ def part_disk(device: torch.device, tiny: bool, directory: Path) -> dict[str, ob
         before = disk_ceiling(disk[1], seconds=1.0 if tiny else 5.0)
         with running(shape(layers, tiny), limits, device, disk, max_step_tokens=64, max_sequences=1, max_length=512) as booted:
             found |= facts(booted)
-            found["decode_1"] = decode(booted, 1, 32, 4, warm=1)
+            found["decode_1"] = decode(booted, 1, 32, 4, BRIEF)
         after = disk_ceiling(disk[1], seconds=1.0 if tiny else 5.0)
     ceiling, one = (before + after) / 2, found["decode_1"]
     one["rate"] = found["read"] / one["mean_s"]
@@ -352,18 +377,21 @@ def offloaded(directory: Path, layers: int, kept: int, device: torch.device, whe
 
 
 @torch.inference_mode()
-def steps_of(model: "torch.nn.Module", device: torch.device, steps: int, before: Callable[[], None]) -> list[float]:
-    """Seconds of single greedy decode steps with a KV cache."""
-    tokens, cache, seconds = torch.arange(32, device=device)[None], None, []
-    for step in range(steps + 1):
+def steps_of(model: "torch.nn.Module", device: torch.device, steps: int, before: Callable[[], None], rule: Rule) -> Timed:
+    """Single greedy decode steps with a KV cache, after a prompt of 32 tokens."""
+    out = model(torch.arange(32, device=device)[None], use_cache=True)
+    tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+    def step() -> float:
+        nonlocal tokens, cache
         before()
         begin = time.perf_counter()
         out = model(tokens, past_key_values=cache, use_cache=True)
         tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
         tokens.tolist()
-        if step:
-            seconds.append(time.perf_counter() - begin)
-    return seconds
+        return time.perf_counter() - begin
+
+    return timed(step, steps, rule)
 
 
 def drop_cache(directory: Path) -> None:
@@ -373,92 +401,144 @@ def drop_cache(directory: Path) -> None:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def part_offload(device: torch.device, tiny: bool, directory: Path) -> dict[str, object]:
-    layers, kept, found = 16, 6, {}
+def part_offload(device: torch.device, tiny: bool, directory: Path, where: str) -> dict[str, object]:
+    """accelerate's offloading to the CPU's memory or to disk, beside the same layers there; 32 tokens of context, batch 1."""
+    layers, kept, found = 16, 6, dict[str, object]()
     folder = directory / "penstock-offload"
     shutil.rmtree(folder, ignore_errors=True)
     write_checkpoint(folder, layers, tiny)
     os.sync()
-    for where, steps in (("cpu", 4), ("disk", 2)):
+    rule, steps = (RULE, 8) if where == "cpu" else (BRIEF, 4)
+    try:
         model = offloaded(folder, layers, kept, device, where)
-        times = steps_of(model, device, steps, (lambda: drop_cache(folder)) if where == "disk" else (lambda: None))
-        found[f"accelerate_{where}"] = {"seconds": times, "mean_s": sum(times) / len(times)}
-        row(f"accelerate, {layers - kept} of {layers} layers on {where}", sum(times) / len(times), "")
-        del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    shutil.rmtree(folder, ignore_errors=True)
-    found["pageable"] = pageable_rate(device, tiny)
-    total, _ = sizes(layers, tiny, kept)
-    with running(
-        shape(layers, tiny), resident_limits(layers, tiny, kept, 2 * total), device, max_step_tokens=64, max_sequences=1, max_length=512
-    ) as booted:
-        found["host"] = facts(booted) | decode(booted, 1, 32, 8)
-    spec = Shape.of(shape(layers, tiny))
-    layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
-    limits = dataclasses.replace(resident_limits(layers, tiny, kept, 64 * PIECE), kept=0)
-    with scratch(directory, 20 * GIB, layouts, spec.spec.dtype) as disk:
-        ceiling = disk_ceiling(disk[1], seconds=1.0 if tiny else 3.0)
-        with running(shape(layers, tiny), limits, device, disk, max_step_tokens=64, max_sequences=1, max_length=512) as booted:
-            found["disk"] = facts(booted) | decode(booted, 1, 32, 2, warm=1)
-    for ours, theirs in (("host", "cpu"), ("disk", "disk")):
-        ratio = found[f"accelerate_{theirs}"]["mean_s"] / found[ours]["mean_s"]
-        found[f"{ours}_ratio"] = ratio
-        row(f"penstock, the same layers on {ours}", found[ours]["mean_s"], f"{ratio:.2f} times as fast as accelerate")
-    rate = found["disk"]["read"] / found["disk"]["mean_s"]
-    found |= {"disk_ceiling": ceiling, "disk_of_ceiling": rate / ceiling}
-    row("", found["disk"]["mean_s"], f"{format_rate(rate)} of {format_rate(ceiling)} = {rate / ceiling:.1%}")
+        theirs = steps_of(model, device, steps, (lambda: drop_cache(folder)) if where == "disk" else (lambda: None), rule)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found |= {"context": 32, "layers": layers, "layers_kept": kept, "versions": versions(), "accelerate": theirs.record()}
+    row(f"accelerate, {layers - kept} of {layers} layers on {where}", theirs.median, str(theirs))
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if where == "cpu":
+        found |= {"link_before": link_ceiling(device, tiny), "pageable": pageable_rate(device, tiny)}
+        limits = resident_limits(layers, tiny, kept, 2 * sizes(layers, tiny, kept)[0])
+        with running(shape(layers, tiny), limits, device, max_step_tokens=64, max_sequences=1, max_length=512) as booted:
+            found["penstock"] = facts(booted) | decode(booted, 1, 32, steps, rule)
+        found["link_after"] = link_ceiling(device, tiny)
+        moved, ceilings = "streamed", (found["link_before"], found["link_after"])
+    else:
+        spec = Shape.of(shape(layers, tiny))
+        layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
+        limits = dataclasses.replace(resident_limits(layers, tiny, kept, 64 * PIECE), kept=0)
+        with scratch(directory, 20 * GIB, layouts, spec.spec.dtype) as disk:
+            found["disk_before"] = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
+            with running(shape(layers, tiny), limits, device, disk, max_step_tokens=64, max_sequences=1, max_length=512) as booted:
+                found["penstock"] = facts(booted) | decode(booted, 1, 32, steps, rule)
+            found["disk_after"] = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
+        moved, ceilings = "read", (found["disk_before"], found["disk_after"])
+    ours = found["penstock"]
+    rate, ceiling = ours[moved] / ours["mean_s"], sum(ceilings) / 2
+    found |= {"ratio": theirs.median / ours["median_s"], "rate": rate, "of_ceiling": rate / ceiling}
+    text = f"{found['ratio']:.2f} times as fast as accelerate; {format_rate(rate)} of {format_rate(ceiling)} = {rate / ceiling:.1%}"
+    row(f"penstock, the same layers on {'the host' if where == 'cpu' else 'disk'}", ours["median_s"], text)
     return found
 
 
-def part_machine(device: torch.device, tiny: bool, directory: Path, window: bool) -> dict[str, object]:
-    """80 layers, 16 GiB of device and 100 GiB of host memory, the rest on disk; or sliding windows over the same."""
-    layers, found = (80 if not tiny else 12), {}
+def versions() -> dict[str, str]:
+    """Of those that are compared with, as far as they are there."""
+    found = {}
+    for name in ("transformers", "accelerate"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+class Kept:
+    """A source that outlives an engine, which closes what it reads from."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def read(self, layout: GroupLayout, start: int, into: torch.Tensor, check: bool) -> None:
+        self._source.read(layout, start, into, check)
+
+    def close(self) -> None:
+        pass
+
+
+def part_machine(device: torch.device, tiny: bool, directory: Path, batches: dict[int, int], room: int) -> dict[str, object]:
+    """80 layers, 16 GiB of device and 100 GiB of host memory, the rest on disk: batches by how many tokens of context each sequence has,
+    an engine for each, and the ceilings before and after all of them. The part fails if the process was above a cap."""
+    layers, found, over = (80 if not tiny else 12), dict[str, object](), list[str]()
+    config = shape(layers, tiny)
+    spec = Shape.of(config)
+    layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
+    caps, seconds, steps = (TINY_CAPS, 1.0, 2) if tiny else (CAPS, 4.0, 3)
+    with scratch(directory, room, layouts, spec.spec.dtype) as disk:
+        found |= {"caps": caps, "layers": layers, "file": disk[1].stat().st_size}
+        found |= {"disk_before": disk_ceiling(disk[1], seconds=seconds), "link_before": link_ceiling(device, tiny)}
+        operations = matmul_rate(device, torch.bfloat16)
+        for batch, context in batches.items():
+            give_back(device)
+            longest = context + 64
+            settings = {
+                "max_step_tokens": 64 if tiny else max(2048, batch * context // 4),
+                "max_sequences": batch,
+                "max_length": longest,
+                "block_size": 16,
+                "kv_blocks": batch * -(-longest // 16) + 1,
+            }
+            with Peak(device) as peak, running(config, None, device, (Kept(disk[0]), disk[1]), **caps, **settings) as booted:
+                one = facts(booted) | {"settings": settings}
+                if batch == 1:
+                    one["prefill"] = {"tokens": context, **prefill(booted, context, 2, Rule(window=1, most=1, least=1)).record()}
+                one |= decode(booted, batch, context, steps, SLOW)
+                rates = booted.weights.rates
+            one |= {"peak_device": peak.device, "peak_host": peak.host, "rate": one["read_per_pass"] / one["mean_s"]}
+            if device.type == "cuda":
+                for what, most, cap in (("device", peak.device, caps["device_memory"]), ("host", peak.host, caps["host_memory"])):
+                    if most > parse_size(cap):
+                        over.append(f"batch {batch}: {what} {format_size(most)} of {cap}")
+            found[f"batch_{batch}"] = one
+        disk[0].close()
+        give_back(device)
+        found |= {"disk_after": disk_ceiling(disk[1], seconds=seconds), "link_after": link_ceiling(device, tiny), "over": over}
+    found["disk"] = disk_rate = (found["disk_before"] + found["disk_after"]) / 2
+    for batch, context in batches.items():
+        one = found[f"batch_{batch}"]
+        one["of_disk"] = one["rate"] / disk_rate
+        text = f"{one['median_s'] / batch:.3f} s a token; predicted {one['predicted_s']:.2f} s a pass; disk {format_rate(one['rate'])} of "
+        text += f"{format_rate(disk_rate)} = {one['of_disk']:.1%}; peak device {format_size(one['peak_device'])}, host "
+        row(f"80 layers, batch {batch}, {context:,} tokens each", one["median_s"], text + format_size(one["peak_host"]))
+    if first := found.get("batch_1"):
+        first["plan"] = planned(spec, rates, disk_rate, operations, caps, tiny)
+        for name, took in (("decode", first["median_s"]), ("prefill", first["prefill"]["median_s"])):
+            then = first["plan"][name]
+            row(f"plan, {name}", then, f"measured {took:.3f} s, {then / took - 1:+.1%}")
+    if over:
+        found["failed"] = "above a cap: " + "; ".join(over)
+    return found
+
+
+def part_window(device: torch.device, tiny: bool, directory: Path, room: int) -> dict[str, object]:
+    """Sliding windows over the same 80 layers, as described for them: six layers on the device, forty in host memory, all of them read
+    again in every pass. One pass is measured, after the prompt's and one that warms up."""
+    layers, found = (80 if not tiny else 12), dict[str, object]()
     config = shape(layers, tiny)
     spec = Shape.of(config)
     layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
     layer = sum(padded(layout) for layout in layouts if layout.id.layer == 0)
-    budgets = {"device_memory": "16GiB", "host_memory": "100GiB"} if not tiny else {"device_memory": "72MiB", "host_memory": "92MiB"}
-    limits = None
-    if window:
-        # As described for sliding windows: six layers on the device, forty in host memory, all of them read again in every pass.
-        limits = Limits(6 * layer, (40 if not tiny else 4) * layer, resident=0, kept=0, device_ring=6 * layer)
-        budgets = {} if tiny else {"device_memory": "16GiB"}
-    with scratch(directory, 20 * GIB, layouts, spec.spec.dtype) as disk, Peak(device) as peak:
-        before = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
-        settings = {
-            "max_step_tokens": 2048 if not tiny else 64,
-            "max_sequences": 32,
-            "max_length": 2304,
-            "block_size": 16,
-            "kv_blocks": 160 if not tiny else 200,
-        }
-        with running(config, limits, device, disk, **budgets, **settings) as booted:
-            found |= facts(booted)
-            for batch in (1,) if window else (1, 32):
-                found[f"decode_{batch}"] = decode(booted, batch, 16, 1 if window else 3, warm=0 if window else 1)
-            if not window:
-                found["prefill"] = {"tokens": 2048 if not tiny else 64, "seconds": prefill(booted, 2048 if not tiny else 64, 2)}
-            rates = booted.weights.rates
-        after = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
-    found |= {"disk_before": before, "disk_after": after, "peak_device": peak.device, "peak_host": peak.host}
-    if not window:
-        found["plan"] = planned(spec, rates, (before + after) / 2, matmul_rate(device, torch.bfloat16), budgets, tiny)
-        times = found["prefill"]["seconds"]
-        for name, seconds in (("decode", found["decode_1"]["mean_s"]), ("prefill", sum(times) / len(times))):
-            then = found["plan"][name]
-            row(f"plan, {name}", then, f"measured {seconds:.3f} s, {then / seconds - 1:+.1%}")
-    for batch in (1,) if window else (1, 32):
-        one = found[f"decode_{batch}"]
-        name = "sliding windows" if window else "16 GiB device, 100 GiB host"
-        row(
-            f"80 layers, {name}, batch {batch}",
-            one["mean_s"],
-            f"predicted {found['predicted_s']:.2f} s; {one['mean_s'] / batch:.3f} s a token; "
-            f"disk {format_rate(one['read_per_pass'] / one['mean_s'])} of {format_rate((before + after) / 2)}; "
-            f"peak device {format_size(peak.device)}, host {format_size(peak.host)}",
-        )
+    limits = Limits(6 * layer, (40 if not tiny else 4) * layer, resident=0, kept=0, device_ring=6 * layer)
+    budgets = {"device_memory": "16GiB"} if tiny else {}
+    settings = {"max_step_tokens": 2048 if not tiny else 64, "max_sequences": 1, "max_length": 2304, "block_size": 16, "kv_blocks": 160}
+    with scratch(directory, room, layouts, spec.spec.dtype) as disk:
+        found["disk_before"] = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
+        with Peak(device) as peak, running(config, limits, device, disk, **budgets, **settings) as booted:
+            found |= facts(booted) | decode(booted, 1, 16, 1, Rule(window=1, most=1, least=1))
+        found["disk_after"] = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
+    found |= {"layers": layers, "peak_device": peak.device, "peak_host": peak.host}
+    row("80 layers, sliding windows, batch 1, 16 tokens", found["median_s"], f"predicted {found['predicted_s']:.2f} s")
     return found
 
 
@@ -487,7 +567,7 @@ def part_mixture(device: torch.device, tiny: bool) -> dict[str, object]:
     with running(config, limits, device, max_step_tokens=256 if not tiny else 32, max_sequences=16, max_length=512) as booted:
         found |= facts(booted)
         for batch in (1, 16):
-            one = found[f"decode_{batch}"] = decode(booted, batch, 16, 40 if not tiny else 4, warm=20 if not tiny else 2)
+            one = found[f"decode_{batch}"] = decode(booted, batch, 16, 40 if not tiny else 4, Rule(least=20, most=40) if not tiny else RULE)
             rate = one["copied_per_pass"] / one["mean_s"]
             text = f"{format_size(one['copied_per_pass'])} a pass, {format_rate(rate)} of {format_rate(found['link'])}"
             row(f"mixture, a third on the device, batch {batch}", one["mean_s"], text)
@@ -508,28 +588,36 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--directory", type=Path, default=Path("/tmp"), help="where what rests on disk is written")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--batches", default="1:2048,32:512", help="of `machine`: how many sequences, and how many tokens each has")
+    parser.add_argument("--file", default="30GiB", help="of `machine` and `window`: at most so much of the disk; layers share its bytes")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    device = torch.device(given.device)
-    found: dict[str, object] = {"environment": dataclasses.asdict(machine()), "tiny": given.tiny}
-    work: dict[str, Callable[[], object]] = {
+    device, recording = torch.device(given.device), Recording(given.out, bench="weight_streaming", tiny=given.tiny)
+    batches = {int(count): int(context) for count, _, context in (one.partition(":") for one in given.batches.split(","))}
+    batches = {count: context // 32 for count, context in batches.items()} if given.tiny else batches
+    room, failed = parse_size(given.file), list[str]()
+    work: dict[str, Callable[[], dict[str, object]]] = {
         "host": lambda: part_host(device, given.tiny),
         "disk": lambda: part_disk(device, given.tiny, given.directory),
-        "offload": lambda: part_offload(device, given.tiny, given.directory),
-        "machine": lambda: part_machine(device, given.tiny, given.directory, False),
-        "window": lambda: part_machine(device, given.tiny, given.directory, True),
+        "offload": lambda: part_offload(device, given.tiny, given.directory, "cpu"),
+        "offload_disk": lambda: part_offload(device, given.tiny, given.directory, "disk"),
+        "machine": lambda: part_machine(device, given.tiny, given.directory, batches, room),
+        "window": lambda: part_window(device, given.tiny, given.directory, room),
         "mixture": lambda: part_mixture(device, given.tiny),
     }
     for part in given.parts.split(","):
         begin = time.perf_counter()
         try:
-            found[part] = work[part]()
+            found = work[part]()
         except Exception as fault:  # What the other parts found is not lost for it.
             traceback.print_exc()
-            found[part] = {"failed": f"{type(fault).__name__}: {fault}"}
+            found = {"failed": f"{type(fault).__name__}: {fault}"}
         say(f"{part}: {time.perf_counter() - begin:.0f} s")
-        if given.out:
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
+        recording.part(part, found)
+        if "failed" in found:
+            say(f"{part} failed: {found['failed']}")
+            failed.append(part)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,23 @@
 import gc
 import os
 import random
+import re
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 TESTS = Path(__file__).resolve().parent
 FOLDERS = ("plain", "cpu", "gpu")
+ALL_TOOLS = os.environ.get("PENSTOCK_ALL_TOOLS", "") not in ("", "0")
+"""Whether every tool that tests use is said to be here. Then one that is not is a failure."""
+HARDWARE = re.compile(r"\bGPU\b|\bCUDA\b|loop device|file system|O_TMPFILE|/dev/full|\.\./shared/data")
+"""Reasons of skips that no installing mends: the machine's, and material that lies beside the repository."""
 
 # Triton decides when it is imported, by whichever test comes first, whether it interprets its kernels; without a GPU it must.
 if not Path("/dev/nvidiactl").exists():
@@ -37,6 +45,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and (reason := why_no_gpu()):
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _judged((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _judged((yield))
+
+
+def _judged(report: Report) -> Report:
+    """A failure instead of a skip, where a tool is missing that should be here."""
+    if ALL_TOOLS and report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+        reason = str(report.longrepr[2])
+        if not HARDWARE.search(reason):
+            report.outcome = "failed"
+            report.longrepr = f"{reason}, while all tools should be here; `make test-all` installs them"
+    return report
 
 
 def why_no_gpu() -> str:

@@ -21,3 +21,12 @@ def write_tensors(path: Path, tensors: Mapping[str, tuple[str, list[int], bytes]
         header[name] = entry(dtype, shape, len(data), len(data) + len(content))
         data += content
     path.write_bytes(sealed(json.dumps(header).encode(), data))
+
+
+def flip(file: Path, at: int, bit: int = 0) -> None:
+    """Turn one bit of byte `at` of a file around."""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1 << bit]))

@@ -56,7 +56,7 @@ def opened(name: str, place: Place, directory: Path, path: Path | None = None, t
     sizes = {"kv_blocks": place.pages, "block_size": 8, "max_step_tokens": place.step, "kv_tile": 32, "max_sequences": place.sequences}
     others = {"host_kv_memory": place.host * layout.block_bytes, "kv_store": place.store}
     if place.records:
-        others |= {"disk_kv_memory": swap + kept, "kv_directory": directory}
+        others |= {"disk_kv_memory": swap + kept, "kv_directory": directory, "cache": directory / "cache"}
     with ExitStack() as stack:
         with nullcontext() if told else patch.object(BlockStore, "noted", lambda _: b""):
             llm = stack.enter_context(LLM(path or tiny.checkpoint(name), **{**SETTINGS, **sizes, **others, **more}))  # type: ignore[arg-type]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from penstock.arch import bounds
 from penstock.arch.layout import group_layouts
+from penstock.base.config import CACHE
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
-from penstock.cli.plan import MACHINES, machine_of, open_model, settle
+from penstock.cli.plan import MACHINES, kept_costs, machine_of, open_model, settle
 from penstock.cli.plan_report import WORDS, format_count, format_figure, format_pace
 from penstock.engine.forecast import Forecast, Work, forecast
 
@@ -17,12 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, SHAPES = ROOT / "docs" / "plans.md", ROOT / "benchmarks" / "shapes"
 CONTEXT = 4096
 
-HEAD = f"""# Ten models on five machines
+HEAD = f"""# Ten models on six machines
 
-What `penstock plan` forecasts, written by `tools/plan_table.py`: bfloat16, one sequence of {CONTEXT:,} tokens. Nothing on this page was
-measured but the figures of the H200. Weights are placed by the functions that a boot uses, and a pass takes as long as disk, link and
-device hold each other up. What starting kernels costs is not counted: models that are resident decode slower than this, the smaller the
-more; those that stream wait for bytes and hide it.
+What `penstock plan` forecasts, written by `tools/plan_table.py`: bfloat16, one sequence of {CONTEXT:,} tokens. Weights are placed by the
+functions that a boot uses, and a pass takes as long as disk, link and device hold each other up.
+
+On `h100` and `h200` the device's time follows from costs of steps that `penstock doctor` measured there: launches, and the rates at which
+kernels read and compute. They were fitted to models of a few layers and then held against whole models: see below. On the other machines
+nothing was measured. There the device's time is a bound, and models that are resident are slower, the smaller the more.
 
 A cell has tokens/s of decoding, what they are bound by, and tokens/s of taking in a prompt. The disk and the link bind what does not fit,
 the device's own memory what does. Of a mixture of experts only those move that a token chose.
@@ -70,7 +73,7 @@ def _cell(file: Path, machine: str, reasons: list[str]) -> str:
 
 def _forecast(file: Path, machine: str) -> Forecast:
     _, spec, names = open_model(str(file))
-    setting, step_tokens = settle(machine, {})
+    setting, step_tokens = settle(machine, {}, kept_costs(machine, CACHE, "bfloat16"))
     return forecast(spec, names, machine_of(setting), Work("bfloat16", context=CONTEXT, step_tokens=step_tokens))
 
 

@@ -7,7 +7,7 @@ import random
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ import transformers
 from penstock.arch import bounds
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.config import Config
-from penstock.base.errors import BudgetError, CheckpointError, RequestError
-from penstock.bench import contexts, measure, serving
+from penstock.base.errors import BudgetError, CheckpointError, ConfigError, RequestError
+from penstock.bench import baseline, contexts, measure, serving
+from penstock.bench.machine import machine
 from penstock.bench.measure import Work
 from penstock.bench.report import Kind
 from penstock.bench.run import Job, run
@@ -177,6 +178,15 @@ def test_a_report(kind: Kind) -> None:
     assert f"{report.of_bound:.1%}" in str(report)
 
 
+def test_ranks_share_the_bound() -> None:
+    """Each reads its part of weights and KV at the rate of one device; a bound of all bytes would be said to be beaten."""
+    alone = job(Kind.DECODE, repeat=1)
+    shared = dataclasses.replace(alone, config=dataclasses.replace(alone.config, tensor_parallel=2, host_kv_memory=0))
+    one, two = run(alone).bound, run(shared).bound
+    assert (two.weight_bytes, two.kv_bytes) == (one.weight_bytes / 2, one.kv_bytes / 2)
+    assert two.ms == pytest.approx(1e3 * (two.weight_bytes + two.kv_bytes) / two.per_second)
+
+
 @pytest.mark.parametrize("kind", Kind)
 def test_the_same_work_by_transformers(kind: Kind) -> None:
     line = json.loads(run(job(kind, baseline=True)).line())
@@ -184,6 +194,46 @@ def test_the_same_work_by_transformers(kind: Kind) -> None:
     assert other["system"] == f"transformers {transformers.__version__}"
     assert other["ms"]["count"] == line["ms"]["count"]
     assert other["ratio"] == pytest.approx(other["ms"]["median"] / line["ms"]["median"])
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_baseline_is_timed_when_it_no_longer_gets_faster(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only its passes move: eight slow ones, and then all alike."""
+    now, passes = [0.0], [0]
+
+    def forward(other: baseline.Baseline, tokens: torch.Tensor, cache: object) -> tuple[torch.Tensor, object]:
+        passes[0] += 1
+        now[0] += 1.0 if passes[0] > 8 else 20.0 - passes[0]
+        return tokens[:, -1:], cache
+
+    monkeypatch.setattr(baseline, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(baseline.Baseline, "_forward", forward)
+    other = baseline.Baseline(TINY, random=True, dtype="float32", device=torch.device("cpu"))
+    work = Work(batch=2, context=20, output=5, repeat=2)
+    times = other.decode(work) if kind is Kind.DECODE else other.prefill(work)
+    assert (times.least, times.most) == (1e3, 1e3)
+
+
+def test_results_say_their_commit_or_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sources lie without git's history it is said by PENSTOCK_COMMIT, or by nobody."""
+    recording = script("recording", monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))  # No git.
+    monkeypatch.delenv("PENSTOCK_COMMIT", raising=False)
+    out = tmp_path / "out.json"
+    with pytest.raises(SystemExit, match="set PENSTOCK_COMMIT to what `git rev-parse HEAD` prints"):
+        recording.Recording(out)
+    recording.Recording(None).part("nothing", {})
+    monkeypatch.setenv("PENSTOCK_COMMIT", "c715239+")
+    recording.Recording(out, bench="some").part("first", {"a": 1})
+    recording.Recording(out, bench="some").part("second", {"b": 2})
+    found = json.loads(out.read_text())
+    assert (found["bench"], found["first"]["a"], found["second"]["b"]) == ("some", 1, 2)
+    assert found["first"]["environment"]["commit"] == found["second"]["environment"]["commit"] == "c715239+"
+    recording.write(out, {"c": 3})
+    assert json.loads(out.read_text())["environment"]["commit"] == "c715239+"
+    monkeypatch.setenv("PENSTOCK_COMMIT", "main")
+    with pytest.raises(ConfigError, match="PENSTOCK_COMMIT=main is no commit"):
+        recording.Recording(out)
 
 
 def test_an_unasked_context_is_what_the_model_has_room_for() -> None:
@@ -271,7 +321,15 @@ def test_the_command_refuses_in_one_line(arguments: list[str], message: str, cap
 
 @pytest.fixture
 def against(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("against_transformers", ROOT / "benchmarks" / "against_transformers.py")
+    return script("against_transformers", monkeypatch)
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark's module, which finds those beside it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    if machine().commit is None:
+        monkeypatch.setenv("PENSTOCK_COMMIT", "0" * 40)  # Tests may run where git is not.
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -293,8 +351,9 @@ def test_both_sides_say_the_same(
     assert {name: (it["equal"], it["of"]) for name, it in found["comparisons"].items()} == {
         "single": (1, 1), "one by one": (6, 6), "padded": (6, 6),
     }  # fmt: skip
-    assert found["useful_tokens"] >= 6 * 2
-    assert all(len(it["penstock_seconds"]) == len(it["transformers_seconds"]) == 2 for it in found["comparisons"].values())
+    assert found["comparisons"]["padded"]["useful_tokens"] >= 6 * 2
+    assert all(it[side]["count"] == 2 for it in found["comparisons"].values() for side in ("penstock", "transformers"))
+    assert all(len(it[side]["warming_s"]) >= 2 for it in found["comparisons"].values() for side in ("penstock", "transformers"))
 
 
 def test_every_repeat_asks_for_the_same_lengths_of_other_prompts(against: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,18 +614,19 @@ def test_random_weights_that_do_not_fit_need_a_scratch_directory() -> None:
 
 
 def test_the_benchmark_of_streaming_on_small_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("weight_streaming", ROOT / "benchmarks" / "weight_streaming.py")
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    benchmark = script("weight_streaming", monkeypatch)
     out, scratch_files = tmp_path / "found.json", tmp_path / "scratch"
     scratch_files.mkdir()
-    given = ["--tiny", "--device", "cpu", "--parts", "host,disk,window", "--directory", str(scratch_files), "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["weight_streaming.py", *given])
-    benchmark.main()
+    for parts in ("host", "disk,window", "machine"):  # What an earlier command has written stays.
+        given = ["--tiny", "--device", "cpu", "--parts", parts, "--batches", "1:1024,2:512", "--directory", str(scratch_files)]
+        monkeypatch.setattr(sys, "argv", ["weight_streaming.py", *given, "--out", str(out)])
+        with pytest.raises(SystemExit) as ended:
+            benchmark.main()
+        assert not ended.value.code
     found = json.loads(out.read_text())
-    assert [found[part].get("failed") for part in ("host", "disk", "window")] == [None] * 3
+    assert [found[part].get("failed") for part in ("host", "disk", "window", "machine")] == [None] * 4
+    assert all(found[part]["environment"]["commit"] for part in ("host", "disk", "window", "machine"))
+    assert [(found["machine"][f"batch_{batch}"][name]) for batch in (1, 2) for name in ("batch", "context")] == [1, 32, 2, 16]
     assert found["host"]["decode_16"]["exact"]
     assert found["host"]["decode_1"]["copied_per_pass"] == found["host"]["streamed"] > 0
     # Readers are ahead of the arithmetic by up to the ring, now more, now less.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import specs
 from penstock.arch.families import FAMILIES, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError, UnsupportedModelError
-from penstock.weights.checkpoint import PAGE_BYTES, PAGES, SERIAL, STAGE_BYTES, Checkpoint
-from safetensor_files import entry, sealed
+from penstock.weights.checkpoint import SERIAL, STAGE_BYTES, Checkpoint
+from penstock.weights.identity import STEP_BYTES
+from penstock.weights.manifest import PIECE_BYTES
+from safetensor_files import entry, flip, sealed
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALL = {
@@ -368,13 +372,10 @@ def test_file_that_shrinks_after_it_was_opened(llama: Path, dtype: str) -> None:
     with Checkpoint.open(llama) as checkpoint:
         layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype)
         os.truncate(file, 20_000)
-        for call in (
-            checkpoint.fingerprint,
-            lambda: [checkpoint.read_group(layout, dtype, torch.empty(layout.size, dtype=torch.uint8)) for layout in layouts],
-        ):
-            message = refusal(call)
-            assert f"cannot read {file} at byte" in message
-            assert "it ends there" in message
+        message = refusal(lambda: [checkpoint.read_group(layout, dtype, torch.empty(layout.size, dtype=torch.uint8)) for layout in layouts])
+        assert f"cannot read {file} at byte" in message
+        assert "it ends there" in message
+        assert f"{file} changed while it was read" in refusal(checkpoint.fingerprint)
 
 
 def test_every_file_is_given_back(family: tuple[str, Path], llama: Path) -> None:
@@ -425,18 +426,70 @@ def test_fingerprint_tells_models_apart(llama: Path) -> None:
     assert fingerprint(llama) == found[-1]
 
 
-def test_fingerprint_of_a_large_tensor_sees_its_pages_alone(tmp_path: Path) -> None:
-    written("llama", tmp_path, tie_word_embeddings=True, vocab_size=4096)
-    change_tensors(tmp_path, lambda tensors: None)
-    before, name = fingerprint(tmp_path), "model.embed_tokens.weight"
-    count, page = 4096 * 64, PAGE_BYTES // 4
-    starts = [(count - page) * number // (PAGES - 1) for number in range(PAGES)]
-    assert starts[-1] + page == count
-    for at, seen in [(start + 1, True) for start in starts] + [(start - 2, False) for start in starts[1:]]:
-        change_tensors(tmp_path, lambda tensors, at=at: tensors[name].view(-1)[at].neg_())
-        assert (fingerprint(tmp_path) != before) == seen
-        change_tensors(tmp_path, lambda tensors, at=at: tensors[name].view(-1)[at].neg_())
-    assert fingerprint(tmp_path) == before
+def test_fingerprint_sees_one_bit_anywhere(tmp_path: Path) -> None:
+    """In every tensor, in the header, and wherever in a file of several pieces: first, last, middle, and any byte."""
+    rng, seen = random.Random(4), set[bytes]()
+    written("qwen3_moe", tmp_path / "mixture")
+    written("llama", tmp_path / "large", vocab_size=40_000, tie_word_embeddings=True)
+    change_tensors(tmp_path / "large", lambda tensors: None)
+    assert (tmp_path / "large" / "model.safetensors").stat().st_size > PIECE_BYTES
+    tried = 0
+    for path in (tmp_path / "mixture", tmp_path / "large"):
+        seen.add(before := fingerprint(path))
+        with Checkpoint.open(path) as checkpoint:
+            entries = [(stored.file.path, stored.entry.offset, stored.entry.size) for stored in checkpoint._shards.tensors.values()]
+        few = path.name == "large"  # Each try hashes 10 MiB.
+        for file, first, size in entries:
+            for at in {first, first + size - 1} if few else {first, first + size // 2, first + size - 1, first + rng.randrange(size)}:
+                flip(file, at, bit := rng.randrange(8))
+                seen.add(fingerprint(path))
+                flip(file, at, bit)
+                tried += 1
+        for at in (PIECE_BYTES - 1, PIECE_BYTES, STEP_BYTES - 1, STEP_BYTES, 9 << 20) if few else ():
+            flip(entries[0][0], at, 3)
+            seen.add(fingerprint(path))
+            flip(entries[0][0], at, 3)
+            tried += 1
+        assert fingerprint(path) == before
+    assert len(seen) == tried + 2
+
+
+def test_fingerprint_sees_every_value_of_the_spec(llama: Path) -> None:
+    """Also those that no tensor's shape tells of."""
+    with Checkpoint.open(llama) as checkpoint:
+        seen, spec = {checkpoint.fingerprint()}, checkpoint.spec
+        others = list(specs.neighbours(spec))
+        for other in others:
+            checkpoint.spec = other
+            seen.add(checkpoint.fingerprint())
+    assert len(seen) == len(others) + 1
+
+
+def test_what_no_weight_depends_on_is_no_part_of_it(llama: Path) -> None:
+    before = fingerprint(llama)
+    (llama / "tokenizer.json").write_text("{}")
+    (llama / "generation_config.json").write_text('{"temperature": 0.5}')
+    change_config(llama, _name_or_path="elsewhere")
+    os.utime(llama / "model.safetensors", ns=(1, 1))
+    assert fingerprint(llama) == before
+
+
+def test_a_tied_head_is_compared_to_the_last_bit(tmp_path: Path) -> None:
+    written("llama", tmp_path, vocab_size=20_000, tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
+    file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    change_config(tmp_path, vocab_size=20_000, tie_word_embeddings=True)
+    assert config["tie_word_embeddings"]
+    verify(tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        head = checkpoint._shards.tensors["lm_head.weight"].entry
+    rng = random.Random(5)
+    for at in (0, head.size // 2 + 777, head.size - 1, STEP_BYTES, rng.randrange(head.size)):
+        flip(file, head.offset + at, 0)
+        assert "set tie_word_embeddings to false" in refusal(lambda: verify(tmp_path))
+        flip(file, head.offset + at, 0)
+    verify(tmp_path)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -13,6 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -1143,6 +1147,7 @@ def test_an_engine_says_the_same_with_its_kv_on_disk(tmp_path: Path, name: str) 
     """Bit for bit. The second time the prompts' first blocks are found where they rest."""
     with engine(name, tmp_path) as llm:
         disk, near = carrier(llm).disk, carrier(llm).pool.blocks
+        assert disk is not None
         assert near in (1, 2)
         found = llm.generate(prompts(), PARAMS)
         assert os.listdir(tmp_path) == []
@@ -1150,6 +1155,55 @@ def test_an_engine_says_the_same_with_its_kv_on_disk(tmp_path: Path, name: str) 
         check(name, llm.generate(prompts(), PARAMS))
     for mine, theirs in zip(found, expected(name), strict=True):
         assert (mine.tokens, mine.logprobs) == (theirs.tokens, theirs.logprobs)
+
+
+def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of links and of far KV, as `/metrics` has them, against the bytes that the system's calls have moved."""
+    pytest.importorskip("prometheus_client")
+    from penstock.server.metrics import Metrics
+    from penstock.server.watching.state import Watch
+
+    moved = {"read": 0, "written": 0}
+    counting, reading, writing = Lock(), DirectFile.read_direct, os.pwrite
+
+    def read_direct(self: DirectFile, into: Any, offset: int) -> None:
+        reading(self, into, offset)
+        with counting:
+            moved["read"] += into.nbytes
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        count = writing(descriptor, data, offset)
+        with counting:
+            moved["written"] += count
+        return count
+
+    monkeypatch.setattr(DirectFile, "read_direct", read_direct)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with engine("llama", tmp_path) as llm:
+        desk = SimpleNamespace(stats=llm.booted.engine.stats(), outputs=0, reading=None, open=True)
+        metrics, watch = Metrics(), Watch(llm, cast("Any", desk), "llama")
+        metrics.watch(llm, desk)
+        watch.look()
+        llm.generate(prompts(), PARAMS)
+        disk = carrier(llm).disk
+        assert disk is not None
+        disk.readers.close()  # Reads ahead of the last step may be under way.
+        disk.close()
+        desk.stats = llm.booted.engine.stats()
+        found = dict(re.findall(r"^penstock:(\S+(?: \S+ \S+)?) (\S+)$", metrics.text().decode(), re.MULTILINE))
+        links = {link.link: link for link in watch.look().links}
+    assert 0 < moved["written"] < moved["read"]
+    told = {name: float(value) for name, value in found.items()}
+    assert told['link_bytes_total{link="disk to host"}'] == told["far_kv_read_bytes_total"] == moved["read"]
+    assert told['link_bytes_total{link="host to disk"}'] == told["far_kv_written_bytes_total"] == moved["written"]
+    assert links["disk to host"].kv > 0
+    passes = desk.stats.passes
+    assert told['passes_total{kind="decode"}'] == passes.decode > 0
+    assert told['passes_total{kind="prefill"}'] == passes.prefill == desk.stats.steps - passes.decode > 0
+    assert passes.decode_seconds > 0
+    assert told['pass_seconds_total{kind="decode"}'] == pytest.approx(passes.decode_seconds)
+    assert told["pass_predicted_seconds"] == 0, "nothing streams, and nothing was predicted"
+    assert told["attention_missed_share_max"] == told['attention_missed_share_count{heads="worst"}'] == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

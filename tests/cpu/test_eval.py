@@ -2,13 +2,18 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+import answerers
+from answerers import Answer, script
+from penstock import LLM
 from penstock.cli.main import main
 from penstock.cli.prompt import SHIPPED_MODEL
+from penstock.evals.run import Work, evaluate
 
 FEW = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 
@@ -118,6 +123,43 @@ def test_all_tasks_run_over_a_given_text_and_say_what_was_missed(tmp_path: Path,
     raw = run("--raw", "--tasks", "single")
     assert not raw["chat"]
     assert [cell["score"] for cell in raw["cells"]] == [1]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(device="cpu", dtype="float32", max_length=4096) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    ("tasks", "answer", "score"),
+    [
+        (("single", "keys"), answerers.fact, 1),
+        (("single", "keys"), answerers.neighbour, 0),
+        (("single", "keys"), answerers.shortened, 0),
+        (("variables",), answerers.variables, 1),
+        (("variables",), answerers.bullets, 1),
+        (("variables",), answerers.only_the_first, 0.2),
+        (("variables",), answerers.every_name, 0.5),
+        (("variables",), answerers.other_chain, 0),
+        (("words",), answerers.words, 1),
+        (("words",), answerers.two_words_and_another, 0.5),
+        (("words",), answerers.rarest_words, 0),
+        (("single", "keys", "variables", "words"), answerers.nothing, 0),
+    ],
+)
+def test_who_knows_the_answer_is_right_and_who_does_not_is_wrong(
+    llm: LLM, tasks: tuple[str, ...], answer: Answer, score: float, raw: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole evaluation, but for the model: rules that read the prompt's text answer instead, within the tokens that an answer has."""
+    monkeypatch.setattr(llm, "generate", None)  # to be put back
+    script(llm, answer)
+    work = Work("ruler", tasks, lengths=(512, 4096), depths=3, samples=4, seed=2, raw=raw)
+    report = evaluate(llm, work, "scripted", lambda _: None)
+    assert {cell.task for cell in report.cells} == set(tasks)
+    assert [cell.score for cell in report.cells] == pytest.approx([score] * len(report.cells))
+    assert all(cell.samples == 4 and len(cell.misses) == (0 if score == 1 else 4) for cell in report.cells)
 
 
 @pytest.mark.parametrize(

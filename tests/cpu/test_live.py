@@ -842,6 +842,8 @@ def test_json_has_what_moved(story: Path, capsys: pytest.CaptureFixture[str]) ->
         "room": 64 << 20,
         "copied": (sum(range(0, prompt, 16)) // 16 - near * (near + 1) // 2) * block,
         "sent": prompt // 16 * block,
+        "read": 0,
+        "written": 0,
     }
     assert main(["run", "--file", str(story), *LONG_PROMPT, "--json", "--max-tokens", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["kv"] is None

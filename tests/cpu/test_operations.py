@@ -491,7 +491,7 @@ def test_the_dashboard_asks_for_what_is_exported(server: Server) -> None:
     for query in queries:
         assert query.count("(") == query.count(")")
         for label in re.findall(r"by \((\w+)", query):
-            assert label in ("le", "tier", "route", "status", "decision", "cause"), query
+            assert label in ("le", "tier", "route", "status", "decision", "cause", "choice"), query
     ids = [panel["id"] for panel in board["panels"]]
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
     assert len(set(ids)) == len(places) == len(ids)

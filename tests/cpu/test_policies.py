@@ -1,4 +1,4 @@
-"""Sparse policies: what they skip is bounded for every query, what they keep is what they say, and all of it is exact."""
+"""Sparse policies: what they skip is bounded for every query, what they keep is what they say, and sketches say enough of real keys."""
 
 import math
 
@@ -8,32 +8,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.ops.policies import Choice, KeyBounds, Policy, QuerySummary, block_bounds, block_mask, full, topk, vertical_slash, window
+from penstock.ops.policies import Choice, Past, Policy, full, topk, vertical_slash, window
+from penstock.ops.sketch import Scores, SketchLayout, scores, sketch
 
 SCALE = 0.7
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def bounds_of(keys: Tensor, block_size: int) -> KeyBounds:
-    bounds = KeyBounds.empty(-(-len(keys) // block_size) + 2, keys.shape[1], keys.shape[2], block_size, keys.device)
-    bounds.append(keys)
-    return bounds
+def sketched(keys: Tensor, block_size: int, bits: int) -> tuple[Tensor, SketchLayout]:
+    layout = SketchLayout(block_size, keys.shape[1], keys.shape[2], keys.dtype, bits)
+    return sketch(keys.view(-1, block_size, *keys.shape[1:]), layout), layout
 
 
-def scores(q: Tensor, keys: Tensor) -> Tensor:
+def exact_scores(q: Tensor, keys: Tensor) -> Tensor:
     """In float64 `[queries, heads, keys]`."""
     return torch.einsum("qhd,thd->qht", q.double(), keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)) * SCALE
 
 
-def held(choice: Choice, tokens: int, block_size: int) -> Tensor:
-    """Which tokens lie in the chosen blocks, bool `[tokens]`."""
-    return torch.isin(torch.arange(tokens) // block_size, choice.blocks)
+def scored(q: Tensor, keys: Tensor, block_size: int, bits: int) -> Scores:
+    return scores(q.float() * SCALE, *sketched(keys, block_size, bits))
 
 
-def mass_and_bound(policy: Policy, q: Tensor, keys: Tensor, block_size: int, layer: int = 0) -> tuple[Tensor, Tensor, Choice]:
-    """Of queries behind all keys: the exact share of each query's attention in skipped blocks, what the policy says it is at most."""
-    choice = policy(layer, QuerySummary.of(q, SCALE, len(keys)), bounds_of(keys, block_size))
-    seen = held(choice, len(keys), block_size)
-    exact = scores(q, keys)
+def chosen(policy: Policy, q: Tensor, keys: Tensor, block_size: int, bits: int = 4, layer: int = 0) -> Choice:
+    """Of queries behind all keys; everything, with nothing skipped, where the policy has nothing to choose."""
+    blocks = len(keys) // block_size
+    past = Past(blocks, block_size, len(keys), len(keys) + len(q), lambda: scored(q, keys, block_size, bits))
+    every = Choice(torch.ones(blocks, dtype=torch.bool), torch.full(q.shape[:2], -math.inf))
+    return policy(layer, past) or every
+
+
+def mass_and_bound(policy: Policy, q: Tensor, keys: Tensor, block_size: int, bits: int = 4) -> tuple[Tensor, Tensor, Choice]:
+    """The exact share of each query's attention in skipped blocks, and what the policy says it is at most."""
+    choice = chosen(policy, q, keys, block_size, bits)
+    seen = choice.keep.repeat_interleave(block_size)
+    exact = exact_scores(q, keys)
     return exact.softmax(-1)[..., ~seen].sum(-1), choice.missed(exact[..., seen].logsumexp(-1).float()), choice
 
 
@@ -48,138 +56,148 @@ policies = st.one_of(
 class TestBound:
     @given(
         policy=policies,
-        queries=st.integers(1, 4),
-        tokens=st.integers(1, 80),
+        queries=st.sampled_from([1, 2, 9]),
+        blocks=st.integers(1, 12),
         block_size=st.sampled_from([1, 4, 16]),
         group=st.integers(1, 3),
         kv_heads=st.integers(1, 2),
-        dim=st.sampled_from([1, 8, 64]),
+        dim=st.sampled_from([1, 7, 8, 64]),
         loud=st.sampled_from([0.0, 0.1, 1.0, 5.0, 40.0]),
+        size=st.sampled_from([1e-6, 1.0, 1e3]),
         alike=st.booleans(),
-        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        dtype=st.sampled_from(DTYPES),
+        bits=st.sampled_from([0, 4, 8]),
         seed=st.integers(0, 9999),
     )
     def test_holds_for_every_query(
         self,
-        policy: Policy, queries: int, tokens: int, block_size: int, group: int, kv_heads: int, dim: int,
-        loud: float, alike: bool, dtype: torch.dtype, seed: int,
+        policy: Policy, queries: int, blocks: int, block_size: int, group: int, kv_heads: int, dim: int,
+        loud: float, size: float, alike: bool, dtype: torch.dtype, bits: int, seed: int,
     ) -> None:  # fmt: skip
+        """Of each block, whatever is chosen, and of what is skipped, with keys of any size, rounded or equal."""
         rng = torch.Generator().manual_seed(seed)
         q = (torch.randn(queries, group * kv_heads, dim, generator=rng) * loud).to(dtype)
-        keys = torch.randn(1 if alike else tokens, kv_heads, dim, generator=rng).to(dtype).expand(tokens, -1, -1)
-        exact, bound, _ = mass_and_bound(policy, q, keys, block_size)
-        assert (exact * (1 - 1e-12) <= bound).all(), (exact - bound).max()
+        shape = (1 if alike else blocks * block_size, kv_heads, dim)
+        keys = (torch.randn(shape, generator=rng) * size).to(dtype).expand(blocks * block_size, -1, -1).contiguous()
+        exact = exact_scores(q, keys).view(queries, group * kv_heads, blocks, block_size).logsumexp(-1)
+        found = scored(q, keys, block_size, bits)
+        assert (found.upper >= exact).all(), (exact - found.upper).max()
+        missed, bound, _ = mass_and_bound(policy, q, keys, block_size, bits)
+        assert (missed * (1 - 1e-12) <= bound).all(), (missed - bound).max()
         assert (bound <= 1).all()
 
     @pytest.mark.parametrize("seed", range(5))
     def test_is_reached_by_one_query_over_single_keys(self, seed: int) -> None:
-        """A box of one key, asked by a box of one query, hides nothing."""
+        """A box of one key, asked by one query, hides nothing."""
         rng = torch.Generator().manual_seed(seed)
         q, keys = torch.randn(1, 4, 16, generator=rng), torch.randn(50, 2, 16, generator=rng)
-        exact, bound, _ = mass_and_bound(topk(12), q, keys, 1)
+        exact, bound, _ = mass_and_bound(topk(12), q, keys, 1, bits=0)
         assert exact.min() > 0.01
         torch.testing.assert_close(bound.double(), exact, rtol=1e-3, atol=0)
+
+    def test_says_something_where_boxes_say_nothing(self) -> None:
+        """64 keys of 64 channels in a block, one block in four read: by boxes all may be missed, by 8 bits little more than is."""
+        rng = torch.Generator().manual_seed(7)
+        q, keys = torch.randn(1, 4, 64, generator=rng) * 0.36, torch.randn(2048, 2, 64, generator=rng).bfloat16()
+        exact, box, _ = mass_and_bound(topk(8), q, keys, 64, bits=0)
+        assert box.min() > 0.99
+        exact, four, _ = mass_and_bound(topk(8), q, keys, 64, bits=4)
+        assert exact.max() < 0.75
+        assert (four < exact + 0.4).all(), (exact, four)
+        exact, eight, _ = mass_and_bound(topk(8), q, keys, 64, bits=8)
+        assert (eight < exact + 0.03).all(), (exact, eight)
 
     def test_tells_a_found_needle_from_a_missed_one(self) -> None:
         rng = torch.Generator().manual_seed(1)
         q, keys = torch.randn(1, 2, 16, generator=rng), torch.randn(160, 1, 16, generator=rng) * 0.05
         keys[77] = q[0].mean(0) * 3
         _, bound, choice = mass_and_bound(topk(1), q, keys, 8)
-        assert choice.blocks.tolist() == [77 // 8]
-        assert bound.max() < 0.5
+        assert choice.keep.nonzero().tolist() == [[77 // 8]]
+        assert bound.max() < 0.3
         missed, bound, choice = mass_and_bound(window(8, 8), q, keys, 8)
-        assert 77 // 8 not in choice.blocks.tolist()
+        assert not choice.keep[77 // 8]
         assert (bound >= missed).all()
         assert missed.min() > 0.5
 
     def test_with_nothing_seen_all_may_be_missed(self) -> None:
-        keys = torch.randn(8, 1, 4)
-        choice = topk(0)(0, QuerySummary.of(torch.randn(1, 1, 4), SCALE, 8), bounds_of(keys, 4))
+        choice = chosen(topk(0), torch.randn(1, 1, 4), torch.randn(8, 1, 4), 4)
         assert choice.missed(torch.full((1, 1), -math.inf)).tolist() == [[1.0]]
 
-    def test_more_queries_widen_it_and_never_narrow_it(self) -> None:
-        rng = torch.Generator().manual_seed(2)
-        q, bounds = torch.randn(6, 4, 8, generator=rng), bounds_of(torch.randn(64, 2, 8, generator=rng), 8)
-        together = block_bounds(QuerySummary.of(q, SCALE, 64), bounds)
-        for one in q.split(1):
-            assert (block_bounds(QuerySummary.of(one, SCALE, 64), bounds) <= together).all()
+    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("bits", [0, 4, 8])
+    def test_what_is_no_number_may_have_been_all(self, number: float, bits: int) -> None:
+        """A limit reads everything then."""
+        keys = torch.randn(32, 1, 8, generator=torch.Generator().manual_seed(8))
+        keys[5, 0, 3] = number
+        choice = chosen(window(0, 4), torch.ones(1, 1, 8), keys, 8, bits)
+        assert choice.missed(torch.zeros(1, 1)).tolist() == [[1.0]]
 
 
 class TestChoices:
-    keys = torch.randn(70, 2, 8, generator=torch.Generator().manual_seed(3))
+    keys = torch.randn(72, 2, 8, generator=torch.Generator().manual_seed(3))
     q = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(4))
 
-    @pytest.mark.parametrize("policy", [full, topk(9), topk(100), topk(0, dense_layers=1), window(70, 0), window(0, 70)])
+    def kept(self, policy: Policy, layer: int = 0) -> list[int]:
+        return chosen(policy, self.q, self.keys, 8, layer=layer).keep.nonzero()[:, 0].tolist()
+
+    @pytest.mark.parametrize("policy", [full, topk(9), topk(100), topk(0, dense_layers=1), window(72, 0), window(0, 72)])
     def test_everything_is_full_and_misses_nothing(self, policy: Policy) -> None:
-        exact, bound, choice = mass_and_bound(policy, self.q, self.keys, 8)
-        assert choice.blocks.tolist() == list(range(9))
-        assert not bound.any()
-        assert not exact.any()
+        """And is not even scored."""
+
+        def never() -> Scores:
+            raise AssertionError
+
+        assert policy(0, Past(9, 8, 72, 74, never)) is None
 
     def test_dense_layers_end(self) -> None:
-        assert len(mass_and_bound(topk(3, dense_layers=2), self.q, self.keys, 8, layer=1)[2].blocks) == 9
-        assert len(mass_and_bound(topk(3, dense_layers=2), self.q, self.keys, 8, layer=2)[2].blocks) == 3
+        assert len(self.kept(topk(3, dense_layers=2), layer=1)) == 9
+        assert len(self.kept(topk(3, dense_layers=2), layer=2)) == 3
 
     def test_windows_keep_whole_blocks(self) -> None:
-        def kept(sinks: int, recent: int) -> list[int]:
-            return mass_and_bound(window(sinks, recent), self.q, self.keys, 8)[2].blocks.tolist()
+        assert self.kept(window(1, 1)) == [0, 8]
+        assert self.kept(window(8, 8)) == [0, 8]
+        assert self.kept(window(9, 9)) == [0, 1, 7, 8]
+        assert self.kept(window(0, 0)) == []
 
-        assert kept(1, 1) == [0, 8]  # tokens 64 to 69 are the last block's
-        assert kept(8, 6) == [0, 8]
-        assert kept(9, 7) == [0, 1, 7, 8]
-        assert kept(0, 0) == [8]  # a block that reaches up to the queries
+    def test_slashes_keep_what_lies_before_any_query(self) -> None:
+        """Queries at 72 and 73, in block 9: 3 blocks before are 6, 9 before are 0."""
+        assert self.kept(vertical_slash(0, (3, 9, 20))) == [0, 6]
+        assert set(self.kept(vertical_slash(2, (3,)))) == {6, *self.kept(topk(2))}
 
     @given(count=st.integers(0, 9))
     def test_more_blocks_miss_no_more(self, count: int) -> None:
         """The best n + 1 blocks hold the best n."""
-        fewer, more = (mass_and_bound(topk(n), self.q, self.keys, 8)[2] for n in (count, count + 1))
-        assert set(fewer.blocks.tolist()) <= set(more.blocks.tolist())
+        fewer, more = (chosen(topk(n), self.q, self.keys, 8) for n in (count, count + 1))
+        assert not (fewer.keep & ~more.keep).any()
         assert (more.skipped <= fewer.skipped).all()
 
-    def test_a_chunk_over_its_own_keys(self) -> None:
-        """Pieces of 16 queries over 96 keys: no block behind a piece is kept, and none counts as missed."""
-        rng = torch.Generator().manual_seed(5)
-        keys, q = torch.randn(96, 2, 8, generator=rng), torch.randn(96, 4, 8, generator=rng)
-        bounds = bounds_of(keys, 8)
-        pieces = [QuerySummary.of(q[at : at + 16], SCALE, at) for at in range(0, 96, 16)]
-        block = torch.arange(12)
-        piece = torch.arange(6)[:, None]
-        causal = block * 8 < (piece + 1) * 16
-        assert torch.equal(block_mask(full, 0, pieces, bounds), causal)
-        slashes = block_mask(vertical_slash(0, (0, 3)), 0, pieces, bounds)
-        assert torch.equal(slashes, causal & ((block // 2 == piece) | ((block + 3) // 2 == piece)))
-        mask = block_mask(vertical_slash(2, (0,)), 0, pieces, bounds)
-        assert not (mask & ~causal).any()
-        for row, query in zip(mask, pieces, strict=True):
-            kept = row.nonzero()[:, 0].tolist()
-            own = {query.start // 8, query.start // 8 + 1}
-            assert own | set(topk(2)(0, query, bounds).blocks.tolist()) == set(kept)
-        last = vertical_slash(2, (0,))(0, pieces[0], bounds)
-        assert last.skipped.tolist() == [-math.inf] * 4
-
-    def test_causal_mass_of_a_sparse_chunk_is_bounded(self) -> None:
-        rng = torch.Generator().manual_seed(6)
-        keys, q = torch.randn(96, 2, 8, generator=rng), torch.randn(96, 4, 8, generator=rng)
-        bounds = bounds_of(keys, 8)
-        visible = torch.arange(96) <= torch.arange(96)[:, None]
-        exact = scores(q, keys).masked_fill(~visible[:, None], -math.inf)
-        for at in range(0, 96, 16):
-            choice = vertical_slash(1, (0, 1))(0, QuerySummary.of(q[at : at + 16], SCALE, at), bounds)
-            seen, piece = held(choice, 96, 8), exact[at : at + 16]
-            lse = piece[..., seen].logsumexp(-1).float()
-            assert (piece.softmax(-1)[..., ~seen].sum(-1) <= choice.missed(lse)).all()
+    def test_the_best_by_4_bits_are_nearly_the_best_there_are(self) -> None:
+        """Of 32 blocks of 64 keys, 8 hold at most what the 8 best hold; boxes find fewer of these."""
+        rng = torch.Generator().manual_seed(9)
+        q, keys = torch.randn(1, 4, 64, generator=rng) * 0.36, torch.randn(2048, 2, 64, generator=rng)
+        shares = exact_scores(q, keys).softmax(-1).view(1, 4, 32, 64).sum((0, 1, 3))
+        best = shares.topk(8).values.sum()
+        boxes, four = (shares[chosen(topk(8), q, keys, 64, bits).keep].sum() for bits in (0, 4))
+        assert boxes < 0.97 * best
+        assert four > 0.99 * best
 
 
-class TestKeyBounds:
-    @given(cuts=st.lists(st.integers(0, 13), max_size=8), block_size=st.sampled_from([1, 4, 7, 16]), seed=st.integers(0, 99))
-    def test_grow_by_any_pieces(self, cuts: list[int], block_size: int, seed: int) -> None:
-        keys = torch.randn(sum(cuts), 2, 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        bounds = KeyBounds.empty(-(-len(keys) // block_size) + 1, 2, 3, block_size, keys.device)
-        for piece in keys.split(cuts) if cuts else []:
-            bounds.append(piece)
-        assert bounds.tokens == len(keys)
-        assert bounds.blocks == -(-len(keys) // block_size)
-        for block, part in enumerate(keys.float().split(block_size) if len(keys) else []):
-            assert torch.equal(bounds.low[block], part.amin(0))
-            assert torch.equal(bounds.high[block], part.amax(0))
-        assert (bounds.low[bounds.blocks :] == math.inf).all()
+class TestSketch:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("bits", "most"), [(0, 1 / 32), (4, 0.3), (8, 0.55)])
+    def test_is_as_small_as_it_says(self, dtype: torch.dtype, bits: int, most: float) -> None:
+        """Beside the keys, of blocks of 64 tokens, in bfloat16."""
+        layout = SketchLayout(64, 2, 64, torch.bfloat16, bits)
+        assert layout.bytes <= most * 64 * 2 * 64 * 2
+        keys = torch.randn(128, 2, 64).to(dtype)
+        found, layout = sketched(keys, 64, bits)
+        assert found.shape == (2, layout.bytes)
+
+    def test_of_any_number_of_queries_is_the_same(self) -> None:
+        rng = torch.Generator().manual_seed(2)
+        q, keys = torch.randn(21, 4, 8, generator=rng), torch.randn(64, 2, 8, generator=rng)
+        together = scored(q, keys, 8, 4)
+        for at in range(21):
+            alone = scored(q[at : at + 1], keys, 8, 4)
+            torch.testing.assert_close(alone.upper[0], together.upper[at])
+            torch.testing.assert_close(alone.likely[0], together.likely[at])

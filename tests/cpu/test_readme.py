@@ -118,7 +118,7 @@ def run_streamed(command: str, folder: Path) -> None:
     assert streamed.stdout == resident.stdout
     assert len(streamed.stdout.split()) > 10
     assert re.search(r"^weights: device [1-9].*, disk [1-9].*; a pass copies [1-9]", streamed.stderr, re.MULTILINE), streamed.stderr
-    [pack] = (folder / ".cache" / "penstock").iterdir()
+    [pack] = (path for path in (folder / ".cache" / "penstock").iterdir() if path.is_dir())
     with Pack.open(pack) as opened:
         opened.verify()
     if TRACE in command:

@@ -4,6 +4,7 @@ At positions beyond 2**24, which float32 cannot count, transformers is no oracle
 """
 
 import math
+import random
 from decimal import Decimal, localcontext
 
 import pytest
@@ -83,6 +84,64 @@ def test_kinds_differ() -> None:
         spec = read_spec(both(rope, 64)[1]).rope
         found.add((tuple(inverse_frequencies(spec, 9000)), attention_scale(spec)))
     assert len(found) == len(ROPES)
+
+
+DEGENERATE: dict[str, dict[str, object]] = {
+    "below one turn": {"factor": 4.0, "original_max_position_embeddings": 6},
+    "between the betas": {"factor": 8.0, "original_max_position_embeddings": 64, "beta_slow": 16.0},
+    "tiny theta": {"factor": 4.0, "rope_theta": 1.01},
+    "theta of two, untruncated": {"factor": 4.0, "rope_theta": 2.0, "truncate": False},
+    "one position": {"factor": 16.0, "original_max_position_embeddings": 1, "truncate": False},
+    "a sliver": {"factor": 4.0, "beta_fast": 2.0, "beta_slow": 1.99999, "truncate": False},
+    "no stretch": {"factor": 1.0},
+    "a squeeze": {"factor": 0.5},
+    "null truncate": {"factor": 4.0, "truncate": None},
+    "null numbers": {"factor": 4.0, "beta_fast": None, "beta_slow": None, "mscale": None, "mscale_all_dim": None, "attention_factor": None},
+    "zero numbers": {"factor": 4.0, "beta_fast": 0, "beta_slow": 0.0, "mscale": 0.0, "mscale_all_dim": 0},
+    "zero of one mscale": {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.0},
+    "whole numbers": {"factor": 4, "beta_fast": 20, "beta_slow": 3, "attention_factor": 2, "rope_theta": 10000},
+}
+"""Settings of yarn at the edge of sense. What transformers computes from them is finite, so it is what they mean."""
+
+
+def assert_same(rope: dict[str, object], head_dim: int, length: int = 1, *, old: bool = False) -> None:
+    oracle, config = both(rope, head_dim, old=old)
+    cosines(oracle, length)
+    spec = read_spec(config).rope
+    assert inverse_frequencies(spec, length) == pytest.approx(oracle.inv_freq.tolist(), rel=2e-5, abs=1e-12), rope
+    assert attention_scale(spec) == pytest.approx(oracle.attention_scaling, rel=1e-12), rope
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_degenerate_yarn(name: str, old: bool) -> None:
+    for head_dim in (2, 6, 16, 64, 256):
+        assert_same({"rope_type": "yarn", "rope_theta": 1e4} | LONG | DEGENERATE[name], head_dim, old=old)
+
+
+def test_random_settings() -> None:
+    """Settings in and beyond use, in any combination, in both spellings, at lengths up to and beyond the configured one."""
+    rng = random.Random(1)
+    choices: dict[str, list[object]] = {
+        "beta_fast": [32, 4.0, 0, None, 64, 1000],
+        "beta_slow": [1, 0, None, 0.1, 4.0, 3.9999999],
+        "attention_factor": [1.0, 1.4, None],
+        "mscale": [1.0, 0.707, 0, None],
+        "mscale_all_dim": [1.0, 0.4, 0.0, None],
+        "truncate": [True, False, None],
+    }
+    for _ in range(400):
+        kind = rng.choice(["yarn", "yarn", "yarn", "linear", "dynamic", "llama3", "default"])
+        rope: dict[str, object] = {"rope_type": kind, "rope_theta": rng.choice([1.0001, 1.5, 3, 10.0, 500, 1e4, 1e12])}
+        if kind != "default":
+            rope["factor"] = rng.choice([1, 2.0, 8, 32.0, rng.uniform(1, 64)])
+        if kind in ("yarn", "llama3"):
+            rope["original_max_position_embeddings"] = rng.choice([1, 3, 6, 7, 31, 200, 201, 202, 4096])
+        if kind == "yarn":
+            rope |= {key: rng.choice(values) for key, values in choices.items() if rng.random() < 0.5}
+        if kind == "llama3":
+            rope |= {"low_freq_factor": rng.choice([0.1, 1, 2.0]), "high_freq_factor": rng.choice([2.1, 4, 64.0])}
+        assert_same(rope, rng.choice([4, 6, 16, 80, 128]), rng.choice([1, 8192, 8193, 50_000]), old=rng.random() < 0.5)
 
 
 FAR = [at + step for at in (2**24, 2**25, 2**26 - 3) for step in range(-3, 4)]

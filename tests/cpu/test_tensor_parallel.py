@@ -81,7 +81,7 @@ def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
                 assert stats.read > 0
                 assert stats.copied > 10 * whole // 2
                 assert stats.device + stats.host + stats.disk == whole
-    assert sorted(path.name[-6:] for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
+    assert sorted(path.name[-6:] for path in tmp_path.iterdir() if path.is_dir()) == ["0-of-2", "1-of-2"]
 
 
 def test_a_rank_that_is_killed_is_an_error_that_says_so_and_leaves_nothing() -> None:
@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed_is_an_error_that_says_so_and_leaves_nothing() -> 
 
 def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
-    what = "def fail(what):\n    raise OSError('no such disk')\n\nimport penstock.engine.team as team\nteam.open_described = fail\n"
+    what = "def fail(*what):\n    raise OSError('no such disk')\n\nimport penstock.engine.team as team\nteam.open_described = fail\n"
     follower = "any('penstock.parallel.seat' in one for one in sys.orig_argv)"
     (tmp_path / "broken.py").write_text(what)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nif {follower}:\n    import broken\n")

@@ -106,7 +106,7 @@ def known(token: str, document: Path) -> bool:
     if is_path(token):
         return file_exists(token)
     if token.startswith("make"):
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return token == "make" or token.removeprefix("make ") in targets
     if token.startswith("penstock "):
         return token.split()[1] in COMMANDS

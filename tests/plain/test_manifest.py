@@ -160,7 +160,8 @@ def fields(*values: object) -> Callable[[dict[str, Any]], object]:
 FIELD = {"name": "embedding", "shape": [131, 24], "offset": 0}
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another format": (lambda body: body.update(format="zip"), "is no pack's manifest"),
-    "a later version": (lambda body: body.update(version=2), "version 2; this penstock reads 1"),
+    "a later version": (lambda body: body.update(version=3), "version 3; this penstock reads 2"),
+    "of sampled fingerprints": (lambda body: body.update(version=1), "version 1; this penstock reads 2; remove the pack, and pack the"),
     "version true": (lambda body: body.update(version=True), "has version True"),
     "an unknown key": (lambda body: body.update(more=1), "it has the keys"),
     "a missing key": (lambda body: body.pop("store"), "it has the keys"),

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -18,6 +21,20 @@ from penstock.base.errors import ConfigError
 from penstock.base.trace import Trace
 
 Entry = dict[str, object]
+UNPRIVILEGED = """
+import os
+from pathlib import Path
+from penstock.base.errors import ConfigError
+from penstock.base.trace import Trace
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    Trace.check(Path("trace.json"))
+except ConfigError as error:
+    print(error)
+"""
 
 
 class Read:
@@ -224,11 +241,14 @@ def test_looking_whether_a_trace_can_be_written_changes_nothing(tmp_path: Path) 
     assert (tmp_path / "old.json").read_text() == "old"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_where_nothing_may_be_written_is_said_early(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="not permitted"):
-        Trace.check(tmp_path / "trace.json")
+    """In a process of its own, which root, who may write everywhere, leaves for nobody. The path is relative, as others need not see
+    the folder's parents."""
+    tmp_path.chmod(0o555)
+    said = subprocess.run([sys.executable, "-c", UNPRIVILEGED], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert re.fullmatch(r".*trace\.json.* not permitted.*\n", said.stdout), said.stdout
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")

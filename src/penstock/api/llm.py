@@ -80,6 +80,7 @@ class LLM:
         kv_tile: int | None = None,
         attention_policy: str = "full",
         prefill_policy: str = "full",
+        sketch_bits: int = 4,
         missed_limit: float | None = None,
         max_length: int | None = None,
         beyond_trained: bool = False,
@@ -89,6 +90,7 @@ class LLM:
         kv_blocks: int | None = None,
         prefix_cache: bool = True,
         graphs: bool = True,
+        kernels: bool = True,
         tensor_parallel: int = 1,
         cache: str | Path = CACHE,
         check: bool = False,
@@ -110,6 +112,7 @@ class LLM:
             kv_tile=kv_tile,
             attention_policy=attention_policy,
             prefill_policy=prefill_policy,
+            sketch_bits=sketch_bits,
             missed_limit=missed_limit,
             max_length=max_length,
             beyond_trained=beyond_trained,
@@ -119,6 +122,7 @@ class LLM:
             kv_blocks=kv_blocks,
             prefix_cache=prefix_cache,
             graphs=graphs,
+            kernels=kernels,
             tensor_parallel=tensor_parallel,
             cache=Path(cache),
             check=check,
@@ -133,7 +137,8 @@ class LLM:
         self._events: deque[Event] = deque()
         """Of the last step, not yet handed out: empty but for an interrupt in the midst of it."""
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
-            weights: Checkpoint | Pack = Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model)
+            cache = config.cache.expanduser()
+            weights: Checkpoint | Pack = Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model, cache)
             opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(_load_tokenizer, config.model)

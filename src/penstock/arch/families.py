@@ -184,7 +184,10 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
     if kind is RopeKind.DEFAULT:
         return RopeSpec(theta=theta, dim=head_dim)
     original = config.whole("original_max_position_embeddings", reader.whole("original_max_position_embeddings", max_length))
-    optional = {key: reader.number(key) for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None}
+    # Where yarn's optional numbers are zero, transformers takes them for not given. An attention factor of zero it takes literally.
+    zero_is_absent = {key: None for key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow") if scaling.get(key) == 0}
+    reader = _Reader({**scaling, **zero_is_absent}, reader.where)
+    optional = {key: reader.number(key) for key in ("attention_factor", "mscale", "mscale_all_dim") if reader.get(key) is not None}
     if kind is RopeKind.DYNAMIC and head_dim < 4:
         raise UnsupportedModelError(f"{config.where}: key 'head_dim' is {head_dim}; dynamic rope needs at least 4")
     rope = RopeSpec(
@@ -198,12 +201,13 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
         high_freq_factor=reader.number("high_freq_factor", 4.0),
         beta_fast=reader.number("beta_fast", 32.0),
         beta_slow=reader.number("beta_slow", 1.0),
-        truncate=reader.flag("truncate", True),
+        # An explicit null is false to transformers.
+        truncate=scaling.get("truncate", True) is not None and reader.flag("truncate", True),
         **optional,
     )
-    if rope.high_freq_factor <= rope.low_freq_factor:
+    if kind is RopeKind.LLAMA3 and rope.high_freq_factor <= rope.low_freq_factor:
         raise UnsupportedModelError(f"{reader.where}: key 'high_freq_factor' is {rope.high_freq_factor}; it must be above low_freq_factor")
-    if rope.beta_fast < rope.beta_slow:
+    if kind is RopeKind.YARN and rope.beta_fast < rope.beta_slow:
         raise UnsupportedModelError(f"{reader.where}: key 'beta_fast' is {rope.beta_fast}; it must be at least beta_slow")
     return rope
 

@@ -63,6 +63,8 @@ def _yarn(plain: list[float], rope: RopeSpec) -> list[float]:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
-    width = max(high - low, 0.001)
-    stretched = [min(max((pair - low) / width, 0.0), 1.0) for pair in range(rope.dim // 2)]
-    return [frequency * (share / rope.factor + 1 - share) for frequency, share in zip(plain, stretched, strict=True)]
+    # A short original length or a small theta puts `high` below `low`, and the ramp falls instead of rising. transformers lets it fall,
+    # and checkpoints are trained with that code, so it falls here too. Only a width of exactly zero is widened.
+    width = high - low or 0.001
+    ramp = [min(max((pair - low) / width, 0.0), 1.0) for pair in range(rope.dim // 2)]
+    return [frequency * (share / rope.factor + 1 - share) for frequency, share in zip(plain, ramp, strict=True)]

@@ -1,6 +1,7 @@
 """Every setting of an engine, read once, checked, frozen. Derived numbers live in the budget, not here."""
 
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from penstock.base.errors import ConfigError
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_STORES = ("eager", "lazy", "off")
 HOST_KV_DTYPES = ("auto", "fp8")
+SKETCH_BITS = (0, 4, 8)
 
 
 MOST = (1 << 31) - 1
@@ -36,9 +38,12 @@ class Config:
     kv_tile: tokens of such a context that pass through the device at a time; None is the usual.
     attention_policy, prefill_policy: what new tokens, and chunks of a prompt, read of KV beyond the device: full (exact),
         window:SINKS,RECENT, topk:BLOCKS or vertical_slash:COLUMNS,SLASH (see ops.policies).
+    sketch_bits: bits of each number in the copy of keys by which a policy chooses, and from which follows how much it may miss. 4: a
+        seventh of the KV, which is read beside what is chosen. 8: a quarter, which bounds more closely. 0: a sixty-fourth; blocks are then
+        chosen by their keys' extremes, and the bound says next to nothing.
     missed_limit: the largest fraction of a token's attention that a policy may miss in a layer, as far as its bounds can tell; above it
         everything is read.
-    cache: directory where packs are kept, which are made of models that need the disk while they run.
+    cache: directory where packs are kept, which are made of models that need the disk while they run, and digests of weight files.
     max_length: longest sequence served; None is the model's.
     beyond_trained: allow a max_length beyond the positions that the model was trained for.
     block_size: tokens in a KV block.
@@ -46,6 +51,8 @@ class Config:
     kv_blocks: KV blocks to allocate instead of what the budget leaves.
     prefix_cache: share KV between requests with equal prefixes.
     graphs: record decode steps as CUDA graphs when the engine starts, and replay them; without, every kernel is launched by itself.
+    kernels: compute by kernels of our own where there are any, on a GPU with Triton; without, by plain torch, which is slower and needs no
+        graphs: rows of any length are padded on the host, which cannot be recorded.
     tensor_parallel: devices among which the model is divided, a process for each; all of its ranks carry out the same steps.
     check: prove the ledger's invariants after every step (slow; for tests and hunting faults).
     """
@@ -63,6 +70,7 @@ class Config:
     kv_tile: int | None = None
     attention_policy: str = "full"
     prefill_policy: str = "full"
+    sketch_bits: int = 4
     missed_limit: float | None = None
     max_length: int | None = None
     beyond_trained: bool = False
@@ -72,6 +80,7 @@ class Config:
     kv_blocks: int | None = None
     prefix_cache: bool = True
     graphs: bool = True
+    kernels: bool = True
     tensor_parallel: int = 1
     cache: Path = CACHE
     check: bool = False
@@ -88,6 +97,8 @@ class Config:
             raise ConfigError(f"device {self.device!r} is not known; choose auto, cpu, cuda or cuda:N")
         if self.missed_limit is not None and not (isinstance(self.missed_limit, int | float) and 0 <= self.missed_limit <= 1):
             raise ConfigError(f"missed_limit {self.missed_limit!r} must be a fraction, from 0 to 1")
+        if isinstance(self.sketch_bits, bool) or self.sketch_bits not in SKETCH_BITS:
+            raise ConfigError(f"sketch_bits {self.sketch_bits!r} is not known; choose one of {', '.join(map(str, SKETCH_BITS))}")
         for name in ("attention_policy", "prefill_policy"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} {getattr(self, name)!r} must be text, as full or window:4,1024")
@@ -119,6 +130,15 @@ def debug_requested() -> bool:
 def terminal_kind() -> str:
     """What TERM says of the terminal; "dumb", which can only be written to line by line, where it says nothing."""
     return os.environ.get("TERM") or "dumb"
+
+
+def source_commit() -> str | None:
+    """The commit of these sources that PENSTOCK_COMMIT names, for a copy of them without git's history; a plus sign behind it says that
+    files differ. None if it is not set. Raises ConfigError if it is no commit."""
+    said = os.environ.get("PENSTOCK_COMMIT", "").strip()
+    if said and not re.fullmatch(r"[0-9a-f]{7,40}\+?", said):
+        raise ConfigError(f"PENSTOCK_COMMIT={said} is no commit; give what `git rev-parse HEAD` prints, with a + behind it if files differ")
+    return said or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,15 +96,82 @@ class KVStats:
     """To DEVICE."""
     sent: int
     """From DEVICE."""
+    read: int = 0
+    written: int = 0
+    """DISK to HOST, and HOST to DISK."""
 
     def since(self, before: "KVStats") -> "KVStats":
         """The same, but counting only what came after `before`."""
-        return replace(self, copied=self.copied - before.copied, sent=self.sent - before.sent)
+        return replace(
+            self,
+            copied=self.copied - before.copied,
+            sent=self.sent - before.sent,
+            read=self.read - before.read,
+            written=self.written - before.written,
+        )
 
     @property
     def streams(self) -> bool:
         """Whether anything rests beyond the device, or did."""
         return self.host + self.disk + self.copied + self.sent > 0
+
+
+SHARES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Upper ends of the buckets in which bounds on missed attention are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissedStats:
+    """What attention policies have left out since the engine started. A choice is a policy's, of the blocks that queries read in a layer.
+
+    A bound is an upper one, of the share of a query's attention in a head that lies in blocks that were not read. Of a run of a prompt it
+    is of 16 of the queries, where no limit is set. What was read after all, because a bound was above the limit, is not missed.
+    """
+
+    choices: int = 0
+    fallbacks: int = 0
+    """Choices that might have missed more than the limit: everything was read."""
+    blocks_read: int = 0
+    blocks: int = 0
+    """That were read, and that there were to choose from, of all choices."""
+    most: float = 0.0
+    """The largest bound, of any head and query."""
+    worst_total: float = 0.0
+    mean_total: float = 0.0
+    """Sums over choices: of each one's largest bound, and of its mean over heads and queries."""
+    worst_buckets: tuple[int, ...] = (0,) * (len(SHARES) + 1)
+    mean_buckets: tuple[int, ...] = (0,) * (len(SHARES) + 1)
+    """How many choices' lie at or below each of SHARES and above the one before, and above all."""
+
+    @property
+    def worst(self) -> float:
+        """The largest bound of a choice, on average."""
+        return self.worst_total / self.choices if self.choices else 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean bound of a choice, on average."""
+        return self.mean_total / self.choices if self.choices else 0.0
+
+    @property
+    def read(self) -> float:
+        """The share of blocks that was read."""
+        return self.blocks_read / self.blocks if self.blocks else 1.0
+
+    def since(self, before: "MissedStats") -> "MissedStats":
+        """The same, but counting only what came after `before`; `most` stays that of all, if anything came."""
+        chosen = self.choices - before.choices
+        return MissedStats(
+            chosen,
+            self.fallbacks - before.fallbacks,
+            self.blocks_read - before.blocks_read,
+            self.blocks - before.blocks,
+            self.most if chosen else 0.0,
+            self.worst_total - before.worst_total,
+            self.mean_total - before.mean_total,
+            tuple(a - b for a, b in zip(self.worst_buckets, before.worst_buckets, strict=True)),
+            tuple(a - b for a, b in zip(self.mean_buckets, before.mean_buckets, strict=True)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +226,27 @@ class TierStats:
     def moved(self) -> bool:
         """Whether any block has gone anywhere."""
         return any(way.bytes or way.lost for way in (self.up, self.down, self.inward, self.outward))
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Steps of the engine since it started, each a pass over the model, and the seconds that they took. Those in which every request adds a
+    token, decode, are what is predicted; the others have some of a prompt, prefill."""
+
+    decode: int = 0
+    decode_seconds: float = 0.0
+    prefill: int = 0
+    prefill_seconds: float = 0.0
+
+    def and_one(self, seconds: float, *, decode: bool) -> "Passes":
+        if decode:
+            return replace(self, decode=self.decode + 1, decode_seconds=self.decode_seconds + seconds)
+        return replace(self, prefill=self.prefill + 1, prefill_seconds=self.prefill_seconds + seconds)
+
+    def decode_pass(self, before: "Passes") -> float:
+        """Seconds of a decode pass since `before`, 0 if there was none."""
+        count = self.decode - before.decode
+        return (self.decode_seconds - before.decode_seconds) / count if count else 0.0
 
 
 @dataclass(frozen=True, slots=True)

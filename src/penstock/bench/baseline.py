@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.bench.measure import WARM_STEPS, Work
+from penstock.bench.measure import Work
 from penstock.bench.times import Times
+from penstock.bench.warming import timed
 
 _AT_ONCE = 32
 """Requests in a padded batch."""
+_WARM_TOKENS = 4
+"""Of each request of the first batch, before requests are timed."""
 
 
 def transformers() -> ModuleType:
@@ -46,41 +50,52 @@ class Baseline:
 
     @torch.inference_mode()
     def decode(self, work: Work) -> Times:
-        """As bench.measure.decode: single steps of the whole batch, each ending when its tokens are on the host."""
-        seconds = []
+        """As bench.measure.decode: single steps of the whole batch, each ending when its tokens are on the host. In each round steps are
+        timed when they no longer get faster."""
+        seconds = list[float]()
         for round in range(work.repeat):
             token, cache = self._forward(self._prompts(work, round), None)
-            for step in range(WARM_STEPS + work.output):
+
+            def step() -> float:
+                nonlocal token, cache
                 begin = time.perf_counter()
                 token, cache = self._forward(token, cache)
                 token.tolist()
-                if step >= WARM_STEPS:
-                    seconds.append(time.perf_counter() - begin)
+                return time.perf_counter() - begin
+
+            seconds += timed(step, work.output).seconds
         return Times.of(seconds)
 
     @torch.inference_mode()
     def prefill(self, work: Work) -> Times:
-        """As bench.measure.prefill: one forward pass over all prompts, the first round not timed."""
-        seconds = []
-        for round in range(work.repeat + 1):
-            prompts = self._prompts(work, round)
+        """As bench.measure.prefill: one forward pass over all prompts, timed when rounds no longer get faster."""
+        rounds = count()
+
+        def prompts() -> float:
+            tokens = self._prompts(work, next(rounds))
             begin = time.perf_counter()
-            self._forward(prompts, None)[0].tolist()
-            seconds.append(time.perf_counter() - begin)
-        return Times.of(seconds[1:])
+            self._forward(tokens, None)[0].tolist()
+            return time.perf_counter() - begin
+
+        return Times.of(timed(prompts, work.repeat).seconds)
 
     @torch.inference_mode()
     def serve(self, work: Sequence[tuple[Sequence[int], int]]) -> float:
-        """Seconds for requests, each a prompt and how many tokens it wants: batches padded on the left, each until its last is done."""
+        """Seconds for requests, each a prompt and how many tokens it wants: batches padded on the left, each until its last is done. After
+        as many requests as go together have been served for a few tokens."""
+        self._generate([(prompt, _WARM_TOKENS) for prompt, _ in work[:_AT_ONCE]])
         begin = time.perf_counter()
         for first in range(0, len(work), _AT_ONCE):
-            some = work[first : first + _AT_ONCE]
-            longest, steps = max(len(prompt) for prompt, _ in some), max(output for _, output in some)
-            tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt, _ in some], device=self._device)
-            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in some], device=self._device)
-            limits = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
-            self._model.generate(tokens, attention_mask=mask, **limits).tolist()
+            self._generate(work[first : first + _AT_ONCE])
         return time.perf_counter() - begin
+
+    def _generate(self, some: Sequence[tuple[Sequence[int], int]]) -> None:
+        """A padded batch, to the end of its longest output."""
+        longest, steps = max(len(prompt) for prompt, _ in some), max(output for _, output in some)
+        tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt, _ in some], device=self._device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in some], device=self._device)
+        limits = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
+        self._model.generate(tokens, attention_mask=mask, **limits).tolist()
 
     def _forward(self, tokens: Tensor, cache: object) -> tuple[Tensor, object]:
         """The likeliest next tokens `[batch, 1]` after `tokens` `[batch, new]`, and the cache with them in it."""

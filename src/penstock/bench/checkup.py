@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,17 @@ from penstock.arch import bounds
 from penstock.arch.layout import group_layouts
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.config import Config
-from penstock.base.errors import DeviceError
+from penstock.base.errors import ConfigError, DeviceError
 from penstock.base.units import format_rate, format_size
+from penstock.bench.calibration import calibrate
 from penstock.bench.limits import Limits, Rates, Room, limits, prefill_rate
 from penstock.bench.machine import Machine, machine
+from penstock.engine.costs import StepCosts, costs_file, keep_costs, read_costs
+from penstock.engine.placing import Say
 from penstock.engine.settling import choose_dtype, device_budget
-from penstock.memory.device import choose_device, device_name, free_memory, native_half
+from penstock.memory.device import choose_device, device_name, free_memory, give_back, native_half
 from penstock.memory.probe import DiskRate, LinkRates, disk_read, link_rates, matmul_rate, memory_copy, memory_read
+from penstock.ops.kernels import kernels_of
 from penstock.weights.shape import Shape
 
 _HOST_SHARE = 0.8
@@ -57,19 +62,25 @@ class Checkup:
     machine: Machine
     device: str
     name: str
+    kernels: tuple[str, ...]
+    """Groups of our own kernels that compute on the device; none where plain torch does."""
     links: Links
     model: Model
     notes: tuple[str, ...]
+    steps: StepCosts | None = None
+    """What steps cost on the device; None where nobody measured it: on a CPU, or with `quick` before the first time."""
 
     def line(self) -> str:
         """Everything, as one line of JSON."""
         return json.dumps(dataclasses.asdict(self), default=str)
 
 
-def checkup(config: Config, *, quick: bool = False) -> Checkup:
+def checkup(config: Config, *, quick: bool = False, again: bool = False, say: Say = lambda _: None) -> Checkup:
     """Measure this machine for the model and device of `config`; only the model's config.json is looked at.
 
-    quick: leave out the disk. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
+    On a GPU what steps cost is measured once, in about a minute and a half, and kept in `config.cache`, where `penstock plan` finds it.
+    quick: leave out the disk and the steps. again: measure steps though they are kept. Raises CheckpointError, UnsupportedModelError,
+    ConfigError, DeviceError, BudgetError.
     """
     shape, device = Shape.open(config.model), choose_device(config.device)
     dtype = choose_dtype(config, shape, device)
@@ -106,7 +117,28 @@ def checkup(config: Config, *, quick: bool = False) -> Checkup:
         prefill=prefill_rate(spec, shape.names, dtype, links.matmul),
         limits=tuple(limits(spec, shape.names, each, room, rates) for each in DTYPE_BYTES),
     )
-    return Checkup(about, str(device), device_name(device), links, model, tuple(notes))
+    give_back(device)
+    steps = _steps(device, dtype, config.cache.expanduser(), quick, again, say)
+    return Checkup(about, str(device), device_name(device), kernels_of(device), links, model, tuple(notes), steps)
+
+
+def _steps(device: torch.device, dtype: str, cache: Path, quick: bool, again: bool, say: Say) -> StepCosts | None:
+    """What steps cost: as it is kept, or measured and kept."""
+    if device.type == "cpu" or dtype == "float32":
+        return None
+    file = costs_file(cache, device_name(device), dtype)
+    if file.exists() and not again:
+        with suppress(ConfigError):  # Of another version, or damaged: measured again.
+            return read_costs(file)
+    if quick:
+        return None
+    say("measuring what steps cost, once, in about a minute and a half")
+    found = calibrate(device, dtype, say=say)
+    keep_costs(found.costs, file)
+    say(
+        f"kept in {file}; of {len(found.samples)} steps measured half are predicted within {found.typical:.1%}, all within {found.worst:.0%}"
+    )
+    return found.costs
 
 
 def _notes(about: Machine, device: torch.device) -> list[str]:
@@ -126,7 +158,12 @@ def describe(found: Checkup) -> str:
     """The same for a person."""
     return "\n\n".join(
         "\n".join([title, *(f"  {name:<15} {text}" for name, text in rows)])
-        for title, rows in (("Machine", _machine_rows(found)), ("Links", _link_rows(found)), ("Model", _model_rows(found.model)))
+        for title, rows in (
+            ("Machine", _machine_rows(found)),
+            ("Links", _link_rows(found)),
+            *((("Steps", _step_rows(found.steps)),) if found.steps else ()),
+            ("Model", _model_rows(found.model)),
+        )
     )
 
 
@@ -141,6 +178,7 @@ def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
         *((one.device, f"{one.name}, {format_size(one.memory)}, {format_size(one.free)} free") for one in it.devices),
         ("software", f"penstock {source}, Python {it.python}, torch {it.torch}, {triton}"),
         ("computes on", found.name),
+        ("kernels", f"our own: {', '.join(found.kernels)}" if found.kernels else "none of our own; plain torch computes"),
     ]
     return rows + [("note", note) for note in found.notes]
 
@@ -162,6 +200,18 @@ def _link_rows(found: Checkup) -> list[tuple[str, str]]:
     else:
         rows.append(("disk", "not measured"))
     rows.append(("arithmetic", f"{links.matmul / 1e12:.3g} TFLOP/s in {found.model.dtype}"))
+    return rows
+
+
+def _step_rows(steps: StepCosts) -> list[tuple[str, str]]:
+    rows = [("measured", f"{steps.measured}, in {steps.dtype}")]
+    for one in steps.decode:
+        fixed = f"{1e6 * one.step:.3g} us and {1e6 * one.layer:.3g} us a layer ({1e6 * one.moe_layer:.3g} us with experts)"
+        read = f"weights at {format_rate(one.weight_read)}, experts {format_rate(one.expert_read)}, KV {format_rate(one.kv_read)}"
+        rows.append((f"decode, {one.rows} rows", f"{fixed}; {read}"))
+    prompt = steps.prompt
+    rates = ", ".join(f"{name} {getattr(prompt, name) / 1e12:.3g} TFLOP/s" for name in ("products", "experts", "attention"))
+    rows.append(("prompts", f"{rates}; launched in {1e3 * prompt.host_layer:.3g} ms a layer"))
     return rows
 
 

@@ -120,7 +120,7 @@ class Report:
 
 def sweep(job: Job, say: Say = lambda _: None) -> Report:
     """Measure, one length after another in one engine. `say` is told what that decided, and each length. Raises PenstockErrors."""
-    model = open_model(job.source, job.name)
+    model = open_model(job.source, job.name, job.config)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
         dtype = choose_dtype(job.config, model, device)
@@ -228,7 +228,7 @@ def _row(booted: Booted, job: Job, layouts: Sequence[GroupLayout], length: int, 
     else:
         memory = budget.activations + blocks * budget.block_bytes
     prefill, decode = Times.of([one.prefill for one in found]), Times.of([second for one in found for second in one.steps])
-    bound = 1e3 * bounds.prefill_operations(booted.spec, layouts, [length]) / operations
+    bound = 1e3 * bounds.prefill_operations(booted.spec, layouts, [length]) / (job.config.tensor_parallel * operations)
     kv, weights = sum(one.kv_copied for one in found), sum(one.weights_copied for one in found)
     return Row(
         context=length,

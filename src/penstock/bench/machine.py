@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from penstock import __version__
+from penstock.base.config import source_commit
 from penstock.memory.device import free_memory, total_memory
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -29,7 +30,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Hardware, software and date. `threads`: those of torch; `commit`: of the source tree, if this runs from one."""
+    """Hardware, software and date. `threads`: those of torch; `commit`: of the source tree, from git or from PENSTOCK_COMMIT; None if
+    neither knows it."""
 
     system: str
     processor: str
@@ -96,14 +98,15 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that the source tree stands at, with a plus sign if files differ from it."""
+    """The commit that the source tree stands at, with a plus sign if files differ from it. What git says counts more than
+    PENSTOCK_COMMIT."""
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         # An installed package may lie inside some other project's repository: only where git knows this very file is it ours.
         known = subprocess.run(["git", "-C", str(here), "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
         if known.returncode:
-            return None
+            return source_commit()
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return source_commit()

@@ -36,18 +36,21 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Times of single steps, and how long the sequences were in the middle of the timed ones."""
+    """Times of single steps, how long the sequences were in the middle of the timed ones, and bytes of weights that came to the device in
+    each of those, experts included."""
 
     times: Times
     lengths: tuple[int, ...]
+    copied: float = 0.0
 
 
 def decode(booted: Booted, work: Work) -> Decoded:
     """Steady decode steps: every prompt is in, every step yields one token a sequence. A step ends when its tokens are on the host."""
-    _check_room(booted, work.batch)
+    _check_room(booted, work)
     engine, rng = booted.engine, random.Random(0)
     seconds: list[float] = []
     lengths: list[int] = []
+    copied = 0
     for _ in range(work.repeat):
         requests = _submit(engine, work, booted.spec.vocab_size, rng)
         got = dict.fromkeys(requests, 0)
@@ -56,15 +59,17 @@ def decode(booted: Booted, work: Work) -> Decoded:
         for _ in range(WARM_STEPS):
             _step(engine, got)
         lengths = [work.context + count + work.output // 2 for count in got.values()]
+        before = booted.weights.stats().copied
         seconds += [_step(engine, got) for _ in range(work.output)]
+        copied += booted.weights.stats().copied - before
         for request in requests:
             engine.stop(request)
-    return Decoded(Times.of(seconds), tuple(lengths))
+    return Decoded(Times.of(seconds), tuple(lengths), copied / len(seconds))
 
 
 def prefill(booted: Booted, work: Work) -> Times:
     """From the first step until every prompt has yielded its first token. One round more than asked for, the first, is not timed."""
-    _check_room(booted, work.batch)
+    _check_room(booted, work)
     engine, rng, seconds = booted.engine, random.Random(0), []
     for _ in range(work.repeat + 1):
         requests = _submit(engine, work, booted.spec.vocab_size, rng, max_tokens=1)
@@ -152,11 +157,12 @@ def check_sound(event: Event) -> None:
         )
 
 
-def _check_room(booted: Booted, batch: int) -> None:
+def _check_room(booted: Booted, work: Work) -> None:
     """All sequences must run at once; if some had to wait for others, something else would be measured."""
-    needed = batch * -(-booted.limits.max_length // booted.budget.block_size)
+    length = min(work.room(booted.limits.max_step_tokens) + booted.budget.block_size, booted.limits.max_length)
+    needed = work.batch * -(-length // booted.budget.block_size)
     if booted.budget.blocks < needed:
         raise BudgetError(
-            f"{batch} sequences of {booted.limits.max_length:,} tokens need {needed:,} KV blocks, but there is room for "
+            f"{work.batch} sequences of {length:,} tokens need {needed:,} KV blocks, but there is room for "
             f"{booted.budget.blocks:,}; allow more device memory, or lower --batch or --context"
         )

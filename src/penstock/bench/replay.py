@@ -199,7 +199,7 @@ def replay(job: Job, say: Say = lambda _: None) -> Report:
     """Serve the trace. `say` is told what the engine decided, and how far it has come. Raises PenstockErrors."""
     recorded = [request for request in requests(job.path) if request.keys][: job.requests]
     with ExitStack() as opened:
-        model = open_model(job.source, job.name)
+        model = open_model(job.source, job.name, job.config)
         opened.enter_context(closing(model) if isinstance(model, Checkpoint) else nullcontext())
         spec, device = model.spec, choose_device(job.config.device)
         work = Workload.of(job, recorded, job.config.max_length or spec.max_length, spec.vocab_size)

@@ -10,6 +10,7 @@ import torch
 
 from penstock.arch import bounds
 from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.arch.shards import Shard, local_spec
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
@@ -58,7 +59,7 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     """Measure. `say` is told what the engine decided. Raises PenstockErrors."""
     if job.baseline:
         transformers()  # What is missing should be known before minutes have passed.
-    model = open_model(job.source, job.name)
+    model = open_model(job.source, job.name, job.config)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
         dtype = choose_dtype(job.config, model, device)
@@ -82,8 +83,8 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     )
     boot_seconds = booted.seconds
     before = booted.weights.stats()
-    times, bound = _measure(job.kind, booted, work, layouts, rate)
-    streaming = Streaming.of(booted, before) if booted.weights.stats().streams else None
+    times, bound, copied = _measure(job.kind, booted, work, layouts, rate, Shard(0, job.config.tensor_parallel))
+    streaming = Streaming.of(booted, before, copied) if booted.weights.stats().streams else None
     if streaming is not None:
         passes = 1 if job.kind is Kind.DECODE else -(-work.batch * work.context // booted.limits.max_step_tokens)
         bound = streaming.bound(bound, passes)
@@ -104,12 +105,12 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     )
 
 
-def open_model(source: Mapping[str, object] | Path, name: str) -> Checkpoint | Shape:
-    """The model: a directory with nothing but a config.json in it is a shape like those of our own."""
+def open_model(source: Mapping[str, object] | Path, name: str, config: Config) -> Checkpoint | Shape:
+    """The model of a job with this config: a directory with nothing but a config.json in it is a shape like those of our own."""
     if not isinstance(source, Path):
         return Shape.of(source, name)
     bare = (source / "config.json").exists() and not any(source.glob("*.safetensors*"))
-    return Shape.open(source) if bare else Checkpoint.open(source)
+    return Shape.open(source) if bare else Checkpoint.open(source, config.cache.expanduser())
 
 
 def _sized(job: Job, spec: ModelSpec, device: torch.device) -> tuple[Work, Config]:
@@ -131,16 +132,20 @@ def _sized(job: Job, spec: ModelSpec, device: torch.device) -> tuple[Work, Confi
     return work, replace(config, max_length=min(longest, work.room(step_tokens) + config.block_size))
 
 
-def _measure(kind: Kind, booted: Booted, work: Work, layouts: tuple[GroupLayout, ...], rate: float) -> tuple[Times, Bound]:
+def _measure(
+    kind: Kind, booted: Booted, work: Work, layouts: tuple[GroupLayout, ...], rate: float, shard: Shard
+) -> tuple[Times, Bound, float | None]:
+    """The times, what bounds them, and bytes of weights that came to the device in a timed decode step. layouts: of the whole model; each
+    rank reads and computes its part of it at `rate`, which is one device's."""
     spec, dtype = booted.spec, booted.dtype
     if kind is Kind.PREFILL:
         times = measure.prefill(booted, work)
-        operations = bounds.prefill_operations(spec, layouts, [work.context] * work.batch)
-        return times, Bound(0, 0, operations, rate, 1e3 * operations / rate)
+        operations = bounds.prefill_operations(spec, layouts, [work.context] * work.batch) / shard.ranks
+        return times, Bound(0, 0, operations, rate, 1e3 * operations / rate), None
     decoded = measure.decode(booted, work)
-    weights = bounds.weight_bytes_read(spec, layouts, work.batch)
-    kv = sum(bounds.kv_bytes_read(spec, dtype, length) for length in decoded.lengths)
-    return decoded.times, Bound(weights, kv, 0, rate, 1e3 * (weights + kv) / rate)
+    weights = bounds.weight_bytes_read(spec, layouts, work.batch) / shard.ranks
+    kv = sum(bounds.kv_bytes_read(local_spec(spec, shard), dtype, length) for length in decoded.lengths)
+    return decoded.times, Bound(weights, kv, 0, rate, 1e3 * (weights + kv) / rate), decoded.copied
 
 
 def _compare(job: Job, subject: Subject, work: Work, device: torch.device, ours: float, tokens: int) -> Comparison:

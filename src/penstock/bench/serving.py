@@ -13,6 +13,7 @@ import torch
 
 from penstock.arch import bounds
 from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.arch.shards import Shard, local_spec
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
@@ -134,7 +135,7 @@ def serve(job: Job, say: Say = lambda _: None) -> Report:
     """Measure. `say` is told what the engine decided. Raises PenstockErrors."""
     if job.baseline:
         transformers()  # What is missing should be known before minutes have passed.
-    model = open_model(job.source, job.name)
+    model = open_model(job.source, job.name, job.config)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
         dtype = choose_dtype(job.config, model, device)
@@ -160,7 +161,7 @@ def serve(job: Job, say: Say = lambda _: None) -> Report:
     give_back(device)
     seconds = Times.of([one for one, _ in rounds])
     tokens = sum(ask.output for ask in work)
-    least = _least(spec, layouts, dtype, work, bytes_rate, operations)
+    least = _least(spec, Shard(0, job.config.tensor_parallel), layouts, dtype, work, bytes_rate, operations)
     random_weights = not isinstance(model, Checkpoint)
     return Report(
         bench="serve-offline",
@@ -207,13 +208,17 @@ def _sampling(temperature: float, seed: int) -> Sampling:
     return Sampling(temperature, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), seed, frozenset(), 0, None, None)
 
 
-def _least(spec: ModelSpec, layouts: Sequence[GroupLayout], dtype: str, work: Sequence[Ask], bytes_rate: float, operations: float) -> Least:
-    kv = sum(bounds.kv_bytes_read(spec, dtype, len(ask.prompt) + made) for ask in work for made in range(1, ask.output))
+def _least(
+    spec: ModelSpec, shard: Shard, layouts: Sequence[GroupLayout], dtype: str, work: Sequence[Ask], bytes_rate: float, operations: float
+) -> Least:
+    """layouts: of the whole model, of which each rank reads and computes its part."""
+    part = local_spec(spec, shard)
+    kv = sum(bounds.kv_bytes_read(part, dtype, len(ask.prompt) + made) for ask in work for made in range(1, ask.output))
     steps = max(ask.output for ask in work)
     return Least(
-        weight_bytes=steps * bounds.weight_bytes_read(spec, layouts, 1),
+        weight_bytes=steps * bounds.weight_bytes_read(spec, layouts, 1) / shard.ranks,
         kv_bytes=kv,
-        operations=bounds.prefill_operations(spec, layouts, [len(ask.prompt) for ask in work]),
+        operations=bounds.prefill_operations(spec, layouts, [len(ask.prompt) for ask in work]) / shard.ranks,
         bytes_per_second=bytes_rate,
         operations_per_second=operations,
     )

@@ -85,10 +85,14 @@ class Streaming:
     stalled_disk: float
     peak_device: int | None
     """Allocated by torch at most since the process began; None on a CPU."""
+    experts_per_pass: float | None
+    """Experts that came to the device in a timed decode step; None of a model without any, and of prompts."""
 
     @classmethod
-    def of(cls, booted: Booted, before: WeightStats) -> Self:
+    def of(cls, booted: Booted, before: WeightStats, copied: float | None = None) -> Self:
+        """copied: bytes that came to the device in each timed decode step."""
         now, placement, device = booted.weights.stats(), booted.weights.placement, booted.device
+        room = booted.weights.room
         return cls(
             resident=now.device,
             host=now.host,
@@ -103,6 +107,7 @@ class Streaming:
             stalled_link=now.stalled_link - before.stalled_link,
             stalled_disk=now.stalled_disk - before.stalled_disk,
             peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            experts_per_pass=(copied - placement.streamed) / room.size if copied is not None and room is not None else None,
         )
 
     def bound(self, arithmetic: Bound, passes: int = 1) -> Bound:

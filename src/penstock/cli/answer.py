@@ -8,8 +8,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from penstock.base.config import Config
-from penstock.base.meter import KVStats, TierStats, WeightStats
-from penstock.cli.live import kv_summary, summary, tier_summary
+from penstock.base.meter import KVStats, MissedStats, TierStats, WeightStats
+from penstock.cli.live import kv_summary, missed_summary, summary, tier_summary
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
@@ -44,6 +44,8 @@ class Answer:
     kv: KVStats | None = None
     tiers: TierStats | None = None
     """Since the engine started."""
+    missed: MissedStats = field(default_factory=MissedStats)
+    """By attention policies, for this answer."""
     cached_tokens: int = 0
     cached_host: int = 0
     cached_disk: int = 0
@@ -89,7 +91,7 @@ def follow(
 ) -> Answer:
     """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends with the step under way."""
     weights, engine = llm.booted.weights, llm.booted.engine
-    before, kv_before, begin = weights.stats(), engine.kv_stats(), perf_counter()
+    before, kv_before, missed_before, begin = weights.stats(), engine.kv_stats(), engine.missed_stats(), perf_counter()
     with llm.stream(prompt, params, until=interrupted) as stream:
         answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before)
         for delta in stream:
@@ -107,7 +109,7 @@ def follow(
     answer.kv = kv.since(kv_before) if kv and kv_before else None
     answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
     answer.cached_host, answer.cached_disk = completion.cached_host, completion.cached_disk
-    answer.tiers = engine.tier_stats()
+    answer.tiers, answer.missed = engine.tier_stats(), engine.missed_stats().since(missed_before)
     return answer
 
 
@@ -118,6 +120,8 @@ def remark(answer: Answer) -> None:
         say(summary(answer.weights, answer.end), faint=True)
     if answer.kv is not None and answer.kv.streams:
         say(kv_summary(answer.kv, answer.end), faint=True)
+    if answer.missed.choices:
+        say(missed_summary(answer.missed), faint=True)
     if answer.tiers is not None and answer.tiers.moved:
         say(tier_summary(answer.tiers), faint=True)
 
@@ -150,7 +154,21 @@ def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answ
         "budget": budget,
         "weights": asdict(answer.weights) | {"streams": True} if answer.weights.streams else None,
         "kv": asdict(answer.kv) if answer.kv is not None else None,
+        "missed": _missed(answer.missed),
         "tiers": asdict(answer.tiers) if answer.tiers is not None else None,
+    }
+
+
+def _missed(missed: MissedStats) -> dict[str, object]:
+    """All 0 where everything is read."""
+    return {
+        "choices": missed.choices,
+        "fallbacks": missed.fallbacks,
+        "blocks": missed.blocks,
+        "blocks_read": missed.blocks_read,
+        "share_max": missed.most,
+        "share_worst_head": missed.worst,
+        "share_mean": missed.mean,
     }
 
 

@@ -219,6 +219,7 @@ def context(
 @option(WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed.")
 @option(ENGINE, "--max-sequences", type=_COUNT, metavar="N", help="Most requests at once. [the device's usual]")
 @option(ENGINE, "--graphs/--no-graphs", default=True, help="Replay decode steps as CUDA graphs, on a GPU. [on]")
+@option(ENGINE, "--kernels/--no-kernels", default=True, help="Compute by kernels of our own, on a GPU; else by plain torch. [on]")
 @with_options(*_MODEL, *DEVICE, *_REST)
 def serve_offline(
     *,

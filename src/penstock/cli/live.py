@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Self
 from unicodedata import category, east_asian_width
 
 from penstock.base.config import terminal_kind
-from penstock.base.meter import Counts, Flow, KVStats, Prompt, TierStats, WeightStats, pass_seconds
+from penstock.base.meter import Counts, Flow, KVStats, MissedStats, Prompt, TierStats, WeightStats, pass_seconds
 from penstock.base.units import format_rate, format_size
 from penstock.cli import terminal
 
@@ -293,7 +293,18 @@ def summary(stats: WeightStats, seconds: float) -> str:
 def kv_summary(kv: KVStats, seconds: float) -> str:
     """The same of KV."""
     rate = f" ({format_rate(kv.copied / seconds)})" if seconds > 0 else ""
-    return f"KV: {_kv_homes(kv)} | to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device {format_size(kv.sent)}"
+    disk = f" | from disk {format_size(kv.read)}, to disk {format_size(kv.written)}" if kv.read or kv.written else ""
+    moved = f"to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device {format_size(kv.sent)}"
+    return f"KV: {_kv_homes(kv)} | {moved}{disk}"
+
+
+def missed_summary(missed: MissedStats) -> str:
+    """What attention policies have left out."""
+    again = f" | {missed.fallbacks:,} of {missed.choices:,} choices read everything after all" if missed.fallbacks else ""
+    return (
+        f"attention: {missed.read:.1%} of KV blocks read | at most {missed.mean:.2%} of attention missed on average, "
+        f"{missed.worst:.2%} in a layer's worst head, {missed.most:.2%} in the worst of all{again}"
+    )
 
 
 def tier_summary(tiers: TierStats) -> str:

@@ -105,6 +105,7 @@ THREADS = option(
 _POLICY = "What new tokens read of KV beyond the device: full, window:SINKS,RECENT or topk:BLOCKS. [full]"
 _STORE = "When KV blocks are kept there for later requests: eager, lazy, off. [eager]"
 _PREFILL = "What prompts read of it: also vertical_slash:COLUMNS,SLASH. [full]"
+_SKETCH = "Bits of the keys' copy by which policies choose and bound what they miss: 0, 4, 8. [4]"
 _MISSED = "Read everything where a policy might miss more than this fraction."
 
 
@@ -127,6 +128,7 @@ def far_kv(usual: str, host: str = "Host memory for KV of contexts longer than t
         option(ENGINE, "--kv-tile", type=_COUNT, metavar="N", help="Tokens of such a context that are on the device at a time. [64 MiB's]"),
         option(ENGINE, "--attention-policy", default="full", metavar="P", help=_POLICY),
         option(ENGINE, "--prefill-policy", default="full", metavar="P", help=_PREFILL),
+        option(ENGINE, "--sketch-bits", type=int, default=4, metavar="N", help=_SKETCH),
         option(ENGINE, "--missed-limit", type=float, metavar="F", help=_MISSED),
     )
 
@@ -142,7 +144,15 @@ _ENGINE = (
     option(ENGINE, "--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of equal beginnings. [on]"),
     option(ENGINE, "--tensor-parallel", type=click.IntRange(min=1), default=1, metavar="N", help="Divide the model among N devices. [1]"),
     option(ENGINE, "--graphs/--no-graphs", default=True, help="Replay decode steps as CUDA graphs, on a GPU. [on]"),
-    option(ENGINE, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where packs are kept. [{CACHE}]"),
+    option(ENGINE, "--kernels/--no-kernels", default=True, help="Compute by kernels of our own, on a GPU; else by plain torch. [on]"),
+    option(
+        ENGINE,
+        "--cache",
+        type=click.Path(path_type=Path),
+        default=CACHE,
+        metavar="DIR",
+        help=f"Where packs and digests of weights are kept. [{CACHE}]",
+    ),
     option(ENGINE, "--check", is_flag=True, help="Prove the KV ledger's invariants at every step (slow)."),
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from penstock.base.config import CACHE
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
@@ -51,7 +52,7 @@ def command(model: Path, out: Path | None, dtype: str | None, store: Path | None
     from penstock.weights.packing import write_pack
 
     began = time.perf_counter()
-    with Checkpoint.open(model) as checkpoint:
+    with Checkpoint.open(model, CACHE.expanduser()) as checkpoint:
         out = out or model.resolve().with_name(f"{model.resolve().name}.pack")
         dtype = dtype or checkpoint.spec.dtype
         total = place(group_layouts(checkpoint.spec, checkpoint.names, dtype))[-1].end

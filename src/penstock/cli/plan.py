@@ -5,19 +5,21 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache as cache_once
 from pathlib import Path
 
 import click
 
 from penstock.arch.families import TensorNames, family_of, read_spec
 from penstock.arch.spec import ModelSpec
-from penstock.base.config import DTYPES
+from penstock.base.config import CACHE, DTYPES
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.terminal import one_line, say
+from penstock.engine.costs import costs_file, read_costs
 from penstock.engine.forecast import Machine, Work, forecast
 from penstock.weights.jsonfile import read_object
 from penstock.weights.passage import Rates
@@ -48,14 +50,35 @@ class Known:
     device_read: float
     compute: float
     step_tokens: int = 8192
+    costs: str | None = None
+    """The file beside this one that has its costs of steps, as `penstock doctor` measured them there."""
 
 
 MACHINES: Mapping[str, Known] = {
     "laptop": Known("8 GB GPU on PCIe 4 x8, 32 GiB of memory, PCIe 3 NVMe", 7 * GIB, 24 * GIB, 13e9, 3e9, 230e9, 25e12),
     "desktop-16": Known("16 GB card on PCIe 5 x16, 64 GiB of memory, PCIe 5 NVMe", 14 * GIB, 48 * GIB, 50e9, 7e9, 860e9, 100e12),
     "desktop-24": Known("24 GB card on PCIe 4 x16, 128 GiB of memory, PCIe 4 NVMe", 21 * GIB, 100 * GIB, 25e9, 5e9, 920e9, 150e12),
+    "h100": Known(
+        "one H100 on PCIe 5 x16, 125 GiB of memory, virtual disk, as measured",
+        70 * GIB,
+        100 * GIB,
+        54e9,
+        2.5e9,
+        3.0e12,
+        750e12,
+        16384,
+        "h100.json",
+    ),
     "h200": Known(
-        "one H200 on PCIe 5 x16, 125 GiB of memory, virtual disk, as measured", 125 * GIB, 100 * GIB, 54e9, 2.5e9, 4.2e12, 750e12
+        "one H200 on PCIe 5 x16, 125 GiB of memory, virtual disk, as measured",
+        125 * GIB,
+        100 * GIB,
+        54e9,
+        2.5e9,
+        4.2e12,
+        750e12,
+        16384,
+        "h200.json",
     ),
     "cpu": Known("16 cores, 64 GiB of DDR5, PCIe 4 NVMe; no GPU", 48 * GIB, 0, 25e9, 5e9, 60e9, 1e12, 512),
 }
@@ -74,6 +97,14 @@ USUAL = "desktop-24"
 @option(MACHINE, "--disk-rate", metavar="RATE", help="From disk to host memory: 3GB/s; none or 0: no disk.")
 @option(MACHINE, "--device-read", metavar="RATE", help="Of the device's own memory: 4TB/s.")
 @option(MACHINE, "--compute", metavar="RATE", help="Matrix products in the dtype: 700TFLOPS.")
+@option(
+    MACHINE,
+    "--costs",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="What `penstock doctor` measured of its steps. [the machine's]",
+)
+@option(MACHINE, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where it keeps that. [{CACHE}]")
 @option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences at once. [1]")
 @option(WORK, "--context", type=_COUNT, default=4096, metavar="N", help="Tokens that each of them reaches. [4096]")
 @option(WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]")
@@ -91,6 +122,8 @@ USUAL = "desktop-24"
 def command(
     model: str,
     machine: str | None,
+    costs: Path | None,
+    cache: Path,
     batch: int,
     context: int,
     step_tokens: int | None,
@@ -102,15 +135,17 @@ def command(
     """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what binds it, and what more of
     anything would buy. MODEL is a config.json or a directory with one, of which nothing else is needed, or a shape that `bench` knows.
 
-    Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of free memory, and rates are
-    assumed: those of a desktop with a 24 GB card, or of a CPU where there is no GPU. Any flag replaces the figure it names.
+    Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of free memory. Rates, and what
+    a step costs beyond bytes, are as `penstock doctor` measured them here, if it did. Else rates are assumed, those of a desktop with a
+    24 GB card or of a CPU where there is no GPU, and the device's time is a bound. Any flag replaces the figure it names.
     """
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {picture}: its directory does not exist")
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model)
-    setting, usual_step = settle(machine, asked)
-    work = Work(spec.dtype if dtype == "auto" else dtype, batch, context, step_tokens or usual_step)
+    chosen = spec.dtype if dtype == "auto" else dtype
+    setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
+    work = Work(chosen, batch, context, step_tokens or usual_step)
     report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
     if picture is not None:
         from penstock.cli.plan_picture import draw  # Pillow: 60 ms
@@ -134,12 +169,23 @@ def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
     return name, read_spec(config, where), family_of(config, where).names
 
 
-def settle(machine: str | None, asked: Mapping[str, float]) -> tuple[Setting, int]:
-    """All figures of a machine, by default this one, with those that were asked for in their place; and its usual step."""
+def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
+    """The file that has a machine's costs of steps in a dtype, by default this one's; None where nobody measured them."""
+    if machine is None:
+        file = costs_file(cache, gpu, dtype) if (gpu := _gpu()[0]) else None
+        return file if file is not None and file.exists() else None
+    name = MACHINES[machine].costs
+    return Path(__file__).with_name("machines") / name if name and dtype in ("bfloat16", "float16") else None
+
+
+def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:
+    """All figures of a machine, by default this one, with those that were asked for in their place; and its usual step. `costs`: the file
+    that has its costs of steps. Raises ConfigError."""
     known = MACHINES[machine or USUAL]
+    steps = read_costs(costs) if costs else None
     figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}
     if machine is None:
-        gpu, free = "device_memory" in asked or _gpu_memory(), _free_memory()
+        gpu, free = "device_memory" in asked or _gpu()[1], _free_memory()
         if gpu:
             found = {"device_memory": int(gpu), "host_memory": free * 4 // 5}
         else:
@@ -152,27 +198,31 @@ def settle(machine: str | None, asked: Mapping[str, float]) -> tuple[Setting, in
             "host memory was given for a CPU, whose device memory it is; "
             "leave --host-memory out, or give --device-memory or a --machine with a GPU"
         )
+    if steps and machine is None:
+        figures |= {name: Figure(getattr(steps, name), "measured") for name in ("link_rate", "device_read", "compute")}
     figures |= {name: Figure(value, "given") for name, value in asked.items()}
-    return Setting(f"{machine}: {known.about}" if machine else None, figures), known.step_tokens
+    return Setting(f"{machine}: {known.about}" if machine else None, figures, steps), known.step_tokens
 
 
 def machine_of(setting: Setting) -> Machine:
     value = {name: figure.value for name, figure in setting.figures.items()}
     rates = Rates(value["link_rate"], value["disk_rate"], value["device_read"])
-    return Machine(int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"])
+    return Machine(int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"], setting.costs)
 
 
-def _gpu_memory() -> int:
-    """Nine tenths of the first GPU, 0 if there is none."""
+@cache_once
+def _gpu() -> tuple[str, int]:
+    """The first GPU's name and nine tenths of its memory; nothing if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return 0
-    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return "", 0
+    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return int(lines[0]) * 2**20 * 9 // 10
+        first = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
+        name, _, memory = first.rpartition(",")
+        return name.strip(), int(memory) * 2**20 * 9 // 10
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return 0
+        return "", 0
 
 
 def _free_memory() -> int:

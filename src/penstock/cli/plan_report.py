@@ -13,6 +13,7 @@ from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
+from penstock.engine.costs import StepCosts
 from penstock.engine.forecast import PROCESS, Forecast, Gain, Pace, gains
 from penstock.weights.passage import Link
 
@@ -35,6 +36,8 @@ class Setting:
 
     machine: str | None
     figures: Mapping[str, Figure]
+    costs: StepCosts | None = None
+    """What steps cost there, if anybody measured it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,13 @@ def _machine(setting: Setting) -> list[str]:
         for name, figure in setting.figures.items()
     ]
     assumed = any(figure.source == ASSUMED for figure in setting.figures.values())
-    return ["Machine", *_aligned(rows, "<><"), *(["  What is assumed, `penstock doctor` measures."] if assumed else [])]
+    if setting.costs:
+        steps = f"  Steps cost what they did on {setting.costs.device}, {setting.costs.measured}."
+    else:
+        steps = (
+            "  What steps cost there was not measured: where the device binds, the pace is a bound. `penstock doctor` measures it on a GPU."
+        )
+    return ["Machine", *_aligned(rows, "<><"), *(["  What is assumed, `penstock doctor` measures."] if assumed else []), steps]
 
 
 def _tiers(it: Report) -> list[str]:

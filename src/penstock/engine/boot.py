@@ -35,10 +35,12 @@ from penstock.memory.device import choose_device, give_back, lift_cap, peak_of
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE
+from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
+from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loading import Loading, counted
 from penstock.weights.residency import padded
 from penstock.weights.shape import Shape
@@ -113,7 +115,7 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override 
     with ExitStack() as opened:
         device = device_of(config, seat.local)
         share_threads(device, seat.ranks)
-        model = open_described(what)
+        model = open_described(what, config.cache.expanduser())
         group = seat.group(device)
         try:
             part = _part(config, model, Place(device, Shard(seat.rank, seat.ranks), group), opened, lambda _: None, None, override, None)
@@ -185,14 +187,31 @@ def _part(
     guide: Guide | None = None,
 ) -> _Part:
     """Closed with `opened`. Every rank's is made in the same steps, since they compute together when the largest step is measured."""
+    with plain_torch(not config.kernels):
+        return _made(config, model, place, opened, say, trace, override, loading, guide)
+
+
+def _made(
+    config: Config,
+    model: Model,
+    place: Place,
+    opened: ExitStack,
+    say: Say,
+    trace: Trace | None,
+    override: Override | None,
+    loading: Loading | None,
+    guide: Guide | None,
+) -> _Part:
     device = place.device
     opened.callback(lift_cap, device)
     prepare(device)
+    if device.type == "cuda" and not kernels_of(device):
+        say(f"kernels: none of our own, {'since there is no Triton' if config.kernels else 'as asked'}; plain torch computes")
     settled = settle(config, model, device, say, place.shard)
     collectives = place.collectives(settled.spec, settled.dtype)
     if collectives is not None and device.type == "cuda":
         say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
-    runner = _runner(settled, place, collectives, guide)
+    runner = _runner(settled, place, collectives, guide, kernels=config.kernels)
     opened.callback(runner.detach)
     part = replace(local_spec(settled.spec, place.shard), vocab_size=settled.spec.vocab_size)  # Logits are of all tokens on every rank.
     longest, most = settled.limits.max_length, settled.limits.max_step_tokens
@@ -206,8 +225,11 @@ def _part(
     opened.callback(weights.close)
     budget = divide(settled.total, weights.bytes + placed.beside, demand)
     budget = replace(budget, blocks=place.least(budget.blocks))
+    carrier, store, far = None, None, settled.far
+    if isinstance(model, Checkpoint) and _outlives(settled):
+        model.identify()  # Its files are hashed while the same bytes are loaded.
     weights.load(loading)
-    carrier, store, far, root = None, None, settled.far, _root(config, model, settled)
+    root = _root(config, model, settled, say)
     if far:
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
@@ -223,7 +245,7 @@ def _part(
     return _Part(settled, runner, weights, budget, root, store)
 
 
-def _runner(settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None) -> Runner:
+def _runner(settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None, *, kernels: bool) -> Runner:
     """Without weights and KV, which are attached when there are any."""
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     policies = far.policies if far else None
@@ -238,7 +260,7 @@ def _runner(settled: Settled, place: Place, collectives: Collectives | None, gui
     )
     decoder = Decoder(spec, place.shard, collectives)
     sampler = Sampler(spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None, guide)
-    return Runner(decoder, inputs, sampler, device)
+    return Runner(decoder, inputs, sampler, device, kernels=kernels)
 
 
 def _record(config: Config, settled: Settled, runner: Runner, say: Say, *, experts_rest: bool, all_stay: bool) -> None:
@@ -372,7 +394,6 @@ def _carrier(far: LongRoom, device: torch.device, trace: Trace | None, store: Bl
             Waits(trace) if trace else None,
             far.disk,
             far.policies,
-            far.most_blocks,
             store,
         )
     except BaseException:
@@ -395,7 +416,7 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
         "layers": settled.spec.layers,
         "kv_heads": settled.spec.kv_heads,
         "head_dim": settled.spec.head_dim,
-        "digest_of": "weights, architecture and rope, dtype, layout of KV",
+        "digest_of": "every byte of the weights, architecture and rope, dtype, layout of KV, attention policies",
     }
     try:
         store = BlockStore.open(directory, root, size, far.store_bytes, about=about)
@@ -423,11 +444,25 @@ def _notes(rates: Rates, part: _Part, *, ranks: int) -> Callable[[], None] | Non
     return lambda: store.note(json.dumps({"computed_by": by, "rates": rates.told()}).encode())
 
 
-def _root(config: Config, model: Model, settled: Settled) -> bytes:
-    """A digest of all that the meaning of KV depends on but tokens."""
-    return root_key(
-        model.fingerprint() if config.prefix_cache else b"", settled.spec, settled.dtype, config.block_size, config.host_kv_dtype
-    )
+def _outlives(settled: Settled) -> bool:
+    """Whether KV is kept where another process may find it, so that its name must tell the model from every other."""
+    return settled.far is not None and settled.far.store_bytes > 0
+
+
+def _root(config: Config, model: Model, settled: Settled, say: Say = lambda _: None) -> bytes:
+    """The key that all KV keys begin with: a digest of all that the meaning of KV depends on but tokens. The weights are part of it only
+    where KV outlives the process, since to know them every byte of a checkpoint is hashed. Raises CheckpointError."""
+    fingerprint = b""
+    if _outlives(settled):
+        fingerprint = model.fingerprint()
+        if isinstance(model, Checkpoint):
+            found = model.digests()
+            if found.hashed_bytes:
+                lasting = f"; not remembered, since {found.forgettable}" if found.forgettable else ""
+                say(f"identity of the weights: {format_size(found.hashed_bytes)} hashed in {found.seconds:.2f} s{lasting}")
+            model.expect_unchanged()
+    policies = config.attention_policy, config.prefill_policy, config.missed_limit
+    return root_key(fingerprint, settled.spec, settled.dtype, config.block_size, config.host_kv_dtype, policies)
 
 
 def _scheduler(config: Config, settled: Settled, budget: Budget, root: bytes, store: BlockStore | None) -> Scheduler:

@@ -12,7 +12,7 @@ from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
 from penstock.engine.placing import host_room
 from penstock.kv.carrier import Disk, chosen_bytes, staging_bytes
-from penstock.kv.chosen import Policies, bounds_bytes
+from penstock.kv.chosen import Policies, sketch_layout
 from penstock.kv.diskpool import record_bytes
 from penstock.kv.sizes import carrier_bytes, usual_tile
 from penstock.memory.device import free_memory, total_memory
@@ -46,8 +46,9 @@ class LongRoom:
     @property
     def host_bytes(self) -> int:
         staging = staging_bytes(self.layout, self.tile_tokens, self.chunk_tokens) if self.disk else 0
-        bounds = bounds_bytes(self.layout.exact) * self.layout.layers * (self.blocks + self.on_disk) if self.policies else 0
-        return self.blocks * self.layout.block_bytes + staging * (2 if self.policies else 1) + bounds
+        sketch = sketch_layout(self.layout, self.policies.bits).bytes if self.policies else 0
+        sketches = sketch * self.layout.layers * (self.blocks + self.on_disk)
+        return self.blocks * self.layout.block_bytes + staging * (2 if self.policies else 1) + sketches
 
     @property
     def on_disk(self) -> int:
@@ -55,7 +56,7 @@ class LongRoom:
 
     @property
     def device_bytes(self) -> int:
-        chosen = chosen_bytes(self.layout, self.tile_tokens, self.most_blocks) if self.policies else 0
+        chosen = chosen_bytes(self.layout, self.tile_tokens, self.most_blocks, self.policies) if self.policies else 0
         return carrier_bytes(self.layout, self.tile_tokens, self.chunk_tokens) + chosen
 
     def __str__(self) -> str:
@@ -164,7 +165,7 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
         return None
     if any(window is not None for window in spec.windows):
         raise ConfigError("attention policies are for models without sliding windows; leave attention_policy and prefill_policy full")
-    return Policies(rows, runs, config.missed_limit)
+    return Policies(rows, runs, config.missed_limit, config.sketch_bits, spec.heads)
 
 
 def _host_memory(config: Config, device: torch.device, total: int) -> tuple[int, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.base.garbage import no_collection
-from penstock.base.meter import Direction, KVStats, TierStats
+from penstock.base.meter import Direction, KVStats, MissedStats, Passes, TierStats
 from penstock.kv.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
@@ -64,6 +64,9 @@ class Stats:
     kv: KVStats | None
     """Of long contexts; None if there is no room for any."""
     tiers: TierStats | None
+    missed: MissedStats
+    """By attention policies; nothing where everything is read."""
+    passes: Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Engine:
         self._flight: tuple[Plan, Step] | None = None
         """Begun by the last step, and to be committed by the next."""
         self._steps = self._computed = self._output = 0
+        self._passes = Passes()
         self._cold = self._sent = 0
         """Blocks beyond the device: held in the last step, and sent there by all."""
         self.progress = Progress(0, 0)
@@ -175,6 +179,7 @@ class Engine:
         if not plan.shares:
             return events
         self._steps += 1
+        self._passes = self._passes.and_one(outcome.seconds, decode=not plan.runs)
         self._computed += plan.tokens
         written = sum(max(run.cold_stop - run.start, 0) for run in plan.runs)
         self._sent += len(plan.orders) + written // self.scheduler.limits.block_size
@@ -237,7 +242,15 @@ class Engine:
             output_tokens=self._output,
             kv=self.kv_stats(),
             tiers=self.tier_stats(),
+            missed=self.missed_stats(),
+            passes=self._passes,
         )
+
+    def missed_stats(self) -> MissedStats:
+        """What attention policies have left out. On several ranks, of rank 0's heads. From any thread, also while a step runs."""
+        ranks = self._ranks
+        carrier = ranks.carrier if ranks is not None else None
+        return carrier.chosen.missed.stats if carrier is not None and carrier.chosen is not None else MissedStats()
 
     def kv_stats(self) -> KVStats | None:
         """KV of long contexts, in the last step; None if there is no room for any. From any thread, also while a step runs."""
@@ -247,7 +260,9 @@ class Engine:
             return None
         block, room = carrier.pool.layout.block_bytes, carrier.pool.blocks
         host = min(self._cold, room)
-        return KVStats(host * block, (self._cold - host) * block, room * block, carrier.copied_bytes, self._sent * block)
+        disk = carrier.disk
+        read, written = (disk.read_bytes, disk.written_bytes) if disk is not None else (0, 0)
+        return KVStats(host * block, (self._cold - host) * block, room * block, carrier.copied_bytes, self._sent * block, read, written)
 
     def tier_stats(self) -> TierStats | None:
         """Of prefixes on other tiers; None if there are none."""

@@ -1,11 +1,12 @@
 """How a model would run on a machine, from its shape and the machine's figures alone: what rests where, and how fast it then goes.
 
 Memory is divided and weights are placed by the functions that a boot uses. A pass then takes as long as disk, link and arithmetic hold
-each other up (`residency.predict`), and each use of a group as long as its slower half, reading or computing. Nothing else is counted:
-neither launching kernels nor sampling, so that a model which is resident and small decodes slower than forecast.
+each other up (`residency.predict`). What each use of a group takes on the device follows from the costs of a step that `penstock doctor`
+measured there (`engine.costs`); where nobody measured, it is the slower of reading and computing, which is a bound, not a forecast: small
+resident models are slower.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import comb
@@ -18,6 +19,8 @@ from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
 from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, goes_to_host, usual_activations, weights_room
+from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
+from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
 from penstock.kv.sizes import carrier_bytes, usual_tile
 from penstock.weights.passage import Link, Rates
 from penstock.weights.residency import ExpertRoom, Limits, Placement, padded, pass_order, predict, solve_model
@@ -48,6 +51,8 @@ class Machine:
     host: int | None
     rates: Rates
     operations: float
+    costs: StepCosts | None = None
+    """What steps cost there beyond bytes; without them a forecast is a bound of the device."""
 
     @property
     def usable(self) -> int:
@@ -57,12 +62,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass; weights and KV in `dtype`."""
+    """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass; weights and KV in `dtype`.
+
+    experts_fetched: how many experts a decode step brings to the device, if that was counted; None takes tokens to choose evenly.
+    """
 
     dtype: str
     batch: int = 1
     context: int = 4096
     step_tokens: int = 8192
+    experts_fetched: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +180,13 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
     budget = divide(usable, taken + beside, demand)
 
-    def pace(step: _Step) -> Pace:
-        arithmetic = _arithmetic(spec, machine, every, expert, step)
-        return _pace(spec, machine, placement, experts, step, arithmetic, bool(far))
+    def pace(step: Step) -> Pace:
+        arithmetic = _arithmetic(spec, machine, pass_work(spec, work.dtype, every, expert, step), step)
+        return _pace(spec, machine, placement, experts, step, arithmetic, bool(far), work.experts_fetched if step.decodes else None)
 
     near = max(budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
-    decode, prefill = pace(_decode(spec, work, near)), pace(_prefill(spec, work, needed=not far))
+    decode = pace(decode_step(spec, work.dtype, work.batch, work.context, near))
+    prefill = pace(prompt_step(spec, work.dtype, work.batch, work.context, work.step_tokens, needed=not far))
     if machine.host is not None:
         machine = replace(machine, host=machine.host + far)
     return Forecast(machine, work, budget, placement, experts, beside, decode, prefill, far)
@@ -242,68 +252,16 @@ def _place(spec: ModelSpec, layouts: Sequence[GroupLayout], room: int, machine: 
 # ---- what a pass does
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """tokens computed; rows whose logits are wanted; pairs of a query and a key, and bytes of KV read, by layer. far: bytes of KV that come
-    over the link, by layer, where it rests in host memory."""
-
-    tokens: float
-    rows: float
-    pairs: Callable[[int], float]
-    kv: Callable[[int], float]
-    far: Callable[[int], float]
-
-
-def _decode(spec: ModelSpec, work: Work, near: int) -> _Step:
-    """near: newest tokens of each sequence whose KV need not come, since pages hold it as well."""
-    near_bytes = near * kv_layout(spec, work.dtype, BLOCK_SIZE).layer_bytes // BLOCK_SIZE
-
-    def pairs(layer: int) -> float:
-        return work.batch * bounds.tokens_seen(spec, work.context, layer)
-
-    def kv(layer: int) -> float:
-        return work.batch * bounds.kv_layer_bytes_read(spec, work.dtype, work.context, layer)
-
-    return _Step(work.batch, work.batch, pairs, kv, lambda layer: max(kv(layer) - work.batch * near_bytes, 0))
-
-
-def _prefill(spec: ModelSpec, work: Work, *, needed: bool) -> _Step:
-    """The mean of the passes that all prompts take together. Keys are read so seldom for each product that only the products count.
-    needed: whether in the last layer only those look whose logits are wanted; with KV that passes by all do."""
-    tokens = work.batch * work.context
-    passes = -(-tokens // work.step_tokens)
-
-    def pairs(layer: int) -> float:
-        return work.batch * bounds.prompt_pairs(spec, [work.context], layer, needed=needed) / passes
-
-    def far(layer: int) -> float:
-        """Every chunk of a sequence brings what is before it, as far as its window goes."""
-        starts = range(work.step_tokens, work.context, work.step_tokens)
-        return work.batch * sum(bounds.kv_layer_bytes_read(spec, work.dtype, start, layer) for start in starts) / passes
-
-    return _Step(tokens / passes, work.batch / passes, pairs, lambda layer: 0, far)
-
-
-def _arithmetic(spec: ModelSpec, machine: Machine, every: Sequence[GroupLayout], expert: GroupLayout | None, step: _Step) -> list[float]:
-    """Seconds for each use: of reading it, or of computing with it. A router's are also those of its experts."""
-    seconds = []
-    for index, layout in enumerate(every):
-        read, operations = float(layout.size), bounds.needed_operations(spec, layout, step.tokens, step.rows)
-        if index == 0:
-            read = bounds.embedding_bytes_read(spec, layout, step.tokens)
-        if index == len(every) - 1:
-            operations += bounds.output_operations(spec, step.rows)
-        if layout.id.kind is GroupKind.ATTENTION:
-            read += step.kv(layout.id.layer)
-            operations += bounds.attention_operations(spec, step.pairs(layout.id.layer))
-        if layout.id.kind is GroupKind.ROUTER:
-            assert spec.moe is not None
-            assert expert is not None
-            tokens = step.rows if layout.id.layer == spec.layers - 1 else step.tokens
-            read += bounds.experts_chosen(spec.moe, tokens) * expert.size
-            operations += spec.moe.experts * bounds.matrix_operations(spec, expert, tokens)
-        seconds.append(max(read / machine.rates.device_read, operations / machine.operations))
-    return seconds
+def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step: Step) -> list[float]:
+    """Seconds for each use on the device: by the costs of a step where they are known, else the larger of reading and computing."""
+    costs = machine.costs
+    if costs is None:
+        return [max(use.bytes / machine.rates.device_read, use.operations / machine.operations) for use in work]
+    if step.decodes:
+        return [costs.decode_seconds(step.tokens, use) for use in work]
+    if step.tokens <= RECORDED_TOKENS:  # As few as that may take longer to read weights for than to compute.
+        return [max(costs.decode_seconds(step.tokens, use), prompt_seconds(costs.prompt, use)) for use in work]
+    return [prompt_seconds(costs.prompt, use) for use in work]
 
 
 def _pace(
@@ -311,12 +269,13 @@ def _pace(
     machine: Machine,
     placement: Placement,
     experts: ExpertRoom | None,
-    step: _Step,
+    step: Step,
     arithmetic: Sequence[float],
     far: bool,
+    fetched: float | None,
 ) -> Pace:
     """How long passes take. Experts are known only once their router has run, so nothing hides their coming; KV that is far comes while
-    everything else goes on, over the same link as weights."""
+    everything else goes on, over the same link as weights. fetched: see Work.experts_fetched."""
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = dense.seconds, float(placement.streamed), float(placement.read), dict(dense.busy)
     if experts is not None and spec.moe is not None:
@@ -324,12 +283,21 @@ def _pace(
         counts = ((sum(spec.moe_layers) - last, step.tokens), (last, step.rows))
         layers = [(count, bounds.experts_chosen(spec.moe, tokens)) for count, tokens in counts if count]
         chosen = sum(count * each for count, each in layers)
-        experts_copied = chosen * experts.size * (1 - experts.on_device / experts.experts)
-        experts_read = chosen * experts.size * experts.on_disk / experts.experts
-        seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
+        come = chosen * (1 - experts.on_device / experts.experts) if fetched is None else fetched
+        experts_copied = come * experts.size
+        experts_read = experts_copied * experts.on_disk / max(experts.experts - experts.on_device, 1)
+        if fetched is None:
+            seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
+        else:
+            seconds += max(experts_copied / machine.rates.host_to_device, experts_read / machine.rates.disk_to_host if experts_read else 0)
+        if machine.costs and experts.on_device < experts.experts:
+            seconds += sum(spec.moe_layers) * machine.costs.expert_layer
         copied, read = copied + experts_copied, read + experts_read
         busy[Link.LINK] += experts_copied / machine.rates.host_to_device
         busy[Link.DISK] += experts_read / machine.rates.disk_to_host if experts_read else 0.0
+    if machine.costs and machine.host is not None and not step.decodes:
+        busy[Link.COMPUTE] = max(busy[Link.COMPUTE], machine.costs.launch_seconds(spec, step.tokens))
+        seconds = max(seconds, busy[Link.COMPUTE])
     if far:
         tiles = sum(step.far(layer) for layer in range(spec.layers))
         copied += tiles

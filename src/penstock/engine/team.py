@@ -209,5 +209,6 @@ def described(model: Model) -> Path | Shape:
     return model if isinstance(model, Shape) else model.path.resolve()
 
 
-def open_described(what: Path | Shape) -> Checkpoint | Shape:
-    return what if isinstance(what, Shape) else Checkpoint.open(what)
+def open_described(what: Path | Shape, cache: Path) -> Checkpoint | Shape:
+    """The model that another process has described. cache: where digests of weight files are remembered."""
+    return what if isinstance(what, Shape) else Checkpoint.open(what, cache)

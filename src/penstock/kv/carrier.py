@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout
-from penstock.kv.chosen import Chosen, Policies, Reader, bounds_bytes
+from penstock.kv.chosen import SAMPLE, Chosen, Policies, Reader, piece_blocks, sketch_layout
 from penstock.kv.diskpool import DiskPool, record_bytes
 from penstock.kv.hostpool import HostPool
 from penstock.kv.pool import KVPool
@@ -64,16 +64,17 @@ class Carrier:
         waits: Waits | None,
         disk: Disk | None = None,
         policies: Policies | None = None,
-        most_blocks: int = 0,
         store: BlockStore | None = None,
     ) -> None:
         """blocks: of the host. tile_tokens, chunk_tokens: at most in a tile, and in a step; whole blocks.
 
-        policies: for what is chosen instead of all being read; most_blocks: then, of a sequence. store: taken over.
+        policies: for what is chosen instead of all being read. store: taken over.
         Raises DeviceError if host, device or disk have not as much room.
         """
         self._sends: Sequence[Send] = ()
         self._layer = -1
+        self.disk: DiskPool | None = None
+        """Of long contexts, behind the pool."""
         self.chosen: Chosen | None = None
         self.transfers: Transfers | None = None
         """Of whole blocks; none where blocks on the host are not what they are on the device."""
@@ -85,19 +86,19 @@ class Carrier:
                 self._closing.callback(waits.stalled)  # notes what was still on its way
             ahead = behind = None
             if disk is not None:
-                self.disk = DiskPool(layout, disk.blocks, disk.directory)
-                self._closing.callback(self.disk.close)
-                read = Slots(self.disk, AHEAD, tile_tokens // layout.block_size, device)
+                rests = self.disk = DiskPool(layout, disk.blocks, disk.directory)
+                self._closing.callback(rests.close)
+                read = Slots(rests, AHEAD, tile_tokens // layout.block_size, device)
                 self._closing.callback(read.close)
-                written = Slots(self.disk, BEHIND, _behind_rows(layout, chunk_tokens), device)
+                written = Slots(rests, BEHIND, _behind_rows(layout, chunk_tokens), device)
                 self._closing.callback(written.close)
-                ahead, behind = ReadAhead(self.disk, read, streams.copies), WriteBehind(self.disk, written, streams.out)
+                ahead, behind = ReadAhead(rests, read, streams.copies), WriteBehind(rests, written, streams.out)
             if policies is not None:
-                self.chosen = self._choosing(layout, blocks, tile_tokens, device, streams, disk, policies, most_blocks)
+                self.chosen = self._choosing(layout, blocks, tile_tokens, device, streams, disk, policies)
             # Last in, first out: tasks on threads end before the streams that they wait for, and copies before their memory goes.
             self._closing.callback(streams.out.close)
             self._closing.callback(streams.copies.close)
-            if disk is not None:
+            if self.disk is not None:
                 self._closing.callback(self.disk.close)
             self.ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, waits, ahead)
             self.outbox = Outbox(self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind)
@@ -119,16 +120,15 @@ class Carrier:
         streams: Streams,
         disk: Disk | None,
         policies: Policies,
-        most_blocks: int,
     ) -> Chosen:
         tile, ahead = tile_tokens // layout.block_size, None
-        if disk is not None:
+        if disk is not None and self.disk is not None:
             read = Slots(self.disk, AHEAD, tile, device)
             self._closing.callback(read.close)
             ahead = ReadAhead(self.disk, read, streams.copies)
             blocks += disk.blocks
         ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, None, ahead)
-        chosen = Chosen(layout.exact, blocks, most_blocks, tile, policies, ring, device, streams.copies, streams.out, streams.compute)
+        chosen = Chosen(layout, blocks, tile, policies, ring, device, streams.copies, streams.out, streams.compute)
         self._closing.callback(chosen.close)
         return chosen
 
@@ -185,9 +185,13 @@ class Carrier:
         self._closing.close()
 
 
-def chosen_bytes(layout: KVLayout, tile_tokens: int, most_blocks: int) -> int:
-    """Device memory of what policies need: a ring, bounds as they come, and in float32."""
-    return ring_bytes(layout, RING, tile_tokens) + scratch_bytes(layout, tile_tokens) + most_blocks * bounds_bytes(layout.exact) * 3
+def chosen_bytes(layout: KVLayout, tile_tokens: int, most_blocks: int, policies: Policies) -> int:
+    """Device memory of what policies need: a ring, sketches as they pass, what is computed of them, and the scores of all blocks, which
+    are there as pieces, as a whole and while they are looked at."""
+    sketches, piece = sketch_layout(layout, policies.bits), piece_blocks(tile_tokens // layout.block_size)
+    passing = 2 * piece * sketches.bytes + sketches.scratch_bytes(min(piece, most_blocks), policies.heads)
+    scores = 4 * 6 * most_blocks * policies.heads * (SAMPLE if policies.runs else 1)
+    return ring_bytes(layout, RING, tile_tokens) + scratch_bytes(layout, tile_tokens) + passing + scores
 
 
 def staging_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:

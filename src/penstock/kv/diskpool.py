@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from zlib import crc32
 
 import numpy as np
@@ -55,7 +56,9 @@ class DiskPool:
         """Of a write that is being put, or that an interrupt has cut short."""
         self.readers = Workers(READERS, "KV reader")
         self._writers = Workers(WRITERS, "KV writer")
+        self._counting = Lock()
         self.read_bytes = self.written_bytes = 0
+        """That have come and gone, whole records, also where what came was not what had been written."""
 
     def write(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], noted: list[Task]) -> None:
         """Write records of consecutive blocks, after `ready` has returned. `rows` may not change until all tasks are done that are added to
@@ -68,7 +71,6 @@ class DiskPool:
         for task in tasks:
             self._writers.put(task)
         self._begun = []
-        self.written_bytes += rows.nbytes
 
     def read(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], noted: list[Task]) -> None:
         """Fill `rows` with the records of consecutive blocks, after `ready` has returned: tasks for `readers`, which are added to `noted`
@@ -76,7 +78,6 @@ class DiskPool:
         before = self._pending(layer)
         tasks = [Task(partial(self._read, layer, at, part, ready, before)) for at, part in _parts(first, rows)]
         noted += tasks
-        self.read_bytes += rows.nbytes
         for task in tasks:
             self.readers.put(task)
 
@@ -113,6 +114,8 @@ class DiskPool:
         found = [crc32(row[: self._content]) for row in rows]
         if _write_all(self._out, self._plain, rows.reshape(-1).data, self._place(layer, first)):
             sums[:] = found
+            with self._counting:
+                self.written_bytes += rows.nbytes
 
     def _read(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], before: Iterable[Task]) -> None:
         wait(before)
@@ -121,6 +124,8 @@ class DiskPool:
             self._file.read_direct(rows.reshape(-1).data, self._place(layer, first))
         except ReadError as fault:
             raise LostKV(f"KV of layer {layer}, blocks {first} to {first + len(rows) - 1} on disk: {fault}") from fault
+        with self._counting:
+            self.read_bytes += rows.nbytes
         for block, row in enumerate(rows, first):
             if crc32(row[: self._content]) != self._sums[layer, block]:
                 at = self._place(layer, block)

@@ -1,7 +1,7 @@
 """The name of a full KV block: a hash over everything its contents depend on, the same in every process and on every machine.
 
 A block's key chains the key of the block before it with the block's own tokens, so equal keys mean equal prefixes. The first link is a
-root that covers the model, its dtype and the layout of the KV.
+root that covers the model, its dtype, the layout of the KV and whatever else its contents depend on (`engine.boot`).
 """
 
 import sys

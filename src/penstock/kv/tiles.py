@@ -328,6 +328,16 @@ def from_fp8(rows: Tensor, blocks: Tensor) -> None:
     blocks.mul_(scales)
 
 
+def as_rested(blocks: Tensor) -> Tensor:
+    """K or V of blocks, `[blocks, block_size, kv_heads, head_dim]`, as they come back from fp8."""
+    shape = blocks.shape[-3:]
+    rows = torch.empty(len(blocks), shape.numel() + shape[1] * 4, dtype=torch.uint8, device=blocks.device)
+    to_fp8(blocks, rows)
+    back = torch.empty(blocks.shape, dtype=blocks.dtype, device=blocks.device)
+    from_fp8(rows, back)
+    return back
+
+
 def _fp8_parts(rows: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Of each row the numbers, e4m3 of this shape `[block_size, kv_heads, head_dim]`, and their scales, float32 `[1, kv_heads, 1]`."""
     values, scales = rows.tensor_split([shape.numel()], -1)

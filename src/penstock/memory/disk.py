@@ -2,14 +2,16 @@
 
 import ctypes
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from penstock.base.errors import PenstockError
 
@@ -25,6 +27,21 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
 
 class ReadError(PenstockError):
     """Bytes that a file does not give. Whoever asked for them turns this into what it means there: a bad checkpoint, a lost block."""
+
+
+class FileStamp(NamedTuple):
+    """What the file system says of a file without reading it. Two equal stamps of one file mean equal bytes where its clock has moved on
+    between two writes; the time of change (ctime) cannot be set by a program."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class DiskFile:
@@ -45,6 +62,8 @@ class DiskFile:
             self.close()
             raise ReadError(f"cannot read {path}: it is not a regular file{' or a block device' if devices else ''}")
         self.size = os.lseek(self._fd, 0, os.SEEK_END) if device else status.st_size
+        self.opened = FileStamp.of(status)
+        """The stamp when it was opened."""
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill all of `buffer` (writable bytes) from byte `offset` of the file; other threads run meanwhile.
@@ -72,6 +91,48 @@ class DiskFile:
         data = bytearray(count)
         self.read_into(memoryview(data), offset)
         return data
+
+    def stamp(self) -> FileStamp:
+        """The open file's stamp, now. Raises ReadError."""
+        assert self._fd >= 0, "stamp of a closed file"
+        try:
+            return FileStamp.of(os.fstat(self._fd))
+        except OSError as error:
+            raise ReadError(f"cannot look at {self.path}: {_reason(error)}") from error
+
+    def settle(self) -> None:
+        """Write what others have changed in memory to the disk, as far as that is possible. A write through a mapping moves the stamp only
+        when it is the first to its page since the page was written to the disk: from now on every write moves it."""
+        with suppress(OSError):
+            os.fsync(self._fd)
+
+    def file_system(self) -> str:
+        """The type of the file system that holds the file, as /proc/self/mountinfo names it; empty where that is not known."""
+        with suppress(OSError, ValueError, StopIteration):
+            facts = Path(f"/proc/self/fdinfo/{self._fd}").read_text(encoding="ascii").split()
+            mount = facts[facts.index("mnt_id:") + 1]
+            lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+            fields = next(parts for parts in map(str.split, lines) if parts[0] == mount)
+            return fields[fields.index("-") + 1]
+        return ""
+
+    def claim(self) -> bool:
+        """Take the file's advisory lock (flock) if nobody has it. Also true where the file system has none. `unclaim` gives it back."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def unclaim(self) -> None:
+        with suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def forget(self, offset: int = 0, count: int = 0) -> None:
+        """Let go of what the page cache holds of `count` bytes, or all from `offset` on, so that they are read from the disk."""
+        os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -117,10 +178,6 @@ class DirectFile(DiskFile):
         if done < len(buffer):  # This also accounts for a file that ends.
             self.read_into(buffer[done:], offset + done)
             self.forget(offset + done, len(buffer) - done)
-
-    def forget(self, offset: int = 0, count: int = 0) -> None:
-        """Let go of what the page cache holds of `count` bytes, or all from `offset` on, so that they are read from the disk."""
-        os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         fd, self._direct = self._direct, -1

@@ -1,12 +1,16 @@
-"""Triton kernels where there is Triton: loaded at first use on a GPU, since a CPU run has no need to pay for the import."""
+"""Triton kernels where there is Triton: loaded at first use on a GPU, since a CPU run has no need to pay for the import.
+
+Every function that has a kernel has a reference in plain torch as well, which does the work on a CPU, where there is no Triton, and for a
+thread that is told so (`plain_torch`).
+"""
 
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from threading import Lock, get_ident, local
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,49 +23,47 @@ if TYPE_CHECKING:
     from triton.runtime import JITFunction
 
 
-@functools.cache
 def pointwise_kernels() -> ModuleType | None:
     return _kernels("triton_pointwise")
 
 
-@functools.cache
 def attention_kernels() -> ModuleType | None:
     return _kernels("triton_attention")
 
 
-@functools.cache
 def step_kernels() -> ModuleType | None:
     return _kernels("triton_steps")
 
 
-@functools.cache
 def linear_kernels() -> ModuleType | None:
     return _kernels("triton_linear")
 
 
-@functools.cache
 def expert_kernels() -> ModuleType | None:
     return _kernels("triton_experts")
 
 
-@functools.cache
 def tile_kernels() -> ModuleType | None:
     return _kernels("triton_tiles")
 
 
-@functools.cache
 def sampling_kernels() -> ModuleType | None:
     return _kernels("triton_sampling")
 
 
-@functools.cache
 def sum_kernels() -> ModuleType | None:
     return _kernels("triton_sums")
 
 
 def _kernels(name: str) -> ModuleType | None:
+    """None while this thread does without them, and where there is no Triton."""
+    return None if _launches.plain else _loaded(name)
+
+
+@functools.cache
+def _loaded(name: str) -> ModuleType | None:
     """None where Triton is not installed: then the plain-torch references do the work."""
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return None
     module = importlib.import_module(f"penstock.ops.{name}")
     _name_all(module)
@@ -151,10 +153,28 @@ class _Launches(local):
     """Of a thread."""
 
     early = False
+    plain = False
     counters: Tensor | None = None
 
 
 _launches = _Launches()
+
+
+@contextmanager
+def plain_torch(wanted: bool = True) -> Iterator[None]:
+    """This thread meanwhile does without our kernels, if that is wanted: plain torch computes what they would."""
+    before, _launches.plain = _launches.plain, wanted or _launches.plain
+    try:
+        yield
+    finally:
+        _launches.plain = before
+
+
+def kernels_of(device: torch.device) -> tuple[str, ...]:
+    """The names of the groups of our kernels that this thread would launch on this device; none where plain torch computes."""
+    if device.type != "cuda" or _launches.plain or find_spec("triton") is None:
+        return ()
+    return tuple(kernels.__name__.removesuffix("_kernels") for kernels in _ALL)
 
 
 @contextmanager

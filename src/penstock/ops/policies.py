@@ -1,144 +1,102 @@
-"""Which blocks of far keys a step streams, and how much attention it can have missed by leaving out the rest.
+"""Policies choose which blocks of far keys a step reads, and bound how much attention lies in the rest.
 
-A policy is a pure function of a layer, a summary of the queries and the bounds of every block's keys. What it leaves out it accounts for:
-no query's score with a key lies above what the two boxes allow, the query's and the block's (after Tang et al. 2024, arXiv 2406.10774),
-so the attention mass of a block that was never read has a bound, and the answer says how far it can be from the exact one.
+A policy is a pure function of a layer and of the queries' scores with every block, as the blocks' sketches bound them (`ops.sketch`). What
+it leaves out it accounts for: the share of a query's attention that lies in blocks that were not read is at most the bound of their scores
+over that bound plus what was read, which is known exactly.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
+from penstock.ops.sketch import Scores
 
 _ROUNDING = 2.0**-23
-"""One step of float32: bounds are widened by what its arithmetic may have lost."""
 
 
-@dataclass(slots=True)
-class KeyBounds:
-    """Elementwise least and greatest of each block's keys in one layer, for blocks of one sequence in order, filled from the first.
+class Past:
+    """The `blocks` whole blocks of keys before queries at positions [start, stop), to be scored if anybody asks."""
 
-    low, high: float32 `[capacity, kv_heads, dim]`, of which the blocks that hold the first `tokens` tokens count.
-    """
+    def __init__(self, blocks: int, block_size: int, start: int, stop: int, score: Callable[[], Scores]) -> None:
+        self.blocks, self.block_size, self.start, self.stop, self._score = blocks, block_size, start, stop, score
 
-    low: Tensor
-    high: Tensor
-    block_size: int
-    tokens: int = 0
-
-    @classmethod
-    def empty(cls, capacity: int, kv_heads: int, dim: int, block_size: int, device: torch.device) -> "KeyBounds":
-        shape = (capacity, kv_heads, dim)
-        low = torch.full(shape, torch.inf, dtype=torch.float32, device=device)
-        return cls(low, torch.full_like(low, -torch.inf), block_size)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.tokens // self.block_size)
-
-    def append(self, keys: Tensor) -> None:
-        """The sequence's next keys, `[tokens, kv_heads, dim]`, wherever in a block they begin and end."""
-        count = len(keys)
-        if not count:
-            return
-        first, before = divmod(self.tokens, self.block_size)
-        after = -(before + count) % self.block_size
-        # Keys said again at either end change neither bound and make the blocks whole.
-        whole = torch.cat((keys[:1].expand(before, -1, -1), keys, keys[-1:].expand(after, -1, -1)))
-        low, high = whole.view(-1, self.block_size, *whole.shape[1:]).float().aminmax(dim=1)
-        self.tokens += count
-        part = slice(first, self.blocks)
-        torch.minimum(self.low[part], low, out=self.low[part])
-        torch.maximum(self.high[part], high, out=self.high[part])
-
-
-@dataclass(frozen=True, slots=True)
-class QuerySummary:
-    """The box of the queries at positions [start, stop): elementwise least and greatest, scaled, float32 `[heads, dim]`."""
-
-    low: Tensor
-    high: Tensor
-    start: int
-    stop: int
-
-    @classmethod
-    def of(cls, q: Tensor, scale: float, start: int) -> "QuerySummary":
-        """Of queries `[queries, heads, dim]`, the first at position `start`."""
-        low, high = (q.float() * scale).aminmax(dim=0)
-        return cls(low, high, start, start + len(q))
+    @cached_property
+    def scores(self) -> Scores:
+        return self._score()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Blocks to stream, int64 ascending. skipped: float32 `[heads]`, no less than the log of the sum of exp(score) over all other keys
-    in sight, whichever of the queries asks; -inf where there are none."""
+    """The blocks to read, bool `[blocks]`, and a bound on the rest: skipped, float32 `[queries, heads]`, is no less than the log of the sum
+    of exp(score) over all keys that are not read; -inf where there are none. None: everything is read."""
 
-    blocks: Tensor
+    keep: Tensor
     skipped: Tensor
 
     def missed(self, lse: Tensor) -> Tensor:
-        """What fraction of each query's attention lies, at most, in skipped blocks: float32 `[queries, heads]`.
+        """Bound what fraction of each query's attention lies in skipped blocks: float32 `[queries, heads]`.
 
-        lse: log-sum-exp of all scores that were seen, of streamed blocks and whatever else, float32 `[queries, heads]`, right to its
+        lse: log-sum-exp of all scores that were seen, of blocks that were read and whatever else, float32 `[queries, heads]`, right to its
         last bits: an error in it is an error of the answer.
         """
-        room = 8 * _ROUNDING * (1 + self.skipped.abs() + lse.abs())
+        room = _ROUNDING * (64 + 8 * (self.skipped.abs() + lse.abs()))
         share = torch.sigmoid(self.skipped - lse + room) * (1 + 4 * _ROUNDING)
+        share = share.nan_to_num_(1.0)  # nothing is known
         share.clamp_(torch.finfo(torch.float32).tiny, 1.0)  # too little to be told is not none
         return share.masked_fill(self.skipped == -torch.inf, 0.0)
 
 
 class Policy(Protocol):
-    def __call__(self, layer: int, query: QuerySummary, bounds: KeyBounds) -> Choice: ...
+    def __call__(self, layer: int, past: Past) -> Choice | None: ...
 
 
-def full(layer: int, query: QuerySummary, bounds: KeyBounds) -> Choice:
-    """Everything: exact."""
-    blocks = _in_sight(query, bounds)
-    return Choice(torch.arange(blocks, device=query.low.device), torch.full(query.low.shape[:1], -torch.inf, device=query.low.device))
+def full(layer: int, past: Past) -> None:
+    """Read everything: exact."""
 
 
 def window(sinks: int, recent: int) -> Policy:
-    """The first `sinks` tokens, the `recent` ones before the first query, and all between the queries, as whole blocks."""
+    """Read the first `sinks` tokens and the `recent` ones before the first query, as whole blocks."""
 
-    def choose(layer: int, query: QuerySummary, bounds: KeyBounds) -> Choice:
-        upper = block_bounds(query, bounds)
-        begin = torch.arange(upper.shape[1], device=upper.device) * bounds.block_size
-        return _choice((begin < sinks) | (begin + bounds.block_size > query.start - recent), upper)
+    def choose(layer: int, past: Past) -> Choice | None:
+        begins = range(0, past.blocks * past.block_size, past.block_size)
+        kept = [begin < sinks or begin + past.block_size > past.start - recent for begin in begins]
+        if all(kept):
+            return None
+        scores = past.scores
+        return _choice(torch.tensor(kept, device=scores.upper.device), scores)
 
     return choose
 
 
 def topk(count: int, *, dense_layers: int = 0) -> Policy:
-    """The `count` blocks whose bounds allow the most attention, all heads together; everything in the first `dense_layers` layers."""
+    """Read the `count` blocks that are likely to have the most attention, all heads together; everything in the first `dense_layers`
+    layers."""
 
-    def choose(layer: int, query: QuerySummary, bounds: KeyBounds) -> Choice:
-        if layer < dense_layers or count >= _in_sight(query, bounds):
-            return full(layer, query, bounds)
-        upper = block_bounds(query, bounds)
-        return _choice(_best(upper, count), upper)
+    def choose(layer: int, past: Past) -> Choice | None:
+        if layer < dense_layers or count >= past.blocks:
+            return None
+        return _choice(_best(past.scores, count), past.scores)
 
     return choose
 
 
 def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
-    """For prefill: the `columns` best blocks, and those that lie `slashes` blocks before one that holds a query (0: its own).
+    """For prefill: read the `columns` best blocks, and those that lie `slashes` blocks before one that holds a query.
 
-    The two patterns of block-sparse prefill (after Jiang et al. 2024, arXiv 2407.02490); one choice is one row of `block_mask`.
+    The two patterns of block-sparse prefill (after Jiang et al. 2024, arXiv 2407.02490).
     """
 
-    def choose(layer: int, query: QuerySummary, bounds: KeyBounds) -> Choice:
-        upper = block_bounds(query, bounds)
-        keep = _best(upper, columns)
+    def choose(layer: int, past: Past) -> Choice | None:
+        keep = _best(past.scores, columns)
         for distance in slashes:
-            first, last = query.start // bounds.block_size - distance, (query.stop - 1) // bounds.block_size - distance
+            first, last = past.start // past.block_size - distance, (past.stop - 1) // past.block_size - distance
             keep[max(first, 0) : max(last + 1, 0)] = True
-        return _choice(keep, upper)
+        return _choice(keep, past.scores)
 
     return choose
 
@@ -163,44 +121,12 @@ def policy_of(text: str) -> Policy | None:
     return made[name][1](*values)
 
 
-def block_mask(policy: Policy, layer: int, queries: Sequence[QuerySummary], bounds: KeyBounds) -> Tensor:
-    """Which blocks each piece of a chunk attends to under a policy: bool `[pieces, blocks]`."""
-    mask = torch.zeros(len(queries), bounds.blocks, dtype=torch.bool, device=bounds.low.device)
-    for row, query in zip(mask, queries, strict=True):
-        row[policy(layer, query, bounds).blocks] = True
-    return mask
-
-
-def block_bounds(query: QuerySummary, bounds: KeyBounds) -> Tensor:
-    """No less than the log of the sum of exp(score) over each block's keys, for any of the queries: float32 `[heads, blocks in sight]`.
-
-    Boxes as centre and radius: (c + a)(m + b) <= cm + |c|s + r|m| + rs for |a| <= r, |b| <= s; for a single query, r = 0, it is reached.
-    """
-    blocks = _in_sight(query, bounds)
-    kv_heads, dim = bounds.low.shape[1:]
-    low, high = (x[:blocks].transpose(0, 1) for x in (bounds.low, bounds.high))
-    middle, spread = (low + high) / 2, (high - low) / 2
-    centre, radius = ((x / 2).view(kv_heads, -1, dim) for x in (query.low + query.high, query.high - query.low))
-    reach = centre.abs() + radius
-    upper = centre @ middle.mT + reach @ spread.mT + radius @ middle.abs().mT
-    upper += (dim + 8) * _ROUNDING * (reach @ (middle.abs() + spread).mT)  # what float32 may have lost
-    upper += math.log(bounds.block_size)
-    if blocks == bounds.blocks and blocks:
-        upper[..., -1] += math.log((bounds.tokens - 1) % bounds.block_size + 1) - math.log(bounds.block_size)
-    return upper.reshape(-1, blocks)
-
-
-def _in_sight(query: QuerySummary, bounds: KeyBounds) -> int:
-    """Blocks that begin no later than the last query."""
-    return min(bounds.blocks, -(-query.stop // bounds.block_size))
-
-
-def _best(upper: Tensor, count: int) -> Tensor:
-    """The blocks with the largest shares, summed over heads, of what the bounds allow: bool `[blocks]`."""
-    keep = torch.zeros(upper.shape[1], dtype=torch.bool, device=upper.device)
-    keep[upper.softmax(1).sum(0).topk(min(count, upper.shape[1])).indices] = True
+def _best(scores: Scores, count: int) -> Tensor:
+    """The blocks with the largest likely shares of attention, summed over queries and heads: bool `[blocks]`."""
+    keep = torch.zeros(scores.likely.shape[2], dtype=torch.bool, device=scores.likely.device)
+    keep[scores.likely.softmax(2).sum((0, 1)).topk(min(count, len(keep))).indices] = True
     return keep
 
 
-def _choice(keep: Tensor, upper: Tensor) -> Choice:
-    return Choice(keep.nonzero()[:, 0], upper.masked_fill(keep, -torch.inf).logsumexp(1))
+def _choice(keep: Tensor, scores: Scores) -> Choice:
+    return Choice(keep, scores.upper.masked_fill(keep, -torch.inf).logsumexp(2))

@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from penstock.api.llm import LLM
 from penstock.api.outputs import Completion
-from penstock.base.meter import Direction, KVStats, TierStats, WeightStats
+from penstock.base.meter import SHARES, Direction, KVStats, MissedStats, Passes, TierStats, WeightStats
 from penstock.engine.engine import Stats
 from penstock.step.plan import Route
 
@@ -173,10 +173,12 @@ class _Engine(Collector):
         stats, weights = self._desk.stats, self._llm.booted.weights.stats()
         kv, tiers = stats.kv or _NO_KV, stats.tiers or _NO_TIERS
         yield from _of_steps(stats, max(self._desk.outputs - stats.running, stats.waiting))
+        yield from _of_passes(stats.passes, weights)
         yield from _of_weights(weights)
         crossed = _crossed(weights, kv, tiers)
         yield from _of_links(weights, crossed, self._rates.of(crossed, monotonic()))
         yield from _of_kv(self._llm, stats, kv, tiers)
+        yield from _of_missed(stats.missed)
         scheduler = self._llm.booted.engine.scheduler
         yield from _of_tiers(tiers, scheduler.tiers.counts.moved[Route.UP], scheduler.tiers.pages.given_up)
 
@@ -209,6 +211,32 @@ def _of_steps(stats: Stats, waiting: int) -> Iterator[Metric]:
     yield _counter("generation_tokens", "Tokens of outputs.", stats.output_tokens)
 
 
+def _of_passes(passes: Passes, weights: WeightStats) -> Iterator[Metric]:
+    counts = {"decode": passes.decode, "prefill": passes.prefill}
+    yield _counters("passes", "Steps of the engine, each a pass over the model.", "kind", counts)
+    seconds = {"decode": passes.decode_seconds, "prefill": passes.prefill_seconds}
+    yield _counters("pass_seconds", "Time that they took.", "kind", seconds)
+    yield _gauge("pass_predicted_seconds", "What a decode pass was predicted to take at start; 0 if it was not.", weights.predicted)
+
+
+def _of_missed(missed: MissedStats) -> Iterator[Metric]:
+    ends = [*map(floatToGoString, SHARES), "+Inf"]
+    shares = HistogramMetricFamily(
+        _PREFIX + "attention_missed_share", "Bound on the attention that a policy's choice has missed, 1 is all.", labels=["heads"]
+    )
+    for heads, buckets, total in (
+        ("worst", missed.worst_buckets, missed.worst_total),
+        ("mean", missed.mean_buckets, missed.mean_total),
+    ):
+        shares.add_metric([heads], list(zip(ends, accumulate(buckets), strict=True)), total)
+    yield shares
+    yield _gauge("attention_missed_share_max", "The largest of these bounds, of any head and token, since the start.", missed.most)
+    yield _counter("attention_choices", "Choices of attention policies: blocks that queries read in a layer.", missed.choices)
+    yield _counter("attention_fallbacks", "Of these, the ones that might have missed too much: everything was read.", missed.fallbacks)
+    blocks = {"read": missed.blocks_read, "skipped": missed.blocks - missed.blocks_read}
+    yield _counters("attention_blocks", "KV blocks that policies chose from, by what became of them.", "choice", blocks)
+
+
 def _of_weights(stats: WeightStats) -> Iterator[Metric]:
     at = {"device": stats.device, "host": stats.host, "disk": stats.disk}
     yield _gauges("weights_bytes", "Bytes of weights, by where they stay.", "tier", at)
@@ -219,12 +247,12 @@ def _of_weights(stats: WeightStats) -> Iterator[Metric]:
 
 
 def _crossed(weights: WeightStats, kv: KVStats, tiers: TierStats) -> Mapping[str, int]:
-    """Bytes that have gone over each link. What long contexts read back from disk and write there is not counted."""
+    """Bytes that have gone over each link: weights, KV of long contexts, and KV that is kept for later requests."""
     return {
         "host to device": weights.copied + kv.copied + tiers.up.bytes,
         "device to host": kv.sent + tiers.down.bytes,
-        "disk to host": weights.read + tiers.inward.bytes,
-        "host to disk": tiers.outward.bytes,
+        "disk to host": weights.read + kv.read + tiers.inward.bytes,
+        "host to disk": kv.written + tiers.outward.bytes,
     }
 
 
@@ -247,6 +275,8 @@ def _of_kv(llm: LLM, stats: Stats, kv: KVStats, tiers: TierStats) -> Iterator[Me
     yield _gauges("far_kv_bytes", "KV of long contexts, by where it rests.", "tier", {"host": kv.host, "disk": kv.disk})
     yield _counter("far_kv_copied_bytes", "Bytes of it that came to the device.", kv.copied)
     yield _counter("far_kv_sent_bytes", "Bytes of it that left the device.", kv.sent)
+    yield _counter("far_kv_read_bytes", "Bytes of it that were read from disk.", kv.read)
+    yield _counter("far_kv_written_bytes", "Bytes of it that were written to disk.", kv.written)
 
 
 def _of_tiers(stats: TierStats, loaded: int, given_up: int) -> Iterator[Metric]:

@@ -21,6 +21,7 @@ from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import REQUEST_BYTES, ReadError, run_all
 from penstock.weights.generation import GenerationDefaults, read_generation
+from penstock.weights.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.jsonfile import read_object, shown
 from penstock.weights.shards import Shards, Stored
 
@@ -31,8 +32,9 @@ SERIAL = 32768
 """Elements converted by one call: as many as torch does without waking threads of its own, which would fight with ours for cores."""
 READ_THREADS = 4
 """Two read cached files twice as fast as one (12.7 against 6.5 GB/s on two cores); a cold disk wants some more in flight."""
-PAGE_BYTES, PAGES = 4096, 6
-"""What the fingerprint looks at in each tensor."""
+FINGERPRINT_BYTES = 16
+_FINGERPRINT = "penstock checkpoint", 2
+"""Format and version of what the fingerprint is a digest of. Version 1 looked at samples of the weights."""
 GAP_BYTES = 4096
 """Between lines of a tensor that are read, less than this is read with them: it holds no page that a disk could leave out."""
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -47,19 +49,30 @@ class Checkpoint:
     Methods may be called from one thread at a time; reads are spread over threads of its own.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, object], generation: GenerationDefaults, shards: Shards, spec: ModelSpec) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, object],
+        generation: GenerationDefaults,
+        shards: Shards,
+        spec: ModelSpec,
+        memory: Memory,
+    ) -> None:
         self.path = path
         self.config = config
         self.generation = generation
         self.spec = spec
         self.names: TensorNames = family_of(config).names
         self._shards = shards
+        self._memory = memory
+        self._hashing: Hashing | None = None
         self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="checkpoint")
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, cache: Path | None = None) -> Self:
         """The checkpoint in directory `path`: config.json, generation_config.json if there, safetensors in one file or in shards.
 
+        cache: the directory where digests of weight files are remembered, so that `fingerprint` need not read them again.
         Raises CheckpointError for what is missing, damaged or malformed, UnsupportedModelError for models this engine does not run.
         """
         if not os.path.isdir(path):  # Unlike Path.is_dir, an answer also for a path that cannot be looked at.
@@ -81,7 +94,7 @@ class Checkpoint:
         except CheckpointError:
             shards.close()
             raise
-        return cls(path, config, generation, shards, _with_dtype(spec, config, shards))
+        return cls(path, config, generation, shards, _with_dtype(spec, config, shards), Memory(cache))
 
     def verify(self, layouts: Iterable[GroupLayout]) -> None:
         """Check that the files hold exactly the tensors that `layouts`, of the whole model, are made from, in shapes and dtypes to match.
@@ -142,26 +155,43 @@ class Checkpoint:
                 begin = stop
         into[at - start :].zero_()
 
-    def fingerprint(self) -> bytes:
-        """16 bytes that are the same in every process, on every machine and under every path for the same model, and differ for others.
+    def identify(self) -> int:
+        """Begin to find the fingerprint, on other threads, unless that has begun. Weights may be read meanwhile.
 
-        Covered: every value of the spec; names, dtypes and shapes of all tensors; names and sizes of the weight files; and of each tensor
-        PAGES pages of PAGE_BYTES, evenly spaced, the first and last included (smaller tensors whole). Not covered: the bytes in between, so
-        a change to a few rows of a large matrix may go unseen, while training or quantising anew does not; file times; tokenizer and
-        generation settings. Reads about 24 KiB a tensor. Raises CheckpointError.
+        Returns the bytes that are to be read and hashed for it: 0 if all are remembered. Raises CheckpointError.
         """
-        tensors = sorted(self._shards.tensors.items())
-        what = {
-            "spec": dataclasses.asdict(self.spec),
-            "files": [(file.path.name, file.size) for file in self._shards.files],
-            "tensors": [(name, stored.entry.dtype, stored.entry.shape) for name, stored in tensors],
-        }
-        digest = hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=16)
-        for sample in self._pool.map(_sample, [stored for _, stored in tensors]):
-            digest.update(sample)
-        return digest.digest()
+        if self._hashing is None:
+            self._hashing = Hashing(self._shards.files, self._memory)
+        return self._hashing.todo_bytes
+
+    def digests(self) -> Digests:
+        """The digests of the weight files, and what it took to know them; waits for `identify`. Raises CheckpointError."""
+        self.identify()
+        assert self._hashing is not None
+        return self._hashing.result()
+
+    def fingerprint(self) -> bytes:
+        """FINGERPRINT_BYTES that are the same in every process, on every machine and under every path for the same model, and differ for
+        others.
+
+        Covered: every value of the spec; names and sizes of the weight files; and every byte of them, so names, dtypes and shapes of all
+        tensors too. Not covered: file times; tokenizer, chat template and generation settings, on which neither weights nor KV depend.
+        Reads all weight files once, in the background if `identify` was called; not even that where `open` was given a cache that
+        remembers them. Raises CheckpointError, also if a file changes meanwhile.
+        """
+        digests = self.digests().files
+        files = [[file.path.name, file.size, digest] for file, digest in zip(self._shards.files, digests, strict=True)]
+        what = {"format": _FINGERPRINT, "spec": dataclasses.asdict(self.spec), "files": files}
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
+
+    def expect_unchanged(self) -> None:
+        """Raises CheckpointError unless all that was read until now is what the fingerprint was made from, if it was made at all."""
+        if self._hashing is not None:
+            self._hashing.expect_unchanged()
 
     def close(self) -> None:
+        if self._hashing is not None:
+            self._hashing.close()
         self._pool.shutdown()
         self._shards.close()
 
@@ -190,12 +220,17 @@ class Checkpoint:
             return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= self.spec.layers)
         head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
         alike = (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
-        if not alike or _sample(head) != _sample(embedding):
+        if not alike or not self._same(head, embedding):
             raise CheckpointError(
                 f"{head.file.path} holds a {_HEAD} that is not {_EMBEDDING}, while config.json ties them; "
                 "if it is the right head, set tie_word_embeddings to false"
             )
         return True
+
+    def _same(self, one: Stored, other: Stored) -> bool:
+        """Whether two tensors of one size have the same bytes. Raises CheckpointError."""
+        places = one.file, one.entry.offset, other.file, other.entry.offset
+        return same_bytes_remembered(*places, one.entry.size, self._memory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -297,19 +332,6 @@ def _round(stored: Stored, read: torch.Tensor, into: torch.Tensor) -> None:
         narrowed = filled.dtype is torch.float16 and block.dtype is not torch.float16
         if narrowed and not all(extreme.isfinite() for extreme in torch.aminmax(filled)):
             raise CheckpointError(f"{stored.file.path}: tensor {stored.name} has values beyond float16; choose another dtype")
-
-
-def _sample(stored: Stored) -> bytes:
-    """The digest of a tensor's pages that the fingerprint looks at. Raises CheckpointError."""
-    size, digest = stored.entry.size, hashlib.blake2b(digest_size=16)
-    whole = size <= PAGES * PAGE_BYTES
-    starts = [0] if whole else [(size - PAGE_BYTES) * page // (PAGES - 1) for page in range(PAGES)]
-    try:
-        for start in starts:
-            digest.update(stored.file.read(stored.entry.offset + start, size if whole else PAGE_BYTES))
-    except ReadError as error:
-        raise CheckpointError(str(error)) from error
-    return digest.digest()
 
 
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:

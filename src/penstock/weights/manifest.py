@@ -23,7 +23,8 @@ from penstock.base.errors import CheckpointError
 from penstock.weights.jsonfile import parse_object, shown
 
 MANIFEST, STORE = "manifest.json", "weights.bin"
-VERSION = 1
+VERSION = 2
+"""1 had the fingerprint of samples of the checkpoint, which did not prove what it was made of."""
 PAGE = 4096
 """Every run starts and ends at a multiple, so that a disk can read it straight into memory (O_DIRECT)."""
 PIECE_BYTES = 8 << 20
@@ -86,7 +87,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     fingerprint: str
-    """Of the checkpoint that was packed, 16 bytes in hex."""
+    """Of the checkpoint that was packed, over every byte of it: 16 bytes in hex."""
     config: str
     """Checksum of what config.json says."""
     dtype: str
@@ -121,6 +122,13 @@ class Manifest:
         values = (_FORMAT, VERSION, self.fingerprint, self.config, self.dtype, self.store, dict(self.files))
         shard = {} if self.shard == WHOLE else {_SHARD: [self.shard.rank, self.shard.ranks]}
         return seal({**dict(zip(_KEYS[:-1], values, strict=True)), **shard, _KEYS[-1]: groups})
+
+    def identity(self) -> str:
+        """A digest, in hex, of all bytes of the weights, by their digests here, and of what they are. Neither the checkpoint that the pack
+        says it was made from nor the store's place is part of it."""
+        groups = [[run.id, run.size, encoded(run.digests), [_field(field) for field in run.fields]] for run in self.runs]
+        what = [_FORMAT, VERSION, self.dtype, [self.shard.rank, self.shard.ranks], groups]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def check(self, layouts: Sequence[GroupLayout], where: str) -> None:
         """Raises CheckpointError unless the groups are exactly those of `layouts`."""
@@ -188,7 +196,8 @@ def parse(data: bytes | bytearray, where: str) -> Manifest:
     if body.get("format") != _FORMAT:
         raise CheckpointError(f"{where} is no pack's manifest: its format is {shown(body.get('format'))}, not {_FORMAT!r}")
     if body.get("version") != VERSION or isinstance(body["version"], bool):
-        raise CheckpointError(f"{where} has version {shown(body.get('version'))}; this penstock reads {VERSION}; pack the model again")
+        fault = f"has version {shown(body.get('version'))}; this penstock reads {VERSION}"
+        raise CheckpointError(f"{where} {fault}; remove the pack, and pack the model again")
     if tuple(body) not in ((*_KEYS, "checksum"), (*_KEYS[:-1], _SHARD, _KEYS[-1], "checksum")):
         raise CheckpointError(f"{where} is damaged: it has the keys {shown(list(body))}, not {', '.join(_KEYS)} and checksum")
     del body["checksum"]

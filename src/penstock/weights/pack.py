@@ -1,12 +1,14 @@
 """A pack: a model directory whose weights rest as one aligned run for each group, in the order of a pass. Here it is read."""
 
+import hashlib
+import json
 import os
 import stat
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +22,7 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DirectFile, DiskFile, ReadError
-from penstock.weights.checkpoint import MAX_CONFIG_BYTES
+from penstock.weights.checkpoint import FINGERPRINT_BYTES, MAX_CONFIG_BYTES
 from penstock.weights.generation import GenerationDefaults, read_generation
 from penstock.weights.jsonfile import read_object
 from penstock.weights.manifest import (
@@ -60,8 +62,8 @@ class Pack:
             self.store = DirectFile(manifest.store_path(path))
         except ReadError as error:
             raise CheckpointError(str(error)) from error
-        device = is_block_device(self.store.path)
-        if self.store.size < manifest.size or (self.store.size > manifest.size and not device):
+        self._device = is_block_device(self.store.path)
+        if self.store.size < manifest.size or (self.store.size > manifest.size and not self._device):
             fault = self._fault(self.store.size) if self.store.size < manifest.size else "it is not of this pack"
             self.store.close()
             raise CheckpointError(f"{self.store.path} has {self.store.size} bytes instead of {manifest.size}: {fault}")
@@ -86,6 +88,11 @@ class Pack:
             read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {}, config, spec.vocab_size, str(side)
         )
         return cls(path, config, generation, manifest)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the store may have been written since it was opened. Of a block device that is not known, and this is false."""
+        return not self._device and self.store.stamp() != self.store.opened
 
     def offset_of(self, group: GroupId) -> int:
         """Where the group's run starts in the store: a multiple of PAGE."""
@@ -147,8 +154,13 @@ class Pack:
                     progress(run.piece_length(start))
 
     def fingerprint(self) -> bytes:
-        """That of the checkpoint it was made from: 16 bytes, as Checkpoint.fingerprint gives them."""
-        return bytes.fromhex(self.manifest.fingerprint)
+        """16 bytes that are the same for packs with the same weights and spec, wherever they are, and differ for others.
+
+        Made of the manifest's digests of every piece, which what is read is held against, and of the spec. What the manifest says of the
+        checkpoint it was made from proves nothing and is no part of it: so it is not that checkpoint's fingerprint.
+        """
+        what = [self.manifest.identity(), asdict(self.spec)]
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
 
     def close(self) -> None:
         self.store.close()

@@ -19,6 +19,8 @@ from penstock.weights.pack import Pack
 from penstock.weights.packing import JOURNAL, Progress, locked, write_locked
 from penstock.weights.shards import INDEX, SINGLE
 
+_SLOW = 4 << 30
+"""Bytes of a checkpoint to be hashed from which on it takes long enough to be said."""
 _UNFIT = re.compile(r"[^\w.-]", re.ASCII)
 
 
@@ -28,9 +30,13 @@ def cached_pack(
     """The pack of a checkpoint's weights, or a shard's, as `dtype` under `directory`, written first if it is not there, or not all of it.
 
     `say` is told in one line what takes so long, before it is begun: writing, or waiting for another process that does. `progress` is told
-    of bytes as write_pack does. What is not weights, which the model's fingerprint does not cover, is the checkpoint's own in the pack that
-    is returned. Raises CheckpointError for a damaged checkpoint or pack, which is left as it is, PackError where it cannot be written.
+    of bytes as write_pack does. The pack is found by the checkpoint's fingerprint, over every byte of its weights. What is not weights, on
+    which that does not depend, is the checkpoint's own in the pack that is returned.
+
+    Raises CheckpointError for a damaged checkpoint or pack, which is left as it is, PackError where it cannot be written.
     """
+    if (unknown := checkpoint.identify()) >= _SLOW:
+        say(f"reading {format_size(unknown)} of weights, once, to know which pack is theirs")
     fingerprint = checkpoint.fingerprint()
     path = directory / f"{_UNFIT.sub('_', checkpoint.path.resolve().name)[:80]}-{fingerprint.hex()}-{dtype}"
     if shard.ranks > 1:
@@ -46,7 +52,7 @@ def cached_pack(
         pack = Pack.open(path, shard)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; it is a pack that penstock made: remove {path}, and the next run makes it anew") from error
-    if (pack.fingerprint(), pack.dtype) != (fingerprint, dtype):
+    if (pack.manifest.fingerprint, pack.dtype) != (fingerprint.hex(), dtype):
         pack.close()
         raise CheckpointError(f"{path} holds a pack of another model or dtype than its name says; remove it")
     pack.config, pack.generation = checkpoint.config, checkpoint.generation

@@ -198,7 +198,8 @@ def _difference(one: Manifest, other: Manifest) -> str:
     for name, what in (("fingerprint", "model"), ("config", "config.json"), ("dtype", "dtype"), ("shard", "shard"), ("store", "store")):
         if getattr(one, name) != getattr(other, name):
             return f"{what} ({getattr(one, name)})" if name == what else what
-    return ""
+    names = sorted({*one.files, *other.files} - {"config.json"})  # Of which only what it says matters.
+    return next((name for name in names if one.files.get(name) != other.files.get(name)), "")
 
 
 @dataclass
@@ -225,8 +226,11 @@ class _Packing:
                 if not device:
                     os.ftruncate(store, self.plan.size)
                 os.fsync(store)
-        if self.checkpoint.fingerprint().hex() != self.plan.fingerprint:
-            raise CheckpointError(f"{self.checkpoint.path} changed while it was packed; remove {self.out} and run the same command again")
+        try:
+            self.checkpoint.expect_unchanged()
+        except CheckpointError as error:
+            where = f"{self.checkpoint.path} changed while it was packed"
+            raise CheckpointError(f"{where}; remove {self.out} and run the same command again") from error
         if not device:
             os.rename(target, whole)
             _sync_directory(whole.parent)

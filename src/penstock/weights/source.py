@@ -28,13 +28,16 @@ class Source(Protocol):
 
 
 class PackSource:
-    """Owns the pack."""
+    """Owns the pack. Every piece is held against the manifest's digest when it is first read; and whenever it is read again, if the store
+    may have been written meanwhile."""
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
         self.pack.read_piece(layout.id, start, into, check)
+        if not check and self.pack.changed:
+            self.pack.read_piece(layout.id, start, into, True)
 
     def close(self) -> None:
         self.pack.close()

@@ -56,7 +56,7 @@ class WeightStream:
         on_host = host_ring.size + placement.resting(Tier.HOST)
         self.bytes = on_device + (experts.device if experts else 0)
         self.host_bytes = on_host + (experts.host if experts else 0)
-        self._room = experts
+        self.room = experts
         self._arena = Arena(self.bytes, device)
         self._host = Arena(self.host_bytes, torch.device("cpu"), pinned_for=device)
         self._homes = {
@@ -163,8 +163,8 @@ class WeightStream:
     @property
     def experts_rest(self) -> bool:
         """Whether all experts of all layers are on the device for good."""
-        if self._room is not None:
-            return self._room.on_device == self._room.experts
+        if self.room is not None:
+            return self.room.on_device == self.room.experts
         return all(id in self._views for ids in self._experts_of.values() for id in ids)
 
     def standing(self) -> "Standing":
@@ -198,7 +198,7 @@ class WeightStream:
             self._experts.release_wave(wave)
 
     def stats(self) -> WeightStats:
-        placement, rates, room, moving = self.placement, self.rates, self._room, self._moving
+        placement, rates, room, moving = self.placement, self.rates, self.room, self._moving
         stalled = self._waits.stalled()
         disk = min(sum(one.disk_late for one in moving), stalled)
         on_disk = placement.resting(Tier.DISK) + (room.on_disk * room.size if room else 0)

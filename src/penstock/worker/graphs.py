@@ -64,7 +64,7 @@ def why_not(spec: ModelSpec, device: torch.device, *, experts_rest: bool) -> str
     """Why decode steps of this model cannot be recorded on this device; None if they can. experts_rest: whether all experts, if it has
     any, are on the device for good."""
     if not reads_pages(device):
-        return "there is no kernel that reads pages" if device.type == "cuda" else "there is no CUDA device"
+        return "no kernel of our own reads pages" if device.type == "cuda" else "there is no CUDA device"
     if spec.moe is not None and not experts_rest:
         return "experts stream, and the host has to know which of them a router chooses"
     if spec.rope.kind is RopeKind.DYNAMIC:

@@ -1,7 +1,7 @@
 """Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory is the rows' tables."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -14,7 +14,7 @@ from penstock.memory.device import lift_cap
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.ops.attention import PAST_TILE
-from penstock.ops.kernels import early_launches
+from penstock.ops.kernels import early_launches, plain_torch
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Landed, Outcome, Plan, Result, Row, Share, TokenLogprob
 from penstock.weights.stream import WeightStream
@@ -35,7 +35,8 @@ SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
 class Runner:
     """One device's worker."""
 
-    def __init__(self, decoder: Decoder, inputs: InputBuilder, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, inputs: InputBuilder, sampler: Sampler, device: torch.device, *, kernels: bool = True) -> None:
+        """kernels: whether to launch those of our own, where there are any; plain torch computes otherwise."""
         self._decoder = decoder
         self._device = device
         self._weights: Weights | None = None
@@ -43,6 +44,7 @@ class Runner:
         self._sampler = sampler
         # Kernels of our own are launched on the thread's current device, which need not be this one.
         self._current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        self._kernels = kernels
         self._pool: KVPool | None = None
         self._carrier: Carrier | None = None
         self._early = False
@@ -64,12 +66,18 @@ class Runner:
         assert isinstance(weights, WeightStream), "record before attach"
         assert pool is not None
         table = self._inputs.keep_on_device()
-        with self._current, torch.inference_mode():
+        with self._here(), torch.inference_mode():
             sizes = {"rows": rows, "tokens": tokens, "max_length": max_length}
             step = DecodeStep(self._decoder, self._inputs.angles, pool, table, self._sampler.newest, **sizes)
             self._graphs = DecodeGraphs(step, weights, rows, tokens)
             self._graphs.record(record_runs=record_runs, early=self._early)
         return self._graphs
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """Work on this device, by the kernels that are wanted."""
+        with self._current, plain_torch(not self._kernels):
+            yield
 
     @property
     def carrier(self) -> Carrier | None:
@@ -107,7 +115,7 @@ class Runner:
 
     @torch.inference_mode()
     def _begin(self, plan: Plan, layers: tuple[int, ...] | None) -> "Begun":
-        with self._current:
+        with self._here():
             begun = perf_counter()
             for admission in plan.admissions:
                 self._sampler.admit(admission)
@@ -120,7 +128,7 @@ class Runner:
     def end(self, begun: "Begun") -> Outcome:
         """Wait for a plan that was begun, the first of those that have not ended."""
         plan, transfers = begun.plan, self._carrier.transfers if self._carrier else None
-        with self._current:
+        with self._here():
             results = begun.results()
             if transfers is not None and not (plan.shares or plan.transfers or plan.forget):
                 transfers.wait(_PATIENCE)

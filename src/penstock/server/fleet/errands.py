@@ -14,6 +14,7 @@ from penstock.api.structures import Structures
 from penstock.api.text import Tokenizer
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import EngineClosedError, LengthError, PenstockError, RequestError
+from penstock.base.meter import MissedStats, Passes
 from penstock.engine.boot import Booted
 from penstock.engine.engine import Stats
 from penstock.kv.keys import block_keys, root_key
@@ -137,7 +138,7 @@ class FarLLM(LLM):
         return Sendable(*(getattr(ready, field.name) for field in fields(Ready)), given=prompt, params=params, keys=keys, size=size)
 
     def stats(self) -> Stats:
-        return Stats(0, 0, 1, 1, 0, 0, 0, 0, 0, None, None)
+        return Stats(0, 0, 1, 1, 0, 0, 0, 0, 0, None, None, MissedStats(), Passes())
 
     def close(self) -> None:
         self._structures.close()

@@ -564,7 +564,7 @@ function showState(state) {
     if (link) views[name].show(link);
   }
   showCache(state.cache);
-  showPlan(state.plan);
+  showPlan(state.plan, state.missed);
   $("gauges").hidden = false;
 }
 
@@ -588,7 +588,7 @@ function showCache(found) {
   cache.show(parts, all, `of ${number(all)} prompt tokens ${parts.map((part) => `${part.written} ${part.name}`).join(", ")}`);
 }
 
-function showPlan(plan) {
+function showPlan(plan, missed) {
   const rows = [["rest on the device", size(plan.device)], ["rest on the host", size(plan.host)], ["rest on disk", size(plan.disk)]];
   let last = "All stay on the device; nothing streams.";
   if (plan.binding) {
@@ -596,6 +596,9 @@ function showPlan(plan) {
     if (plan.read) rows.push(["read in a pass", size(plan.read)]);
     rows.push(["a pass takes", plan.measured ? `${number(plan.measured)} s` : "–"], ["predicted", `${number(plan.seconds)} s`]);
     last = `Bound by ${{ disk: "the disk", link: "the link from host to device", compute: "arithmetic" }[plan.binding] ?? plan.binding}.`;
+  }
+  if (missed.choices) {
+    rows.push(["KV blocks read", `${number(100 * missed.read)} %`], ["attention missed, at most", `${number(100 * missed.mean)} %`]);
   }
   const said = JSON.stringify([rows, last]);
   if ($("plan").dataset.said === said) return;

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from penstock.api.llm import LLM
-from penstock.base.meter import Counts, KVStats, Prompt, TierStats, WeightStats, pass_seconds
+from penstock.base.meter import Counts, KVStats, MissedStats, Passes, Prompt, TierStats, WeightStats, pass_seconds
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
 from penstock.server.desk import Call, Desk
@@ -46,7 +46,7 @@ class TierState:
 @dataclass(frozen=True, slots=True)
 class LinkState:
     """What crosses a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited: share of the time for which
-    arithmetic waited for weights because of it. KV that long contexts read back from disk is not counted."""
+    arithmetic waited for weights because of it."""
 
     link: str
     weights: float
@@ -78,7 +78,8 @@ class CacheState:
 @dataclass(frozen=True, slots=True)
 class PlanState:
     """Where weights rest, and what a pass over them moves. seconds: of a pass, as predicted; measured: lately, 0 if not known. binding:
-    what bounds it, "disk", "link" or "compute"; empty if nothing streams."""
+    what bounds it, "disk", "link" or "compute"; empty if nothing streams.
+    seconds is of a decode pass, and so is measured where nothing streams; else passes with some of a prompt are among those measured."""
 
     device: int
     host: int
@@ -88,6 +89,20 @@ class PlanState:
     seconds: float
     measured: float
     binding: str
+
+
+@dataclass(frozen=True, slots=True)
+class MissedState:
+    """What attention policies have left out since the engine started. most: the largest bound on the share of a token's attention, in a
+    head and layer, that was missed. worst: of a choice's heads the largest bound, on average; mean: the mean one. All 0 if everything is
+    read. read: share of the blocks."""
+
+    choices: int
+    fallbacks: int
+    read: float
+    most: float
+    worst: float
+    mean: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +126,7 @@ class State:
     links: tuple[LinkState, ...]
     cache: CacheState
     plan: PlanState
+    missed: MissedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +175,8 @@ class Watch:
             tiers=(self._on_device(stats, weights), self._on_host(weights, kv, stats.tiers), self._on_disk(weights, kv, stats.tiers)),
             links=_links(first, now, seconds),
             cache=self._cache(),
-            plan=self._plan(weights),
+            plan=self._plan(weights, first.stats.passes, stats.passes),
+            missed=_missed(stats.missed),
         )
 
     def _since(self, now: _Look) -> _Look:
@@ -230,7 +247,7 @@ class Watch:
         found = counts.found + counts.found_host + counts.found_disk
         return CacheState(max(counts.prompts - found, 0), counts.found, counts.found_host, counts.found_disk)
 
-    def _plan(self, weights: WeightStats) -> PlanState:
+    def _plan(self, weights: WeightStats, before: Passes, after: Passes) -> PlanState:
         placement, streams = self._llm.booted.weights.placement, weights.streams
         return PlanState(
             weights.device,
@@ -239,9 +256,13 @@ class Watch:
             placement.streamed,
             placement.read,
             weights.predicted,
-            pass_seconds(look.counts for look in self._seen) if streams else 0.0,
+            pass_seconds(look.counts for look in self._seen) if streams else after.decode_pass(before),
             weights.binding if streams else "",
         )
+
+
+def _missed(stats: MissedStats) -> MissedState:
+    return MissedState(stats.choices, stats.fallbacks, stats.read, stats.most, stats.worst, stats.mean)
 
 
 def _kv_parts(room: int, held: int, kept: int) -> list[Part]:
@@ -268,11 +289,13 @@ def _links(first: _Look, now: _Look, seconds: float) -> tuple[LinkState, ...]:
         inward = now.stats.tiers.inward.bytes - first.stats.tiers.inward.bytes
     if after.kv is not None and before.kv is not None:
         through = after.kv.copied - before.kv.copied
+        inward += after.kv.read - before.kv.read
     links = []
     if weights.copied or weights.link_rate or after.kv is not None:
         kv = (through + up) / seconds if seconds > 0 else 0.0
         links.append(LinkState("host to device", flow.copied, kv, weights.link_rate, flow.waited_link))
-    if weights.disk or (now.stats.tiers is not None and (now.stats.tiers.disk_bytes or now.stats.tiers.inward.bytes)):
+    kept = now.stats.tiers
+    if weights.disk or (after.kv is not None and after.kv.read) or (kept is not None and (kept.disk_bytes or kept.inward.bytes)):
         kv = inward / seconds if seconds > 0 else 0.0
         links.append(LinkState("disk to host", flow.read, kv, weights.disk_rate, flow.waited_disk))
     return tuple(links)

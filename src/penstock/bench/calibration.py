@@ -1,0 +1,322 @@
+"""Measures what steps cost on a device beyond the bytes they move, for `penstock plan`: the engine itself runs models of a few layers with
+random weights, in the widths that real models have, and `StepCosts` are fitted to the times of its steps.
+
+Two depths of each width tell what a layer takes from what a step does; several widths tell what a layer takes whatever its size from the
+rate at which its weights are read.
+"""
+
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.arch.layout import GroupKind, group_layouts
+from penstock.base.config import Config
+from penstock.base.errors import BudgetError, DeviceError
+from penstock.bench import measure
+from penstock.bench.machine import machine
+from penstock.bench.shapes import LAYERS_OF
+from penstock.engine.boot import Booted, boot
+from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_seconds
+from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
+from penstock.engine.placing import Override, Say
+from penstock.memory.device import device_name, give_back
+from penstock.memory.probe import copy_rate, matmul_rate, memory_copy, memory_read
+from penstock.weights.residency import Limits, padded, pass_order
+from penstock.weights.shape import Shape
+
+ROWS = (1, 4, 16, 64, 256)
+CONTEXTS = (64, 2048)
+PROMPTS = (2048, 8192, 16384)
+LAUNCHED = 640
+"""Tokens of a prompt that is not replayed as a graph, and which the device computes faster than the host launches it."""
+KV_TOKENS = 64 * (2048 + 256)
+"""Of all sequences together that are in KV at most."""
+SURE = 1.2
+"""A prompt counts as the device's where it takes so many times what launching it does."""
+OUTPUT, REPEAT = 32, 3
+STREAMED_STEPS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One kind of step of one model. `work`: all that the step does. `rows` is 0 for a prompt. seconds: the median."""
+
+    shape: str
+    layers: int
+    rows: int
+    context: int
+    work: UseWork
+    launches: tuple[int, int]
+    """Dense layers, and layers with experts."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`errors`: predicted over measured seconds, less one, of every sample that the costs were fitted to."""
+
+    costs: StepCosts
+    samples: tuple[Sample, ...]
+    errors: Mapping[str, float]
+
+    @property
+    def typical(self) -> float:
+        """Half of the errors are smaller."""
+        return statistics.median(map(abs, self.errors.values()))
+
+    @property
+    def worst(self) -> float:
+        return max(map(abs, self.errors.values()), default=0.0)
+
+
+def calibrate(
+    device: torch.device,
+    dtype: str,
+    *,
+    shapes: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]] = LAYERS_OF,
+    rows: Sequence[int] = ROWS,
+    contexts: Sequence[int] = CONTEXTS,
+    prompts: Sequence[int] = PROMPTS,
+    say: Say = lambda _: None,
+) -> Calibration:
+    """Measure and fit, in about a minute on a GPU. shapes: a config and two numbers of layers for each width. Raises DeviceError where not
+    even two widths fit on the device."""
+    samples: list[Sample] = []
+    for name, (config, depths) in shapes.items():
+        for layers in depths:
+            shape = Shape.of({**config, "num_hidden_layers": layers}, name)
+            try:
+                samples += _probe(name, shape, device, dtype, rows, contexts, prompts)
+            except BudgetError:
+                say(f"{name} with {layers} layers does not fit beside its KV: left out")
+        say(f"measured steps of {name}")
+    if len({sample.shape for sample in samples}) < 2:
+        raise DeviceError(f"{device_name(device)} has no room for the models that steps are measured with; free some of its memory")
+    ceilings = _ceilings(device, dtype)
+    costs = fit(samples, ceilings, device_name(device), dtype, _when())
+    if device.type == "cuda":
+        costs = replace(costs, expert_layer=_expert_layer(shapes, device, dtype, samples))
+    return Calibration(costs, tuple(samples), {_title(sample): predicted(costs, sample) / sample.seconds - 1 for sample in samples})
+
+
+def predicted(costs: StepCosts, sample: Sample) -> float:
+    """Seconds that the costs give for a sample."""
+    if sample.rows:
+        return costs.decode_seconds(sample.rows, sample.work)
+    prompt, (dense, moe) = costs.prompt, sample.launches
+    launched = prompt.host_step + dense * prompt.host_layer + moe * prompt.host_moe_layer
+    return max(prompt_seconds(prompt, sample.work), launched)
+
+
+# ---- measuring
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Bytes/s of the link to the device and of the device's memory, read, and copied counting both; operations/s of a large product."""
+
+    link: float
+    read: float
+    copy: float
+    compute: float
+
+
+def _ceilings(device: torch.device, dtype: str) -> Ceilings:
+    found = []
+    for measured in (copy_rate, memory_read, memory_copy, lambda device: matmul_rate(device, getattr(torch, dtype))):
+        found.append(measured(device))
+        give_back(device)  # What one leaves must not keep the next one's memory in parts.
+    link, read, copy, compute = found
+    return Ceilings(link, read, copy, compute)
+
+
+def _probe(
+    name: str, shape: Shape, device: torch.device, dtype: str, rows: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
+) -> Iterator[Sample]:
+    """Every kind of step of one model. All of it at once in one engine, whose sequences share its KV."""
+    spec = shape.spec
+    longest = max(*contexts, *prompts, LAUNCHED) + 4 * OUTPUT + max(rows)
+    least = Config(
+        Path(), device=str(device), dtype=dtype, max_length=longest, max_sequences=max(rows), prefix_cache=False, host_kv_memory="0"
+    )
+    with _engine(least, shape) as booted:
+        if not booted.weights.all_stay:
+            raise BudgetError(f"{name} does not fit")
+        for context in contexts:
+            for count in rows:
+                work = measure.Work(count, context, OUTPUT, REPEAT)
+                if count * work.room(booted.limits.max_step_tokens) > min(KV_TOKENS, booted.budget.kv_tokens // 2):
+                    continue
+                decoded = measure.decode(booted, work)
+                step = decode_step(spec, dtype, count, sum(decoded.lengths) / count)
+                yield _sample(name, shape, dtype, step, count, context, decoded.times.median)
+        for tokens in (LAUNCHED, *prompts):
+            if tokens <= min(booted.limits.max_step_tokens, booted.budget.kv_tokens // 2):
+                times = measure.prefill(booted, measure.Work(1, tokens, 1, REPEAT))
+                yield _sample(name, shape, dtype, prompt_step(spec, dtype, 1, tokens, tokens), 0, tokens, times.median)
+
+
+def _sample(name: str, shape: Shape, dtype: str, step: Step, rows: int, context: int, ms: float) -> Sample:
+    moe = sum(shape.spec.moe_layers)
+    return Sample(name, shape.spec.layers, rows, context, work_of(shape, dtype, step), (shape.spec.layers - moe, moe), ms / 1e3)
+
+
+def work_of(shape: Shape, dtype: str, step: Step) -> UseWork:
+    """All that a pass does."""
+    layouts = group_layouts(shape.spec, shape.names, dtype)
+    expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
+    return UseWork.sum(pass_work(shape.spec, dtype, pass_order(layouts, shape.spec.tied_embeddings), expert, step))
+
+
+@contextmanager
+def _engine(config: Config, shape: Shape, override: Override | None = None) -> Iterator[Booted]:
+    booted = boot(config, shape, override=override)
+    device = booted.device
+    try:
+        with closing(booted.engine):
+            yield booted
+    finally:
+        del booted
+        give_back(device)
+
+
+def _expert_layer(
+    shapes: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]], device: torch.device, dtype: str, samples: Sequence[Sample]
+) -> float:
+    """Seconds that a layer of a decode step takes more where half of its experts are in host memory, without what their copies take."""
+    found = [(name, config, depths[-1]) for name, (config, depths) in shapes.items() if "num_experts" in config]
+    for name, config, layers in found:
+        resident = [one.seconds for one in samples if (one.shape, one.layers, one.rows, one.context) == (name, layers, 1, CONTEXTS[0])]
+        if not resident:
+            continue
+        shape = Shape.of({**config, "num_hidden_layers": layers}, name)
+        layouts = group_layouts(shape.spec, shape.names, dtype)
+        whole = sum(map(padded, layouts))
+        half = sum(padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT) // 2
+        config_of = Config(Path(), device=str(device), dtype=dtype, max_length=2048, max_sequences=1, prefix_cache=False)
+        with _engine(config_of, shape, Override(Limits(whole - half, half * 3 // 2))) as booted:
+            spent, rng = [], random.Random(0)
+            [request] = measure._submit(booted.engine, measure.Work(1, CONTEXTS[0], 2 * STREAMED_STEPS, 1), shape.spec.vocab_size, rng)
+            got = {request: 0}
+            while not got[request]:
+                measure._step(booted.engine, got)
+            for number in range(2 * STREAMED_STEPS):
+                before = booted.weights.stats()
+                seconds = measure._step(booted.engine, got)
+                after = booted.weights.stats()
+                if number >= STREAMED_STEPS:
+                    spent.append(seconds - (after.copied - before.copied) / after.link_rate)
+        return max(statistics.median(spent) - resident[0], 0.0) / sum(shape.spec.moe_layers)
+    return 0.0
+
+
+def _when() -> str:
+    about = machine()
+    return f"{about.date}, penstock {about.commit or about.penstock}, torch {about.torch}"
+
+
+# ---- fitting
+
+
+def fit(samples: Sequence[Sample], ceilings: Ceilings, device: str, dtype: str, measured: str) -> StepCosts:
+    """The costs that give the samples' seconds with the least relative error. device, dtype, measured: what the costs are said to be of."""
+    decode = []
+    for rows in sorted({sample.rows for sample in samples} - {0}):
+        those = [sample for sample in samples if sample.rows == rows]
+        table = [_decode_row(sample.work) for sample in those]
+        step, layer, moe_layer, *slow = _least_squares(table, [sample.seconds for sample in those])
+        decode.append(DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, ceilings.copy) for each in slow)))
+    prompt = _prompt_costs([sample for sample in samples if not sample.rows], ceilings.copy)
+    return StepCosts(device, dtype, measured, ceilings.link, ceilings.read, ceilings.compute, tuple(decode), prompt)
+
+
+def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
+    """Rates come from what one layer more takes, which leaves out what a step takes once; of layers that the device takes longer to compute
+    than the host to launch."""
+    pairs = _pairs(samples)
+    launched = [_Grown.of(few, many) for few, many in pairs if few.context == LAUNCHED]
+    # The narrowest model's: there the device has least to do for the same launches.
+    dense = min((one.seconds for one in launched if not one.moe), default=0.0)
+    mixed = min((one.seconds for one in launched if one.moe), default=0.0)
+    at_least = [one.seconds - one.launches[0] * dense - one.launches[1] * mixed for one in samples if one.context == LAUNCHED]
+    host_step = max(min(at_least, default=0.0), 0.0)
+
+    def is_the_devices(sample: Sample) -> bool:
+        launched = host_step + sample.launches[0] * dense + sample.launches[1] * mixed
+        return sample.context > LAUNCHED and sample.seconds > SURE * launched
+
+    bound = [_Grown.of(few, many) for few, many in pairs if is_the_devices(few) and is_the_devices(many)]
+    slow = [0.0, 0.0, 0.0]
+    if bound:
+        rest = [one.seconds - one.work.activations / moved for one in bound]
+        table = [[one.work.products, one.work.expert_products, one.work.attention] for one in bound]
+        slow = _least_squares(table, rest, [one.seconds for one in bound])
+    products, experts, attention = (_rate(each, _UNKNOWN) for each in slow)
+    costs = PromptCosts(products, experts, attention, moved, 0.0, host_step, dense, mixed)
+    rest = [sample.seconds - prompt_seconds(costs, sample.work) for sample in samples if is_the_devices(sample)]
+    return replace(costs, step=max(statistics.median(rest), 0.0) if rest else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """What one layer more adds to a prompt's step."""
+
+    context: int
+    moe: bool
+    seconds: float
+    work: UseWork
+
+    @classmethod
+    def of(cls, few: Sample, many: Sample) -> "_Grown":
+        more = many.layers - few.layers
+        work = UseWork(*((getattr(many.work, field.name) - getattr(few.work, field.name)) / more for field in fields(UseWork)))
+        return cls(many.context, many.launches[1] > 0, (many.seconds - few.seconds) / more, work)
+
+
+def _pairs(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Samples of the same shape and prompt: of the fewest layers and of the most."""
+    by: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        by.setdefault((sample.shape, sample.context), []).append(sample)
+    ordered = [sorted(those, key=lambda one: one.layers) for those in by.values()]
+    return [(those[0], those[-1]) for those in ordered if those[0].layers < those[-1].layers]
+
+
+_UNKNOWN = 1e18
+"""Operations/s that stand for a cost that the samples did not show."""
+
+
+def _rate(seconds: float, fallback: float) -> float:
+    return 1 / seconds if seconds > 0 else fallback
+
+
+def _decode_row(work: UseWork) -> list[float]:
+    return [1.0, work.layers, work.moe_layers, work.weights, work.experts, work.kv]
+
+
+def _least_squares(table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None) -> list[float]:
+    """Non-negative coefficients with the least relative error over all rows: columns that would be negative are left out, worst first."""
+    weight = np.asarray(seconds if scale is None else scale)
+    rows, wanted = np.asarray(table) / weight[:, None], np.asarray(seconds) / weight
+    size = np.abs(rows).max(axis=0)
+    used = [column for column in range(rows.shape[1]) if size[column] > 0]
+    while used:
+        found, *_ = np.linalg.lstsq(rows[:, used] / size[used], wanted, rcond=None)
+        if found.min() >= 0:
+            break
+        used.pop(int(found.argmin()))
+    result = [0.0] * rows.shape[1]
+    for column, value in zip(used, found if used else (), strict=True):
+        result[column] = float(value / size[column])
+    return result
+
+
+def _title(sample: Sample) -> str:
+    what = f"{sample.rows} rows after {sample.context:,}" if sample.rows else f"prompt of {sample.context:,}"
+    return f"{sample.shape}, {sample.layers} layers, {what}"

@@ -1,0 +1,128 @@
+"""Random models under random schedules say what transformers says; and faults that are planted in the engine are found."""
+
+import gc
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))  # scripts, not a package
+
+import fuzz_transformers as fuzz
+
+import tiny
+from penstock.arch import families, rope
+from penstock.engine import boot
+from penstock.kv import keys
+from penstock.models import moe
+from penstock.models.decoder import Decoder
+from penstock.ops import attention, norm
+from penstock.sched.rules import PrefixRule
+from penstock.sched.scheduler import Scheduler
+from penstock.worker.inputs import InputBuilder
+
+CASES = 100 if tiny.THOROUGH else 9
+"""Of each family: a few seconds. `make fuzz` goes on for an hour."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def seeds(family: str) -> range:
+    first = fuzz.FAMILIES.index(family)
+    return range(first, first + CASES * len(fuzz.FAMILIES), len(fuzz.FAMILIES))
+
+
+@pytest.mark.timeout(240 * (10 if tiny.THOROUGH else 1))
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_random_models_say_what_transformers_says(family: str) -> None:
+    tally = fuzz.Tally()
+    for seed in seeds(family):
+        fuzz.check(fuzz.draw(seed), tally)
+    assert tally.models >= CASES * 0.9
+    assert tally.tokens > 30 * CASES
+    assert tally.unclear < 0.02 * tally.positions
+
+
+# ---- planted faults
+
+
+@contextmanager
+def planted(function: Callable[..., object], there: str, instead: str) -> Iterator[None]:
+    """A function of the engine with one piece of its source replaced, for all that have imported it."""
+    assert isinstance(function, FunctionType)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(there) == 1, f"{function.__qualname__} has {source.count(there)} times: {there}"
+    made: dict[str, object] = {}
+    exec(compile(source.replace(there, instead), "<planted>", "exec"), dict(function.__globals__), made)
+    other, code = made[function.__name__], function.__code__
+    assert isinstance(other, FunctionType)
+    function.__code__ = other.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
+    "yarn: a falling ramp is a step": (50, rope._yarn, "high - low or 0.001", "max(high - low, 0.001)"),
+    "yarn: a ramp over one pair more": (2, rope._yarn, "min(high, rope.dim - 1)", "min(high, rope.dim - 1) + 1"),
+    "yarn: factor of attention forgotten": (38, rope.attention_scale, "return rope.attention_factor", "return 1.0"),
+    "llama3: blended the wrong way": (
+        3,
+        rope._llama3,
+        "(1 - keep) * frequency / rope.factor + keep",
+        "keep * frequency / rope.factor + (1 - keep)",
+    ),
+    "dynamic: stretched too far": (15, rope.inverse_frequencies, " - (rope.factor - 1)", ""),
+    "window: one token more": (1, InputBuilder._group, "key >= lengths_here - window", "key >= lengths_here - window - 1"),
+    "window: one token less in chunks": (8, attention._add_past, "distance - window + 1", "distance - window + 2"),
+    "window: tiles hidden too soon": (8, InputBuilder._seen, "start - window + 1", "start"),
+    "window: left out": (1, families._window, 'config.whole("sliding_window")', "None"),
+    "softmax: scaled by the width of all heads": (0, Decoder.__init__, "spec.head_dim**-0.5", "(spec.hidden_size / spec.heads)**-0.5"),
+    "norm: an epsilon of its own": (
+        0,
+        norm.rms_norm,
+        "F.rms_norm(x, weight.shape, weight, eps)",
+        "F.rms_norm(x, weight.shape, weight, 1e-6)",
+    ),
+    "router: normalised where it should not be": (17, moe.mixture, "if moe.normalise", "if True"),
+    "router: not normalised where it should be": (4, moe.mixture, "if moe.normalise", "if False"),
+    "preemption: positions of what was sent back": (0, Scheduler._let_go, "request.computed = request.sealed", "request.sealed"),
+    "merge: sums of exponentials forgotten": (8, attention.merge, "torch.logaddexp(lse, other_lse, out=lse)", "pass"),
+    "KV: shared whatever comes before": (0, keys.block_keys, "digest.update(parent)", "pass"),
+    "KV: shared but for the last token": (0, keys.block_keys, "start : start + width]", "start : start + width - 4]"),
+    "KV: shared between lengths under dynamic rope": (
+        15,
+        PrefixRule.root_of,
+        "return root_key(self.root, prompt_length)",
+        "return self.root",
+    ),
+    "KV: shared with another model": (3, boot._root, 'model.fingerprint() if config.prefix_cache else b""', 'b""'),
+}
+"""The first seed that finds each, what is planted where, and what stands there."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name: str) -> None:
+    """Within the cases that the test above runs. It begins with the one that is known to; the others are for when cases change."""
+    first, function, there, instead = FAULTS[name]
+    every = range(CASES * len(fuzz.FAMILIES))
+    assert first in every
+    with planted(function, there, instead):
+        for seed in (*every[first:], *every[:first]):
+            try:
+                fuzz.check(fuzz.draw(seed), fuzz.Tally())
+            except (fuzz.Mismatch, AssertionError):
+                return
+    pytest.fail(f"{len(every)} cases say nothing of it")

@@ -1,0 +1,71 @@
+"""A pack that loses its power while it is written is not there, or whole; and the next run makes of it what it would have been."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tiny
+from penstock.base.errors import CheckpointError
+from penstock.weights import manifest, packing
+from penstock.weights import pack as reading
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.manifest import MANIFEST, STORE
+from penstock.weights.pack import Pack
+from penstock.weights.packing import write_pack
+from power import Disk, PowerCut
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pieces, and several groups in what is committed at once."""
+    for module in (manifest, reading, packing):
+        monkeypatch.setattr(module, "PIECE_BYTES", 16384)
+    for module in (reading, packing):
+        monkeypatch.setattr(module, "THREADS", 2)
+    monkeypatch.setattr(packing, "COMMIT_BYTES", 60_000)
+
+
+def test_what_a_power_cut_leaves(tmp_path: Path) -> None:
+    """Before every call that changes what is on the disk, with some of what was not synced lost; some once more while it goes on."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny.checkpoint("llama"), model)
+    with Checkpoint.open(model) as checkpoint:
+        whole, out = tmp_path / "whole", tmp_path / "pack"
+        write_pack(checkpoint, whole, "bfloat16")
+        expected = {path.name: path.read_bytes() for path in whole.iterdir()}
+        rng, unfinished, number, ended = random.Random(6), 0, 0, False
+        while not ended:
+            number += 1
+            out.mkdir()
+            disk = Disk(out)
+            for until in (number, rng.randint(1, 60)) if number % 3 == 0 else (number,):
+                try:
+                    with disk.powered(until):
+                        write_pack(checkpoint, out, "bfloat16")
+                    ended = until == number
+                except PowerCut:
+                    disk.restart(rng)
+                    disk = Disk(out)
+                unfinished += not _is_whole(out)
+            with disk.powered():
+                write_pack(checkpoint, out, "bfloat16")
+            assert _is_whole(out)
+            found = {path.name: path.read_bytes() for path in out.iterdir()}
+            assert {name for name, data in expected.items() if found.get(name) != data} == set(), f"after a cut before call {number}"
+            shutil.rmtree(out)
+    assert number > 50
+    assert unfinished > 40
+
+
+def _is_whole(out: Path) -> bool:
+    """Whether it looks whole; then it is."""
+    try:
+        found = Pack.open(out)
+    except CheckpointError:
+        return False
+    with found:
+        found.verify()
+    assert {MANIFEST, STORE} <= {path.name for path in out.iterdir()}
+    return True

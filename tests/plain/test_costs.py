@@ -1,0 +1,148 @@
+"""Costs of steps: kept and read as they were, between those measured where a forecast needs them, and part of what a forecast says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.arch.families import family_of, read_spec
+from penstock.arch.layout import GroupKind, group_layouts
+from penstock.base.errors import ConfigError
+from penstock.bench.shapes import LAYERS_OF, SHAPES
+from penstock.cli.plan import MACHINES, kept_costs, machine_of, settle
+from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, costs_file, keep_costs, prompt_seconds, read_costs
+from penstock.engine.forecast import Machine, Work, forecast
+from penstock.engine.passes import UseWork, decode_step, pass_work, prompt_step
+from penstock.weights.passage import Rates
+from penstock.weights.residency import pass_order
+
+ONE = DecodeCosts(1, step=1e-5, layer=2e-5, moe_layer=4e-5, weight_read=4e12, expert_read=3e12, kv_read=2e12)
+FOUR = DecodeCosts(4, step=3e-5, layer=4e-5, moe_layer=6e-5, weight_read=2e12, expert_read=1e12, kv_read=1e12)
+PROMPT = PromptCosts(7e14, 5e14, 6e14, 4e12, 1e-3, 2e-3, 3e-4, 5e-4)
+COSTS = StepCosts("Some GPU", "bfloat16", "today", 50e9, 4.2e12, 8e14, (ONE, FOUR), PROMPT, 1e-3)
+GIB = 1 << 30
+RATES = Rates(50e9, 0.0, 4.2e12)
+
+
+def test_costs_are_read_as_they_were_kept(tmp_path: Path) -> None:
+    file = costs_file(tmp_path, "Some GPU / 80GB", "bfloat16")
+    assert file == tmp_path / "costs" / "some-gpu-80gb-bfloat16.json"
+    keep_costs(COSTS, file)
+    assert read_costs(file) == COSTS
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda body: body.pop("prompt"),
+        lambda body: body.update(format=0),
+        lambda body: body.update(link_rate=0),
+        lambda body: body.update(expert_layer=-1),
+        lambda body: body.update(device=7),
+        lambda body: body.update(more=1),
+        lambda body: body["decode"].reverse(),
+        lambda body: body["decode"].clear(),
+        lambda body: body["decode"][0].update(kv_read=float("nan")),
+        lambda body: body["decode"][0].update(weight_read=0),
+        lambda body: body["decode"][1].update(rows=1),
+        lambda body: body["prompt"].update(step="fast"),
+        lambda body: body["prompt"].pop("attention"),
+    ],
+)
+def test_what_are_no_costs_is_refused(damage: object, tmp_path: Path) -> None:
+    body = json.loads(COSTS.line())
+    damage(body)  # type: ignore[operator]
+    (tmp_path / "costs.json").write_text(json.dumps(body))
+    with pytest.raises(ConfigError, match=r"costs\.json does not hold costs of steps.*run `penstock doctor`"):
+        read_costs(tmp_path / "costs.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\xff"])
+def test_what_is_no_json_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"costs\.json"):
+        read_costs(tmp_path / "costs.json")
+    with pytest.raises(ConfigError, match="run `penstock doctor`"):
+        read_costs(tmp_path / "none.json")
+
+
+def test_rows_between_those_measured_cost_between_them() -> None:
+    assert COSTS.rows(1) == ONE
+    assert COSTS.rows(4) == FOUR
+    assert COSTS.rows(300) == FOUR
+    two = COSTS.rows(2)  # Half way in the logarithm.
+    assert (two.rows, two.step, two.layer, two.moe_layer) == (2, pytest.approx(2e-5), pytest.approx(3e-5), pytest.approx(5e-5))
+    assert 1 / two.weight_read == pytest.approx((1 / 4e12 + 1 / 2e12) / 2)
+
+
+def test_a_use_costs_what_it_reads_and_what_is_fixed() -> None:
+    use = UseWork(steps=1, layers=0.5, moe_layers=0.5, weights=4e9, experts=3e9, kv=2e9)
+    assert COSTS.decode_seconds(1, use) == pytest.approx(1e-5 + 1e-5 + 2e-5 + 3e-3)
+    many = UseWork(weights=1e6, products=7e12)  # As of so many rows that computing takes longer than reading.
+    assert COSTS.decode_seconds(4, many) == pytest.approx(1e-2)
+    prompt = UseWork(steps=1, products=7e14, expert_products=5e14, attention=6e14, activations=4e12)
+    assert prompt_seconds(PROMPT, prompt) == pytest.approx(4.001)
+
+
+def machine(costs: StepCosts | None) -> Machine:
+    return Machine(80 * GIB, 64 * GIB, RATES, 8e14, costs)
+
+
+def paces(name: str, costs: StepCosts | None, work: Work, layers: int | None = None) -> tuple[float, float]:
+    """Seconds of a decode step and of a step over prompts."""
+    config = dict(LAYERS_OF[name][0]) | ({"num_hidden_layers": layers} if layers else {})
+    found = forecast(read_spec(config), family_of(config).names, machine(costs), work)
+    return found.decode.seconds, found.prefill.seconds
+
+
+def test_a_resident_models_forecast_is_the_sum_of_its_uses() -> None:
+    config, work = SHAPES["8B"], Work("bfloat16", context=2048, step_tokens=2048)
+    spec, names = read_spec(config), family_of(config).names
+    every = pass_order(group_layouts(spec, names, "bfloat16"), spec.tied_embeddings)
+    uses = pass_work(spec, "bfloat16", every, None, decode_step(spec, "bfloat16", 1, 2048))
+    whole = UseWork.sum(uses)
+    assert (whole.steps, whole.layers, whole.moe_layers) == (1, spec.layers, 0)
+    decode, prefill = paces("8B", COSTS, work)
+    assert decode == pytest.approx(sum(COSTS.decode_seconds(1, use) for use in uses))
+    prompt = UseWork.sum(pass_work(spec, "bfloat16", every, None, prompt_step(spec, "bfloat16", 1, 2048, 2048)))
+    assert prefill == pytest.approx(prompt_seconds(PROMPT, prompt))
+    bound = paces("8B", None, work)
+    assert decode > bound[0]
+    assert prefill > bound[1]
+
+
+def test_a_prompt_takes_no_less_than_its_launches_unless_it_is_replayed() -> None:
+    fast = replace(PROMPT, products=1e18, experts=1e18, attention=1e18, activations=1e18, step=0.0)
+    costs = replace(COSTS, prompt=fast, decode=(replace(FOUR, weight_read=1e18, expert_read=1e18, moe_layer=0.0),))
+    _, launched = paces("0.6B", costs, Work("bfloat16", context=640, step_tokens=640))
+    assert launched == pytest.approx(2e-3 + 28 * 3e-4)
+    _, mixed = paces("30B-A3B", costs, Work("bfloat16", context=256, step_tokens=256), layers=12)
+    assert mixed == pytest.approx(2e-3 + 12 * 5e-4)
+    _, replayed = paces("0.6B", costs, Work("bfloat16", context=512, step_tokens=512))
+    assert replayed < launched
+
+
+def test_a_layer_whose_experts_are_elsewhere_costs_the_wait_for_its_router() -> None:
+    config = dict(LAYERS_OF["30B-A3B"][0]) | {"num_hidden_layers": 12}
+    spec, names = read_spec(config), family_of(config).names
+    layouts = group_layouts(spec, names, "bfloat16")
+    experts = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
+    small = Machine(12 * GIB, 64 * GIB, RATES, 8e14, COSTS)
+    work = Work("bfloat16", context=512, step_tokens=512)
+    seconds = [
+        forecast(spec, names, replace(small, costs=costs), replace(work, experts_fetched=fetched)).decode.seconds
+        for costs, fetched in ((COSTS, 0.0), (replace(COSTS, expert_layer=0.0), 0.0), (COSTS, 10.0))
+    ]
+    assert seconds[0] - seconds[1] == pytest.approx(12 * 1e-3)
+    assert seconds[2] - seconds[0] == pytest.approx(10 * experts[0].size / 50e9)
+
+
+def test_machines_with_costs_are_forecast_with_them() -> None:
+    for name, known in MACHINES.items():
+        file = kept_costs(name, Path("/nowhere"), "bfloat16")
+        assert (file is not None) == (known.costs is not None)
+        setting, _ = settle(name, {}, file)
+        assert (machine_of(setting).costs is not None) == (known.costs is not None)
+    assert kept_costs("h100", Path("/nowhere"), "float32") is None
