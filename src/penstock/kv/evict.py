@@ -131,7 +131,7 @@ _FADE = 8192
 """Epochs after which all that was counted counts half."""
 _LONG_GONE = 1 << 20
 """Bytes for blocks that were forgotten, besides 8 for each block of the tier."""
-_DOUBT = 64.0
+_DOUBT = 256.0
 """Blocks that must have come to an age before they outweigh what is assumed of it."""
 _ASSUMED = 0.1
 """Chance of a return within one span where nothing has been seen: the longer unused, the lower the rate, as LRU has it."""

@@ -25,12 +25,13 @@ class Expert(IntEnum):
     FIFO = 3
 
 
-_SAMPLE = 2048
+_SAMPLE = 8192
 """Blocks that a shadow has room for: up to twice as many, or all if the tier has fewer."""
-_ROOMS, _USES = 2, 32768
+_ROOMS, _USES = 8, 4096
 """Uses after which one counts half: as many as this many rooms have blocks, and at least so many."""
-_MARGIN = 0.001
-"""Part of all uses that another expert must find beyond the leader to take over."""
+_MARGIN = 0.3
+"""What another expert must find beyond the leader to take over, for each block of its room: the real cache does not hold what the other
+holds, so a change costs up to one miss for each."""
 _SURE = 1.0
 """Standard deviations of the difference that it must be ahead by as well."""
 _MIX = 0x9E3779B97F4A7C15
@@ -133,8 +134,9 @@ class _Ranked(Generic[Key]):
 class Shadows(Generic[Key]):
     """All experts on one sample of the uses of a tier's blocks; which of them leads.
 
-    Counted are uses by which of the experts would have found the block, older ones less. Another expert takes the lead when it has found
-    so many more than the leader that chance does not explain it. A use costs O(1) for each expert, and O(log epochs) for a victim.
+    Counted is how many more blocks than the leader each expert found of the same uses, epoch by epoch, older ones less. Another takes the
+    lead when it is ahead by more than chance explains and by a good part of what the change costs; then the count begins anew. A use costs
+    O(1) for each expert, and O(log epochs) for a victim.
     """
 
     def __init__(self, blocks: int, epochs: float, gain: Callable[[int, int], float]) -> None:
@@ -145,9 +147,11 @@ class Shadows(Generic[Key]):
         room = max(1, blocks >> halvings)
         self._ranked = _Ranked[Key](room, gain)
         self._lru, self._second, self._fifo = _Lru[Key](room), _SecondUse[Key](room), _Fifo[Key](room)
-        self._counts = [0.0] * (1 << len(Expert))
-        """By the set of experts that found it, as bits."""
+        self._counts = [0] * (1 << len(Expert))
+        """Uses of this epoch by the set of experts that found the block, as bits."""
+        self._margin = _MARGIN * room
         self._fade = 0.5 ** (blocks / epochs / max(_ROOMS * blocks, _USES))
+        self._forget()
         self.leader = Expert.PROSPECT
         self.switches = 0
         """Of the leader, since there are shadows."""
@@ -162,25 +166,30 @@ class Shadows(Generic[Key]):
         found |= self._lru.use(key, again) << Expert.LRU
         found |= self._second.use(key, again) << Expert.SECOND_USE
         found |= self._fifo.use(key, again) << Expert.FIFO
-        self._counts[found] += 1.0
+        self._counts[found] += 1
 
     def tick(self) -> bool:
         """An epoch has ended. Returns whether another expert leads from now on."""
         self._ranked.renew()
-        margin, before, best = _MARGIN * sum(self._counts), self.leader, 0.0
+        hits = [sum(count for found, count in enumerate(self._counts) if found >> expert & 1) for expert in Expert]
+        self._counts = [0] * len(self._counts)
+        before, best = self.leader, 0.0
         for expert in Expert:
-            won, lost = self._apart(expert, before)
-            if won - lost > max(best, margin + _SURE * sqrt(won + lost)):
-                self.leader, best = expert, won - lost
-        self._counts = [count * self._fade for count in self._counts]
-        self.switches += self.leader is not before
-        return self.leader is not before
+            apart = hits[expert] - hits[before]
+            self._ahead[expert] = self._ahead[expert] * self._fade + apart
+            self._squares[expert] = self._squares[expert] * self._fade**2 + apart**2
+            beyond = self._ahead[expert] - self._margin - _SURE * sqrt(self._squares[expert])
+            if beyond > best:
+                self.leader, best = expert, beyond
+        if self.leader is before:
+            return False
+        self.switches += 1
+        self._forget()
+        return True
 
-    def _apart(self, one: Expert, other: Expert) -> tuple[float, float]:
-        """Uses that one of two found and the other did not, and the other way round."""
-        won = lost = 0.0
-        for found, count in enumerate(self._counts):
-            by_one, by_other = found >> one & 1, found >> other & 1
-            won += count * (by_one > by_other)
-            lost += count * (by_other > by_one)
-        return won, lost
+    def _forget(self) -> None:
+        """All experts are even. Another takes over only by what it finds from now on."""
+        self._ahead = [0.0] * len(Expert)
+        """Blocks that each found beyond the leader, less for longer ago."""
+        self._squares = [0.0] * len(Expert)
+        """Of what it was ahead in each epoch: hits come by the request, so epochs are what is independent, not uses."""
