@@ -133,6 +133,8 @@ _LONG_GONE = 1 << 20
 """Bytes for blocks that were forgotten, besides 8 for each block of the tier."""
 _DOUBT = 256.0
 """Blocks that must have come to an age before they outweigh what is assumed of it."""
+_FIRST_USE = 0.75
+"""The chance of a return from which on a block that was used once is worth a write."""
 _ASSUMED = 0.1
 """Chance of a return within one span where nothing has been seen: the longer unused, the lower the rate, as LRU has it."""
 
@@ -448,9 +450,11 @@ class Prospect(Generic[Key]):
         self._leave(block)
 
     def worth(self, key: Key) -> bool:
-        """Whether a block that is there will likely enough be asked for again to be written where writes are dear."""
+        """Whether a block that is there will likely enough be asked for again to be written where writes are dear. What was used once has
+        to be likelier to return: it mostly does so, if at all, while it is still here."""
         block = self._there[key]
-        return self._returns.chance(block.kind, block.since) >= self._worthwhile
+        least = self._worthwhile if block.kind > 1 else max(_FIRST_USE, self._worthwhile)
+        return self._returns.chance(block.kind, block.since) >= least
 
     def _count(self) -> None:
         self._uses_left -= 1
