@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.tiered import Admission, serve
+from penstock.bench.tiered import Admission, _request, serve
 from penstock.bench.trace import POLICIES, read, replay
 from penstock.bench.workloads import HELD_OUT, TUNED, WORKLOADS, generate, write
+from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
+from penstock.sched.tiers import Tiers
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -36,3 +38,17 @@ def test_the_ledger_serves_what_the_policy_promises_and_the_disk_adds_to_it() ->
     for admission in (Admission.ENGINE, Admission.ALL, Admission.FORESEEN):
         assert served[admission].disk > 0
     assert served[Admission.FORESEEN].written < served[Admission.ENGINE].written <= served[Admission.ALL].written
+    engine, everything = served[Admission.ENGINE], served[Admission.ALL]
+    assert engine.written / engine.disk < 0.67 * everything.written / everything.disk
+
+
+def test_a_full_disk_takes_what_is_used_again() -> None:
+    pages, host, disk = BlockLedger(4), HostLedger(40, block_size=512), DiskLedger(40, block_size=512)
+    tiers = Tiers(pages, host, store="eager", disk=disk)
+    prompts = [[number.to_bytes(16, "little") for number in range(start, start + 4)] for start in range(0, 2400, 4)]
+    for prompt in prompts:
+        _request(tiers, prompt)
+    assert len(disk) == 40
+    assert not any(disk.find(key) for key in prompts[-1]), "nothing was ever asked for again"
+    _request(tiers, prompts[-1])
+    assert all(disk.find(key) for key in prompts[-1])
