@@ -256,8 +256,8 @@ class Prospect(Generic[Key]):
     scarce, no block is given up at the age at which people answer, and where nothing is known, or age alone matters, this is LRU.
     A block that others continue is given up after them, for without it they are worth nothing.
 
-    Where LRU, FIFO or the admission of what is used twice finds more on a sample of the keys, blocks are given up as it would have it, as
-    long as that is so (see Shadows).
+    Where LRU, FIFO or the admission of what is used twice finds so many more that a change pays, blocks are given up as it would have it,
+    until another does (see Shadows).
 
     Blocks that are gone are remembered, as many as the tier has and some, so that a return is known as one.
 
