@@ -1,7 +1,7 @@
 """What four ways of giving up blocks would have found, each tried on the keys alone; the best of them leads the real cache.
 
-A shadow holds keys alone. Those of a large tier are sampled by their hash, and a shadow has room for as large a part of the blocks as is sampled of them, so
-that its hit rate is near that of a whole cache (spatial sampling as in SHARDS: Waldspurger et al., FAST 2015).
+A shadow holds keys alone. Those of a large tier are sampled by their hash, and a shadow has room for as large a part of the blocks as is
+sampled of them, so that its hit rate is near that of a whole cache (spatial sampling as in SHARDS: Waldspurger et al., FAST 2015).
 """
 
 from collections import OrderedDict
