@@ -18,6 +18,7 @@ from typing import Generic, Protocol
 
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_size
+from penstock.bench.workloads import WORKLOADS, generate
 from penstock.kv.evict import Eviction, Key, Lru, Prospect
 
 BLOCK_BYTES = 64 << 20
@@ -163,7 +164,8 @@ POLICIES: dict[str, _Make] = {
     "fifo": lambda trace, blocks: Fifo(),
     "lru": lambda trace, blocks: LeastRecent(),
     "second-use": lambda trace, blocks: SecondUse(),
-    "prospect": lambda trace, blocks: Learned(blocks),
+    "prospect": lambda trace, blocks: Learned(blocks, mixed=False),
+    "adaptive": lambda trace, blocks: Learned(blocks),
     "clairvoyant": lambda trace, blocks: Clairvoyant(trace),
 }
 """By name. `second-use` remembers all blocks ever seen; `clairvoyant` knows the trace, so it is a bound and no policy."""
@@ -171,7 +173,8 @@ POLICIES: dict[str, _Make] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to replay. `cost`: blocks with which to measure what the engine's policy costs; 0: not at all."""
+    """What to replay. `path`: a trace, or the name of a generated workload, which `seed` is for. `cost`: blocks with which to measure what
+    the engine's policy costs; 0: not at all."""
 
     path: Path
     capacities: tuple[int, ...] = CAPACITIES
@@ -179,6 +182,7 @@ class Job:
     policies: tuple[str, ...] = tuple(POLICIES)
     part: Part = Part.WHOLE
     cost: int = 1_000_000
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,7 @@ class Report:
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
         if cost := self.cost:
             lines.append(
-                f"of {cost.blocks:,} blocks, prospect keeps {cost.bytes_per_block:.0f} B each; a replay takes {cost.microseconds:.3g} us "
+                f"of {cost.blocks:,} blocks, adaptive keeps {cost.bytes_per_block:.0f} B each; a replay takes {cost.microseconds:.3g} us "
                 f"for a block, {cost.lru_microseconds:.3g} us with lru"
             )
         return "\n".join([head, about, *(f"  {line}" for line in lines)])
@@ -238,7 +242,8 @@ class Report:
 
 def measure(job: Job, say: Callable[[str], None] = lambda _: None) -> Report:
     """Replay. `say` is told each capacity. Raises ConfigError."""
-    trace = read(job.path)
+    named = str(job.path) in WORKLOADS and not job.path.exists()
+    trace = [request.keys for request in generate(str(job.path), job.seed)] if named else read(job.path)
     distinct = len({key for keys in trace for key in keys})
     first = len(trace) // 2 if job.part is Part.SECOND_HALF else 0
     rows = []

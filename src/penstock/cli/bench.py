@@ -48,7 +48,7 @@ _TRACE = """
   penstock bench trace conversation_trace.jsonl --rooms 128GiB,1TiB --policies lru,prospect --part second-half
   penstock bench trace conversation_trace.jsonl --model ./my-model --host-kv-memory 64GiB --disk-kv-memory 500GiB
 """
-_POLICIES = "fifo,lru,second-use,prospect,clairvoyant"
+_POLICIES = "fifo,lru,second-use,prospect,adaptive,clairvoyant"
 _SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
 _MODEL = (option(WORK, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead of a MODEL."),)
 _BATCH = (
@@ -118,7 +118,8 @@ _HASHES = (
     option(HASHES, "--block-bytes", callback=size, default="64MiB", metavar="SIZE", help="Of a block. [64MiB: 512 tokens of an 8B model]"),
     option(HASHES, "--policies", callback=_policies, default=_POLICIES, metavar="NAME,...", help=f"What to compare. [{_POLICIES}]"),
     option(HASHES, "--part", type=click.Choice(["whole", "second-half"]), default="whole", help="Requests that count. [whole]"),
-    option(HASHES, "--cost", type=click.IntRange(min=0), default=1_000_000, metavar="N", help="Blocks to cost `prospect` with. [1000000]"),
+    option(HASHES, "--cost", type=click.IntRange(min=0), default=1_000_000, metavar="N", help="Blocks to cost `adaptive` with. [1000000]"),
+    option(HASHES, "--seed", type=int, default=0, metavar="N", help="Of a generated workload. [0]"),
 )
 _SERVED = (
     option(SERVED, "--model", type=click.Path(path_type=Path), metavar="MODEL", help="A checkpoint directory, or one with a config.json."),
@@ -265,22 +266,25 @@ def trace(
     policies: tuple[str, ...],
     part: str,
     cost: int,
+    seed: int,
     model: Path | None,
     shape: str | None,
     json: bool,
     out: Path | None,
     **given: object,
 ) -> int:
-    """Replay a recorded workload through prefix caches of growing size: what share of its blocks each way to give up blocks would have had
-    there. No model is needed. FILE has a line of JSON for each request, of which the hash_ids are read: the chained hashes of its blocks.
-    `second-use` admits what is seen twice and remembers all it ever saw; `clairvoyant` knows the future: no policy can do better.
+    """Replay a recorded or generated workload through prefix caches of growing size: what share of its blocks each way to give up blocks
+    would have had there. No model is needed. FILE has a line of JSON for each request, of which the hash_ids are read: the chained hashes
+    of its blocks. Or it names a generated workload: zipf, scans, loops, bursts, sessions, drift, mixture, phases, arc, lirs, pairs, agents.
+    `second-use` admits what is seen twice and remembers all it ever saw; `adaptive` is what the engine does, `prospect` the same without
+    mixing; `clairvoyant` knows the future: no policy can do better.
 
     With a model, the requests are served by the engine: each hash is a block of tokens, so prompts begin alike where they did in FILE. What
     was found on the device, on the host and on disk is told, what moved for it, and what the same requests take where nothing is kept
     beyond the device. KV goes to a directory in --kv-directory that is gone afterwards.
     """
     _one_model(model, shape)
-    hashes = "rooms", "block_bytes", "policies", "part", "cost"
+    hashes = "rooms", "block_bytes", "policies", "part", "cost", "seed"
     served = model is not None or shape is not None
     for name in hashes if served else given:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -294,7 +298,7 @@ def trace(
 
     from penstock.bench.trace import Job, Part, measure
 
-    job = Job(file, rooms, parse_size(block_bytes), policies, Part(part), cost)
+    job = Job(file, rooms, parse_size(block_bytes), policies, Part(part), cost, seed)
     _tell(measure(job, _saying(json)), json, out)
     return 0
 

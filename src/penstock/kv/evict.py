@@ -9,6 +9,8 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
+from penstock.kv.shadows import Expert, Shadows, scatter
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -108,6 +110,11 @@ class Lru(Generic[Key]):
 _MANY = 8
 """Uses from which on it does not matter how many there were."""
 _KINDS = 2 * _MANY
+_KNOWN = _KINDS
+"""Added to the kind of a block that was seen before, longer ago than is remembered in detail. It is learned of as of a new one."""
+_CODES = 2 * _KINDS
+_AFTER = tuple(min(kind % _KINDS + 2, _KINDS - 2 + kind % 2) for kind in range(_KINDS + 2))
+"""What a block of a kind is after one more use."""
 _EPOCHS = 32
 """In an epoch, one in so many of the tier's blocks is used."""
 _SHORTEST = 32
@@ -122,8 +129,12 @@ _LEARN = 32
 """Epochs from one estimate to the next."""
 _FADE = 8192
 """Epochs after which all that was counted counts half."""
-_DOUBT = 64.0
+_LONG_GONE = 1 << 20
+"""Bytes for blocks that were forgotten, besides 8 for each block of the tier."""
+_DOUBT = 256.0
 """Blocks that must have come to an age before they outweigh what is assumed of it."""
+_FIRST_USE = 0.75
+"""The chance of a return from which on a block that was used once is worth a write."""
 _ASSUMED = 0.1
 """Chance of a return within one span where nothing has been seen: the longer unused, the lower the rate, as LRU has it."""
 
@@ -147,17 +158,18 @@ class Returns:
 
     def use(self, kind: int, blocks: int = 1) -> None:
         """So many blocks are of this kind by a use just now."""
+        kind %= _KINDS
         self._unused[self.epoch][kind] += blocks
         self._came[kind][0] += blocks
 
     def again(self, kind: int, since: int, blocks: int = 1) -> None:
         """So many blocks that were of this kind by their use in epoch `since` are used again."""
-        self._used[kind][self._span(since)] += blocks
+        self._used[kind % _KINDS][self._span(since)] += blocks
         self.forget(kind, since, blocks)
 
     def forget(self, kind: int, since: int, blocks: int = 1) -> None:
         if since in self._unused:
-            self._unused[since][kind] -= blocks
+            self._unused[since][kind % _KINDS] -= blocks
 
     def tick(self) -> None:
         """The next epoch begins. O(1)."""
@@ -175,11 +187,11 @@ class Returns:
 
     def gain(self, kind: int, since: int) -> float:
         """Returns for each epoch of staying, if such a block stays for as long as that is worth most (its Gittins index)."""
-        return self._gains[kind][self._span(since)]
+        return self._gains[kind % _KINDS][self._span(since)]
 
     def chance(self, kind: int, since: int) -> float:
         """That such a block returns at an age of which enough was seen; 1 where too little was."""
-        return self._chances[kind][self._span(since)]
+        return self._chances[kind % _KINDS][self._span(since)]
 
     def _span(self, since: int) -> int:
         age = self.epoch - since
@@ -218,15 +230,11 @@ def _most(chances: list[float], span: int) -> float:
     return most
 
 
-def _after(kind: int) -> int:
-    """What a block of this kind is after one more use."""
-    return min(kind + 2, _KINDS - 2 + kind % 2)
-
-
 class _Block(Generic[Key]):
-    """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in its prompt."""
+    """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in its prompt. `born`: how many
+    came before it. `noted`: whether the shadows know of its last use."""
 
-    __slots__ = ("depth", "idle", "idle_children", "key", "kind", "parent", "since")
+    __slots__ = ("born", "depth", "idle", "idle_children", "key", "kind", "noted", "parent", "since")
 
     def __init__(self, key: Key, parent: "_Block[Key] | None") -> None:
         self.key = key
@@ -234,6 +242,8 @@ class _Block(Generic[Key]):
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.kind = 0
         self.since = 0
+        self.born = 0
+        self.noted = True
         self.idle = False
         self.idle_children = 0
 
@@ -246,21 +256,34 @@ class Prospect(Generic[Key]):
     scarce, no block is given up at the age at which people answer, and where nothing is known, or age alone matters, this is LRU.
     A block that others continue is given up after them, for without it they are worth nothing.
 
+    Where LRU, FIFO or the admission of what is used twice finds so many more that a change pays, blocks are given up as it would have it,
+    until another does (see Shadows).
+
     Blocks that are gone are remembered, as many as the tier has and some, so that a return is known as one.
 
     Idle blocks without idle children lie in queues by kind and epoch of last use, and the queues in a heap by gain: O(log queues) for a
     victim, O(1) for all else, counting what each epoch costs on the uses in it.
     """
 
-    def __init__(self, blocks: int, *, deep: int = 32, remembered: int | None = None, worthwhile: float = 0.125) -> None:
+    def __init__(
+        self, blocks: int, *, deep: int = 32, remembered: int | None = None, worthwhile: float = 0.125, mixed: bool = True
+    ) -> None:
         """blocks: what the tier holds. deep: blocks before one that stands deep, of some 16,384 tokens. remembered: of those that are
-        gone. worthwhile: the chance of a return from which on a block is worth a write."""
+        gone. worthwhile: the chance of a return from which on a block is worth a write. mixed: whether a simple policy that finds more
+        on a sample of the keys takes the lead."""
         assert blocks > 0, f"a tier of {blocks} blocks"
         self._deep, self._worthwhile = deep, worthwhile
         self._remembered = blocks + 16384 if remembered is None else remembered
         self._uses_left = self._uses = max(_SHORTEST, blocks // _EPOCHS)
         """Of this epoch; of each."""
         self._returns = Returns()
+        self._shadows = Shadows[Key](blocks, blocks / self._uses, self._returns_gain) if mixed else None
+        self._leader = Expert.PROSPECT
+        self._eldest: list[tuple[int, _Block[Key]]] | None = None
+        """A heap of all that is queued, and of what was, by birth; only while the first to come is the first to go."""
+        self._births = 0
+        self._long_gone = bytearray(1 << (8 * blocks + _LONG_GONE).bit_length() - 1)
+        """Of blocks that are forgotten, 8 bits of the key's hash, at the place that others of it name. Later ones overwrite earlier."""
         self._there: dict[Key, _Block[Key]] = {}
         self._gone: OrderedDict[Key, int] = OrderedDict()
         """Kind and epoch of last use as one number, the first gone first."""
@@ -280,15 +303,20 @@ class Prospect(Generic[Key]):
     def added(self, key: Key, parent: Key | None) -> None:
         assert key not in self._there, f"{key!r} is added but there"
         block = self._there[key] = _Block(key, None if parent is None else self._there.get(parent))
+        block.born = self._births = self._births + 1
         gone = self._gone.pop(key, None)
         if gone is None:
             self._count()
             block.kind = int(block.depth >= self._deep)
+            at, tag = self._place(key)
+            if self._long_gone[at] == tag:
+                block.kind += _KNOWN
             self._returns.use(block.kind)
             block.since = self._returns.epoch
         else:
-            block.since, block.kind = divmod(gone, _KINDS)
+            block.since, block.kind = divmod(gone, _CODES)
             self._use(block)
+        block.noted = False
 
     def found(self, key: Key) -> None:
         block = self._there[key]
@@ -296,11 +324,14 @@ class Prospect(Generic[Key]):
         if queued:
             self._unqueue(block)
         self._use(block)
+        block.noted = False
+        if block.idle:
+            self._note(block)
         if queued:
             self._queue(block)
 
     def found_all(self, keys: Sequence[Key]) -> None:
-        """Those of a prompt are mostly of one kind and epoch, and are counted together."""
+        """Those of a prompt are mostly of one kind and epoch, and are counted together. Shadows are told of the last first."""
         blocks = list(map(self._there.__getitem__, keys))
         at = 0
         while at < len(blocks):
@@ -319,11 +350,15 @@ class Prospect(Generic[Key]):
                 at += 1
                 if block.idle and not block.idle_children:
                     self._unqueue(block)
-                    block.kind, block.since = _after(kind), epoch
+                    block.kind, block.since = _AFTER[kind], epoch
                     self._queue(block)
                 else:
-                    block.kind, block.since = _after(kind), epoch
+                    block.kind, block.since = _AFTER[kind], epoch
+                block.noted = False
             self._used(kind, since, at - start)
+        for block in reversed(blocks):
+            if block.idle and not block.noted:
+                self._note(block)
 
     def busy(self, key: Key) -> None:
         block = self._there[key]
@@ -351,6 +386,8 @@ class Prospect(Generic[Key]):
         block = self._there[key]
         assert not block.idle, f"{key!r} is idle twice"
         block.idle = True
+        if not block.noted:
+            self._note(block)
         self._idle += 1
         if not block.idle_children:
             self._queue(block)
@@ -366,10 +403,10 @@ class Prospect(Generic[Key]):
     def victims(self, count: int) -> list[Key]:
         """As many as that, one after the other."""
         assert count <= self._idle, "a victim is wanted where no block is idle"
-        keys: list[Key] = []
+        keys = self._first_come(count) if self._eldest is not None else []
         while len(keys) < count:
             if self._heap is None:
-                self._heap = [(self._returns.gain(kind, since), since, kind) for since, kind in self._queues]
+                self._heap = [(self._rank(kind, since), since, kind) for since, kind in self._queues]
                 heapify(self._heap)
             while (queue := self._queues.get(at := self._heap[0][1:])) is None:
                 heappop(self._heap)
@@ -394,6 +431,18 @@ class Prospect(Generic[Key]):
                 del self._queues[at]
         return keys
 
+    def _first_come(self, count: int) -> list[Key]:
+        keys: list[Key] = []
+        assert self._eldest is not None
+        while len(keys) < count:
+            _, block = heappop(self._eldest)
+            if block.idle and not block.idle_children and self._there.get(block.key) is block:
+                self._unqueue(block)
+                self._rouse(block)
+                self._leave(block)
+                keys.append(block.key)
+        return keys
+
     def dropped(self, key: Key) -> None:
         block = self._there[key]
         if block.idle:
@@ -401,26 +450,59 @@ class Prospect(Generic[Key]):
         self._leave(block)
 
     def worth(self, key: Key) -> bool:
-        """Whether a block that is there will likely enough be asked for again to be written where writes are dear."""
+        """Whether a block that is there will likely enough be asked for again to be written where writes are dear. What was used once has
+        to be likelier to return: it mostly does so, if at all, while it is still here."""
         block = self._there[key]
-        return self._returns.chance(block.kind, block.since) >= self._worthwhile
+        least = self._worthwhile if block.kind > 1 else max(_FIRST_USE, self._worthwhile)
+        return self._returns.chance(block.kind, block.since) >= least
 
     def _count(self) -> None:
         self._uses_left -= 1
         if not self._uses_left:
             self._uses_left = self._uses
             self._returns.tick()
-            self._heap = None
+            if self._shadows is not None and self._shadows.tick():
+                self._lead(self._shadows.leader)
+            if self._leader is Expert.PROSPECT:
+                self._heap = None
+
+    def _place(self, key: Key) -> tuple[int, int]:
+        """Where in `_long_gone` a key is noted, and how."""
+        number = scatter(key)
+        return number >> 16 & len(self._long_gone) - 1, number >> 56 | 1
+
+    def _note(self, block: _Block[Key]) -> None:
+        """Tells the shadows of a block's last use. The end of a request comes first, as it does when the request lets go."""
+        block.noted = True
+        if self._shadows is not None:
+            self._shadows.use(block.key, block.kind, block.since)
+
+    def _lead(self, leader: Expert) -> None:
+        self._leader, self._heap, self._eldest = leader, None, None
+        if leader is Expert.FIFO:
+            self._eldest = [(block.born, block) for block in self._there.values() if block.idle and not block.idle_children]
+            heapify(self._eldest)
+
+    def _returns_gain(self, kind: int, since: int) -> float:
+        return self._returns.gain(kind, since)
+
+    def _rank(self, kind: int, since: int) -> float:
+        """Blocks of least rank are given up first."""
+        if self._leader is Expert.PROSPECT:
+            return self._returns.gain(kind, since)
+        if self._leader is Expert.SECOND_USE and kind < 2:
+            return since - 2.0**52
+        return since
 
     def _use(self, block: _Block[Key]) -> None:
         self._count()
         self._used(block.kind, block.since, 1)
-        block.kind, block.since = _after(block.kind), self._returns.epoch
+        block.kind, block.since = _AFTER[block.kind], self._returns.epoch
 
     def _used(self, kind: int, since: int, blocks: int) -> None:
         """So many blocks of one kind and epoch are used, in this epoch."""
         self._returns.again(kind, since, blocks)
-        self._returns.use(_after(kind), blocks)
+        self._returns.use(_AFTER[kind], blocks)
 
     def _rouse(self, block: _Block[Key]) -> None:
         """Of an idle block that is in no queue."""
@@ -435,20 +517,27 @@ class Prospect(Generic[Key]):
     def _leave(self, block: _Block[Key]) -> None:
         del self._there[block.key]
         block.parent = None
-        self._gone[block.key] = block.since * _KINDS + block.kind
+        self._gone[block.key] = block.since * _CODES + block.kind
         if len(self._gone) > self._remembered:
-            since, kind = divmod(self._gone.popitem(last=False)[1], _KINDS)
+            key, gone = self._gone.popitem(last=False)
+            since, kind = divmod(gone, _CODES)
+            at, tag = self._place(key)
+            self._long_gone[at] = tag
             self._returns.forget(kind, since)
 
     def _queue(self, block: _Block[Key]) -> None:
         at = block.since, block.kind
+        if self._eldest is not None:
+            heappush(self._eldest, (block.born, block))
+            if len(self._eldest) > 2 * self._idle + 64:
+                self._lead(Expert.FIFO)
         queue = self._queues.get(at)
         if queue is not None:
             queue[block] = None
             return
         self._queues[at] = {block: None}
         if self._heap is not None and len(self._heap) <= 2 * len(self._queues) + 64:
-            heappush(self._heap, (self._returns.gain(block.kind, block.since), *at))
+            heappush(self._heap, (self._rank(block.kind, block.since), *at))
         else:
             self._heap = None
 

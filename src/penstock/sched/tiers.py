@@ -98,8 +98,8 @@ class Tiers:
         self._new: list[Transfer] = []
         self._told = 0
         """Of the keys that leave the disk, the first, which the plan under way says."""
-        self._found: list[bytes] = []
-        """That set out: their use is noted when there is time, while they are on their way."""
+        self._found: list[Name] = []
+        """Blocks of the host that set out: their use is noted when there is time, while they are on their way."""
 
     @property
     def moving(self) -> bool:
@@ -153,7 +153,7 @@ class Tiers:
     def bring_up(self, names: Names, blocks: Sequence[HostBlockId]) -> TransferId:
         """From host blocks to as many new pages, which the caller has seen to be available. They are the transfer's."""
         self.host.hold_run(names.keys, blocks)
-        self._found += names.keys
+        self._found += map(Name, names.keys, names.parents)
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks)
 
@@ -240,6 +240,15 @@ class Tiers:
             self._coming[Route.OUT].add(name.key)
             self._out.append((block, name))
 
+    def _want_out_again(self, names: Sequence[Name]) -> None:
+        """What was not worth a write when it came to the host may be by now: it was used again."""
+        if self.disk is None:
+            return
+        for name in names:
+            block = self.host.find(name.key)
+            if block is not None and self.host.is_near(block):
+                self._want_out(block, name)
+
     def _look_ahead(self) -> None:
         """Pages that will be given up next, as many as the next steps may need beyond those that are free."""
         short = self._watermark - self.pages.free - len(self._down)
@@ -267,7 +276,8 @@ class Tiers:
         if self.disk is not None:
             del self.disk.leaving[: self._told]
         self._told = 0
-        self.use(found)
+        self.use([name.key for name in found])
+        self._want_out_again(found)
         for report in reports:
             going = self._going.pop(report.id)
             transfer, names, lost = going.transfer, going.names, set(report.lost)

@@ -1,0 +1,263 @@
+"""Generated workloads for prefix caches, in the format of recorded traces: the same name and seed give the same requests.
+
+The eviction policy is tuned on the recorded trace and on `TUNED`; what is said of it is measured on `HELD_OUT`. The division was made by
+taking every second name of the list, before any of them was run.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from random import Random
+
+from penstock.base.errors import ConfigError
+
+BLOCK_TOKENS = 512
+_GAP_MS = 300.0
+"""Mean time between two requests, which come as a Poisson process."""
+
+Path_ = tuple[int, ...]
+Keys = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`keys`: the chained hashes of its blocks. Lengths are in tokens, `timestamp` is in milliseconds."""
+
+    keys: Keys
+    timestamp: int
+    input_length: int
+    output_length: int
+
+    def line(self) -> str:
+        """The request as a line of a trace file, without its end."""
+        return json.dumps(
+            {
+                "timestamp": self.timestamp,
+                "input_length": self.input_length,
+                "output_length": self.output_length,
+                "hash_ids": self.keys,
+            }
+        )
+
+
+class _Tree:
+    """Names blocks: a block's hash stands for its content and for all blocks before it."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, int], int] = {}
+        self._fresh = 0
+
+    def keys(self, contents: Sequence[int]) -> Keys:
+        parent, keys = -1, []
+        for content in contents:
+            parent = self._names.setdefault((parent, content), len(self._names))
+            keys.append(parent)
+        return keys
+
+    def fresh(self, blocks: int) -> Keys:
+        """Contents that nobody has used."""
+        start = self._fresh
+        self._fresh += blocks
+        return [-1 - content for content in range(start, self._fresh)]
+
+
+class _Popular:
+    """Draws ranks in [0, items) with a chance in proportion to (rank + 1) ** -slope."""
+
+    def __init__(self, items: int, slope: float) -> None:
+        self._sums = list(accumulate((rank + 1) ** -slope for rank in range(items)))
+        self._range = range(items)
+
+    def draw(self, rng: Random) -> int:
+        return rng.choices(self._range, cum_weights=self._sums)[0]
+
+
+Contents = Iterator[Sequence[int]]
+
+
+def _zipf(rng: Random, tree: _Tree) -> Contents:
+    """Questions about documents of a fixed collection, whose popularity falls as the inverse of their rank."""
+    documents = [tree.fresh(rng.randint(4, 24)) for _ in range(2000)]
+    popular = _Popular(len(documents), 0.9)
+    while True:
+        yield [*documents[popular.draw(rng)], *tree.fresh(rng.randint(1, 3))]
+
+
+def _scans(rng: Random, tree: _Tree) -> Contents:
+    """A popular collection; now and then a batch of long prompts goes through that never return."""
+    documents = [tree.fresh(rng.randint(4, 16)) for _ in range(300)]
+    popular = _Popular(len(documents), 0.6)
+    while True:
+        for _ in range(rng.randint(60, 200)):
+            yield [*documents[popular.draw(rng)], *tree.fresh(1)]
+        for _ in range(rng.randint(10, 60)):
+            yield tree.fresh(rng.randint(20, 80))
+
+
+def _loops(rng: Random, tree: _Tree) -> Contents:
+    """Evaluation suites that are run again and again, each a loop over its prompts, one beside the other."""
+    suites = [[tree.fresh(rng.randint(3, 12)) for _ in range(size)] for size in (60, 240, 700)]
+    at = [0] * len(suites)
+    while True:
+        one = rng.randrange(len(suites))
+        yield suites[one][at[one] % len(suites[one])]
+        at[one] += 1
+
+
+def _sessions(rng: Random, tree: _Tree) -> Contents:
+    """Conversations that grow: under one of a few system prompts, each turn continues the last; how many turns and when varies widely."""
+    systems = [tree.fresh(rng.randint(2, 8)) for _ in range(6)]
+    due: dict[int, list[list[int]]] = {}
+    now = 0
+    while True:
+        now += 1
+        for talk in due.pop(now, []):
+            talk += tree.fresh(rng.randint(1, 4))
+            yield list(talk)
+            if rng.random() < 0.75:
+                due.setdefault(now + 1 + int(rng.expovariate(1 / 60)), []).append(talk)
+        talk = [*rng.choice(systems), *tree.fresh(rng.randint(1, 12))]
+        yield list(talk)
+        if rng.random() < 0.4:
+            due.setdefault(now + 1 + int(rng.expovariate(1 / 60)), []).append(talk)
+
+
+def _bursts(rng: Random, tree: _Tree) -> Contents:
+    """Documents that are asked about while they are new, at random moments, and then never again."""
+    alive: list[tuple[int, list[int]]] = []
+    now = 0
+    while True:
+        now += 1
+        if rng.random() < 0.2:
+            alive.append((now + 500, tree.fresh(rng.randint(4, 20))))
+            while alive[0][0] < now:
+                del alive[0]
+        if alive:
+            yield [*rng.choice(alive)[1], *tree.fresh(1)]
+
+
+def _drift(rng: Random, tree: _Tree) -> Contents:
+    """As `zipf`, but what is popular changes a little with each request: documents sink in rank, new ones come in at random ranks."""
+    documents = [tree.fresh(rng.randint(4, 24)) for _ in range(1000)]
+    popular = _Popular(len(documents), 1.0)
+    while True:
+        if rng.random() < 0.3:
+            del documents[rng.randrange(len(documents))]
+            documents.insert(rng.randrange(len(documents)), tree.fresh(rng.randint(4, 24)))
+        yield [*documents[popular.draw(rng)], *tree.fresh(rng.randint(1, 2))]
+
+
+def _mixture(rng: Random, tree: _Tree) -> Contents:
+    """Popular documents, a loop, conversations and prompts that never return, all at once."""
+    parts = [_zipf(rng, tree), _loops(rng, tree), _sessions(rng, tree)]
+    while True:
+        one = rng.randrange(len(parts) + 1)
+        yield next(parts[one]) if one < len(parts) else tree.fresh(rng.randint(5, 40))
+
+
+def _phases(rng: Random, tree: _Tree) -> Contents:
+    """A loop, then popular documents, then conversations, then bursts, one after the other, for some hundreds of requests each."""
+    parts = [_loops(rng, tree), _zipf(rng, tree), _sessions(rng, tree), _bursts(rng, tree)]
+    while True:
+        for part in parts:
+            yield from islice(part, rng.randint(200, 600))
+
+
+def _arc(rng: Random, tree: _Tree) -> Contents:
+    """Against a fixed split between recency and frequency: whether what was used lately or what was used often returns alternates."""
+    often = [tree.fresh(rng.randint(4, 12)) for _ in range(250)]
+    while True:
+        for _ in range(rng.randint(300, 900)):
+            yield rng.choice(often) if rng.random() < 0.5 else tree.fresh(rng.randint(4, 30))
+        stack = [tree.fresh(rng.randint(4, 12)) for _ in range(10)]
+        for _ in range(rng.randint(300, 900)):
+            if rng.random() < 0.3:
+                stack.append(tree.fresh(rng.randint(4, 12)))
+            else:
+                stack.append(stack.pop(-1 - min(int(rng.expovariate(1 / 60)), len(stack) - 1)))
+            yield stack[-1]
+
+
+def _lirs(rng: Random, tree: _Tree) -> Contents:
+    """Against recency: two pools that are drawn from evenly, by turns, of which one is far too large for any cache (LIRS's two-pool trace),
+    and a loop over a third every so often."""
+    small = [tree.fresh(6) for _ in range(120)]
+    large = [tree.fresh(6) for _ in range(4000)]
+    loop = [tree.fresh(6) for _ in range(200)]
+    while True:
+        for _ in range(200):
+            yield rng.choice(small)
+            yield rng.choice(large)
+        yield from loop
+
+
+def _pairs(rng: Random, tree: _Tree) -> Contents:
+    """Against admission on a second use: each prompt is asked exactly twice, the second time soon."""
+    due: dict[int, list[list[int]]] = {}
+    now = 0
+    while True:
+        now += 1
+        yield from due.pop(now, [])
+        prompt = tree.fresh(rng.randint(4, 20))
+        yield prompt
+        due.setdefault(now + 1 + min(int(rng.expovariate(1 / 80)), 600), []).append(prompt)
+
+
+def _agents(rng: Random, tree: _Tree) -> Contents:
+    """Agents under shared tool prompts: a task forks into branches, each of which grows by turns in quick succession; some tasks are
+    resumed much later."""
+    tools = [tree.fresh(rng.randint(6, 20)) for _ in range(4)]
+    running: list[list[int]] = []
+    ended: list[list[int]] = []
+    while True:
+        if len(running) < 40:
+            if ended and rng.random() < 0.15:
+                running.append(ended.pop(rng.randrange(len(ended))))
+            else:
+                running.append([*rng.choice(tools), *tree.fresh(rng.randint(1, 6))])
+        one = rng.randrange(len(running))
+        running[one] = [*running[one], *tree.fresh(rng.randint(1, 3))]
+        yield running[one]
+        if rng.random() < 0.1:
+            running.append(running[one])
+        if rng.random() < 0.12:
+            ended.append(running.pop(one))
+
+
+_WORKLOADS: dict[str, Callable[[Random, _Tree], Contents]] = {
+    "zipf": _zipf,
+    "scans": _scans,
+    "loops": _loops,
+    "bursts": _bursts,
+    "sessions": _sessions,
+    "drift": _drift,
+    "mixture": _mixture,
+    "phases": _phases,
+    "arc": _arc,
+    "lirs": _lirs,
+    "pairs": _pairs,
+    "agents": _agents,
+}
+WORKLOADS = tuple(_WORKLOADS)
+TUNED, HELD_OUT = WORKLOADS[::2], WORKLOADS[1::2]
+
+
+def generate(name: str, seed: int = 0, requests: int = 6000) -> list[Request]:
+    """Generates a workload's first `requests` requests. Raises ConfigError for an unknown name."""
+    make = _WORKLOADS.get(name)
+    if make is None:
+        raise ConfigError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    rng, tree, now = Random(f"{name} {seed}"), _Tree(), 0.0
+    made = []
+    for contents in islice(make(rng, tree), requests):
+        keys = tree.keys(contents)
+        made.append(Request(keys, int(now), len(keys) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS), 1 + int(rng.expovariate(1 / 300))))
+        now += rng.expovariate(1 / _GAP_MS)
+    return made
+
+
+def write(path: Path, requests: Sequence[Request]) -> None:
+    """Writes a trace file. Raises OSError."""
+    path.write_text("".join(f"{request.line()}\n" for request in requests), encoding="utf-8")
