@@ -109,13 +109,29 @@ def _use(spec: ModelSpec, element: int, every: Sequence[GroupLayout], index: int
         # Hidden states are read, normed, and added to; queries, keys and values are written, rotated and read; so is what attention gives.
         moved = 4 * spec.hidden_size + 3 * (spec.query_size + 2 * spec.kv_size) + 2 * spec.query_size
         attention = bounds.attention_operations(spec, step.pairs(layer))
-        return UseWork(0, layers, moe_layers, layout.size, 0, step.kv(layer), element * moved * tokens, products, 0, attention)
+        return UseWork(
+            layers=layers,
+            moe_layers=moe_layers,
+            weights=layout.size,
+            kv=step.kv(layer),
+            activations=element * moved * tokens,
+            products=products,
+            attention=attention,
+        )
     if kind is GroupKind.ROUTER:
         assert spec.moe is not None
         assert expert is not None
         moved = 4 * spec.hidden_size + spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * spec.hidden_size)
         chosen = bounds.experts_chosen(spec.moe, tokens) * expert.size
         operations = spec.moe.experts * bounds.matrix_operations(spec, expert, tokens)
-        return UseWork(0, layers, moe_layers, layout.size, chosen, 0, element * moved * tokens, products, operations)
+        return UseWork(
+            layers=layers,
+            moe_layers=moe_layers,
+            weights=layout.size,
+            experts=chosen,
+            activations=element * moved * tokens,
+            products=products,
+            expert_products=operations,
+        )
     moved = 4 * spec.hidden_size + 3 * spec.intermediate_size
-    return UseWork(0, layers, moe_layers, layout.size, 0, 0, element * moved * tokens, products)
+    return UseWork(layers=layers, moe_layers=moe_layers, weights=layout.size, activations=element * moved * tokens, products=products)
