@@ -37,7 +37,7 @@ LAUNCHED = 640
 """Tokens of a prompt that is not replayed as a graph, and which the device computes faster than the host launches it."""
 KV_TOKENS = 64 * (2048 + 256)
 """Of all sequences together that are in KV at most."""
-SURE, TWICE = 1.2, 2.0
+SURE = 1.2
 """A prompt counts as the device's where it takes so many times what launching it does."""
 NEAR, ROUNDS = 0.03, 12
 """Relative errors up to which rows of a fit count in full, and how often it is made again with new weights."""
@@ -243,7 +243,7 @@ def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
     than the host to launch."""
     pairs = _pairs(samples)
     launched = [_Grown.of(few, many) for few, many in pairs if few.context == LAUNCHED]
-    dense, mixed = (_launching([one.seconds for one in launched if one.moe is moe]) for moe in (False, True))
+    dense, mixed = (_launching([one for one in launched if one.moe is moe]) for moe in (False, True))
     at_least = [one.seconds - one.launches[0] * dense - one.launches[1] * mixed for one in samples if one.context == LAUNCHED]
     host_step = max(min(at_least, default=0.0), 0.0)
 
@@ -263,11 +263,11 @@ def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
     return replace(costs, step=max(statistics.median(rest), 0.0) if rest else 0.0)
 
 
-def _launching(seconds: Sequence[float]) -> float:
-    """Seconds in which the host launches a layer, from those of a layer more in models of several widths: in wide ones the device takes
-    longer. The host's own speed changes from run to run, so that the least of them alone says little."""
-    near = [one for one in seconds if one <= TWICE * min(seconds)]
-    return max(statistics.median(near), 0.0) if near else 0.0
+def _launching(grown: Sequence["_Grown"]) -> float:
+    """Seconds in which the host launches a layer: the mean of what a layer more takes in the two narrowest models, where the device has
+    least to do for the same launches. Of models with experts the second is too wide for that."""
+    narrow = sorted(grown, key=lambda one: one.work.operations)[: 1 if any(one.moe for one in grown) else 2]
+    return max(statistics.fmean(one.seconds for one in narrow), 0.0) if narrow else 0.0
 
 
 @dataclass(frozen=True, slots=True)
