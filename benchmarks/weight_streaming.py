@@ -42,7 +42,7 @@ from penstock.bench.shapes import SHAPES
 from penstock.bench.streaming import scratch
 from penstock.bench.warming import BRIEF, RULE, Rule, Timed, timed
 from penstock.engine.boot import Booted, boot
-from penstock.engine.forecast import CONTEXT, PROCESS, Machine, Work, forecast
+from penstock.engine.forecast import CONTEXT, FIXED, PROCESS, Machine, Work, forecast
 from penstock.engine.placing import Override
 from penstock.memory.arena import Arena
 from penstock.memory.device import give_back
@@ -545,8 +545,8 @@ def part_window(device: torch.device, tiny: bool, directory: Path, room: int) ->
 def planned(spec: Shape, rates: Rates, disk: float, operations: float, budgets: dict[str, str], tiny: bool) -> dict[str, float]:
     """Seconds of a pass that `penstock plan` forecasts for these budgets, with the disk's rate of this run."""
     device, host = (parse_size(size) for size in budgets.values())
-    if tiny:  # No GPU's context takes of this, and no process beside it.
-        device, host = device + CONTEXT + (1 << 20), host - device + PROCESS
+    if tiny:  # No GPU takes of this, and no process beside it.
+        device, host = device + CONTEXT + FIXED + (1 << 20), host - device + PROCESS
     there = Machine(device, host, dataclasses.replace(rates, disk_to_host=disk), operations)
     tokens = 2048 if not tiny else 64
     decode = forecast(spec.spec, spec.names, there, Work(spec.spec.dtype, 1, 2304, tokens)).decode
