@@ -47,8 +47,8 @@ class Arena:
             self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
-        """Unpin. The memory itself goes when nobody has a view of it any more; no copy may be in flight. If this is never called it is
-        unpinned then."""
+        """Unpin. The memory itself goes when nobody has a view of it any more; no copy may be in flight. Where nobody calls this, the memory
+        is unpinned when it goes."""
         if self._mapping is not None:
             self._mapping.unpin()
 

@@ -26,8 +26,7 @@ _PADDING = 1.3
 """A group of rows is padded to its longest; a row that would be padded by more than this starts a new group."""
 
 ROW_KEYS = PAST_TILE // 2
-"""Keys, padding included, that a group of rows gathers at most: what bounds its memory, which is kept. Four times as many were no
-faster on a CPU."""
+"""Keys, padding included, that a group of rows gathers at most: what bounds its memory, which is kept."""
 
 
 @dataclass(frozen=True, slots=True)
