@@ -47,7 +47,7 @@ class Arena:
             self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
-        """Unpin. The memory itself goes when nobody has a view of it any more; no copy may be in flight. Where nobody calls this, the memory
+        """Unpin. The memory itself goes when nobody has a view of it any more; no copy may be in flight. Where nobody calls this, memory
         is unpinned when it goes."""
         if self._mapping is not None:
             self._mapping.unpin()
