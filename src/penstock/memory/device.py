@@ -27,6 +27,8 @@ _SHORT = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALL
 """How torch says that memory has run out where it raises no error of its own for that."""
 _MODULES = 256 << 20
 """Kernels that are loaded later."""
+_SEGMENTS = 22 << 20
+"""What torch takes from CUDA at a time: 20 MiB for tensors of 1 to 10 MiB, and 2 MiB for smaller ones."""
 
 
 def choose_device(asked: str) -> torch.device:
@@ -148,7 +150,8 @@ def _cgroup_usage() -> int:
 def peak_of(device: torch.device, work: Callable[[], object]) -> int:
     """Bytes of device memory that `work` took at its peak, beyond what was taken before it.
 
-    On CUDA with what was lost between allocations, and somewhat more: work of another shape loses it in other places.
+    On CUDA with what was lost between allocations, and somewhat more: work of another shape loses it in other places, and may need one more
+    of each of the allocator's segments.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -157,7 +160,8 @@ def peak_of(device: torch.device, work: Callable[[], object]) -> int:
         before = torch.cuda.memory_reserved(device)
         work()
         torch.cuda.synchronize(device)
-        return (torch.cuda.max_memory_reserved(device) - before) * 9 // 8
+        peak = torch.cuda.max_memory_reserved(device) - before
+        return peak + max(peak // 8, _SEGMENTS)
     exact = _reset_peak_rss()
     before, files = psutil.Process().memory_info().rss if exact else _peak_rss(), _status("RssFile")
     work()
