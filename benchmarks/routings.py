@@ -22,12 +22,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from recording import environment, need_commit
 from torch import Tensor
 
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import MoeSpec
 from penstock.base.config import Config
-from penstock.bench.machine import machine
 from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override
 from penstock.memory import device as memory
@@ -260,31 +260,44 @@ def _limited(booted: Booted, device: torch.device) -> Iterator[Callable[[], int]
     yield lambda: memory._peak_rss() - before - max(memory._status("RssFile") - files, 0)
 
 
+def record(found: list[Found], out: Path) -> None:
+    """Write what was found, beside what the file has of other cases."""
+    cases = [asdict(one) | {"within": one.within} for one in found]
+    if out.exists():
+        those = {one.case for one in found}
+        cases = [case for case in json.loads(out.read_text())["cases"] if case["case"] not in those] + cases
+    report = {
+        "bench": "routings",
+        "routings": sum(sum(case["routings"].values()) for case in cases),
+        "within": all(case["within"] for case in cases),
+        "cases": cases,
+        "environment": environment(),
+    }
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--routings", type=int, default=10_000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have this in them; others that --out has are kept")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_commit(options.out)
     device = memory.choose_device(options.device)
     found = []
     for case in ON_GPU if device.type == "cuda" else ON_CPU:
+        if options.only not in case.name:
+            continue
         found.append(measured(case, max(round(options.routings * case.share), 1), device))
         one = found[-1]
         peak, counted = one.peak / 2**20, one.counted / 2**20
         taken = f"{peak:.1f} MiB at most of {counted:.1f} counted, {one.short} times refused more"
         print(f"{one.case}: {sum(one.routings.values())} in {one.seconds:.0f} s, {taken}", flush=True)
+        if options.out:
+            record(found, options.out)
     done = sum(sum(one.routings.values()) for one in found)
     print(f"{done} routings, {'all within' if all(one.within for one in found) else 'BEYOND'} the budget")
-    if options.out:
-        report = {
-            "routings": done,
-            "device": memory.device_name(device),
-            "within": all(one.within for one in found),
-            "cases": [asdict(one) | {"within": one.within} for one in found],
-            "machine": asdict(machine()),
-        }
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(one.within for one in found) else 1
 
 

@@ -57,6 +57,9 @@ if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.seat import Seat
     from penstock.worker.rank import Leader
 
+_HEAP = 8 << 20
+"""Bytes by which a CPU's heap grows beside what steps take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Booted:
@@ -312,8 +315,9 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again.
 
     On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's memory. Routings of a
-    mixture need not be tried: what its rows take is allocated by the number of tokens alone. On a CPU what was found counts twice: a heap
-    from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one step takes.
+    mixture need not be tried: what its rows take is allocated by the number of tokens alone. On a CPU what was found counts twice, and
+    _HEAP beside: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one step takes, and by 4 MiB
+    however little a step takes.
     """
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     kinds = dict[tuple[int | None, bool], list[int]]()
@@ -347,7 +351,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     # Long contexts take more for partial results of attention than the steps above, which are short.
     element = DTYPE_BYTES[settled.dtype]
     beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
-    return peak + beside if device.type == "cuda" else 2 * peak
+    return peak + beside if device.type == "cuda" else 2 * peak + _HEAP
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
