@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+import interpreting
+
 _within: list[tuple[int, int]] = []
 """What may be reached now: addresses [first, end)."""
 
@@ -45,6 +47,7 @@ def install() -> None:
     """From now on, for as long as the process lives. Where kernels are interpreted: this imports Triton."""
     from triton.runtime import interpreter
 
+    interpreting.install()
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     call = executor.__call__
 

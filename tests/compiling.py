@@ -1,7 +1,7 @@
 """Compiles what would be launched on a GPU, where there is none: kernels that the interpreter takes may be none to the compiler, or may
 want more than a device has. Run as a program, since Triton decides when it is imported whether it interprets.
 
-    python tests/compiling.py 89 [a case ...]
+    python tests/compiling.py [--early] 89 [a case ...]
 """
 
 import json
@@ -211,20 +211,24 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
-def main(capability: int, names: list[str]) -> None:
-    """A line of JSON with the bytes of shared memory that a program may have, and one for each kernel."""
+def main(capability: int, names: list[str], *, early_only: bool = False) -> None:
+    """A line of JSON with the bytes of shared memory that a program may have, and one for each kernel. Where launches may begin early,
+    kernels are compiled for that too, or only for that."""
     print(SHARED[capability])
-    case = ""
+    case, early = "", False
 
     def seen(kernel: Any) -> None:
-        print(json.dumps({"case": case, "kernel": kernel.name, "shared": kernel.metadata.shared}), flush=True)
+        told = {"case": case, "kernel": kernel.name, "shared": kernel.metadata.shared, "early": early}
+        print(json.dumps(told), flush=True)
 
+    ways = (True,) if early_only else (False, True) if capability >= 90 else (False,)
     with elsewhere(capability, seen):
         for case in names or CASES:
-            for early in (False, True) if capability >= 90 else (False,):
+            for early in ways:
                 with early_launches(early):
                     CASES[case]()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    given = [one for one in sys.argv[1:] if one != "--early"]
+    main(int(given[0]), given[1:], early_only="--early" in sys.argv)

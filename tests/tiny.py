@@ -246,7 +246,36 @@ class Reference:
 @functools.cache
 def references(name: str) -> list[Reference]:
     model = load(checkpoint(name))
-    return [decode(model, prompt) for prompt in prompts()]
+    if CASES[name].dynamic:  # Whose earlier keys stay as they were turned, which one forward over all of them would not give.
+        return [decode(model, prompt) for prompt in prompts()]
+    drafts = _drafts(model, prompts())
+    return [_proved(model, prompt, draft) or decode(model, prompt) for prompt, draft in zip(prompts(), drafts, strict=True)]
+
+
+@torch.inference_mode()
+def _drafts(model: transformers.PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """What greedy decoding probably gives, OUTPUT tokens of each: all prompts at once, padded on the left, which is much faster."""
+    width = max(map(len, prompts))
+    inputs = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    cache, found = None, list[Tensor]()
+    while len(found) < OUTPUT:
+        places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+        output = model(inputs, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True)
+        cache, inputs = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        found.append(inputs)
+        mask = torch.cat([mask, torch.ones_like(inputs)], 1)
+    drafts: list[list[int]] = torch.cat(found, 1).tolist()
+    return drafts
+
+
+@torch.inference_mode()
+def _proved(model: transformers.PreTrainedModel, prompt: list[int], draft: list[int]) -> Reference | None:
+    """None unless the draft is what greedy decoding gives: in one forward over all of it, each token is the likeliest after the others."""
+    logits = model(torch.tensor([prompt + draft[:-1]])).logits[0]
+    if logits[len(prompt) - 1 :].argmax(-1).tolist() != draft:
+        return None
+    return Reference(prompt, draft, logits.double().log_softmax(-1))
 
 
 @torch.inference_mode()

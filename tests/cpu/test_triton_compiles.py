@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forks
 import tiny
 
 pytest.importorskip("triton")
@@ -16,16 +16,20 @@ TESTS = Path(__file__).resolve().parents[1]
 LARGE = ("decode, many rows", "run", "run, wide heads", "run, float32", "merge", "write", "fold, float32", "draw", "experts, some")
 """Each kernel once, and where one takes most."""
 EARLY = ("decode, one row", "pointwise", "linear", "linear, few rows", "steps", "sums")
-"""Where launches may begin before those before them have ended, which devices can from 9.0 on."""
+"""Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a kernel does besides is all that
+it has of its own: as it is otherwise, it is compiled only if all is to be tested."""
 EVERYTHING = [(capability, ()) for capability in (80, 86, 89, 90, 100, 120)]
 
 
 @pytest.mark.parametrize(("capability", "cases"), EVERYTHING if tiny.THOROUGH else [(89, LARGE), (90, EARLY)])
 def test_every_kernel_compiles_for_it_and_fits(capability: int, cases: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    output = _run(str(TESTS / "compiling.py"), str(capability), *cases, cache=tmp_path)
+    early = ["--early"] if cases == EARLY else []
+    output = _run("-m", "compiling", *early, str(capability), *cases, cache=tmp_path)
     most, *kernels = map(json.loads, output.splitlines())
     assert len(kernels) >= 2 * len(cases or LARGE)
+    assert not cases or {kernel["case"] for kernel in kernels} == set(cases)
+    assert all(kernel["early"] for kernel in kernels) or not early
     assert not [kernel for kernel in kernels if kernel["shared"] > most]
 
 
@@ -147,6 +151,6 @@ def _run(*arguments: str, cache: Path) -> str:
     """What a Python process prints in which kernels are compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
-    result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    result = forks.run([sys.executable, *arguments], env=environment, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
