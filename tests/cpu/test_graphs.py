@@ -29,7 +29,7 @@ from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.residency import Limits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program, row_counts, run_counts, why_not
 from penstock.worker.runner import Runner
-from tapes import Tape, launched, taped
+from tapes import launched, taped
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 7}
 GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
