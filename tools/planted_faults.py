@@ -11,6 +11,7 @@ planted all tests that are named are run as they stand: one that fails anyway wo
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -31,6 +32,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".hypothesis", ".*_cache", "build", "dist", "htmlcov")
 _HEAVY = ("numpy", "torch", "torch.testing", "starlette.applications", "uvicorn", "transformers")
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+"""A test that failed, in the summary; a captured line of the log has more spaces."""
 _TEST_SECONDS = 120
 """That a test may take: what a fault makes hang is caught by then."""
 
@@ -87,7 +90,7 @@ class Copy:
         """Take it out again. code: of the process."""
         self._write(self._text)
         said = self.said()
-        failed = [line.split(" - ")[0].split(" ", 1)[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        failed = _FAILED.findall(said)
         found: dict[str, object] = {"name": fault.name, "caught": code == 1, "by": failed[:1]}
         if code not in (0, 1):
             found["error"] = said[-2000:]

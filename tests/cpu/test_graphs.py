@@ -3,7 +3,10 @@ with inputs of their own say. In place of kernels that read pages there is plain
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import ClassVar
@@ -15,12 +18,18 @@ from torch import Tensor
 
 import tiny
 from penstock import LLM, SamplingParams
-from penstock.arch.layout import GroupId, GroupKind
+from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.arch.spec import ModelSpec
+from penstock.engine.boot import boot
+from penstock.engine.placing import Override
+from penstock.models.decoder import EMBEDDING
 from penstock.ops import attention
+from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.residency import Limits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program, row_counts, run_counts, why_not
 from penstock.worker.runner import Runner
+from tapes import launched, taped
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 7}
 GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
@@ -322,3 +331,133 @@ def test_who_lets_go_of_weights_lets_go_of_what_was_recorded() -> None:
     assert not graphs._programs
     assert not graphs._run_programs
     program.close.assert_called_once()
+
+
+RECORD = DecodeGraphs.record
+"""What the other tests replace."""
+LAUNCHED = SimpleNamespace(**{name: launched(kernel) for name, kernel in vars(KERNELS).items()})
+STEPS = {name: getattr(DecodeStep, name) for name in ("compute", "compute_run")}
+
+
+@contextmanager
+def recorded(name: str, **more: object) -> Iterator[LLM]:
+    """An engine whose steps are recorded on tapes, in pieces where weights stream, and replayed. Its kernels are stand-ins."""
+
+    def with_kernels(name: str) -> Callable[..., None]:
+        def compute(*args: object) -> None:
+            with patch.object(attention, "_kernels", lambda x: LAUNCHED):
+                STEPS[name](*args)
+
+        return compute
+
+    with patch.multiple(DecodeStep, **{name: with_kernels(name) for name in STEPS}):
+        with taped(), patch.object(DecodeGraphs, "record", RECORD):
+            llm = opened(name, **more)
+        with llm:
+            yield llm
+
+
+def graphs_of(llm: LLM) -> DecodeGraphs:
+    graphs = llm.booted.engine._ranks._graphs  # type: ignore[attr-defined]
+    assert isinstance(graphs, DecodeGraphs)
+    return graphs
+
+
+@contextmanager
+def watched(llm: LLM) -> Iterator[list[tuple[int, int]]]:
+    """Of each step that is replayed meanwhile: its rows, or its run's tokens as a negative number, and those it was recorded for."""
+    graphs, run = graphs_of(llm), DecodeGraphs.run
+    found: list[tuple[int, int]] = []
+    played = list[int]()
+    for count, program in graphs._programs.items():
+        program._acts.insert(0, partial(played.append, count))
+    for count, replay in graphs._run_programs.items():
+        graphs._run_programs[count] = lambda count=count, replay=replay: (played.append(-count), replay())  # type: ignore[misc]
+
+    def noted(self: DecodeGraphs, plan: Plan) -> tuple[Tensor, Tensor]:
+        result = run(self, plan)
+        found.append((-plan.tokens if plan.runs else len(plan.shares), played.pop()))
+        assert not played, "one step was replayed twice"
+        return result
+
+    with patch.object(DecodeGraphs, "run", noted):
+        yield found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_windows"])
+def test_a_recording_of_the_size_next_above_is_replayed(name: str) -> None:
+    """For every number of rows, and for runs; each computes what it was recorded for and no other."""
+    references = (tiny.references(name) * 2)[:7]
+    params = [SamplingParams(temperature=0, max_tokens=3 * (at + 1), ignore_eos=True) for at in range(7)]
+    with patch.object(Runner, "ahead", True), recorded(name, max_step_tokens=40) as llm, watched(llm) as found:
+        counts, runs = graphs_of(llm).counts, graphs_of(llm).runs
+        completions = llm.generate([one.prompt for one in references], params)
+        for at, (one, reference) in enumerate(zip(completions, references, strict=True)):
+            assert list(one.tokens) == reference.tokens[: 3 * (at + 1)]
+        for reference in references[:3]:
+            llm.clear_prefix_cache()
+            assert list(llm.generate([reference.prompt], FEW)[0].tokens) == reference.tokens[:4]
+    assert {used for used, _ in found if used > 0} == set(range(1, 8))
+    assert any(used < 0 for used, _ in found)
+    for used, size in found:
+        least = min(count for count in counts if count >= used) if used > 0 else -min(count for count in runs if count >= -used)
+        assert size == least
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a pass that ended before its last group: a piece of a prompt that draws nothing. A tied embedding passes twice."""
+    references = tiny.references(name)
+    with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
+        sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
+    override = Override(Limits(max(sizes), 4 * sum(sizes)))
+    monkeypatch.setattr("penstock.api.llm.boot", partial(boot, override=override))
+    with recorded(name, max_step_tokens=16) as llm, watched(llm) as found:
+        assert llm.booted.weights.moves(EMBEDDING)
+        for at, length in enumerate((17, 20, 37)):  # What follows whole pieces is a row, or a run.
+            reference = references[at]
+            known = [*reference.prompt, *reference.tokens][:length]
+            after = reference.tokens[length - len(reference.prompt) :]
+            assert list(llm.generate([known], FEW)[0].tokens) == after[:4]
+        assert any(used < 0 for used, _ in found)
+        for one, reference in zip(llm.generate([one.prompt for one in references], FEW), references, strict=True):
+            assert list(one.tokens) == reference.tokens[:4]
+        assert llm.booted.weights.stats().copied > 0
+
+
+ROW = Share(Row(0), 9, (1,), 0, (), sample=True, prompt_length=5)
+RUN = replace(ROW, tokens=(1, 2, 3))
+HOST = (HostBlockId(3),)
+
+
+@pytest.mark.parametrize(
+    ("shares", "fits"),
+    [
+        ([ROW], True),
+        ([ROW] * 7, True),
+        ([ROW] * 8, False),
+        ([replace(ROW, new_blocks=(BlockId(1),))], True),
+        ([replace(ROW, new_blocks=(BlockId(1), BlockId(2)))], False),
+        ([replace(ROW, sample=False)], False),
+        ([replace(ROW, next_prompt_tokens=(4,))], False),
+        ([ROW, replace(ROW, cold_stop=4)], False),
+        ([replace(ROW, cold_start=4, cold_stop=4, near=4)], False),
+        ([RUN], True),
+        ([replace(RUN, tokens=(1,) * 16)], True),
+        ([replace(RUN, tokens=(1,) * 17)], False),
+        ([ROW, RUN], False),
+        ([RUN, RUN], False),
+        ([replace(RUN, sample=False)], False),
+        ([replace(RUN, next_prompt_tokens=(4,))], False),
+        ([replace(RUN, cold_stop=8)], False),
+        ([replace(RUN, cold_start=4)], False),
+        ([replace(RUN, near=4)], False),
+        ([replace(RUN, new_cold=HOST)], False),
+        ([], False),
+    ],
+)
+def test_which_steps_are_replayed(shares: Sequence[Share], fits: bool) -> None:
+    """No others: KV beyond the pages, more than one new page or positions without a draw are nothing that a recorded step looks at."""
+    step = Mock(spec=spec_of("llama"), suits=lambda share: True)
+    step.spec = spec_of("llama")
+    assert DecodeGraphs(step, Mock(), 7, 30).fits(Plan((), tuple(shares))) == fits

@@ -127,3 +127,25 @@ def test_a_vocabulary_is_only_sorted_where_its_likeliest_tokens_do_not_do(monkey
     tokens = torch.zeros(2, dtype=torch.int64)
     draw(torch.stack([sharp, flat]), wishes, tokens)
     assert sorted_rows == [wishes[1].tolist()]
+
+
+def test_ranks_take_rank_0s_tokens_wherever_one_was_drawn() -> None:
+    """Devices that are not alike may draw others: what was drawn here is neither told nor the row's newest. The likeliest are the same."""
+    logits, asked_for = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3)), []
+
+    def agree(tokens: torch.Tensor) -> None:
+        asked_for.append(tokens.tolist())
+        tokens.copy_(torch.tensor([11, 12]))
+
+    def drawn(*settings: Sampling) -> tuple[list[int], list[int]]:
+        sampler = Sampler(VOCAB, 2, torch.device("cpu"), agree)
+        shares = [Share(Row(row), 0, (1,), 0, (), sample=True, prompt_length=1) for row in range(2)]
+        for row, setting in enumerate(settings):
+            sampler.admit(Admission(Row(row), setting, (1,), ()))
+        return sampler.sample(logits.clone(), shares).read()[0], sampler.newest.tolist()
+
+    likeliest, plain = logits.argmax(-1).tolist(), sampling()
+    assert drawn(plain, plain) == (likeliest, [*likeliest, 0])
+    assert not asked_for
+    assert drawn(plain, replace(plain, temperature=0.8, seed=1)) == ([11, 12], [11, 12, 0])
+    assert asked_for[0][0] == likeliest[0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.bench.trace import Clairvoyant, Fifo, Learned, LeastRecent, Offered, SecondUse, replay
 from penstock.bench.workloads import generate
 from penstock.kv.evict import Eviction, Lru, Prospect
-from penstock.kv.shadows import Expert
+from penstock.kv.shadows import Expert, _Fifo, _Lru, _SecondUse
 
 MAKES: list[Callable[[], Eviction[int]]] = [Lru, lambda: Prospect(8), lambda: Prospect(8, deep=2, remembered=3)]
 
@@ -297,3 +297,12 @@ def test_a_block_used_once_has_to_be_likelier_to_return_than_one_used_twice() ->
     assert not policy.worth((5000, 0)), "one in two returns"
     come(policy, there, [(5000, 0)])
     assert policy.worth((5000, 0))
+
+
+def test_what_the_simple_experts_hold() -> None:
+    """Two blocks each: the last that were used, the last that came, the last that were used more than once."""
+    lru, fifo, second = _Lru[int](2), _Fifo[int](2), _SecondUse[int](2)
+    uses = [(1, False), (2, False), (1, True), (2, True), (1, True), (3, False), (1, True), (2, True)]
+    assert [lru.use(*use) for use in uses] == [False, False, True, True, True, False, True, False]
+    assert [fifo.use(*use) for use in uses] == [False, False, True, True, True, False, False, False]
+    assert [second.use(*use) for use in uses] == [False, False, False, False, True, False, True, True]
