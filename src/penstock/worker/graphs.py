@@ -341,11 +341,12 @@ class _Program:
         self._acts.append(self._graph.replay)
 
     def take(self, group: GroupId) -> Mapping[str, Tensor]:
-        views = self._standing.take(group)
-        if self._weights.moves(group):
+        views, moves = self._standing.take(group), self._weights.moves(group)
+        if moves or self._released:  # What was released makes room for what comes next: it does not wait until that is taken.
             self._cut()
             self._note_released()
-            self._acts.append(partial(_take_again, self._weights, group, views))
+            if moves:
+                self._acts.append(partial(_take_again, self._weights, group, views))
             self._graph = self._begin()
         return views
 
