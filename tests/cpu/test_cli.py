@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import MAGIC_NUMBER
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Protocol
@@ -552,6 +554,16 @@ def test_a_fault_of_our_own_is_one_line_too(penstock: Penstock, monkeypatch: pyt
     assert result.err == (
         "penstock: internal error: ModuleNotFoundError: No module named 'penstock.cli.ghost'; run with --debug for the traceback\n"
     )
+
+
+def test_a_module_that_is_cut_short_is_no_ctrl_c(penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As Python leaves one that it compiled while the disk filled."""
+    (tmp_path / "penstock_cut.pyc").write_bytes(MAGIC_NUMBER + bytes(12) + b"\xe3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(entry, "import_module", lambda name: import_module("penstock_cut"))
+    result = penstock("run", "hi")
+    assert (result.code, result.out) == (1, "")
+    assert re.fullmatch(r"penstock: internal error: EOFError: .*; run with --debug for the traceback\n", result.err)
 
 
 # -- chat --------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Odd values and broken outputs: one clear line, and an engine that serves on."""
 
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import forks
 import tiny
 from penstock import LLM, SamplingParams
 from penstock.api.detokenize import Detokenizer
@@ -94,8 +96,15 @@ def test_a_stop_string_far_longer_than_the_text() -> None:
 def test_output_that_cannot_be_written(where: str, code: int, words: str) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
-    shell = f'"{sys.executable}" -m penstock run hi --max-tokens 2 --quiet {where}'
-    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "penstock", "run", "hi", "--max-tokens", "2", "--quiet"]
+    if where == ">&-":  # Of a Python that finds it closed when it starts.
+        done = subprocess.run(["sh", "-c", f"exec {shlex.join(command)} {where}"], capture_output=True, text=True, timeout=120, check=False)
+    else:
+        with open("/dev/full", "wb") as none:
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {"stderr" if where[0] == "2" else "stdout": none}
+            with forks.Popen(command, stdin=subprocess.DEVNULL, text=True, **streams) as process:
+                out, err = process.communicate(timeout=120)
+        done = subprocess.CompletedProcess(command, process.returncode, out or "", err or "")
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -787,7 +787,7 @@ BESIDE = ["--host-kv-memory", "64MiB", "--kv-blocks", "8", "--kv-tile", "64", "-
 def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of a few hundred tokens, more than fit into eight blocks."""
     file = tmp_path_factory.mktemp("story") / "story.txt"
-    file.write_text("Once upon a time there was a little fox who lived in a wood and had many friends. " * 30)
+    file.write_text("Once upon a time there was a little fox who lived in a wood and had many friends. " * 14)
     return file
 
 

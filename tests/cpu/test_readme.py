@@ -116,7 +116,7 @@ def run_streamed(command: str, folder: Path) -> None:
     output is that of a run in which all of it stays on the device."""
     command = filled(command).replace(TRACE, str(folder / TRACE))
     assert command.count(LARGE) == 1
-    everything = "--device cpu --dtype float32 --max-length 128 --temperature 0"
+    everything = "--device cpu --dtype float32 --max-length 128 --temperature 0 --max-tokens 32"
     resident = in_shell(command.replace(LARGE, everything), folder)
     assert not (folder / ".cache").exists()
     # Weights are 27 MiB, the KV of 128 tokens 1: some 14 MiB stay on the device, and 4 is what one piece needs on its way from the disk.

@@ -697,12 +697,12 @@ def test_a_signal_to_all_processes_lets_requests_end_too(tmp_path: Path, story: 
     """As a service manager sends it, to followers as well."""
     with serving(tmp_path, "--port", "0", "--tensor-parallel", "2", *FLAGS) as server:
         server.wait()
-        with Stream(server, ENDLESS | {"prompt": STORY, "max_tokens": 200, "temperature": 0}) as stream:
+        with Stream(server, ENDLESS | {"prompt": STORY, "max_tokens": 80, "temperature": 0}) as stream:
             texts = [stream.event()["choices"][0]["text"]]
             os.killpg(server.process.pid, signal.SIGTERM)
             texts += [event["choices"][0]["text"] for event in stream.events()]
         assert "".join(texts).startswith(story.text)
-        assert len(texts) > 100
+        assert len(texts) > 40
         assert server.ended() == 0
 
 

@@ -899,7 +899,7 @@ class Nights(RuleBasedStateMachine):
 
 
 TestNights = Nights.TestCase
-TestNights.settings = settings(max_examples=100, stateful_step_count=25, derandomize=True, deadline=None)
+TestNights.settings = settings(max_examples=60, stateful_step_count=25, derandomize=True, deadline=None)
 
 
 def crowded(seed: int, short: bool = False) -> Hall:

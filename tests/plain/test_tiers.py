@@ -636,4 +636,4 @@ class Tides(Nights):
 
 
 TestTides = Tides.TestCase
-TestTides.settings = settings(max_examples=120, stateful_step_count=30, derandomize=True, deadline=None)
+TestTides.settings = settings(max_examples=75, stateful_step_count=30, derandomize=True, deadline=None)

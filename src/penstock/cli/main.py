@@ -74,6 +74,9 @@ class Root(click.Group):
         except BrokenPipeError:  # click would exit with 1, as for a fault
             _silence()
             return PIPE_CLOSED
+        except EOFError as error:  # click would take it for Ctrl-C; compiled modules that a full disk has cut short raise it, too
+            session = ctx.find_object(Session) or Session()
+            return _report(session, f"internal error: EOFError: {error}; run with --debug for the traceback", 1)
         return result
 
 

@@ -156,20 +156,21 @@ class Ledger(Generic[Id]):
 
     def check(self, held: Iterable[Sequence[Id]]) -> None:
         """Prove the invariants against what the requests say they hold. Raises AssertionError with what is wrong."""
-        counts = Counter(block for blocks in held for block in blocks)
-        pool = cast(list[Id], list(range(self.blocks)))
-        for block in pool:
-            assert counts[block] == self._holders[block], (
-                f"block {block} has {self._holders[block]} holders on record, {counts[block]} in fact"
+        counts = Counter(chain.from_iterable(held))
+        # A pass over all blocks in one expression: engines that check do so after every step.
+        recorded = {cast(Id, block): holders for block, holders in enumerate(self._holders) if holders}
+        for block in counts.keys() | recorded.keys() if counts != recorded else ():
+            assert counts[block] == recorded.get(block, 0), (
+                f"block {block} has {recorded.get(block, 0)} holders on record, {counts[block]} in fact"
             )
         free, idle = set(self._free), 0
         assert len(free) == len(self._free), "a block is free twice"
-        for block in pool:
-            key = self._keys[block]
-            unused = self._holders[block] == 0
-            idle += unused and key is not None
-            assert (block in free) == (unused and key is None), f"block {block} is wrongly on or off the free list"
-            assert key is None or self._by_key.get(key) == block, f"block {block} has a key that finds another block"
+        bare = {cast(Id, block) for block, key in enumerate(self._keys) if key is None and not self._holders[block]}
+        assert free == bare, f"blocks {sorted(free ^ bare)} are wrongly on or off the free list"
+        for number, key in enumerate(self._keys):
+            if key is not None:
+                idle += not self._holders[number]
+                assert self._by_key.get(key) == number, f"block {number} has a key that finds another block"
         assert idle == self.cached, f"{idle} blocks are cached, {self.cached} are known to be"
         assert len(self._by_key) == sum(key is not None for key in self._keys), "a key finds a block that does not have it"
 
