@@ -13,6 +13,9 @@ RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 ALL := $(VENV)/.stamp-all
 
+# Compiled modules are kept even where the environment forbids it: tests start penstock hundreds of times.
+TESTING := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+
 SAY := printf '\n\033[1m== %s\033[0m\n'
 
 .DEFAULT_GOAL := help
@@ -33,11 +36,11 @@ demo: $(RUNTIME) ## set up what is missing and generate text with the shipped mo
 
 test: $(DEV) ## set up what is missing and run every test
 	@$(SAY) 'tests ($(WORKERS) workers, one thread each; GPU tests are skipped without a GPU)'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-all: $(ALL) ## install a browser, node packages, Ray and schemathesis too, and run every test; a tool that is missing fails
 	@$(SAY) 'tests ($(WORKERS) workers; none is skipped for want of a tool)'
-	OMP_NUM_THREADS=1 PENSTOCK_ALL_TOOLS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(TESTING) PENSTOCK_ALL_TOOLS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 fuzz: $(DEV) ## compare random small models with transformers for SECONDS (an hour)
 	@$(SAY) 'random models, against transformers ($(SECONDS) seconds)'

@@ -499,7 +499,7 @@ def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.Cap
 # -- streaming ---------------------------------------------------------------------------------------------------------------
 
 WIDE = TINY | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
-LITTLE = Config(Path(), device="cpu", dtype="float32", device_memory="16MiB", max_step_tokens=16, block_size=8)
+LITTLE = Config(Path(), device="cpu", dtype="float32", device_memory="24MiB", max_step_tokens=16, block_size=8)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_every_group_of_every_family(tmp_path: Path, case: str, dtype: str) -> N
     assert sorted(set(os.listdir(tmp_path / "pack")) - {"config.json", "generation_config.json"}) == [MANIFEST, STORE]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_groups_of_many_pieces(tmp_path: Path, dtype: str) -> None:
     """Borders of pieces within sources, between sources and between fields."""
     more = {"vocab_size": 150_001, "intermediate_size": 70_003, "num_hidden_layers": 1}

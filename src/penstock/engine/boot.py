@@ -19,7 +19,7 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size
-from penstock.engine.budget import Budget, Demand, divide, least_activations, weights_room
+from penstock.engine.budget import HEAP, Budget, Demand, divide, least_activations, weights_room
 from penstock.engine.contexts import LongRoom, keeps
 from penstock.engine.engine import Engine, Ranks
 from penstock.engine.placing import Model, Override, Placed, Say, place
@@ -56,9 +56,6 @@ from penstock.worker.structures import Guide
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.seat import Seat
     from penstock.worker.rank import Leader
-
-_HEAP = 8 << 20
-"""Bytes by which a CPU's heap grows beside what steps take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +313,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
 
     On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's memory. Routings of a
     mixture need not be tried: what its rows take is allocated by the number of tokens alone. On a CPU what was found counts twice, and
-    _HEAP beside: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one step takes, and by 4 MiB
+    HEAP beside: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one step takes, and by 4 MiB
     however little a step takes.
     """
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
@@ -351,7 +348,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     # Long contexts take more for partial results of attention than the steps above, which are short.
     element = DTYPE_BYTES[settled.dtype]
     beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
-    return peak + beside if device.type == "cuda" else 2 * peak + _HEAP
+    return peak + beside if device.type == "cuda" else 2 * peak + HEAP
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

@@ -17,6 +17,8 @@ CPU_RING_PART = 8
 """Of a CPU's memory for weights, at most one part in so many is for the ring through which they stream from disk."""
 KV_PART = 8
 """Where weights stream, one part in so many of the device is for KV: enough for several sequences, little more to stream."""
+HEAP = 8 << 20
+"""Bytes by which a CPU's heap grows beside what steps take."""
 
 
 @dataclass(frozen=True, slots=True)
