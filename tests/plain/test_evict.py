@@ -215,8 +215,8 @@ def test_where_recency_misleads_it_goes_far_toward_the_best(workload: Callable[[
 
 
 def test_an_age_that_few_have_passed_does_not_look_as_if_nothing_returned_at_it() -> None:
-    """One block in five hundred returns in each epoch, whatever its age, so the gain is the same at all ages; the span from 128 to 192 epochs has
-    been entered but not passed."""
+    """One block in five hundred returns in each epoch, whatever its age, so the gain is the same at all ages. The span from 128 to 192
+    epochs has been entered but not passed."""
     returns, unused = Returns(), dict[int, int]()
     for _ in range(160):
         for since, blocks in unused.items():

@@ -143,10 +143,10 @@ class Returns:
     """How blocks of each kind return by their age, that is epochs since their last use: counted as it happens.
 
     Of each kind and span of age are counted the blocks that came to it unused and those of them that were used in it; their ratio is the
-    chance of a return within the span (the product-limit estimate of survival: Kaplan and Meier, 1958). A block that is still in a span counts
-    by the part of it that has passed (as a withdrawal does in an actuary's life table). Blocks that were given up are
-    counted like others for as long as they are remembered, so what is learned does not depend on what was given up. The fewer blocks
-    came to an age, the more is assumed that the kind behaves there as all kinds together do, in proportion to the span before.
+    chance of a return within the span (the product-limit estimate of survival: Kaplan and Meier, 1958). A block that is still in a span
+    counts by the part of it that has passed (as a withdrawal does in an actuary's life table). Blocks that were given up are counted like
+    others for as long as they are remembered, so what is learned does not depend on what was given up. The fewer blocks came to an age,
+    the more is assumed that the kind behaves there as all kinds together do, in proportion to the span before.
     """
 
     def __init__(self) -> None:
