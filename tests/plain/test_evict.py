@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.bench.trace import Clairvoyant, Fifo, Learned, LeastRecent, Offered, SecondUse, replay
 from penstock.bench.workloads import generate
-from penstock.kv.evict import Eviction, Lru, Prospect
+from penstock.kv.evict import Eviction, Lru, Prospect, Returns
 from penstock.kv.shadows import Expert, _Fifo, _Lru, _SecondUse
 
 MAKES: list[Callable[[], Eviction[int]]] = [Lru, lambda: Prospect(8), lambda: Prospect(8, deep=2, remembered=3)]
@@ -212,6 +212,21 @@ def test_where_recency_misleads_it_goes_far_toward_the_best(workload: Callable[[
     trace, blocks = workload(), 150
     lru, learned = replay(trace, LeastRecent(), blocks), replay(trace, Learned(blocks), blocks)
     assert learned - lru >= share * (replay(trace, Clairvoyant(trace), blocks) - lru) > 0
+
+
+def test_an_age_that_few_have_passed_does_not_look_as_if_nothing_returned_at_it() -> None:
+    """One block in five hundred returns in each epoch, whatever its age, so the gain is the same at all ages. The span from 128 to 192
+    epochs has been entered but not passed."""
+    returns, unused = Returns(), dict[int, int]()
+    for _ in range(160):
+        for since, blocks in unused.items():
+            returns.again(0, since, blocks // 500)
+            unused[since] -= blocks // 500
+        returns.use(0, 100_000)
+        unused[returns.epoch] = 100_000
+        returns.tick()
+    young, old = (returns.gain(0, returns.epoch - age) for age in (40, 130))
+    assert old == pytest.approx(young, rel=0.2)
 
 
 def test_the_same_calls_give_the_same_victims() -> None:

@@ -226,6 +226,84 @@ def _agents(rng: Random, tree: _Tree) -> Contents:
             ended.append(running.pop(one))
 
 
+def _fads(rng: Random, tree: _Tree) -> Contents:
+    """Topics that come up, are asked about a great deal, and fade, each at its own pace, beside a few that stay."""
+    steady = [tree.fresh(rng.randint(4, 16)) for _ in range(40)]
+    topics: list[tuple[float, float, list[int]]] = []
+    now = 0
+    while True:
+        now += 1
+        if rng.random() < 0.08:
+            topics.append((1 + rng.expovariate(1 / 4), rng.choice((60.0, 250.0, 1000.0)), [now, *tree.fresh(rng.randint(4, 16))]))
+        weights = [strength * 0.5 ** ((now - keys[0]) / half) for strength, half, keys in topics]
+        topics = [topic for topic, weight in zip(topics, weights, strict=True) if weight > 0.01]
+        weights = [weight for weight in weights if weight > 0.01]
+        if topics and rng.random() < 0.8:
+            yield [*rng.choices(topics, weights)[0][2][1:], *tree.fresh(1)]
+        else:
+            yield [*rng.choice(steady), *tree.fresh(1)]
+
+
+def _batches(rng: Random, tree: _Tree) -> Contents:
+    """Offline jobs, each of which goes over documents of its own three times, beside questions about a fixed collection."""
+    collection = [tree.fresh(rng.randint(4, 16)) for _ in range(400)]
+    popular = _Popular(len(collection), 0.8)
+    while True:
+        job = [tree.fresh(rng.randint(5, 30)) for _ in range(rng.randint(20, 120))]
+        for _ in range(3):
+            for document in job:
+                yield [*document, *tree.fresh(1)]
+                while rng.random() < 0.6:
+                    yield [*collection[popular.draw(rng)], *tree.fresh(1)]
+
+
+def _nights(rng: Random, tree: _Tree) -> Contents:
+    """By day questions about one collection, by night about another, with long prompts that never return at any time."""
+    halves = [[tree.fresh(rng.randint(4, 16)) for _ in range(400)] for _ in range(2)]
+    popular = _Popular(400, 0.9)
+    while True:
+        for collection in halves:
+            for _ in range(rng.randint(250, 500)):
+                yield tree.fresh(rng.randint(10, 40)) if rng.random() < 0.15 else [*collection[popular.draw(rng)], *tree.fresh(1)]
+
+
+def _topics(rng: Random, tree: _Tree) -> Contents:
+    """Users, each of whom stays with the documents of one topic for a while, then turns to another; some topics are dearer than others."""
+    topics = [[tree.fresh(rng.randint(4, 20)) for _ in range(rng.randint(3, 12))] for _ in range(250)]
+    popular = _Popular(len(topics), 0.7)
+    users = [popular.draw(rng) for _ in range(12)]
+    while True:
+        user = rng.randrange(len(users))
+        if rng.random() < 0.06:
+            users[user] = popular.draw(rng)
+        yield [*rng.choice(topics[users[user]]), *tree.fresh(rng.randint(1, 2))]
+
+
+def _retries(rng: Random, tree: _Tree) -> Contents:
+    """Prompts under shared instructions, most of them asked once; some fail and are asked again at once, and again."""
+    instructions = [tree.fresh(rng.randint(2, 10)) for _ in range(30)]
+    popular = _Popular(len(instructions), 1.0)
+    due: dict[int, list[list[int]]] = {}
+    now = 0
+    while True:
+        now += 1
+        prompts = due.pop(now, [])
+        prompts.append([*instructions[popular.draw(rng)], *tree.fresh(rng.randint(2, 20))])
+        for prompt in prompts:
+            yield prompt
+            if rng.random() < 0.35:
+                due.setdefault(now + rng.randint(3, 40), []).append(prompt)
+
+
+def _tenants(rng: Random, tree: _Tree) -> Contents:
+    """Tenants with a workload each: popular documents, a loop, conversations, fading documents; how much each asks changes by the hour."""
+    parts = [_zipf(rng, tree), _loops(rng, tree), _sessions(rng, tree), _bursts(rng, tree)]
+    while True:
+        shares = [rng.random() ** 2 for _ in parts]
+        for _ in range(400):
+            yield next(rng.choices(parts, shares)[0])
+
+
 _WORKLOADS: dict[str, Callable[[Random, _Tree], Contents]] = {
     "zipf": _zipf,
     "scans": _scans,
@@ -239,6 +317,12 @@ _WORKLOADS: dict[str, Callable[[Random, _Tree], Contents]] = {
     "lirs": _lirs,
     "pairs": _pairs,
     "agents": _agents,
+    "fads": _fads,
+    "batches": _batches,
+    "nights": _nights,
+    "topics": _topics,
+    "retries": _retries,
+    "tenants": _tenants,
 }
 WORKLOADS = tuple(_WORKLOADS)
 TUNED, HELD_OUT = WORKLOADS[::2], WORKLOADS[1::2]

@@ -313,8 +313,8 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
 
     On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's memory. Routings of a
     mixture need not be tried: what its rows take is allocated by the number of tokens alone. On a CPU what was found counts twice, and
-    HEAP beside: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one step takes, and by 4 MiB
-    however little a step takes.
+    HEAP beside: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one step takes, and by
+    4 MiB however little that is.
     """
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     kinds = dict[tuple[int | None, bool], list[int]]()

@@ -143,9 +143,10 @@ class Returns:
     """How blocks of each kind return by their age, that is epochs since their last use: counted as it happens.
 
     Of each kind and span of age are counted the blocks that came to it unused and those of them that were used in it; their ratio is the
-    chance of a return within the span (the product-limit estimate of survival: Kaplan and Meier, 1958). Blocks that were given up are
-    counted like others for as long as they are remembered, so what is learned does not depend on what was given up. The fewer blocks
-    came to an age, the more is assumed that the kind behaves there as all kinds together do, in proportion to the span before.
+    chance of a return within the span (the product-limit estimate of survival: Kaplan and Meier, 1958). A block that is still in a span
+    counts by the part of it that has passed (as a withdrawal does in an actuary's life table). Blocks that were given up are counted like
+    others for as long as they are remembered, so what is learned does not depend on what was given up. The fewer blocks came to an age,
+    the more is assumed that the kind behaves there as all kinds together do, in proportion to the span before.
     """
 
     def __init__(self) -> None:
@@ -154,6 +155,10 @@ class Returns:
         """By epoch and kind: blocks last used then."""
         self._came = [[0.0] * _SPANS for _ in range(_KINDS)]
         self._used = [[0.0] * _SPANS for _ in range(_KINDS)]
+        self._inside = [[0] * _SPANS for _ in range(_KINDS)]
+        """Blocks whose age is in a span now."""
+        self._entered = [[0] * _SPANS for _ in range(_KINDS)]
+        """Sum of the epochs in which they came to it."""
         self._estimate()
 
     def use(self, kind: int, blocks: int = 1) -> None:
@@ -161,6 +166,8 @@ class Returns:
         kind %= _KINDS
         self._unused[self.epoch][kind] += blocks
         self._came[kind][0] += blocks
+        self._inside[kind][0] += blocks
+        self._entered[kind][0] += blocks * self.epoch
 
     def again(self, kind: int, since: int, blocks: int = 1) -> None:
         """So many blocks that were of this kind by their use in epoch `since` are used again."""
@@ -170,6 +177,11 @@ class Returns:
     def forget(self, kind: int, since: int, blocks: int = 1) -> None:
         if since in self._unused:
             self._unused[since][kind % _KINDS] -= blocks
+            self._out(kind % _KINDS, self._span(since), since, blocks)
+
+    def _out(self, kind: int, span: int, since: int, blocks: int) -> None:
+        self._inside[kind][span] -= blocks
+        self._entered[kind][span] -= blocks * (since + _AGES[span])
 
     def tick(self) -> None:
         """The next epoch begins. O(1)."""
@@ -177,7 +189,11 @@ class Returns:
         self._unused[self.epoch] = [0] * _KINDS
         for span, age in enumerate(_AGES[1:], 1):
             for kind, blocks in enumerate(self._unused.get(self.epoch - age, ())):
-                self._came[kind][span] += blocks
+                if blocks:
+                    self._came[kind][span] += blocks
+                    self._inside[kind][span] += blocks
+                    self._entered[kind][span] += blocks * self.epoch
+                    self._out(kind, span - 1, self.epoch - age, blocks)
         self._unused.pop(self.epoch - _AGES[-1], None)
         if self.epoch % _FADE == 0:
             for counts in (*self._came, *self._used):
@@ -197,15 +213,26 @@ class Returns:
         age = self.epoch - since
         return _SPAN[age] if age < _AGES[-1] else _SPANS - 1
 
+    def _seen(self, kind: int) -> list[float]:
+        """Blocks that came to each span, less what is still ahead of those that are in it now. Were these counted whole, ages that only few
+        have passed would look as if nothing returned at them, and what is large would be learned last."""
+        seen = list(self._came[kind])
+        for span, (inside, entered, used) in enumerate(zip(self._inside[kind], self._entered[kind], self._used[kind], strict=True)):
+            if inside and 0 < span < _SPANS - 1:
+                ahead = inside - (inside * self.epoch - entered) / _WIDTHS[span]
+                seen[span] = max(used, seen[span] - ahead)
+        return seen
+
     def _estimate(self) -> None:
+        seen = [self._seen(kind) for kind in range(_KINDS)]
         usual, chance = [], _ASSUMED
         for span in range(_SPANS):
-            used, came = sum(counts[span] for counts in self._used), sum(counts[span] for counts in self._came)
+            used, came = sum(counts[span] for counts in self._used), sum(counts[span] for counts in seen)
             chance = (used + _DOUBT * chance) / (came + _DOUBT)
             usual.append(chance)
         self._gains: list[list[float]] = []
         self._chances: list[list[float]] = []
-        for used_in, came_to in zip(self._used, self._came, strict=True):
+        for used_in, came_to in zip(self._used, seen, strict=True):
             chances, factor = [], 1.0
             for used, came, common in zip(used_in, came_to, usual, strict=True):
                 chances.append(min(1.0, (used + _DOUBT * min(1.0, factor * common)) / (came + _DOUBT)))
