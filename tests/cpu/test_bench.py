@@ -508,8 +508,8 @@ def by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
 
 
-def streaming_job(**changes: object) -> Job:
-    return job(Kind.DECODE, **({"source": WIDE, "config": LITTLE, "batch": 1} | changes))
+def streaming_job(kind: Kind = Kind.DECODE, **changes: object) -> Job:
+    return job(kind, **({"source": WIDE, "config": LITTLE, "batch": 1} | changes))
 
 
 def test_many_requests_at_once(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -594,6 +594,28 @@ def test_weights_in_host_memory_need_no_disk() -> None:
     assert report.streaming is not None
     assert report.streaming.host == report.streaming.copied_per_pass > 0
     assert report.streaming.read_per_pass == report.streaming.disk == 0
+
+
+@pytest.mark.usefixtures("by_shape")
+@pytest.mark.parametrize("kind", [Kind.DECODE, Kind.PREFILL])
+def test_experts_that_come_are_counted(kind: Kind) -> None:
+    mixture = MOE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    said: list[str] = []
+    report = run(streaming_job(kind=kind, source=mixture, config=dataclasses.replace(LITTLE, host_memory="128MiB")), said.append)
+    streaming, size = report.streaming, 3 * 256 * 512 * 4
+    assert streaming is not None
+    assert streaming.disk == streaming.read_per_pass == streaming.predicted_ms == 0
+    assert re.search(
+        r"^weights: of what every token needs, .*; of 32 experts of 1.50 MiB, \d+ on the device, \d+ on the host, 0 on disk", said[-2]
+    )
+    assert 0 < streaming.copied_per_pass
+    assert report.bound.ms >= 1e3 * streaming.copied_per_pass / streaming.link_ceiling
+    if kind is Kind.DECODE:  # Two of four layers' eight, of which some stay.
+        assert streaming.experts_per_pass is not None
+        assert 0 < streaming.experts_per_pass <= 2 * 4
+        assert streaming.copied_per_pass % size == pytest.approx(streaming.experts_per_pass * size % size, abs=1)
+        assert re.search(r"^  experts +\d+ came to the device in a pass$", str(report), re.MULTILINE)
+        assert "predicted" not in str(report)
 
 
 @pytest.mark.usefixtures("by_shape")

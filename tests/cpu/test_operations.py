@@ -108,7 +108,8 @@ class Server:
             )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in map(json.loads, self.log.read_text().splitlines()) if event["event"] == kind]
+        whole = self.log.read_text().rpartition("\n")[0]  # Its last line may be half written.
+        return [event for event in map(json.loads, whole.splitlines()) if event["event"] == kind]
 
     def wait(self) -> "Server":
         until(lambda: self.process.poll() is not None or '"serving"' in self.log.read_text(), 3 * LONG)

@@ -165,7 +165,9 @@ def test_links_are_measured(name: str, packs: Path, monkeypatch: pytest.MonkeyPa
     with open_model(tiny.checkpoint(name), cache=packs, **budgets(name, "both")) as llm:
         assert tuple(llm.generate(tiny.prompts(), ALL)) == resident(name).completions
         stats = llm.booted.weights.stats()
-    assert min(stats.link_rate, stats.disk_rate, stats.predicted) > 0
+    assert min(stats.link_rate, stats.disk_rate) > 0
+    assert (stats.predicted > 0) == (name != "mixtral")  # Nobody knows which experts a router will choose.
+    assert name != "mixtral" or stats.binding == "disk"
     assert stats.read > 0
 
 

@@ -36,12 +36,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Times of single steps, how long the sequences were in the middle of the timed ones, and bytes of weights that came to the device in
-    each of those, experts included."""
+    """Times of single steps, how long the sequences were in the middle of the timed ones, and bytes of weights that came to the device and
+    from the disk in each of those, experts included."""
 
     times: Times
     lengths: tuple[int, ...]
     copied: float = 0.0
+    read: float = 0.0
 
 
 def decode(booted: Booted, work: Work) -> Decoded:
@@ -50,7 +51,7 @@ def decode(booted: Booted, work: Work) -> Decoded:
     engine, rng = booted.engine, random.Random(0)
     seconds: list[float] = []
     lengths: list[int] = []
-    copied = 0
+    copied = read = 0
     for _ in range(work.repeat):
         requests = _submit(engine, work, booted.spec.vocab_size, rng)
         got = dict.fromkeys(requests, 0)
@@ -59,12 +60,13 @@ def decode(booted: Booted, work: Work) -> Decoded:
         for _ in range(WARM_STEPS):
             _step(engine, got)
         lengths = [work.context + count + work.output // 2 for count in got.values()]
-        before = booted.weights.stats().copied
+        before = booted.weights.stats()
         seconds += [_step(engine, got) for _ in range(work.output)]
-        copied += booted.weights.stats().copied - before
+        after = booted.weights.stats()
+        copied, read = copied + after.copied - before.copied, read + after.read - before.read
         for request in requests:
             engine.stop(request)
-    return Decoded(Times.of(seconds), tuple(lengths), copied / len(seconds))
+    return Decoded(Times.of(seconds), tuple(lengths), copied / len(seconds), read / len(seconds))
 
 
 def prefill(booted: Booted, work: Work) -> Times:

@@ -83,8 +83,8 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     )
     boot_seconds = booted.seconds
     before = booted.weights.stats()
-    times, bound, copied = _measure(job.kind, booted, work, layouts, rate, Shard(0, job.config.tensor_parallel))
-    streaming = Streaming.of(booted, before, copied) if booted.weights.stats().streams else None
+    times, bound, moved = _measure(job.kind, booted, work, layouts, rate, Shard(0, job.config.tensor_parallel))
+    streaming = Streaming.of(booted, before, moved) if booted.weights.stats().streams else None
     if streaming is not None:
         passes = 1 if job.kind is Kind.DECODE else -(-work.batch * work.context // booted.limits.max_step_tokens)
         bound = streaming.bound(bound, passes)
@@ -134,9 +134,10 @@ def _sized(job: Job, spec: ModelSpec, device: torch.device) -> tuple[Work, Confi
 
 def _measure(
     kind: Kind, booted: Booted, work: Work, layouts: tuple[GroupLayout, ...], rate: float, shard: Shard
-) -> tuple[Times, Bound, float | None]:
-    """The times, what bounds them, and bytes of weights that came to the device in a timed decode step. layouts: of the whole model; each
-    rank reads and computes its part of it at `rate`, which is one device's."""
+) -> tuple[Times, Bound, tuple[float, float] | None]:
+    """The times, what bounds them, and bytes of weights that came to the device and from the disk in a timed decode step.
+
+    layouts: of the whole model; each rank reads and computes its part of it at `rate`, which is one device's."""
     spec, dtype = booted.spec, booted.dtype
     if kind is Kind.PREFILL:
         times = measure.prefill(booted, work)
@@ -145,7 +146,7 @@ def _measure(
     decoded = measure.decode(booted, work)
     weights = bounds.weight_bytes_read(spec, layouts, work.batch) / shard.ranks
     kv = sum(bounds.kv_bytes_read(local_spec(spec, shard), dtype, length) for length in decoded.lengths)
-    return decoded.times, Bound(weights, kv, 0, rate, 1e3 * (weights + kv) / rate), decoded.copied
+    return decoded.times, Bound(weights, kv, 0, rate, 1e3 * (weights + kv) / rate), (decoded.copied, decoded.read)
 
 
 def _compare(job: Job, subject: Subject, work: Work, device: torch.device, ours: float, tokens: int) -> Comparison:

@@ -68,7 +68,11 @@ def scratch(directory: Path, most: int, layouts: Sequence[GroupLayout], dtype: s
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Over the timed work. Bytes, bytes/s, seconds; rates against the ceilings that were measured when the engine was built."""
+    """Over the timed work. Bytes, bytes/s, seconds; rates against the ceilings that were measured when the engine was built.
+
+    copied_per_pass, read_per_pass: of what every token needs; of experts too, where these stream: in a timed decode step, or in any pass
+    if prompts are timed.
+    """
 
     resident: int
     host: int
@@ -80,7 +84,7 @@ class Streaming:
     link_ceiling: float
     disk_ceiling: float
     predicted_ms: float
-    """Of a pass that decodes one sequence."""
+    """Of a pass that decodes one sequence; 0 where experts stream, of which nobody knows which will be chosen."""
     stalled_link: float
     stalled_disk: float
     peak_device: int | None
@@ -89,25 +93,31 @@ class Streaming:
     """Experts that came to the device in a timed decode step; None of a model without any, and of prompts."""
 
     @classmethod
-    def of(cls, booted: Booted, before: WeightStats, copied: float | None = None) -> Self:
-        """copied: bytes that came to the device in each timed decode step."""
+    def of(cls, booted: Booted, before: WeightStats, moved: tuple[float, float] | None = None) -> Self:
+        """moved: bytes that came to the device and from the disk in each timed decode step."""
         now, placement, device = booted.weights.stats(), booted.weights.placement, booted.device
-        room = booted.weights.room
+        room, copied, read, experts = booted.weights.room, placement.streamed, placement.read, None
+        if not booted.weights.experts_rest:
+            assert room is not None
+            passes = max(now.passes - before.passes, 1)
+            each = moved or ((now.copied - before.copied) / passes, (now.read - before.read) / passes)
+            experts = max(each[0] - copied, 0.0) / room.size if moved else None
+            copied, read = round(each[0]), round(each[1])
         return cls(
             resident=now.device,
             host=now.host,
             disk=now.disk,
             device_ring=now.device_ring,
             host_ring=now.host_ring,
-            copied_per_pass=placement.streamed,
-            read_per_pass=placement.read,
+            copied_per_pass=copied,
+            read_per_pass=read,
             link_ceiling=now.link_rate,
             disk_ceiling=now.disk_rate,
             predicted_ms=1e3 * now.predicted,
             stalled_link=now.stalled_link - before.stalled_link,
             stalled_disk=now.stalled_disk - before.stalled_disk,
             peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-            experts_per_pass=(copied - placement.streamed) / room.size if copied is not None and room is not None else None,
+            experts_per_pass=experts,
         )
 
     def bound(self, arithmetic: Bound, passes: int = 1) -> Bound:
@@ -135,5 +145,8 @@ class Streaming:
         if self.disk_ceiling:
             text = f"{format_size(self.read_per_pass)} a pass, {format_rate(disk)} of {format_rate(self.disk_ceiling)}"
             rows.append(("disk", f"{text} ({disk / self.disk_ceiling:.1%})"))
-        rows.append(("predicted", f"{self.predicted_ms:.3g} ms a pass"))
+        if self.experts_per_pass is not None:
+            rows.append(("experts", f"{self.experts_per_pass:,.0f} came to the device in a pass"))
+        if self.predicted_ms:
+            rows.append(("predicted", f"{self.predicted_ms:.3g} ms a pass"))
         return rows

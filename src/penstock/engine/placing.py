@@ -11,6 +11,7 @@ from penstock.arch.layout import GroupLayout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
+from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size, parse_size
 from penstock.engine.budget import GROWTH, cpu_ring
 from penstock.memory.device import free_memory, give_back, total_memory
@@ -138,7 +139,11 @@ def place(
     read = f", disk {format_rate(rates.disk_to_host)}" if needs_disk else ""
     say(f"measured: link {format_rate(rates.host_to_device)}{read}, device memory {format_rate(rates.device_read)}")
     placement, experts, _ = solve_model(layouts, tied, limits, rates, needs_disk)
-    say(f"weights: {placement}")
+    if experts is None:
+        say(f"weights: {placement}")
+    else:
+        stays = f"all {format_size(placement.resting(Tier.DEVICE))} stay on the device" if placement.everything_resident else str(placement)
+        say(f"weights: of what every token needs, {stays}; {experts}")
     return Placed(placement, experts, source, disk, rates, beside)
 
 

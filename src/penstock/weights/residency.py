@@ -187,6 +187,10 @@ class ExpertRoom:
     def on_disk(self) -> int:
         return self.experts - self.on_device - self.on_host
 
+    def __str__(self) -> str:
+        places = [(self.on_device, "on the device"), (self.on_host, "on the host"), (self.on_disk, "on disk")]
+        return f"of {self.experts:,} experts of {format_size(self.size)}, " + ", ".join(f"{count:,} {where}" for count, where in places)
+
 
 def solve_mixture(
     uses: Iterable[Use], size: int, experts: int, limits: Limits, rates: Rates, seconds: Sequence[float] | None = None, piece: int = PIECE

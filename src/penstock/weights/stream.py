@@ -20,7 +20,7 @@ from penstock.memory.streams import Stream, streams_of
 from penstock.weights.experts import Experts
 from penstock.weights.feeder import Feeder, Piece, Segment
 from penstock.weights.loading import LOADERS, Loading, counted, load
-from penstock.weights.passage import Rates, Run
+from penstock.weights.passage import Link, Rates, Run
 from penstock.weights.residency import ExpertRoom, Placement, piece_of
 from penstock.weights.source import Source
 from penstock.weights.waits import Waits
@@ -215,8 +215,8 @@ class WeightStream:
             stalled_disk=disk,
             link_rate=rates.host_to_device if rates else 0.0,
             disk_rate=rates.disk_to_host if rates and on_disk else 0.0,
-            predicted=placement.prediction.seconds if rates else 0.0,
-            binding=placement.prediction.binding,
+            predicted=placement.prediction.seconds if rates and self.experts_rest else 0.0,  # Nobody knows which experts will be chosen.
+            binding=placement.prediction.binding if self.experts_rest or not room else Link.DISK if room.on_disk else Link.LINK,
         )
 
     def close(self) -> None:

@@ -594,7 +594,8 @@ function showPlan(plan, missed) {
   if (plan.binding) {
     rows.push(["copied in a pass", size(plan.copied)]);
     if (plan.read) rows.push(["read in a pass", size(plan.read)]);
-    rows.push(["a pass takes", plan.measured ? `${number(plan.measured)} s` : "–"], ["predicted", `${number(plan.seconds)} s`]);
+    rows.push(["a pass takes", plan.measured ? `${number(plan.measured)} s` : "–"]);
+    if (plan.seconds) rows.push(["predicted", `${number(plan.seconds)} s`]);
     last = `Bound by ${{ disk: "the disk", link: "the link from host to device", compute: "arithmetic" }[plan.binding] ?? plan.binding}.`;
   }
   if (missed.choices) {
