@@ -605,10 +605,9 @@ def test_experts_that_come_are_counted(kind: Kind) -> None:
     streaming, size = report.streaming, 3 * 256 * 512 * 4
     assert streaming is not None
     assert streaming.disk == streaming.read_per_pass == streaming.predicted_ms == 0
-    assert re.search(
-        r"^weights: of what every token needs, .*; of 32 experts of 1.50 MiB, \d+ on the device, \d+ on the host, 0 on disk", said[-2]
-    )
-    assert 0 < streaming.copied_per_pass
+    homes = r"of 32 experts of 1.50 MiB, \d+ on the device, \d+ on the host, 0 on disk"
+    assert any(re.search(rf"^weights: of what every token needs, .*; {homes}", line) for line in said)
+    assert streaming.copied_per_pass > 0
     assert report.bound.ms >= 1e3 * streaming.copied_per_pass / streaming.link_ceiling
     if kind is Kind.DECODE:  # Two of four layers' eight, of which some stay.
         assert streaming.experts_per_pass is not None
