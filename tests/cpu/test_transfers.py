@@ -949,3 +949,26 @@ def test_an_engine_whose_end_is_interrupted_is_closed_all_the_same() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.finish()
     assert ranks.closed
+
+
+def test_what_an_interrupt_keeps_from_being_begun_has_not_landed(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh() as world:
+        write = world.store.write
+
+        def interrupted(key: bytes, *more: Any) -> object:
+            if key == key_of(1):
+                raise KeyboardInterrupt
+            return write(key, *more)
+
+        monkeypatch.setattr(world.store, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            world.begin(world.transfer(Route.OUT, blocks=[0, 1, 2], numbers=[0, 1, 2]))
+        [landed] = world.transfers.settle()
+        assert {1, 2} <= set(landed.lost)
+
+
+def test_what_a_disk_has_no_more_is_told_apart_from_what_it_has(fresh: Fresh) -> None:
+    with fresh() as world:
+        assert not world.go(Route.OUT, blocks=[0], numbers=[0]).lost
+        landed = world.go(Route.IN, blocks=[1, 2], numbers=[0, 9])
+        assert (landed.lost, landed.gone) == ((1,), (key_of(9),))
