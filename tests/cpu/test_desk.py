@@ -337,3 +337,19 @@ def test_nothing_is_taken_at_once_before_what_came_before_it_was_dealt_with(llm:
 
     at_the_desk(llm, work)
     assert told == ["1 sent", "2 sent", "3 sent", "4 at once"]
+
+
+def test_who_leaves_while_another_long_one_is_read_is_never_begun(llm: LLM) -> None:
+    begun: list[int] = []
+    begin = LLM.begin
+
+    async def work(desk: Desk) -> None:
+        calls = [desk.ask([llm.read([number, *LONG_ONE], PARAMS)])[0] for number in range(3)]
+        while calls[0]._job is None or not desk._mail.empty():
+            await asyncio.sleep(0)
+        calls[1].leave()
+        await asyncio.gather(calls[0].completion(), calls[2].completion())
+
+    with patch.object(LLM, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]):
+        at_the_desk(llm, work)
+    assert begun == [0, 2]
