@@ -169,3 +169,11 @@ def test_a_row_that_comes_back_goes_on_as_if_it_had_never_gone() -> None:
     steps = [drawn(stays, step) for step in range(6)]
     back = admitted(list(zip(*steps[:3], strict=True)))
     assert [drawn(back, step) for step in range(3, 6)] == steps[3:]
+
+
+def test_nothing_ends_before_it_has_as_many_tokens_as_it_must() -> None:
+    logits = torch.zeros(1, VOCAB).index_fill_(1, torch.tensor([3]), 2.0).index_fill_(1, torch.tensor([7]), 1.0)
+    sampler = Sampler(VOCAB, 1, torch.device("cpu"))
+    sampler.admit(Admission(Row(0), replace(sampling(), min_tokens=3, end_tokens=frozenset([3])), (1, 2), ()))
+    shares = [Share(Row(0), 1 + step, (2,), 0, (), sample=True, prompt_length=2) for step in range(5)]
+    assert [sampler.sample(logits.clone(), [share]).read()[0] for share in shares] == [[7], [7], [7], [3], [3]]
