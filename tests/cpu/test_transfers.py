@@ -972,3 +972,45 @@ def test_what_a_disk_has_no_more_is_told_apart_from_what_it_has(fresh: Fresh) ->
         assert not world.go(Route.OUT, blocks=[0], numbers=[0]).lost
         landed = world.go(Route.IN, blocks=[1, 2], numbers=[0, 9])
         assert (landed.lost, landed.gone) == ((1,), (key_of(9),))
+
+
+class InTurn:
+    """Computes ahead, and notes whose outcomes are asked for."""
+
+    carrier, ahead = None, True
+
+    def __init__(self) -> None:
+        self.begun: list[Plan] = []
+        self.ended: list[Plan] = []
+
+    def begin(self, plan: Plan) -> "Promised":
+        self.begun.append(plan)
+        return Promised(self, plan)
+
+    def settle(self) -> tuple[Landed, ...]:
+        return ()
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Promised:
+    ranks: InTurn
+    plan: Plan
+
+    def outcome(self) -> Outcome:
+        self.ranks.ended.append(self.plan)
+        return Outcome(tuple(Result(0 if share.sample else None) for share in self.plan.shares))
+
+
+def test_steps_end_in_the_order_in_which_they_began() -> None:
+    """Also one that only moves blocks, behind one that computes."""
+    ranks = InTurn()
+    engine = Engine(Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"), ranks)
+    engine.submit([1] * 9, sampling(), 2)
+    for _ in range(3):
+        engine.step()
+    assert [(bool(plan.shares), bool(plan.transfers)) for plan in ranks.begun] == [(True, False), (True, False), (False, True)]
+    assert ranks.ended == ranks.begun
