@@ -982,6 +982,8 @@ class InTurn:
     def __init__(self) -> None:
         self.begun: list[Plan] = []
         self.ended: list[Plan] = []
+        self.interrupts = False
+        """Whether somebody does who waits for an outcome."""
 
     def begin(self, plan: Plan) -> "Promised":
         self.begun.append(plan)
@@ -1001,6 +1003,8 @@ class Promised:
     plan: Plan
 
     def outcome(self) -> Outcome:
+        if self.ranks.interrupts:
+            raise KeyboardInterrupt
         self.ranks.ended.append(self.plan)
         return Outcome(tuple(Result(0 if share.sample else None) for share in self.plan.shares))
 
@@ -1014,3 +1018,18 @@ def test_steps_end_in_the_order_in_which_they_began() -> None:
         engine.step()
     assert [(bool(plan.shares), bool(plan.transfers)) for plan in ranks.begun] == [(True, False), (True, False), (False, True)]
     assert ranks.ended == ranks.begun
+
+
+def test_a_step_that_was_begun_behind_one_that_was_cut_short_is_forgotten() -> None:
+    ranks = InTurn()
+    engine = Engine(Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), check=True), ranks)
+    engine.submit([1] * 9, sampling(), 3)
+    engine.step()
+    ranks.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    ranks.interrupts, lost = False, len(ranks.begun)
+    tokens = [event.token for _ in range(8) if engine.busy for event in engine.step()]
+    assert lost == 2
+    assert tokens == [0, 0, 0]
+    assert ranks.ended == ranks.begun[lost:]
