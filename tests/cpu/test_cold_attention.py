@@ -14,10 +14,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import penstock.ops.attention
+import tiny
 from paged import TOLERANCE, pool_views
 from paged import attend as attend_exactly
 from penstock.ops.attention import AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, Scratch, attend
 from penstock.ops.kernels import attention_kernels
+from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
+from penstock.weights.shape import Shape
+from penstock.worker.inputs import InputBuilder
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_both = pytest.mark.parametrize(
@@ -255,3 +259,19 @@ def test_scratch_is_the_same_memory_where_that_is_enough() -> None:
         assert again.data_ptr() == first.data_ptr()
     assert scratch.of("k", (9, 9), like).shape == (9, 9)
     assert scratch.of("k", (2, 2), like.half()).dtype == torch.float16
+
+
+def test_what_goes_to_host_blocks_alone_has_no_place_in_pages() -> None:
+    """By either way of writing: with kernels by `slots`, -1 where nothing is written, and else by `blocks` and `offsets`."""
+    spec = Shape.open(tiny.checkpoint("llama")).spec
+    inputs = InputBuilder(spec, torch.device("cpu"), rows=2, blocks_per_row=8, block_size=BLOCK)
+    pages, beyond = (BlockId(5), BlockId(3)), tuple(map(HostBlockId, range(4)))
+    long = Share(Row(1), 0, tuple(range(18)), 3, pages, False, 18, cold_stop=16, near=12, new_cold=beyond)
+    token = Share(Row(0), 2, (7,), 0, (BlockId(6),), True, 2)
+    attention = inputs.build(Plan((), (token, long), ()), torch.zeros(3, dtype=torch.int64)).inputs.attention
+    own = [6 * BLOCK + 2]
+    assert attention.slots.tolist() == own + [-1] * 12 + [5 * BLOCK + at for at in range(BLOCK)] + [3 * BLOCK, 3 * BLOCK + 1]
+    assert (attention.blocks * BLOCK + attention.offsets).tolist() == [slot for slot in attention.slots.tolist() if slot >= 0]
+    assert attention.cold is not None
+    assert attention.cold.paged is not None
+    assert attention.cold.paged.tolist() == [at for at, slot in enumerate(attention.slots.tolist()) if slot >= 0]

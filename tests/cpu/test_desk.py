@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from penstock import LLM, SamplingParams
 from penstock.api.outputs import Delta
 from penstock.base.errors import EngineClosedError
+from penstock.engine.engine import Engine
 from penstock.server.desk import BusyError, Call, DeadlineError, Desk, News
 from penstock.server.metrics import Metrics
+from penstock.step.plan import RequestId
 from streams import LONG
 
 STEP = 64
@@ -337,3 +340,34 @@ def test_nothing_is_taken_at_once_before_what_came_before_it_was_dealt_with(llm:
 
     at_the_desk(llm, work)
     assert told == ["1 sent", "2 sent", "3 sent", "4 at once"]
+
+
+def test_who_leaves_while_another_long_one_is_read_is_never_begun(llm: LLM) -> None:
+    begun: list[int] = []
+    begin = LLM.begin
+
+    async def work(desk: Desk) -> None:
+        calls = [desk.ask([llm.read([number, *LONG_ONE], PARAMS)])[0] for number in range(3)]
+        while calls[0]._job is None or not desk._mail.empty():
+            await asyncio.sleep(0)
+        calls[1].leave()
+        await asyncio.gather(calls[0].completion(), calls[2].completion())
+
+    with patch.object(LLM, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]):
+        at_the_desk(llm, work)
+    assert begun == [0, 2]
+
+
+def test_what_was_begun_in_part_is_ended(llm: LLM) -> None:
+    """Of three outputs the engine takes one."""
+    ready, submit = llm.read(SHORT_ONE, SamplingParams(max_tokens=400, ignore_eos=True, n=3)), Engine.submit
+
+    def refusing(engine: Engine, *given: Any) -> RequestId:
+        if engine.busy:
+            raise EngineClosedError("no more")
+        return submit(engine, *given)
+
+    with patch.object(Engine, "submit", refusing), pytest.raises(EngineClosedError, match="no more"):
+        llm.begin(ready)
+    assert llm.stats().running == llm.stats().waiting == 0
+    assert not llm._live

@@ -676,3 +676,17 @@ def test_a_use_that_was_broken_off_does_not_hold_up_the_accounts() -> None:
         world.computing.mark().wait()
         world.waits.stalled()
         assert not world.waits._uses
+
+
+def test_an_expert_that_is_still_to_be_used_stays() -> None:
+    """Though it is used least, and one of its layer that came is used most."""
+    with World(ROOMS["host"]) as world:
+        experts = world.experts
+        resident = next(id for id in world.ids if experts.homes[id].tier is Tier.DEVICE)
+        newcomer = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST and id.layer == resident.layer)
+        experts._used[newcomer] = 100
+        experts._least[Tier.DEVICE] = [resident]
+        world.layer([newcomer, resident])
+        assert experts.homes[resident].tier is Tier.DEVICE
+        assert experts.copied_bytes == SIZE
+        assert world.wrong() == []

@@ -483,3 +483,16 @@ def test_an_interrupt_anywhere_in_take_and_release_does_no_harm(name: str, threa
 def use_all(world: World, groups: Sequence[GroupId]) -> None:
     for group in groups:
         world.use(group)
+
+
+def test_what_a_run_must_wait_for_is_waited_for_though_it_is_passed_over() -> None:
+    """The third run has no wait of its own for the first: it comes behind the second, which has one."""
+    shape = Shape((10, 4, 6), "hhh", 10)
+    assert not shape.placement().device_ring.runs[2].waits
+    gates = Gates([("kernel", 0)])
+    with World(shape, gates) as world:
+        world.take(shape.order[0])
+        world.take(shape.order[2])
+        assert not gates.passes(("copy", (2, 0), 0), BRIEF)
+        gates.open()
+        assert world.wrong() == []

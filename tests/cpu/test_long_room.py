@@ -219,3 +219,15 @@ def test_what_long_contexts_leave_of_the_disk_may_be_too_little_for_a_store(tmp_
         finally:
             booted.engine.close()
             said.clear()
+
+
+def test_kv_has_what_weights_and_the_largest_step_leave() -> None:
+    demand = Demand(activations=300, block_bytes=100, block_size=16, useful_blocks=50)
+    assert divide(2000, 1000, demand).blocks == 7
+    assert divide(1400, 1000, demand).blocks == 1
+    with pytest.raises(BudgetError, match="leaves no room for KV"):
+        divide(1399, 1000, demand)
+    fixed = replace(demand, fixed_blocks=7)
+    assert divide(2000, 1000, fixed).blocks == 7
+    with pytest.raises(BudgetError, match="leaves room for 6"):
+        divide(1999, 1000, fixed)

@@ -567,3 +567,16 @@ def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(
             if thread.name == "penstock last spans":
                 thread.join()  # Which gives up by itself, after this process has gone on.
     assert "the last traces have not been taken" in caplog.text
+
+
+def test_what_was_found_is_counted_once_by_where_it_was() -> None:
+    from penstock.api.outputs import Completion, Output
+    from penstock.server.metrics import Metrics, Times
+    from penstock.step.request import FinishReason
+
+    metrics = Metrics()
+    output = Output(0, "a", (1,), FinishReason.STOP)
+    metrics.completed(Times(0.0, 0.0, 0.0), Completion(None, tuple(range(100)), (output,), None, 60, cached_host=30, cached_disk=10))
+    families = text_string_to_metric_families(generate_latest(metrics._registry).decode())
+    found = {one.labels["tier"]: one.value for family in families for one in family.samples if one.name.endswith("prefix_cache_hits_total")}
+    assert found == {"device": 20, "host": 30, "disk": 10}

@@ -380,3 +380,11 @@ def test_a_client_that_goes_leaves_nothing_behind(server: Server) -> None:
         with Stream(server, ENDLESS, PATH) as stream:
             assert stream.event()["type"] == "response.created"
     until(lambda: counted(server)["request_abandoned_total",] == before + 3)
+
+
+def test_a_client_that_goes_before_a_whole_answer_leaves_nothing_behind(server: Server) -> None:
+    before, connection = counted(server)["request_abandoned_total",], server.connection()
+    connection.request("POST", PATH, json.dumps(ENDLESS | {"stream": False}), {"Content-Type": "application/json"})
+    until(lambda: counted(server)["num_requests_running",])
+    connection.close()
+    until(lambda: counted(server)["request_abandoned_total",] == before + 1)

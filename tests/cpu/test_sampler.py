@@ -149,3 +149,31 @@ def test_ranks_take_rank_0s_tokens_wherever_one_was_drawn() -> None:
     assert not asked_for
     assert drawn(plain, replace(plain, temperature=0.8, seed=1)) == ([11, 12], [11, 12, 0])
     assert asked_for[0][0] == likeliest[0]
+
+
+def test_a_row_that_comes_back_goes_on_as_if_it_had_never_gone() -> None:
+    """After a preemption it is admitted with the tokens that it had. All are as likely, nearly, so that each one changes what is next."""
+    logits, settings = torch.randn(len(asked()), VOCAB, generator=torch.Generator().manual_seed(4)) * 0.05, asked()
+
+    def drawn(sampler: Sampler, step: int) -> list[int]:
+        shares = [Share(Row(row), 1 + step, (2,), 0, (), sample=True, prompt_length=2) for row in range(len(settings))]
+        return sampler.sample(logits.clone(), shares).read()[0]
+
+    def admitted(outputs: list[tuple[int, ...]]) -> Sampler:
+        sampler = Sampler(VOCAB, len(settings), torch.device("cpu"))
+        for row, (setting, output) in enumerate(zip(settings, outputs, strict=True)):
+            sampler.admit(Admission(Row(row), setting, (1, 2), output))
+        return sampler
+
+    stays = admitted([()] * len(settings))
+    steps = [drawn(stays, step) for step in range(6)]
+    back = admitted(list(zip(*steps[:3], strict=True)))
+    assert [drawn(back, step) for step in range(3, 6)] == steps[3:]
+
+
+def test_nothing_ends_before_it_has_as_many_tokens_as_it_must() -> None:
+    logits = torch.zeros(1, VOCAB).index_fill_(1, torch.tensor([3]), 2.0).index_fill_(1, torch.tensor([7]), 1.0)
+    sampler = Sampler(VOCAB, 1, torch.device("cpu"))
+    sampler.admit(Admission(Row(0), replace(sampling(), min_tokens=3, end_tokens=frozenset([3])), (1, 2), ()))
+    shares = [Share(Row(0), 1 + step, (2,), 0, (), sample=True, prompt_length=2) for step in range(5)]
+    assert [sampler.sample(logits.clone(), [share]).read()[0] for share in shares] == [[7], [7], [7], [3], [3]]

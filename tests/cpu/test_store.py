@@ -1531,3 +1531,18 @@ def test_killed_at_any_time_it_is_whole(tmp_path: Path) -> None:
         zygote.stdin.close()
     assert total > kills * 5
     assert compactions > kills // 4
+
+
+def test_what_is_forgotten_while_it_is_written_may_be_written_again(tmp_path: Path) -> None:
+    """The same write serves, and its record is found after all."""
+    gate = threading.Event()
+    with opened(tmp_path) as store:
+        first = store.write(key_of(1), payload(1), gate.wait)
+        store.forget([key_of(1)])
+        assert store.write(key_of(1), payload(1), nothing) is first
+        gate.set()
+        first.result()
+        finish(store)
+        assert known(store) == held(store, [1]) == {1}
+    with opened(tmp_path) as store:
+        assert known(store) == held(store, [1]) == {1}

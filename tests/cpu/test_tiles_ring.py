@@ -673,3 +673,8 @@ def test_an_interrupt_anywhere_in_the_outbox_does_no_harm(how: str, at_once: boo
                 assert torch.equal(found, new)
         place += STRIDE
     assert place > 6
+
+
+def test_no_run_lies_on_both_sides_of_the_border() -> None:
+    assert tiles_of_kv._runs([3, 4, 5, 6, 1, 2], 5) == [(0, 3, 2), (2, 5, 2), (4, 1, 2)]
+    assert tiles_of_kv._runs([4, 5], 4) == [(0, 4, 2)]

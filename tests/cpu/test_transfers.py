@@ -949,3 +949,87 @@ def test_an_engine_whose_end_is_interrupted_is_closed_all_the_same() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.finish()
     assert ranks.closed
+
+
+def test_what_an_interrupt_keeps_from_being_begun_has_not_landed(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh() as world:
+        write = world.store.write
+
+        def interrupted(key: bytes, *more: Any) -> object:
+            if key == key_of(1):
+                raise KeyboardInterrupt
+            return write(key, *more)
+
+        monkeypatch.setattr(world.store, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            world.begin(world.transfer(Route.OUT, blocks=[0, 1, 2], numbers=[0, 1, 2]))
+        [landed] = world.transfers.settle()
+        assert {1, 2} <= set(landed.lost)
+
+
+def test_what_a_disk_has_no_more_is_told_apart_from_what_it_has(fresh: Fresh) -> None:
+    with fresh() as world:
+        assert not world.go(Route.OUT, blocks=[0], numbers=[0]).lost
+        landed = world.go(Route.IN, blocks=[1, 2], numbers=[0, 9])
+        assert (landed.lost, landed.gone) == ((1,), (key_of(9),))
+
+
+class InTurn:
+    """Computes ahead, and notes whose outcomes are asked for."""
+
+    carrier, ahead = None, True
+
+    def __init__(self) -> None:
+        self.begun: list[Plan] = []
+        self.ended: list[Plan] = []
+        self.interrupts = False
+        """Whether somebody does who waits for an outcome."""
+
+    def begin(self, plan: Plan) -> "Promised":
+        self.begun.append(plan)
+        return Promised(self, plan)
+
+    def settle(self) -> tuple[Landed, ...]:
+        return ()
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Promised:
+    ranks: InTurn
+    plan: Plan
+
+    def outcome(self) -> Outcome:
+        if self.ranks.interrupts:
+            raise KeyboardInterrupt
+        self.ranks.ended.append(self.plan)
+        return Outcome(tuple(Result(0 if share.sample else None) for share in self.plan.shares))
+
+
+def test_steps_end_in_the_order_in_which_they_began() -> None:
+    """Also one that only moves blocks, behind one that computes."""
+    ranks = InTurn()
+    engine = Engine(Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"), ranks)
+    engine.submit([1] * 9, sampling(), 2)
+    for _ in range(3):
+        engine.step()
+    assert [(bool(plan.shares), bool(plan.transfers)) for plan in ranks.begun] == [(True, False), (True, False), (False, True)]
+    assert ranks.ended == ranks.begun
+
+
+def test_a_step_that_was_begun_behind_one_that_was_cut_short_is_forgotten() -> None:
+    ranks = InTurn()
+    engine = Engine(Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), check=True), ranks)
+    engine.submit([1] * 9, sampling(), 3)
+    engine.step()
+    ranks.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    ranks.interrupts, lost = False, len(ranks.begun)
+    tokens = [event.token for _ in range(8) if engine.busy for event in engine.step()]
+    assert lost == 2
+    assert tokens == [0, 0, 0]
+    assert ranks.ended == ranks.begun[lost:]

@@ -520,3 +520,30 @@ def test_a_disk_has_room_for_what_it_holds_and_no_more() -> None:
     disk.make_room(2)
     assert (len(disk), disk.given_up) == (1, 2)
     assert not any(map(disk.find, disk.leaving))
+
+
+@pytest.mark.parametrize("ledger", [BlockLedger(3), HostLedger(3)], ids=["device", "host"])
+def test_a_block_whose_content_is_forgotten_stays_with_its_holder(ledger: BlockLedger | HostLedger) -> None:
+    held, cached = ledger.allocate(2)
+    ledger.seal(held, A)
+    ledger.seal(cached, B)
+    ledger.release([cached])
+    for key in (A, B, C):
+        ledger.forget_one(key)
+    assert ledger.find(A) is ledger.find(B) is None
+    assert (ledger.available, ledger.cached) == (2, 0)
+    ledger.check([[held]])
+    assert held not in ledger.allocate(2)
+
+
+def test_what_goes_from_a_disk_is_told_and_does_not_come_back() -> None:
+    """The disk's own index has it until it is told, also if an interrupt comes between the two."""
+    disk = DiskLedger(3, [A, B, C])
+    disk.make_room(1)
+    assert [key for key in (A, B, C) if not disk.find(key)] == disk.leaving
+    assert len(disk.leaving) == 1
+    left = next(filter(disk.find, (A, B, C)))
+    disk.leaving.append(left)
+    disk.vacate()
+    assert not disk.find(left)
+    assert len(disk) == 1

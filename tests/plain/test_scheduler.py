@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import RequestError
+from penstock.kv.ledger import BlockLedger, HostLedger
+from penstock.sched.rules import Limits, PrefixRule
+from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share
 from penstock.step.request import FinishReason
-from worlds import World, sampling
+from worlds import ROOT, World, sampling
 
 NINE = [0, 1, 2, 0, 1, 2, 0, 1, 2]
 OTHER = [2, 2, 2, 2, 1, 1, 1, 1, 0]
@@ -648,3 +651,74 @@ def test_after_an_interrupt_all_start_anew_in_their_turns() -> None:
     world.interrupt()
     world.drain()
     assert [known.id for known in world.ended] == [sooner, later]
+
+
+# -- steps that were too large for the memory, and steps cut short that ran ahead ----------------------------------------------
+
+
+def crowd(*, host: int = 0) -> tuple[Scheduler, list[RequestId]]:
+    """Four requests, each of which lacks only its newest token."""
+    scheduler = Scheduler(BlockLedger(80), Limits(4, 16, 4, 300), PrefixRule(ROOT), host=HostLedger(host), check=True)
+    ids = [scheduler.submit([number, 1, 2], sampling(), 70) for number in range(4)]
+    yielded(scheduler)
+    return scheduler, ids
+
+
+def yielded(scheduler: Scheduler) -> Plan:
+    """A step is carried out."""
+    plan = scheduler.plan()
+    scheduler.commit(plan, Outcome(tuple(Result(0 if share.sample else None) for share in plan.shares)))
+    return plan
+
+
+def test_a_step_that_was_too_large_has_half_the_requests_next() -> None:
+    scheduler, ids = crowd()
+    for most in (2, 1):
+        plan = scheduler.plan()
+        assert scheduler.narrow(plan) is None
+        scheduler.recover()
+        assert scheduler.narrowed == (most, most)
+        # All start anew, and so as many tokens at a time as there may be.
+        for _ in range(4):
+            assert sum(len(share.tokens) for share in yielded(scheduler).shares) <= most
+            assert scheduler.running <= most
+    plan = scheduler.plan()
+    assert (len(plan.shares), plan.tokens) == (1, 1)
+    assert scheduler.narrow(plan) == ids[0]
+
+
+def test_nobody_of_several_is_stopped_for_a_step_that_was_too_large() -> None:
+    """With host blocks a step has room for one of them: here for a token of each of the four."""
+    scheduler, _ = crowd(host=8)
+    plan = scheduler.plan()
+    assert (len(plan.shares), plan.tokens) == (4, 4)
+    assert scheduler.narrow(plan) is None
+    assert scheduler.narrowed == (4, 2)
+
+
+def test_more_is_tried_again_after_twice_as_many_steps_each_time() -> None:
+    scheduler, _ = crowd()
+    steps = []
+    for _ in range(3):
+        assert scheduler.narrow(scheduler.plan()) is None
+        scheduler.recover()
+        narrowed, count = scheduler.narrowed, 0
+        while scheduler.narrowed == narrowed:
+            yielded(scheduler)
+            count += 1
+        steps.append(count)
+    assert steps == [8, 16, 32]
+
+
+def test_who_was_about_to_end_in_a_step_cut_short_goes_on() -> None:
+    """Its prompt takes several steps again."""
+    scheduler = Scheduler(BlockLedger(8), Limits(4, 4, 2, 100), PrefixRule(ROOT), check=True)
+    scheduler.submit([0] * 10, sampling(), 2)
+    for _ in range(3):
+        yielded(scheduler)
+    plan = scheduler.plan()
+    scheduler.run_ahead(plan)
+    assert not scheduler.plan().shares, "its last token is on its way"
+    scheduler.recover()
+    assert [sum(len(share.tokens) for share in yielded(scheduler).shares) for _ in range(3)] == [4, 4, 3]
+    assert not scheduler.busy

@@ -103,20 +103,16 @@ def _waits(offsets: Sequence[int], ends: Sequence[int]) -> list[tuple[Wait, ...]
         first = max(bisect_right(begins, begin) - 1, 0)
         if first < len(spans) and spans[first][1] <= begin:
             first += 1
-        last = first
-        waits, kept = [], [(begin, end, visit)]
+        last, waits = first, []
         while last < len(spans) and spans[last][0] < end:
-            lower, upper, writer = spans[last]
+            lower, _, writer = spans[last]
             if writer > waited:
                 waits.append(Wait(writer % count, max(lower - begin, 0)))
                 waited = writer
-            if lower < begin:
-                kept.insert(0, (lower, begin, writer))
-            if upper > end:
-                kept.append((end, upper, writer))
             last += 1
-        spans[first:last] = kept
-        begins[first:last] = [span[0] for span in kept]
+        # What else these visits wrote has been waited for with them.
+        spans[first:last] = [(begin, end, visit)]
+        begins[first:last] = [begin]
         if visit >= count:
             found.append(tuple(waits))
     return found
