@@ -125,7 +125,7 @@ def _fold(  # type: ignore[no-untyped-def]
         piece = tl.load(part_out + part[:, None] * COLS + cols[None, :], mask=there[:, None] & col_in[None, :], other=0.0)
         higher = tl.maximum(top, tl.max(level, 0))
         share = tl.where(there, tl.exp(level - higher), 0.0)
-        fade = tl.exp(top - higher)  # 0 for a state that has seen nothing: every worker has seen a key
+        fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
         weight = weight * fade + tl.sum(share, 0)
         acc = acc * fade + tl.sum(share[:, None] * piece, 0)
         top = higher
