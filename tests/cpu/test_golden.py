@@ -69,7 +69,7 @@ def test_in_a_batch_with_others(golden: Golden, llm: LLM) -> None:
     assert [completion.tokens for completion in completions[:5]] == [completion.tokens for completion in completions[6:]]
 
 
-@pytest.mark.parametrize("size", [1, 4, 32])
+@pytest.mark.parametrize("size", [1, 32])
 def test_chunked_after_a_prefix_hit_and_preempted(golden: Golden, size: int) -> None:
     """The story so far is the prompt, in steps of seven tokens, beside requests that take the blocks away from each other."""
     begun = golden.prompt + golden.tokens[:100]
@@ -98,8 +98,20 @@ def test_prompt_as_text(golden: Golden, llm: LLM) -> None:
         assert begun + completion.text == golden.text
 
 
-@pytest.mark.parametrize("stop", ["Lily", "park", "play outside", ". She", ["ball", "big, r"], ["zebra", "\n"], "big, red ball."])
-@pytest.mark.parametrize("include", [False, True], ids=["cut", "kept"])
+@pytest.mark.parametrize(
+    ("stop", "include"),
+    [
+        ("Lily", False),
+        ("Lily", True),
+        ("park", True),
+        ("play outside", False),
+        (". She", True),
+        (["ball", "big, r"], False),
+        (["ball", "big, r"], True),
+        (["zebra", "\n"], False),
+        ("big, red ball.", True),
+    ],
+)
 def test_stop_strings(golden: Golden, llm: LLM, stop: str | list[str], include: bool) -> None:
     strings = [stop] if isinstance(stop, str) else stop
     end, string = min((golden.text.find(string) + len(string), string) for string in strings if string in golden.text)
