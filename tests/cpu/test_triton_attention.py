@@ -70,7 +70,7 @@ class TestPagedDecode:
         got, lse = paged_decode(q, k_cache, v_cache, table, torch.tensor([32], dtype=torch.int32), scale=0.25, window=None, max_length=32)
         check_answer(got[0], lse[0], *attend(q[0], k, v, 0.25, None))
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=7, deadline=None)
     @given(
         lengths=st.lists(st.integers(0, 150), min_size=1, max_size=7),
         block_size=st.sampled_from([1, 4, 16, 64]),
@@ -139,7 +139,7 @@ class TestDecodeInOneLaunch:
         check_joined(lengths, max_length=1 << 17)
         check_decode(lengths, max_length=1 << 17)
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=7, deadline=None)
     @given(
         lengths=st.lists(st.integers(0, 150), min_size=1, max_size=7),
         block_size=st.sampled_from([1, 4, 16, 64]),
@@ -215,7 +215,7 @@ class TestDivision:
     )
     def test_answers(self, lengths: list[int], window: int | None, workers: int) -> None:
         tuning = DecodeTuning(tile=16, warps=4, depth=2, workers_per_sm=workers, least=2)
-        check_joined(lengths, window=window, tuning=tuning)
+        check_joined(lengths, window=window, tuning=tuning, rounds=1)
         check_decode(lengths, window=window, tuning=tuning)
 
 
@@ -232,7 +232,7 @@ class TestRun:
     def test_precisions(self, dtype: torch.dtype, dim: int, block_size: int) -> None:
         check_run(9, 50, heads=8, kv_heads=1, dtype=dtype, dim=dim, block_size=block_size)
 
-    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (8, 1, 24), (2, 2, 64)])
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 24), (2, 2, 64)])
     def test_partial_results_take_no_more_than_is_said(self, heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """What a budget counts, however long the context: the longest here start as many programs as there may be."""
         said = scratch_bytes(heads, kv_heads, dim, 4, 16, torch.device("cpu"))
@@ -259,11 +259,13 @@ class TestRun:
         out, lse = paged_run(torch.empty(0, 4, 16), k_cache, v_cache, torch.tensor([0]), 3, scale=1.0, window=None)
         assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
 
-    @pytest.mark.parametrize(
-        ("tokens", "start", "padding", "window"), [(1, 0, 0, None), (9, 0, 7, None), (7, 33, 25, None), (20, 40, 12, 15)]
-    )
+    @pytest.mark.parametrize(("tokens", "start", "padding", "window"), [(1, 0, 0, None), (9, 0, 7, None), (20, 40, 12, 15)])
     def test_placed_on_the_device(self, tokens: int, start: int, padding: int, window: int | None) -> None:
+        """Within a bound that is far above the lengths."""
         check_placed_run(tokens, start, padding, heads=16, kv_heads=1, window=window, max_length=4096)
+
+    @pytest.mark.parametrize(("tokens", "start", "padding", "window"), [(1, 0, 0, None), (7, 33, 25, None), (20, 40, 12, 15)])
+    def test_placed_where_the_bound_is(self, tokens: int, start: int, padding: int, window: int | None) -> None:
         check_placed_run(tokens, start, padding, heads=4, kv_heads=2, window=window)
 
     def test_nobody_placed_on_the_device(self) -> None:
@@ -323,8 +325,7 @@ class TestFoldTile:
         assert torch.equal(out[1::2], before[0][1::2])
         assert torch.equal(lse[1::2], before[1][1::2])
 
-    @pytest.mark.parametrize("queries", [1, 2, 3, 5, 8])
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 1)])
+    @pytest.mark.parametrize(("queries", "heads", "kv_heads"), [(1, 8, 2), (2, 3, 1), (3, 8, 2), (5, 3, 1), (8, 8, 2), (1, 3, 1)])
     def test_queries_and_groups(self, queries: int, heads: int, kv_heads: int) -> None:
         self.check(queries, 75, heads, kv_heads, 16)
 
@@ -336,10 +337,10 @@ class TestFoldTile:
     def test_one_key_head_of_many_query_heads(self) -> None:
         self.check(1, 40, 48, 1, 16)
 
-    @settings(max_examples=8)
+    @settings(max_examples=6)
     @given(
         queries=st.integers(1, 8),
-        keys=st.integers(1, 300),
+        keys=st.integers(1, 200),
         workers=st.integers(1, 6),
         tile=st.sampled_from([16, 32]),
         seed=st.integers(0, 99),
