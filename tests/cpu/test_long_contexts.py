@@ -306,14 +306,14 @@ def test_weights_may_stream_at_the_same_time(name: str, tmp_path: Path) -> None:
 def test_a_length_that_needs_the_host_gets_it_unasked(tmp_path: Path) -> None:
     """Beside two budgets, of which the first holds no such context."""
     ask = Ask(tuple(words(random.Random(0), 1500)), 4)
-    settings = {**SETTINGS, "max_length": 2080, "block_size": 16, "max_step_tokens": 128, "max_sequences": 2, "cache": tmp_path}
-    with LLM(tiny.checkpoint("llama"), **settings, kv_blocks=130) as llm:  # type: ignore[arg-type]
+    settings = {**SETTINGS, "max_length": 4160, "block_size": 16, "max_step_tokens": 128, "max_sequences": 2, "cache": tmp_path}
+    with LLM(tiny.checkpoint("llama"), **settings, kv_blocks=260) as llm:  # type: ignore[arg-type]
         [alone] = answers(llm, [ask])
         fixed = llm.booted.budget.weights + llm.booted.budget.activations
-    budgets = {"device_memory": fixed + 300 * 1024, "host_memory": fixed + 4 * MIB}
+    budgets = {"device_memory": fixed + MIB, "host_memory": fixed + 8 * MIB}
     with LLM(tiny.checkpoint("llama"), **settings, **budgets) as llm:  # type: ignore[arg-type]
-        assert llm.booted.engine.scheduler.host.blocks == 130
-        assert llm.booted.budget.blocks < 50
+        assert llm.booted.engine.scheduler.host.blocks == 260
+        assert llm.booted.budget.blocks < 130
         [found] = answers(llm, [ask])
     assert found.tokens == alone.tokens
     assert apart(found, alone) < LIMIT
