@@ -94,6 +94,25 @@ def test_every_fact_is_part_of_the_root(tmp_path: Path) -> None:
     assert len(set(roots.values())) == len(roots) == len(others) + 8
 
 
+def test_under_a_policy_what_it_reads_is_part_of_the_root(tmp_path: Path) -> None:
+    """By which copy of the keys blocks are chosen, and which blocks are chosen from at all."""
+    model = copied("llama", tmp_path / "model")
+    config = Config(model, **{**KV, "kv_directory": tmp_path, "prefill_policy": "topk:1"})  # type: ignore[arg-type]
+    with Checkpoint.open(model) as checkpoint:
+        known = settled(config, checkpoint)
+        assert known.far is not None
+        roots = [boot._root(config, checkpoint, known, blocks=blocks) for blocks in (14, 400)]
+        roots.append(boot._root(replace(config, sketch_bits=8), checkpoint, known, blocks=14))
+        roots.append(boot._root(config, checkpoint, replace(known, far=replace(known.far, tile_tokens=7)), blocks=14))
+        roots.append(boot._root(config, checkpoint, replace(known, far=replace(known.far, chunk_tokens=7)), blocks=14))
+        steps = replace(known.limits, max_step_tokens=known.limits.max_step_tokens + 1)
+        roots.append(boot._root(config, checkpoint, replace(known, limits=steps), blocks=14))
+        assert len(set(roots)) == len(roots)
+        exact = replace(config, prefill_policy="full")
+        known = settled(exact, checkpoint)
+        assert boot._root(exact, checkpoint, known, blocks=14) == boot._root(exact, checkpoint, known, blocks=400)
+
+
 def test_where_nothing_outlives_the_process_nothing_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "Hashing", lambda *_: pytest.fail("the weights were hashed"))
     kept = {"host_kv_memory": "8MiB", "kv_directory": tmp_path, "cache": tmp_path}

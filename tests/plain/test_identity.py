@@ -231,6 +231,23 @@ def test_a_change_since_opening_or_after_hashing_is_seen(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("old")
+def test_another_mount_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two images that are mounted at one place, one after the other, may have the same numbers in all else."""
+    [path] = files(tmp_path, 1000)
+    with DiskFile(path) as file, DiskFile(path) as again:
+        assert file.mount() == again.mount() != ""
+    assert digests(tmp_path / "cache", path).hashed_bytes == 1000
+    assert digests(tmp_path / "cache", path).hashed_bytes == 0
+    monkeypatch.setattr(DiskFile, "mount", lambda _: "another")
+    assert digests(tmp_path / "cache", path).hashed_bytes == 1000
+    monkeypatch.setattr(DiskFile, "mount", lambda _: "")
+    for _ in range(2):
+        found = digests(tmp_path / "cache", path)
+        assert found.hashed_bytes == 1000
+        assert "cannot tell its file system" in found.forgettable
+
+
+@pytest.mark.usefixtures("old")
 def test_of_several_that_start_at_once_one_hashes(tmp_path: Path) -> None:
     paths = files(tmp_path, 5_000_000, 100)
     with ExitStack() as opened:
@@ -262,4 +279,5 @@ def test_every_part_of_a_stamp_counts() -> None:
     told = dict.fromkeys(names, 7)
     stamps = [FileStamp.of(SimpleNamespace(**told | {name: 8})) for name in names]  # type: ignore[arg-type]
     stamps.append(FileStamp.of(SimpleNamespace(**told)))  # type: ignore[arg-type]
-    assert len({identity._key(stamp) for stamp in stamps}) == len(names) + 1
+    here = SimpleNamespace(mount=lambda: "here")
+    assert len({identity._key(here, stamp) for stamp in stamps}) == len(names) + 1  # type: ignore[arg-type]

@@ -229,7 +229,7 @@ def _made(
     if isinstance(model, Checkpoint) and _outlives(settled):
         model.identify()  # Its files are hashed while the same bytes are loaded.
     weights.load(loading)
-    root = _root(config, model, settled, say)
+    root = _root(config, model, settled, say, blocks=budget.blocks)
     if far:
         carrier = _carrier(far, device, trace, store := _store(config, model, settled, root, say))
         opened.callback(carrier.close)
@@ -470,9 +470,11 @@ def _outlives(settled: Settled) -> bool:
     return settled.far is not None and settled.far.store_bytes > 0
 
 
-def _root(config: Config, model: Model, settled: Settled, say: Say = lambda _: None) -> bytes:
+def _root(config: Config, model: Model, settled: Settled, say: Say = lambda _: None, *, blocks: int = 0) -> bytes:
     """The key that all KV keys begin with: a digest of all that the meaning of KV depends on but tokens. The weights are part of it only
-    where KV outlives the process, since to know them every byte of a checkpoint is hashed. Raises CheckpointError."""
+    where KV outlives the process, since to know them every byte of a checkpoint is hashed. Raises CheckpointError.
+
+    blocks: KV blocks of the device. Under a policy KV also depends on what is there, and not on the host, and on how it is cut."""
     fingerprint = b""
     if _outlives(settled):
         fingerprint = model.fingerprint()
@@ -482,7 +484,10 @@ def _root(config: Config, model: Model, settled: Settled, say: Say = lambda _: N
                 lasting = f"; not remembered, since {found.forgettable}" if found.forgettable else ""
                 say(f"identity of the weights: {format_size(found.hashed_bytes)} hashed in {found.seconds:.2f} s{lasting}")
             model.expect_unchanged()
-    policies = config.attention_policy, config.prefill_policy, config.missed_limit
+    policies: tuple[object, ...] = config.attention_policy, config.prefill_policy, config.missed_limit
+    far = settled.far
+    if far is not None and far.policies is not None:
+        policies += config.sketch_bits, blocks, far.tile_tokens, far.chunk_tokens, settled.limits.max_step_tokens
     return root_key(fingerprint, settled.spec, settled.dtype, config.block_size, config.host_kv_dtype, policies)
 
 

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import stat
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import suppress
@@ -23,6 +24,9 @@ DIRECT_ALIGNMENT = 4096
 """Of addresses, offsets and lengths past the page cache. Many disks would do with 512; none in use wants more than a page."""
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
 """What file systems answer that cannot read past the page cache, or not into memory that a driver has mapped."""
+
+_AT_EMPTY_PATH, _MNT_ID_UNIQUE = 0x1000, 0x4000
+"""Of statx: the file that the descriptor is of; the mount's number, which is never given twice."""
 
 
 class ReadError(PenstockError):
@@ -99,6 +103,20 @@ class DiskFile:
             return FileStamp.of(os.fstat(self._fd))
         except OSError as error:
             raise ReadError(f"cannot look at {self.path}: {_reason(error)}") from error
+
+    def mount(self) -> str:
+        """A name of the mount that the file was opened through, which no other mount has or will have, on any boot. It is empty where there
+        is none: before Linux 6.8, but for the file system of `/`, and on other systems. A device's number does not tell a file system
+        from another that was mounted there before."""
+        fields = ctypes.create_string_buffer(256)
+        with suppress(OSError, AttributeError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            told = ctypes.CDLL(None).statx(self._fd, b"", _AT_EMPTY_PATH, _MNT_ID_UNIQUE, fields) == 0
+            if told and int.from_bytes(fields.raw[:4], sys.byteorder) & _MNT_ID_UNIQUE:
+                return f"{boot} {int.from_bytes(fields.raw[144:152], sys.byteorder)}"
+            if os.fstat(self._fd).st_dev == os.stat("/").st_dev:
+                return f"{boot} /"
+        return ""
 
     def settle(self) -> None:
         """Write what others have changed in memory to the disk, as far as that is possible. A write through a mapping moves the stamp only

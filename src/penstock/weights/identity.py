@@ -2,12 +2,17 @@
 
 A file's digest is SHA-256 over the SHA-256 of each of its pieces of PIECE_BYTES, in order. It is the same on every machine.
 
-Why a remembered digest is right. It is found again by the file's stamp: device, inode, size, times of modification and of change. Any write
-moves the time of change, except in three cases, and none of these is remembered. (1) A second write within one tick of the file system's
-clock: a file that was changed less than RECENT_NS before it was hashed is not remembered. (2) A write through a mapping to a page that is
-dirty already: what is dirty is written to the disk before the stamp is taken (`DiskFile.settle`), and the next write moves it. (3) File
-systems that move no times for mappings (tmpfs), or whose times may be stale or another program's (FUSE, 9p, CIFS): only those of
-TRUSTED are believed. A file whose stamp moves while it is hashed has no digest.
+Why a remembered digest is right. It is found again by the file's mount and its stamp: device, inode, size, times of modification and of
+change. A mount has a number that is never given again while the machine runs, and a boot has one too: after a restart of the machine, or
+when the file system was mounted again, all is hashed anew. Without that, two images with the same stamps that are mounted one after the
+other would be one. Where the kernel has no such number only files on the device of `/` are remembered, which nobody mounts over.
+
+Within a mount any write moves the time of change, except in three cases, and none of these is remembered. (1) A second write within one
+tick of the file system's clock: a file that was changed less than RECENT_NS before it was hashed is not remembered. (2) A write through a
+mapping to a page that is dirty already: what is dirty is written to the disk before the stamp is taken (`DiskFile.settle`), and the next
+write moves it. (3) File systems that move no times for mappings (tmpfs), or whose times may be stale or another program's (FUSE, 9p, CIFS):
+only those of TRUSTED are believed. A file whose stamp moves while it is hashed has no digest. What is written past the file system, to the
+device under it, is seen by nobody.
 """
 
 import hashlib
@@ -126,14 +131,14 @@ class Hashing:
         try:
             known = memory.recall()
             self._stamps = tuple(map(_stamp, files))
-            if not all(_key(stamp) in known for stamp in self._stamps):
+            if not all(key in known for key in map(_key, files, self._stamps)):
                 for file in files:
                     file.settle()
                 self._stamps = tuple(map(_stamp, files))
             for file, stamp in zip(files, self._stamps, strict=True):
                 if stamp != file.opened:  # Its header may be another's.
                     raise _changed(file)
-            self.todo_bytes = sum(stamp.size for stamp in self._stamps if _key(stamp) not in known)
+            self.todo_bytes = sum(stamp.size for file, stamp in zip(files, self._stamps, strict=True) if _key(file, stamp) not in known)
             """Bytes to be hashed, unless another process has done so first."""
             self._found = self._looks.submit(self._find)
         except BaseException:
@@ -156,7 +161,7 @@ class Hashing:
         self._looks.shutdown()
 
     def _find(self) -> Digests:
-        keys = list(map(_key, self._stamps))
+        keys = list(map(_key, self._files, self._stamps))
         known = self._memory.recall()
         if all(key in known for key in keys):
             return Digests(tuple(known[key] for key in keys), 0, 0.0)
@@ -175,7 +180,7 @@ class Hashing:
             for file, stamp in zip(self._files, self._stamps, strict=True):
                 if _stamp(file) != stamp:
                     raise _changed(file)
-            fresh = {_key(stamp): digest for (_, stamp), digest in zip(todo, hashed, strict=True)}
+            fresh = {_key(*each): digest for each, digest in zip(todo, hashed, strict=True)}
             why = [_why_not(file, stamp, began_ns) for file, stamp in todo]
             lasting = {key: digest for (key, digest), reason in zip(fresh.items(), why, strict=True) if not reason}
             if not self._memory.kept:
@@ -200,7 +205,7 @@ def same_bytes_remembered(one: DiskFile, at: int, other: DiskFile, begin: int, c
     key = f"same {count}"
 
     def named() -> str:
-        return f"{key} {at}@{_key(_stamp(one))} {begin}@{_key(_stamp(other))}"
+        return f"{key} {at}@{_key(one, _stamp(one))} {begin}@{_key(other, _stamp(other))}"
 
     if named() in memory.recall():
         return True
@@ -290,14 +295,16 @@ def _changed(file: DiskFile) -> CheckpointError:
     return CheckpointError(f"{file.path} changed while it was read; wait until nothing writes there, and start again")
 
 
-def _key(stamp: FileStamp) -> str:
-    return "sha256 " + "-".join(map(str, stamp))
+def _key(file: DiskFile, stamp: FileStamp) -> str:
+    return f"sha256 {file.mount()} " + "-".join(map(str, stamp))
 
 
 def _why_not(file: DiskFile, stamp: FileStamp, began_ns: int) -> str:
     """Why what was found from that time on, in nanoseconds since 1970, may not be remembered under the stamp; empty if it may."""
     if began_ns - stamp.changed_ns < RECENT_NS:
         return f"{file.path.name} was changed a moment before"
+    if not file.mount():
+        return "this system cannot tell its file system from one that is mounted there later"
     kind = file.file_system()
     return "" if kind in TRUSTED else f"the file times of {kind or 'an unknown file system'} do not tell of every change"
 
