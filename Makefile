@@ -13,8 +13,9 @@ RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 ALL := $(VENV)/.stamp-all
 
+TESTING := OMP_NUM_THREADS=1
 # Compiled modules are kept even where the environment forbids it: tests start penstock hundreds of times.
-TESTING := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+export PYTHONDONTWRITEBYTECODE :=
 
 SAY := printf '\n\033[1m== %s\033[0m\n'
 
