@@ -173,14 +173,21 @@ def test_settings(settings: dict[str, object]) -> None:
     [
         *((name, 10**20) for name in ("max_length", "max_step_tokens", "max_sequences", "block_size", "kv_blocks", "kv_tile")),
         *((name, value) for name in ("attention_policy", "prefill_policy") for value in (3, None)),
+        *((name, value) for name in ("attention_policy", "prefill_policy") for value in ("topk", "topk:3000000000", "window:1,²")),
         ("missed_limit", "a"),
         ("kv_directory", None),
         ("kv_directory", "a\0b"),
     ],
 )
 def test_settings_that_are_none(name: str, value: object) -> None:
-    settings = {"host_kv_memory": "64MiB", "beyond_trained": True}
-    refused(ConfigError, name, call=open_model(tiny.checkpoint("llama"), **settings, **{name: value}))
+    word = value if name.endswith("policy") and isinstance(value, str) else name
+    for settings in ({}, {"host_kv_memory": "64MiB", "beyond_trained": True}):
+        refused(ConfigError, word, call=open_model(tiny.checkpoint("llama"), **settings, **{name: value}))
+
+
+def test_policies_for_what_has_none() -> None:
+    """Whether a context is beyond the device or none can be."""
+    refused(ConfigError, "without sliding windows", call=open_model(tiny.checkpoint("mistral"), attention_policy="topk:3"))
 
 
 @pytest.mark.parametrize("settings", [{"device_memory": "20KB"}, {"host_memory": "20KB"}], ids=str)

@@ -179,6 +179,26 @@ def test_the_command_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"2 requests, 1 answered, 1 refused: {target}" in err
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("gone", "out", "'gone' does not exist"),
+        (".", "out", "'.' is a directory"),
+        ("in", ".", "'.' is a directory"),
+        ("in", "gone/out", "gone/out cannot be written: gone is no directory"),
+        ("in", "in/out", "in/out cannot be written: in is no directory"),
+    ],
+)
+def test_files_are_looked_at_before_a_model_is(
+    source: str, target: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is none: it is not reached."""
+    monkeypatch.chdir(tmp_path)
+    Path("in").write_text(line("a", prompt="Hello"))
+    assert main(["batch", source, target, "--model", "nothing"]) == (1 if "no directory" in said else 2)
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["nothing to read", "no answers", "a folder"])
 def test_files_that_cannot_be_used_are_refused(llm: LLM, tmp_path: Path, what: str) -> None:
     source, target = tmp_path / "in", tmp_path / "out"

@@ -11,7 +11,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_STORES = ("eager", "lazy", "off")
 HOST_KV_DTYPES = ("auto", "fp8")
 SKETCH_BITS = (0, 4, 8)
-
+POLICIES = {"window": range(2, 3), "topk": range(1, 3), "vertical_slash": range(1, 65)}
+"""Attention policies beside full, and how many numbers each may have."""
 
 MOST = (1 << 31) - 1
 """Of tokens, blocks and the like: far beyond what any machine holds, and within what arithmetic on devices counts."""
@@ -102,6 +103,7 @@ class Config:
         for name in ("attention_policy", "prefill_policy"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} {getattr(self, name)!r} must be text, as full or window:4,1024")
+            policy_numbers(getattr(self, name))
         if not isinstance(self.kv_directory, Path) or "\0" in str(self.kv_directory):
             raise ConfigError(f"kv_directory {self.kv_directory!r} must be a path")
         for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks", "kv_tile", "tensor_parallel"):
@@ -115,6 +117,21 @@ class Config:
         """The settings that are not the defaults, but the model, for a report in JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)[1:] if getattr(self, field.name) != field.default}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def policy_numbers(text: str) -> tuple[str, tuple[int, ...]]:
+    """Read an attention policy's name and numbers: `full`, `window:SINKS,RECENT`, `topk:BLOCKS` or `topk:BLOCKS,DENSE_LAYERS`, and
+    `vertical_slash:COLUMNS,SLASH,...`. Raises ConfigError."""
+    name, _, numbers = text.partition(":")
+    if text == "full":
+        return name, ()
+    values = tuple(int(number) if number.isdecimal() and len(number) < 11 else -1 for number in numbers.split(","))
+    if len(values) not in POLICIES.get(name, ()) or not all(0 <= value <= MOST for value in values):
+        raise ConfigError(
+            f"attention policy {text!r} is not known; write full, window:SINKS,RECENT, topk:BLOCKS[,DENSE_LAYERS] or "
+            f"vertical_slash:COLUMNS[,SLASH...], in whole numbers"
+        )
+    return name, values
 
 
 def peers_disabled() -> bool:

@@ -1,5 +1,6 @@
 """`penstock batch`: a file of requests in, a file of answers out."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +28,8 @@ EXAMPLES = """
 
 
 @click.command(cls=Command, examples=EXAMPLES)
-@click.argument("requests", type=click.Path(path_type=Path))
-@click.argument("answers", type=click.Path(path_type=Path))
+@click.argument("requests", type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path))
+@click.argument("answers", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path), metavar="MODEL", help="A checkpoint directory. [the model that comes along]")
 @click.option("--name", "names", multiple=True, metavar="NAME", help="What requests call the model; may be repeated. [its directory's]")
 @option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and progress.")
@@ -41,6 +42,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     again. The exit code is 3 if some of them could not be served; their lines say why.
     """
     asked = ctx.params
+    folder = asked["answers"].parent  # Looked at before a model is loaded, which may take minutes.
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{asked['answers']} cannot be written: {folder} is no directory for it; name a file in one that can be written")
     try:
         from penstock.server.batch import Batch
     except ModuleNotFoundError as missing:

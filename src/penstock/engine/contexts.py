@@ -100,6 +100,7 @@ def long_room(
     total: bytes of the device. resident: what all weights and the largest step take of them. Raises BudgetError, ConfigError.
     """
     asked, size = config.host_kv_memory, layout.block_size
+    policies = _policies(config, spec)  # Refused where they cannot be, whether this room holds KV or not.
     if asked in (0, "0"):
         if config.disk_kv_memory is not None:
             raise ConfigError("KV comes from disk by way of host memory: allow host_kv_memory beside disk_kv_memory")
@@ -128,7 +129,7 @@ def long_room(
             raise BudgetError(f"{format_size(wanted)} of host memory were asked for KV, but {of} {format_size(there)}; ask for less")
     asked_tile = min(max(config.kv_tile // size, 1), needed) * size if config.kv_tile else 0
     tile = asked_tile or usual_tile(layout, total, needed * size, device.type)
-    room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size, policies=_policies(config, spec), most_blocks=needed)
+    room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size, policies=policies, most_blocks=needed)
     if config.disk_kv_memory is not None:
         wanted, block = parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)

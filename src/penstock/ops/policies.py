@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.base.errors import ConfigError
+from penstock.base.config import policy_numbers
 from penstock.ops.sketch import Scores
 
 _ROUNDING = 2.0**-23
@@ -102,23 +102,14 @@ def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
 
 
 def policy_of(text: str) -> Policy | None:
-    """`full` (None: there is nothing to choose), `window:SINKS,RECENT`, `topk:BLOCKS` or `topk:BLOCKS,DENSE_LAYERS`, and
-    `vertical_slash:COLUMNS,SLASH,...`. Raises ConfigError."""
-    name, _, numbers = text.partition(":")
-    if text == "full":
-        return None
-    made: dict[str, tuple[range, Callable[..., Policy]]] = {
-        "window": (range(2, 3), window),
-        "topk": (range(1, 3), lambda count, dense_layers=0: topk(count, dense_layers=dense_layers)),
-        "vertical_slash": (range(1, 65), lambda columns, *slashes: vertical_slash(columns, slashes)),
+    """Make the attention policy that `text` names (see base.config); None for `full`, as there is nothing to choose. Raises ConfigError."""
+    name, values = policy_numbers(text)
+    made: dict[str, Callable[..., Policy]] = {
+        "window": window,
+        "topk": lambda count, dense_layers=0: topk(count, dense_layers=dense_layers),
+        "vertical_slash": lambda columns, *slashes: vertical_slash(columns, slashes),
     }
-    values = [int(number) if number.isdecimal() else -1 for number in numbers.split(",")]
-    if name not in made or len(values) not in made[name][0] or min(values) < 0:
-        raise ConfigError(
-            f"attention policy {text!r} is not known; write full, window:SINKS,RECENT, topk:BLOCKS[,DENSE_LAYERS] or "
-            f"vertical_slash:COLUMNS[,SLASH...], in whole numbers"
-        )
-    return made[name][1](*values)
+    return None if name == "full" else made[name](*values)
 
 
 def _best(scores: Scores, count: int) -> Tensor:
