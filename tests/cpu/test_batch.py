@@ -182,11 +182,11 @@ def test_the_command_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("source", "target", "said"),
     [
-        ("gone", "out", "'gone' does not exist"),
-        (".", "out", "'.' is a directory"),
-        ("in", ".", "'.' is a directory"),
-        ("in", "gone/out", "gone/out cannot be written: gone is no directory"),
-        ("in", "in/out", "in/out cannot be written: in is no directory"),
+        ("gone", "out", "gone cannot be read: it does not exist"),
+        (".", "out", ". cannot be read: it is a directory"),
+        ("in", ".", ". cannot be written: it is a directory"),
+        ("in", "gone/out", "gone/out cannot be written: gone is no directory that can be written"),
+        ("in", "in/out", "in/out cannot be written: in is no directory that can be written"),
     ],
 )
 def test_files_are_looked_at_before_a_model_is(

@@ -28,8 +28,8 @@ EXAMPLES = """
 
 
 @click.command(cls=Command, examples=EXAMPLES)
-@click.argument("requests", type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path))
-@click.argument("answers", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@click.argument("requests", type=click.Path(path_type=Path))
+@click.argument("answers", type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path), metavar="MODEL", help="A checkpoint directory. [the model that comes along]")
 @click.option("--name", "names", multiple=True, metavar="NAME", help="What requests call the model; may be repeated. [its directory's]")
 @option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and progress.")
@@ -42,9 +42,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     again. The exit code is 3 if some of them could not be served; their lines say why.
     """
     asked = ctx.params
-    folder = asked["answers"].parent  # Looked at before a model is loaded, which may take minutes.
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{asked['answers']} cannot be written: {folder} is no directory for it; name a file in one that can be written")
+    _expect_files(asked["requests"], asked["answers"])
     try:
         from penstock.server.batch import Batch
     except ModuleNotFoundError as missing:
@@ -61,6 +59,16 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         say(f"{tally.lines} requests, {tally.answered - tally.failed} answered, {tally.failed} refused: {asked['answers']}", faint=True)
     if tally.failed:
         ctx.exit(FAILED)
+
+
+def _expect_files(requests: Path, answers: Path) -> None:
+    """Before a model is loaded, which may take minutes. Raises ConfigError."""
+    if not requests.exists() or requests.is_dir():
+        what = "is a directory" if requests.is_dir() else "does not exist"
+        raise ConfigError(f"{requests} cannot be read: it {what}; give a file of requests, one a line")
+    if answers.is_dir() or not answers.parent.is_dir() or not os.access(answers.parent, os.W_OK):
+        what = "it is a directory" if answers.is_dir() else f"{answers.parent} is no directory that can be written"
+        raise ConfigError(f"{answers} cannot be written: {what}; name another file")
 
 
 @contextmanager
