@@ -41,7 +41,6 @@ from penstock.weights.residency import Limits, padded
 from penstock.weights.shape import Shape
 from penstock.worker.runner import largest_step
 
-
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 

@@ -634,6 +634,7 @@ def test_what_does_not_fit_is_read_from_a_scratch_file(tmp_path: Path) -> None:
     assert report.bound.ms >= 1e3 * streaming.read_per_pass / streaming.disk_ceiling
     text, line = str(report), json.loads(report.line())
     assert re.search(r"^  disk +\S+ MiB a pass, .* of .*/s \(\d+\.\d%\)$", text, re.MULTILINE)
+    assert re.search(r"^  predicted +\S+ ms a decode pass of one sequence$", text, re.MULTILINE)
     assert line["streaming"]["read_per_pass"] == streaming.read_per_pass
     assert list(tmp_path.iterdir()) == []
 

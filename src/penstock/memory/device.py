@@ -13,7 +13,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]
 
 from penstock.base.errors import DeviceError
 from penstock.base.units import format_size
@@ -187,7 +187,6 @@ def _tensors_at_peak(work: Callable[[], object]) -> int:
         threads = _disable_profiler_legacy()
     taken = peak = 0
     for event in chain.from_iterable(threads):
-        if event.kind() == "memory_alloc":
-            taken += event.cpu_memory_usage()  # Less than 0 where memory is given back.
-            peak = max(peak, taken)
+        taken += event.cpu_memory_usage()  # Less than 0 where memory is given back, 0 of an event of another kind.
+        peak = max(peak, taken)
     return peak
