@@ -270,7 +270,7 @@ def part_kernels(place: Place) -> Found:
             got = submitted(booted, batch, context, 6 * steps)
             while not all(got.values()):
                 measure._step(engine, got)
-            waits = [measure._step(engine, got) for _ in range(2 * steps)]
+            waits = measure.steady(booted, got, 2 * steps).seconds
             taken = by_kernel(lambda engine=engine, steps=steps: [engine.step() for _ in range(steps)], steps, booted.device)
         told = found[f"{name}, batch {batch}, {context:,}"] = {"ms": median(waits) * 1e3, **taken}
         tell_kernels(f"{name}, batch {batch}, {context:,}", told)

@@ -32,6 +32,7 @@ from weight_streaming import GREEDY, disk_ceiling, link_ceiling, row, sync
 
 from penstock.arch.layout import KVLayout, kv_layout
 from penstock.base.units import format_rate, format_size
+from penstock.bench.measure import EDGE_STEPS, Laps
 from penstock.engine.boot import Booted
 from penstock.kv.hostpool import HostPool
 from penstock.kv.keys import block_key, root_key
@@ -433,12 +434,12 @@ def landed(booted: Booted) -> None:
 
 
 def stepped(booted: Booted, steps: int, requests: int) -> tuple[list[float], list[int]]:
-    """Seconds of decode steps, and their tokens."""
-    seconds, tokens = [], []
-    for _ in range(steps):
-        begin = time.perf_counter()
+    """Seconds of decode steps, and their tokens. The first EDGE_STEPS are not timed: they were begun before (see measure.steady)."""
+    seconds, tokens, laps = [], [], Laps()
+    for number in range(steps):
         events = booted.engine.step()
-        seconds.append(time.perf_counter() - begin)
+        lap = laps.lap()
+        seconds += [lap] * (number >= EDGE_STEPS)
         assert len(events) == requests, events
         tokens += [event.token for event in events]
     return seconds, tokens
@@ -490,7 +491,7 @@ def part_decode(scale: Scale, device: torch.device, directory: Path) -> dict[str
                 landed(engines[kind])
         found["same_tokens"] = begun["off"] == begun["eager"] == begun["eager, disk"]
         for kind, booted in engines.items():
-            rates = [batch * window / sum(some) for some in seconds[kind]]
+            rates = [batch * len(some) / sum(some) for some in seconds[kind]]
             tiers, before = booted.engine.stats().tiers, moved[kind]
             every = [second for some in seconds[kind] for second in some]
             one = found[kind] = {

@@ -6,6 +6,8 @@ import json
 import random
 import re
 import sys
+from collections import deque
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -17,7 +19,8 @@ from penstock.arch import bounds
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, CheckpointError, ConfigError, RequestError
-from penstock.bench import baseline, contexts, measure, serving
+from penstock.base.meter import WeightStats
+from penstock.bench import baseline, calibration, contexts, measure, serving
 from penstock.bench.machine import machine
 from penstock.bench.measure import Work
 from penstock.bench.report import Kind
@@ -27,9 +30,13 @@ from penstock.bench.streaming import scratch
 from penstock.cli.main import main
 from penstock.engine import boot as booting
 from penstock.engine.boot import boot
+from penstock.engine.passes import UseWork
 from penstock.memory.device import peak_of
+from penstock.step.plan import Outcome, Plan
 from penstock.weights.residency import padded
 from penstock.weights.shape import Shape
+from penstock.weights.stream import WeightStream
+from penstock.worker.runner import Begun, Runner
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -44,6 +51,36 @@ TINY = {
     "dtype": "float32",
 }
 MOE = TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6}
+
+
+def simulated_device(monkeypatch: pytest.MonkeyPatch, *, device: float, host: float, counters: float) -> None:
+    """An engine runs ahead of a device whose steps take `device` seconds, one after another. The host takes `host` to begin a step, and
+    `counters` to read those of weights. Its arithmetic is real; its clock is not."""
+    now, free, ends = 0.0, 0.0, deque[float]()
+    begin, end, stats = Runner.begin, Runner.end, WeightStream.stats
+
+    def begun(self: Runner, plan: Plan) -> Begun:
+        nonlocal now, free
+        now += host
+        free = max(now, free) + device
+        ends.append(free)
+        return begin(self, plan)
+
+    def ended(self: Runner, step: Begun) -> Outcome:
+        nonlocal now
+        now = max(now, ends.popleft()) if ends else now  # None of what boot measures.
+        return end(self, step)
+
+    def counted(self: WeightStream) -> WeightStats:
+        nonlocal now
+        now += counters
+        return dataclasses.replace(stats(self), link_rate=1e30)
+
+    monkeypatch.setattr(Runner, "ahead", True)
+    monkeypatch.setattr(Runner, "begin", begun)
+    monkeypatch.setattr(Runner, "end", ended)
+    monkeypatch.setattr(WeightStream, "stats", counted)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now))
 
 
 def layouts(shape: Shape) -> tuple[GroupLayout, ...]:
@@ -139,6 +176,34 @@ def test_decode_steps_are_timed_when_all_prompts_are_in(batch: int, context: int
     assert all(context + measure.WARM_STEPS < each < length for each in decoded.lengths)
     assert (stats.running, stats.waiting, stats.preemptions) == (0, 0, 0)
     assert stats.output_tokens >= 2 * batch * (1 + measure.WARM_STEPS + 3)
+
+
+@pytest.mark.parametrize(("device", "host", "whole"), [(3.5, 0.25, 3.5), (0.25, 0.75, 0.75)])
+def test_every_timed_step_of_a_device_that_runs_ahead_is_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch, device: float, host: float, whole: float
+) -> None:
+    """Whatever the host does between steps, such as reading counters for 3 s. See simulated_device."""
+    simulated_device(monkeypatch, device=device, host=host, counters=3.0)
+    config = Config(Path(), device="cpu", device_memory="64MiB", block_size=8, max_sequences=2, max_step_tokens=16, max_length=64)
+    booted = boot(config, Shape.of(TINY))
+    with closing(booted.engine):
+        decoded = measure.decode(booted, Work(2, 20, output=6, repeat=2))
+        assert not booted.engine.busy, "a step is under way, which the next prompt would wait for"
+        assert (decoded.times.least, decoded.times.most, decoded.times.count) == (1e3 * whole, 1e3 * whole, 12)
+        context = measure.context(booted, 20, 6, random.Random(1))
+    assert context.steps == [whole] * 6
+    # Two steps of the prompt, and of those that are begun by then the host's part.
+    assert context.prefill == pytest.approx(2 * device + host if device > host else 3 * host)
+
+
+def test_copies_of_experts_are_timed_with_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer takes more where half of its experts are elsewhere, with a link that takes no time."""
+    simulated_device(monkeypatch, device=3.5, host=0.25, counters=3.0)
+    resident = calibration.Sample("moe", 2, 1, calibration.CONTEXTS[0], UseWork(), (0, 2), seconds=0.5)
+    many = {"num_local_experts": 32, "num_experts": 32, "max_position_embeddings": 2048}
+    shapes = {"moe": (MOE | many, (1, 2))}
+    taken = calibration._expert_layer(shapes, torch.device("cpu"), "float32", [resident])
+    assert taken == pytest.approx((3.5 - 0.5) / 2)
 
 
 def test_prefill_computes_every_prompt_every_time() -> None:
@@ -569,6 +634,7 @@ def test_what_does_not_fit_is_read_from_a_scratch_file(tmp_path: Path) -> None:
     assert report.bound.ms >= 1e3 * streaming.read_per_pass / streaming.disk_ceiling
     text, line = str(report), json.loads(report.line())
     assert re.search(r"^  disk +\S+ MiB a pass, .* of .*/s \(\d+\.\d%\)$", text, re.MULTILINE)
+    assert re.search(r"^  predicted +\S+ ms a decode pass of one sequence$", text, re.MULTILINE)
     assert line["streaming"]["read_per_pass"] == streaming.read_per_pass
     assert list(tmp_path.iterdir()) == []
 

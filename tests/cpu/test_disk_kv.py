@@ -1191,7 +1191,8 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
         disk.close()
         desk.stats = llm.booted.engine.stats()
         found = dict(re.findall(r"^penstock:(\S+(?: \S+ \S+)?) (\S+)$", metrics.text().decode(), re.MULTILINE))
-        links = {link.link: link for link in watch.look().links}
+        state = watch.look()
+        links, plan = {link.link: link for link in state.links}, state.plan
     assert 0 < moved["written"] < moved["read"]
     told = {name: float(value) for name, value in found.items()}
     assert told['link_bytes_total{link="disk to host"}'] == told["far_kv_read_bytes_total"] == moved["read"]
@@ -1202,7 +1203,11 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
     assert told['passes_total{kind="prefill"}'] == passes.prefill == desk.stats.steps - passes.decode > 0
     assert passes.decode_seconds > 0
     assert told['pass_seconds_total{kind="decode"}'] == pytest.approx(passes.decode_seconds)
-    assert told["pass_predicted_seconds"] == 0, "nothing streams, and nothing was predicted"
+    assert told['pass_predicted_seconds{kind="decode"}'] == 0, "nothing streams, and nothing was predicted"
+    assert {name for name in told if name.startswith("pass_predicted_seconds")} == {'pass_predicted_seconds{kind="decode"}'}
+    assert (plan.decode_seconds, plan.prefill_seconds) == pytest.approx(
+        (passes.decode_seconds / passes.decode, passes.prefill_seconds / passes.prefill)
+    )
     assert told["attention_missed_share_max"] == told['attention_missed_share_count{heads="worst"}'] == 0
 
 

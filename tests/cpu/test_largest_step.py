@@ -3,14 +3,57 @@
 import importlib.util
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from penstock.base.config import Config
+from penstock.base.errors import BudgetError
+from penstock.engine.boot import boot
+from penstock.engine.budget import Budget
+from penstock.weights.shape import Shape
 from penstock.worker.runner import largest_step
 
 ROOT = Path(__file__).resolve().parents[2]
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "vocab_size": 2048,
+    "max_position_embeddings": 1024,
+    "dtype": "float32",
+}
+
+
+def budget(**changes: object) -> Budget:
+    """What a boot has decided, and closed again."""
+    settings = {"device": "cpu", "dtype": "float32", "device_memory": "64MiB", "max_step_tokens": 96, "max_sequences": 4, "kv_blocks": 4}
+    booted = boot(Config(Path(), **(settings | changes)), Shape.of(MIXTURE))  # type: ignore[arg-type]
+    booted.engine.close()
+    return booted.budget
+
+
+def test_the_same_memory_always_boots_or_never() -> None:
+    """Whatever this process has allocated and freed before: as much as the first boot counted is enough for any, and less for none."""
+    far = {"max_length": 1024, "host_kv_memory": "8MiB"}
+    first, long = budget(), budget(**far)
+    least = first.weights + first.activations + first.kv
+    for turn in range(3):
+        holes = [torch.ones(size * (turn + 1)) for size in range(1, 4000, 3)]
+        del holes[::2]
+        assert budget(device_memory=least) == replace(first, total=least)
+        with pytest.raises(BudgetError):
+            budget(device_memory=least - 1)
+        assert budget(**far) == long
 
 
 def test_it_has_as_many_tokens_and_sequences_as_a_step_may_have() -> None:
@@ -32,7 +75,8 @@ def test_it_has_as_many_tokens_and_sequences_as_a_step_may_have() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process can be reset on Linux alone")
-def test_no_routing_takes_more_than_was_counted() -> None:
+def test_no_routing_takes_more_than_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     spec = importlib.util.spec_from_file_location("routings", ROOT / "benchmarks" / "routings.py")
     assert spec is not None
     assert spec.loader is not None

@@ -341,7 +341,7 @@ def test_the_line_shows_what_has_changed_but_not_behind_a_full_row() -> None:
             stats = replace(STATS, disk_rate=0.0, predicted=predicted)
             live.write(text)
             live.redraw()
-            assert terminal.settle().last_row.endswith(f"| first pass (predicted {shown:.3g})")
+            assert terminal.settle().last_row.endswith(f"| first pass (decode predicted {shown:.3g})")
     terminal.close()
 
 
@@ -657,7 +657,7 @@ BEFORE = replace(STATS, copied=0, read=0, stalled_link=0.0, stalled_disk=0.0)
 FLOW = STATS.since(BEFORE).flow(10.0)
 LINKS = "link 7.20 of 53.4 GB/s (13%) | disk 2.40 of 2.50 GB/s (96%) | waits: disk 71%, link 2%"
 HOMES = "device 14.1 GiB + ring 1.60 GiB · host 98.0 GiB + ring 512 MiB · disk 21.3 GiB"
-LONG = f"{HOMES} | {LINKS} | pass 7.61 s (predicted 7.51)"
+LONG = f"{HOMES} | {LINKS} | pass 7.61 s (decode predicted 7.51)"
 SHORT = "link 7.20 GB/s 13% | disk 2.40 GB/s 96% | waits disk 71% link 2% | pass 7.61 s"
 
 
@@ -665,7 +665,7 @@ SHORT = "link 7.20 GB/s 13% | disk 2.40 GB/s 96% | waits disk 71% link 2% | pass
     ("width", "shown"),
     [
         (len(LONG), LONG),
-        (len(LONG) - 1, f"{LINKS} | pass 7.61 s (predicted 7.51)"),
+        (len(LONG) - 1, f"{LINKS} | pass 7.61 s (decode predicted 7.51)"),
         (79, SHORT),
         (40, SHORT[:40]),
     ],
@@ -679,7 +679,7 @@ def test_a_line_leaves_out_what_is_not_used_and_what_is_not_yet() -> None:
     flow = stats.since(BEFORE).flow(10.0)
     links = "link 800 KB/s of 53.4 GB/s (0%) | waits: link 2%"
     homes = "device 14.1 GiB + ring 1.60 GiB · host 98.0 GiB"
-    assert fitting(weight_forms(stats, flow, 0.0), 200) == f"{homes} | {links} | first pass (predicted 7.51)"
+    assert fitting(weight_forms(stats, flow, 0.0), 200) == f"{homes} | {links} | first pass (decode predicted 7.51)"
     assert fitting(weight_forms(stats, flow, 0.0), 60) == "link 800 KB/s 0% | waits 2% | first pass"
     bare = replace(stats, host=0, link_rate=0.0)
     assert fitting(weight_forms(bare, bare.flow(10.0), 0.0), 200).startswith(f"{homes[:31]} | link 800 KB/s | waits")
@@ -731,7 +731,7 @@ def test_a_bar_tells_how_far_a_prompt_is_and_how_long_it_still_takes() -> None:
 def test_a_summary_has_the_whole_run_in_a_line() -> None:
     for passes, told, each in ((12, "12 passes", "0.833 s each"), (1, "1 pass", "10 s each"), (0, "0 passes", "none begun")):
         whole = summary(replace(STATS, passes=passes), 10.0)
-        assert whole == f"weights: {HOMES} | {told} in 10 s | {LINKS} | {each} (predicted 7.51, bound by disk)"
+        assert whole == f"weights: {HOMES} | {told} in 10 s | {LINKS} | {each} (decode predicted 7.51, bound by disk)"
     told = "KV: host 3.00 GiB of 8.00 GiB | to the device 120 GiB in 10 s (12.9 GB/s) | from the device 3.00 GiB"
     assert kv_summary(KV, 10.0) == told
 

@@ -33,7 +33,7 @@ class WeightStats:
     disk_rate: float
     """Bytes per second: ceilings measured at start. 0: no such link is in use."""
     predicted: float
-    """Seconds of a decode pass."""
+    """Seconds of a pass that decodes one sequence. A pass with some of a prompt takes longer; of those nothing is predicted."""
     binding: str
     """What bounds a pass: "disk", "link" or "compute"."""
 
@@ -231,7 +231,7 @@ class TierStats:
 @dataclass(frozen=True, slots=True)
 class Passes:
     """Steps of the engine since it started, each a pass over the model, and the seconds that they took. Those in which every request adds a
-    token, decode, are what is predicted; the others have some of a prompt, prefill."""
+    token are decode, and WeightStats.predicted is of them alone; the others have some of a prompt, prefill."""
 
     decode: int = 0
     decode_seconds: float = 0.0
@@ -244,9 +244,14 @@ class Passes:
         return replace(self, prefill=self.prefill + 1, prefill_seconds=self.prefill_seconds + seconds)
 
     def decode_pass(self, before: "Passes") -> float:
-        """Seconds of a decode pass since `before`, 0 if there was none."""
+        """Mean seconds of a decode pass since `before`, 0 if there was none."""
         count = self.decode - before.decode
         return (self.decode_seconds - before.decode_seconds) / count if count else 0.0
+
+    def prefill_pass(self, before: "Passes") -> float:
+        """Mean seconds of a pass with some of a prompt since `before`, 0 if there was none."""
+        count = self.prefill - before.prefill
+        return (self.prefill_seconds - before.prefill_seconds) / count if count else 0.0
 
 
 @dataclass(frozen=True, slots=True)

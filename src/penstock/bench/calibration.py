@@ -42,7 +42,8 @@ SURE = 1.2
 NEAR, ROUNDS = 0.03, 12
 """Relative errors up to which rows of a fit count in full, and how often it is made again with new weights."""
 OUTPUT, REPEAT = 32, 3
-STREAMED_STEPS = 48
+STREAMED_STEPS, STREAMED_SPAN = 48, 8
+"""Steps before any is timed and as many that are, in spans of so many: counters are read between spans alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +204,14 @@ def _expert_layer(
         half = sum(padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT) // 2
         config_of = Config(Path(), device=str(device), dtype=dtype, max_length=2048, max_sequences=1, prefix_cache=False)
         with _engine(config_of, shape, Override(Limits(whole - half, half * 3 // 2))) as booted:
-            spent, rng = [], random.Random(0)
+            rng = random.Random(0)
             [request] = measure._submit(booted.engine, measure.Work(1, CONTEXTS[0], 2 * STREAMED_STEPS, 1), shape.spec.vocab_size, rng)
             got = {request: 0}
-            while not got[request]:
+            while got[request] <= STREAMED_STEPS:
                 measure._step(booted.engine, got)
-            for number in range(2 * STREAMED_STEPS):
-                before = booted.weights.stats()
-                seconds = measure._step(booted.engine, got)
-                after = booted.weights.stats()
-                if number >= STREAMED_STEPS:
-                    spent.append(seconds - (after.copied - before.copied) / after.link_rate)
+            spans = [measure.steady(booted, got, STREAMED_SPAN) for _ in range(STREAMED_STEPS // STREAMED_SPAN)]
+            link = booted.weights.stats().link_rate
+            spent = [statistics.fmean(span.seconds) - span.copied / link for span in spans]
         return max(statistics.median(spent) - resident[0], 0.0) / sum(shape.spec.moe_layers)
     return 0.0
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -229,7 +230,7 @@ def _row(booted: Booted, job: Job, layouts: Sequence[GroupLayout], length: int, 
         memory = budget.activations + blocks * budget.block_bytes
     prefill, decode = Times.of([one.prefill for one in found]), Times.of([second for one in found for second in one.steps])
     bound = 1e3 * bounds.prefill_operations(booted.spec, layouts, [length]) / (job.config.tensor_parallel * operations)
-    kv, weights = sum(one.kv_copied for one in found), sum(one.weights_copied for one in found)
+    kv, weights = fmean(one.kv_copied for one in found), fmean(one.weights_copied for one in found)
     return Row(
         context=length,
         device=memory,
@@ -240,9 +241,9 @@ def _row(booted: Booted, job: Job, layouts: Sequence[GroupLayout], length: int, 
         bound_ms=bound,
         of_bound=bound / prefill.median,
         decode_ms=decode,
-        kv_per_step=kv / decode.count,
-        weights_per_step=weights / decode.count,
-        of_link=(kv + weights) / sum(sum(one.steps) for one in found) / link,
+        kv_per_step=kv,
+        weights_per_step=weights,
+        of_link=(kv + weights) / fmean(second for one in found for second in one.steps) / link,
     )
 
 

@@ -2,7 +2,9 @@
 
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 
 from penstock.base.errors import BudgetError, CheckpointError
 from penstock.bench.times import Times
@@ -15,6 +17,8 @@ from penstock.step.request import FinishReason
 
 WARM_STEPS = 4
 """Decode steps that are not timed, after every prompt is in: the first of a new shape also pays for what is set up once."""
+EDGE_STEPS = 2
+"""The last of these, which stand between anything else that the host does and the first timed step; see `steady`."""
 
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
 
@@ -45,28 +49,68 @@ class Decoded:
     read: float = 0.0
 
 
+class Laps:
+    """A stopwatch that never stops. Each lap begins when the one before has ended, so no time falls between two."""
+
+    def __init__(self) -> None:
+        self._ended = time.perf_counter()
+
+    def lap(self) -> float:
+        """End a lap, and return its seconds."""
+        begun, self._ended = self._ended, time.perf_counter()
+        return self._ended - begun
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Seconds of each timed decode step, and what a step moved on average. copied, read: bytes of weights that came to the device and from
+    the disk. kv_copied: bytes of KV of long contexts that came to the device."""
+
+    seconds: list[float]
+    copied: float
+    read: float
+    kv_copied: float
+
+
+def steady(booted: Booted, got: dict[RequestId, int], steps: int) -> Steady:
+    """Time decode steps of requests whose prompts are in: each from the moment when the tokens of the step before are on the host until
+    its own are. `got` counts the tokens.
+
+    An engine may run ahead: then the device computes a step while the host reads counters, or does anything else between two calls of
+    `Engine.step`, and a clock that starts at the call misses that part. So only steps are between two ticks of the clock. Of EDGE_STEPS
+    before the first tick, the first may have been computed while the counters were read, and the second was begun within the first.
+    """
+    engine, seconds = booted.engine, list[float]()
+    before, kv_before = booted.weights.stats(), engine.kv_stats()
+    for _ in range(EDGE_STEPS):
+        _step(engine, got)
+    laps = Laps()
+    for _ in range(steps):
+        _step(engine, got)
+        seconds.append(laps.lap())
+    moved, kv, count = booted.weights.stats().since(before), engine.kv_stats(), EDGE_STEPS + steps
+    kv_copied = kv.copied - kv_before.copied if kv and kv_before else 0
+    return Steady(seconds, moved.copied / count, moved.read / count, kv_copied / count)
+
+
 def decode(booted: Booted, work: Work) -> Decoded:
     """Steady decode steps: every prompt is in, every step yields one token a sequence. A step ends when its tokens are on the host."""
     _check_room(booted, work)
     engine, rng = booted.engine, random.Random(0)
-    seconds: list[float] = []
+    rounds: list[Steady] = []
     lengths: list[int] = []
-    copied = read = 0
     for _ in range(work.repeat):
         requests = _submit(engine, work, booted.spec.vocab_size, rng)
         got = dict.fromkeys(requests, 0)
         while not all(got.values()):
             _step(engine, got)
-        for _ in range(WARM_STEPS):
+        for _ in range(WARM_STEPS - EDGE_STEPS):
             _step(engine, got)
-        lengths = [work.context + count + work.output // 2 for count in got.values()]
-        before = booted.weights.stats()
-        seconds += [_step(engine, got) for _ in range(work.output)]
-        after = booted.weights.stats()
-        copied, read = copied + after.copied - before.copied, read + after.read - before.read
-        for request in requests:
-            engine.stop(request)
-    return Decoded(Times.of(seconds), tuple(lengths), copied / len(seconds), read / len(seconds))
+        rounds.append(steady(booted, got, work.output))
+        lengths = [work.context + count - work.output + work.output // 2 for count in got.values()]
+        _end(engine, requests)
+    seconds = [each for one in rounds for each in one.seconds]
+    return Decoded(Times.of(seconds), tuple(lengths), fmean(one.copied for one in rounds), fmean(one.read for one in rounds))
 
 
 def prefill(booted: Booted, work: Work) -> Times:
@@ -86,7 +130,7 @@ def prefill(booted: Booted, work: Work) -> Times:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Seconds of one prompt and of each decode step after it; what rested where, and bytes that came to the device in those steps."""
+    """Seconds of one prompt and of each decode step after it; what rested where, and bytes that came to the device in such a step."""
 
     prefill: float
     steps: list[float]
@@ -95,8 +139,8 @@ class Context:
     host: int
     disk: int
     """Bytes of KV in host memory, and on disk."""
-    kv_copied: int
-    weights_copied: int
+    kv_copied: float
+    weights_copied: float
 
 
 def context_room(context: int, output: int) -> int:
@@ -106,7 +150,7 @@ def context_room(context: int, output: int) -> int:
 
 def context(booted: Booted, context: int, output: int, rng: random.Random) -> Context:
     """One sequence: its prompt to the first token, and `output` decode steps."""
-    engine, weights = booted.engine, booted.weights
+    engine = booted.engine
     [request] = _submit(engine, Work(1, context, output, 1), booted.spec.vocab_size, rng, context_room(context, output) - context)
     got, blocks = {request: 0}, 0
     begin = time.perf_counter()
@@ -115,22 +159,20 @@ def context(booted: Booted, context: int, output: int, rng: random.Random) -> Co
         now = engine.stats()
         blocks = max(blocks, now.kv_blocks - now.kv_blocks_free)
     prefill = time.perf_counter() - begin
-    for _ in range(WARM_STEPS):
+    for _ in range(WARM_STEPS - EDGE_STEPS):
         _step(engine, got)
-    kv, copied = engine.kv_stats(), weights.stats().copied
-    seconds = [_step(engine, got) for _ in range(output)]
+    timed = steady(booted, got, output)
     now = engine.stats()
-    moved = now.kv.since(kv) if now.kv and kv else None
     blocks = max(blocks, now.kv_blocks - now.kv_blocks_free)
-    engine.stop(request)
+    _end(engine, [request])
     return Context(
         prefill=prefill,
-        steps=seconds,
+        steps=timed.seconds,
         blocks=blocks,
-        host=moved.host if moved else 0,
-        disk=moved.disk if moved else 0,
-        kv_copied=moved.copied if moved else 0,
-        weights_copied=weights.stats().copied - copied,
+        host=now.kv.host if now.kv else 0,
+        disk=now.kv.disk if now.kv else 0,
+        kv_copied=timed.kv_copied,
+        weights_copied=timed.copied,
     )
 
 
@@ -140,15 +182,19 @@ def _submit(engine: Engine, work: Work, vocab: int, rng: random.Random, max_toke
     return [engine.submit(prompt, _GREEDY, max_tokens) for prompt in prompts]
 
 
-def _step(engine: Engine, got: dict[RequestId, int]) -> float:
-    """Seconds of one step; its tokens are counted in `got`."""
-    begin = time.perf_counter()
-    events = engine.step()
-    seconds = time.perf_counter() - begin
-    for event in events:
+def _step(engine: Engine, got: dict[RequestId, int]) -> None:
+    """One call of the engine, whose tokens are counted in `got`."""
+    for event in engine.step():
         got[event.request] += event.token is not None
         check_sound(event)
-    return seconds
+
+
+def _end(engine: Engine, requests: Iterable[RequestId]) -> None:
+    """Stop requests and let the step end that has been begun ahead, so that what is timed next does not wait for it."""
+    for request in requests:
+        engine.stop(request)
+    while engine.busy:
+        engine.step()
 
 
 def check_sound(event: Event) -> None:

@@ -148,5 +148,5 @@ class Streaming:
         if self.experts_per_pass is not None:
             rows.append(("experts", f"{self.experts_per_pass:,.0f} came to the device in a pass"))
         if self.predicted_ms:
-            rows.append(("predicted", f"{self.predicted_ms:.3g} ms a pass"))
+            rows.append(("predicted", f"{self.predicted_ms:.3g} ms a decode pass of one sequence"))
         return rows

@@ -252,7 +252,7 @@ def beside(forms: Sequence[str], more: Sequence[str]) -> list[str]:
 def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
     """Where weights are and how they flow, in ever shorter forms. `seconds`: of a pass, 0 if not known."""
     took = f"pass {seconds:.3g} s" if seconds else "first pass"
-    flows = " | ".join([*_flows(stats, flow), f"{took} (predicted {stats.predicted:.3g})" if stats.predicted else took])
+    flows = " | ".join([*_flows(stats, flow), f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took])
     brief = [f"link {format_rate(flow.copied)} {flow.copied_share:.0%}", took]
     if stats.disk_rate:
         brief.insert(1, f"disk {format_rate(flow.read)} {flow.read_share:.0%}")
@@ -286,7 +286,7 @@ def summary(stats: WeightStats, seconds: float) -> str:
     """One line for the end of a run in which something streamed: what was counted in its `seconds`."""
     passes = f"{stats.passes:,} {'pass' if stats.passes == 1 else 'passes'} in {seconds:.3g} s"
     took = f"{seconds / stats.passes:.3g} s each" if stats.passes else "none begun"
-    predicted = f"predicted {stats.predicted:.3g}, " if stats.predicted else ""
+    predicted = f"decode predicted {stats.predicted:.3g}, " if stats.predicted else ""
     took = f"{took} ({predicted}bound by {stats.binding})"
     return " | ".join([f"weights: {_homes(stats)}", passes, *_flows(stats, stats.flow(seconds)), took])
 

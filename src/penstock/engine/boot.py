@@ -31,7 +31,7 @@ from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.kv.pool import KVPool
 from penstock.kv.segments import StoreLocked
 from penstock.kv.store import BlockStore
-from penstock.memory.device import choose_device, give_back, lift_cap, peak_of, shortage
+from penstock.memory.device import choose_device, give_back, library_buffers, lift_cap, peak_of, shortage
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.ops.attention import PAST_TILE, scratch_bytes
@@ -312,16 +312,17 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again.
 
     On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's memory. Routings of a
-    mixture need not be tried: what its rows take is allocated by the number of tokens alone. On a CPU what was found counts twice, and
-    HEAP beside: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one step takes, and by
-    4 MiB however little that is.
+    mixture need not be tried: what its rows take is allocated by the number of tokens alone.
+
+    On a CPU tensors are counted, twice: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one
+    step takes. Beside them count HEAP, since it grew by 4 MiB however little a step takes, and what libraries take once and keep. No part
+    of this is read from the process's pages, so the same settings on the same machine give the same bytes in any process.
     """
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     kinds = dict[tuple[int | None, bool], list[int]]()
     for layer in range(spec.layers):
         kinds.setdefault((spec.windows[layer], spec.is_moe(layer)), []).append(layer)
     layers = tuple(sorted(layer for those in kinds.values() for layer in those[: 2 if device.type == "cuda" else 1]))
-    # In a process that has freed memory before, a CPU's peak can hide in it: never count less than what is plainly there.
     peak = least_activations(spec, settled.dtype, limits.max_step_tokens, limits.max_sequences)
     for room in (None, far) if far else (None,):
         carrier = _carrier(replace(room, blocks=1, disk=None), device, None, None) if room else None
@@ -348,7 +349,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     # Long contexts take more for partial results of attention than the steps above, which are short.
     element = DTYPE_BYTES[settled.dtype]
     beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
-    return peak + beside if device.type == "cuda" else 2 * peak + HEAP
+    return peak + beside if device.type == "cuda" else 2 * peak + HEAP + library_buffers(device)
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

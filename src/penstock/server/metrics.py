@@ -216,7 +216,9 @@ def _of_passes(passes: Passes, weights: WeightStats) -> Iterator[Metric]:
     yield _counters("passes", "Steps of the engine, each a pass over the model.", "kind", counts)
     seconds = {"decode": passes.decode_seconds, "prefill": passes.prefill_seconds}
     yield _counters("pass_seconds", "Time that they took.", "kind", seconds)
-    yield _gauge("pass_predicted_seconds", "What a decode pass was predicted to take at start; 0 if it was not.", weights.predicted)
+    # With the same label as what was measured: nobody has predicted how long a prompt's passes take.
+    predicted = {"decode": weights.predicted}
+    yield _gauges("pass_predicted_seconds", "What a pass was predicted to take at start; 0 if it was not.", "kind", predicted)
 
 
 def _of_missed(missed: MissedStats) -> Iterator[Metric]:

@@ -66,8 +66,9 @@ _OWN_WAY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "longest": min,
     "open": any,
     "waited": _mean,
-    "seconds": max,
-    "measured": max,
+    "decode_predicted": max,
+    "decode_seconds": max,
+    "prefill_seconds": max,
     "prompt": lambda prompts: next((prompt for prompt in prompts if prompt is not None), None),
 }
 """Fields that do not add up."""

@@ -594,8 +594,9 @@ function showPlan(plan, missed) {
   if (plan.binding) {
     rows.push(["copied in a pass", size(plan.copied)]);
     if (plan.read) rows.push(["read in a pass", size(plan.read)]);
-    rows.push(["a pass takes", plan.measured ? `${number(plan.measured)} s` : "–"]);
-    if (plan.seconds) rows.push(["predicted", `${number(plan.seconds)} s`]);
+    const predicted = plan.decode_predicted ? `, predicted ${number(plan.decode_predicted)}` : "";
+    rows.push(["a decode pass takes", `${plan.decode_seconds ? `${number(plan.decode_seconds)} s` : "–"}${predicted}`]);
+    if (plan.prefill_seconds) rows.push(["a prompt's pass takes", `${number(plan.prefill_seconds)} s`]);
     last = `Bound by ${{ disk: "the disk", link: "the link from host to device", compute: "arithmetic" }[plan.binding] ?? plan.binding}.`;
   }
   if (missed.choices) {

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from penstock.api.llm import LLM
-from penstock.base.meter import Counts, KVStats, MissedStats, Passes, Prompt, TierStats, WeightStats, pass_seconds
+from penstock.base.meter import Counts, KVStats, MissedStats, Passes, Prompt, TierStats, WeightStats
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
 from penstock.server.desk import Call, Desk
@@ -77,17 +77,20 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True)
 class PlanState:
-    """Where weights rest, and what a pass over them moves. seconds: of a pass, as predicted; measured: lately, 0 if not known. binding:
-    what bounds it, "disk", "link" or "compute"; empty if nothing streams.
-    seconds is of a decode pass, and so is measured where nothing streams; else passes with some of a prompt are among those measured."""
+    """Where weights rest, and what a pass over them moves.
+
+    decode_predicted: seconds of a pass that decodes one sequence, as predicted at start; 0 if it was not. decode_seconds, prefill_seconds:
+    what a decode pass and a pass with some of a prompt have taken lately; 0 if there was none. Compare a prediction with its kind alone.
+    binding: what bounds a decode pass, "disk", "link" or "compute"; empty if nothing streams."""
 
     device: int
     host: int
     disk: int
     copied: int
     read: int
-    seconds: float
-    measured: float
+    decode_predicted: float
+    decode_seconds: float
+    prefill_seconds: float
     binding: str
 
 
@@ -256,7 +259,8 @@ class Watch:
             placement.streamed,
             placement.read,
             weights.predicted,
-            pass_seconds(look.counts for look in self._seen) if streams else after.decode_pass(before),
+            after.decode_pass(before),
+            after.prefill_pass(before),
             weights.binding if streams else "",
         )
 
