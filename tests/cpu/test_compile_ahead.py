@@ -70,7 +70,7 @@ def test_matrices_of_a_model() -> None:
 @pytest.mark.parametrize(("room", "wanted"), [(1 << 30, [True]), (1 << 20, [True, False])])
 def test_what_is_launched_in_the_end_is_compiled_before_requests(room: int, wanted: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where weights would fit by themselves, but stream since KV takes the room, kernels do not overlap after all."""
-    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"num_hidden_layers": 32, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape, asked = Shape.of(SHAPES["0.6B"] | sizes | {"vocab_size": 512}), list[bool]()
     weights = sum(map(padded, group_layouts(shape.spec, shape.names, "float32")))
     monkeypatch.setattr(booting, "begins_early", lambda _: True)

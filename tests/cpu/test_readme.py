@@ -153,15 +153,18 @@ def needed_memory(command: str) -> int | None:
 
 
 def test_a_prefix_is_found_in_the_next_run_as_readme_says(tmp_path: Path) -> None:
-    """Its commands, one after another: the first run computes the prompt, the second finds it on disk."""
+    """Its commands, one after another: the first run computes the prompt, the second finds it on disk.
+
+    In float32: the second computes the rest in other chunks, and bfloat16 then decides otherwise between words that are equally likely.
+    """
     asked = str(beginning(tmp_path, 12_000) / "README.md")
     lines = [filled(line).replace(KV, str(tmp_path / "kv")).replace("README.md", asked) for line in commands(README) if KV in line]
-    first, second, listed, verified = [in_shell(f"{line} --temperature 0" if " run " in line else line, tmp_path) for line in lines]
+    first, second, listed, verified = [in_shell(f"{line} --dtype float32" if " run " in line else line, tmp_path) for line in lines]
     assert "(0 cached)" in first.stderr
     assert (found := re.search(r"\(([\d,]+) cached, \1 from disk\)", second.stderr)), second.stderr
     assert int(found[1].replace(",", "")) > 3000
     assert second.stdout == first.stdout
-    assert re.search(r"bfloat16|float32", listed.stdout)
+    assert re.search(r"\bfloat32\b", listed.stdout)
     assert re.search(r"(\d+) of \1 records are as they were written", verified.stdout)
 
 

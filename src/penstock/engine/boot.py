@@ -19,7 +19,7 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
 from penstock.base.trace import Trace
 from penstock.base.units import format_size
-from penstock.engine.budget import HEAP, Budget, Demand, divide, least_activations, weights_room
+from penstock.engine.budget import Budget, Demand, divide, least_activations, on_heap, weights_room
 from penstock.engine.contexts import LongRoom, keeps
 from penstock.engine.engine import Engine, Ranks
 from penstock.engine.placing import Model, Override, Placed, Say, place
@@ -349,7 +349,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     # Long contexts take more for partial results of attention than the steps above, which are short.
     element = DTYPE_BYTES[settled.dtype]
     beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
-    return peak + beside if device.type == "cuda" else 2 * peak + HEAP + library_buffers(device)
+    return peak + beside if device.type == "cuda" else on_heap(peak, library_buffers(device))
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

@@ -131,6 +131,14 @@ def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_seq
     return max(layer, 19 * max_sequences * logits, 2 * min(64, max_step_tokens) * logits)
 
 
+def on_heap(tensors: int, buffers: int) -> int:
+    """Bytes that a step takes of a CPU's memory if its tensors take `tensors` at their peak and libraries keep `buffers`.
+
+    Twice the tensors' bytes, since what they give back is not always used again by the next step.
+    """
+    return 2 * tensors + HEAP + buffers
+
+
 def least_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
     """Bytes that the largest step takes by the shape alone: what enters and leaves a layer's widest products, and the logits.
 

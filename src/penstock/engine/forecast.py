@@ -18,7 +18,7 @@ from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
-from penstock.engine.budget import GROWTH, HEAP, Budget, Demand, cpu_ring, divide, goes_to_host, usual_activations, weights_room
+from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, goes_to_host, on_heap, usual_activations, weights_room
 from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
 from penstock.kv.sizes import carrier_bytes, usual_tile
@@ -34,6 +34,8 @@ CONTEXT = 1000 << 20
 """Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an H200."""
 FIXED = 320 << 20
 """Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was on an H100 and an H200."""
+BUFFERS = 40 << 20
+"""Memory that a CPU's library of products keeps: that of eight threads."""
 GB = 10**9
 _TAIL = 4
 """Pages of a long sequence that hold what is nowhere else."""
@@ -219,7 +221,8 @@ def _demand(spec: ModelSpec, work: Work, *, on_cpu: bool) -> Demand:
     """KV for all sequences at their longest, no more and no less."""
     blocks = work.batch * -(-work.context // BLOCK_SIZE)
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
-    activations = usual_activations(spec, work.dtype, tokens, work.batch) + (HEAP if on_cpu else FIXED)
+    activations = usual_activations(spec, work.dtype, tokens, work.batch)
+    activations = on_heap(activations, BUFFERS) if on_cpu else activations + FIXED
     return Demand(activations, kv_layout(spec, work.dtype, BLOCK_SIZE).block_bytes, BLOCK_SIZE, blocks, blocks, work.context)
 
 

@@ -12,10 +12,10 @@ from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
-from penstock.engine.budget import HEAP, usual_activations
+from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, measured_chunk
 from penstock.engine.placing import Model, Say, host_room
-from penstock.memory.device import cap_memory, device_name, free_memory, give_back, native_half, total_memory
+from penstock.memory.device import cap_memory, device_name, free_memory, give_back, library_buffers, native_half, total_memory
 from penstock.sched.rules import Limits
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.pack import Pack
@@ -86,8 +86,9 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
     layouts = group_layouts(spec, model.names, dtype, shard)
     say(f"{spec.family}, {spec.layers} layers, {dtype} on {device_name(device)}")
     kv = kv_layout(spec, dtype, config.block_size, shard)
-    resident = sum(map(padded, layouts)) + usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
-    resident += HEAP if device.type == "cpu" else 0
+    activations = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
+    resident = sum(map(padded, layouts))
+    resident += on_heap(activations, library_buffers(device)) if device.type == "cpu" else activations
     far = long_room(config, spec, limits, kv, device, total, resident)
     if far and device.type == "cuda" and config.max_step_tokens is None:
         chunk = measured_chunk(config, spec, dtype, limits, device, total)
