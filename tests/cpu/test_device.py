@@ -3,9 +3,11 @@
 import mmap
 from pathlib import Path
 
+import pytest
 import torch
 
-from penstock.memory.device import peak_of
+from pages import STATM, private_pages
+from penstock.memory.device import Heap, peak_of
 
 _CPU = torch.device("cpu")
 _SIZE = 96 << 20
@@ -44,3 +46,26 @@ def test_pages_of_files_are_none_of_the_peak(tmp_path: Path) -> None:
     path.write_bytes(bytes(_SIZE))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         assert peak_of(_CPU, lambda: sum(pages[:: mmap.PAGESIZE])) <= _SIZE // 4
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="Linux tells a process's pages")
+def test_a_heap_keeps_no_more_holes_than_it_may() -> None:
+    heap = Heap(4 << 20)
+    blocks = [torch.ones(25_000) for _ in range(400)]
+    there = private_pages()
+    del blocks[::2]
+    assert private_pages() > there - (4 << 20), "what should stay in the heap went back by itself: there is nothing to test"
+    assert heap.tidy()
+    assert private_pages() < there - (12 << 20)
+    assert not heap.tidy()
+    blocks = []
+    assert not heap.tidy(), "it trims where there is no more than it may keep"
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="Linux tells a process's pages")
+def test_what_is_in_use_is_trimmed_for_once() -> None:
+    heap = Heap(4 << 20)
+    kept = torch.ones(4 << 20)
+    assert heap.tidy()
+    assert not heap.tidy()
+    assert kept.sum() == 4 << 20

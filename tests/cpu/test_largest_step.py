@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from pages import STATM, private_pages
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
 from penstock.engine.boot import boot
 from penstock.engine.budget import Budget
+from penstock.step.params import Sampling
 from penstock.weights.shape import Shape
 from penstock.worker.runner import largest_step
 
@@ -72,6 +74,21 @@ def test_it_has_as_many_tokens_and_sequences_as_a_step_may_have() -> None:
         assert len(rows) <= sequences
         assert all(share.start >= 0 and share.stop <= length and share.tokens for share in plan.shares)
         assert [len(share.tokens) > 1 for share in plan.shares] == sorted(len(share.tokens) > 1 for share in plan.shares)
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="Linux tells a process's pages")
+def test_holes_that_steps_leave_go_back_before_they_outgrow_the_count() -> None:
+    settings = {"device": "cpu", "dtype": "float32", "device_memory": "64MiB", "max_step_tokens": 96, "max_sequences": 4, "kv_blocks": 4}
+    booted = boot(Config(Path(), **settings), Shape.of(MIXTURE))  # type: ignore[arg-type]
+    try:
+        blocks = [torch.ones(25_000) for _ in range(4 * booted.budget.activations // 100_000)]
+        there = private_pages()
+        del blocks[::2]
+        booted.engine.submit([1, 2, 3], Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None))
+        booted.engine.step()
+        assert private_pages() < there - booted.budget.activations
+    finally:
+        booted.engine.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process can be reset on Linux alone")

@@ -239,6 +239,7 @@ def _made(
         ahead(early=early)  # Of what was compiled before, hardly anything will be launched.
         give_back(device)
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier, early=early)
+    runner.bound_heap(budget.activations // 4)
     _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
     if place.group is not None:
         place.group.check()
@@ -315,8 +316,9 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     mixture need not be tried: what its rows take is allocated by the number of tokens alone.
 
     On a CPU tensors are counted, twice: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one
-    step takes. Beside them count HEAP, since it grew by 4 MiB however little a step takes, and what libraries take once and keep. No part
-    of this is read from the process's pages, so the same settings on the same machine give the same bytes in any process.
+    step takes, and holes go back only after a step (see Heap). Beside them count HEAP, since it grew by 4 MiB however little a step takes,
+    and what libraries take once and keep. No part of this is read from the process's pages, so the same settings on the same machine give
+    the same bytes in any process.
     """
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     kinds = dict[tuple[int | None, bool], list[int]]()

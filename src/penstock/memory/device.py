@@ -2,7 +2,10 @@
 
 import ctypes
 import gc
+import mmap
+import os
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
@@ -98,6 +101,44 @@ def give_back(device: torch.device) -> None:
     else:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
+
+
+class Heap:
+    """Returns the holes in a CPU process's heap to the system, where they have grown to more than a step uses again.
+
+    glibc takes tensors of up to 32 MiB from its heap, where those of many sizes leave holes between them: steps of 27 MiB were seen to hold
+    107. Pages of their own for large tensors, or a trim after each step, would bound that too, but then every step pays for new pages: 7 %
+    of a prompt's time with the 0.6B shape.
+    """
+
+    def __init__(self, kept: int) -> None:
+        """kept: bytes that may stay for reuse."""
+        self._kept, self._floor = kept, 0
+        self._pages: int | None = None
+        with suppress(OSError, AttributeError):
+            self._trim = ctypes.CDLL(None).malloc_trim
+            self._pages = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._pages)
+            self._trim(0)
+            self._floor = self._private()
+
+    def tidy(self) -> bool:
+        """Trim the heap if the process has grown by more than may stay. Returns whether it was trimmed. Takes some microseconds if not."""
+        if self._pages is None:
+            return False
+        taken = self._private()
+        self._floor = min(self._floor, taken)
+        if taken <= self._floor + self._kept:
+            return False
+        self._trim(0)
+        self._floor = self._private()  # What is left is in use, such as pages of KV that were written for the first time.
+        return True
+
+    def _private(self) -> int:
+        """Bytes that are resident and in no file."""
+        assert self._pages is not None
+        _, resident, shared, *_ = os.pread(self._pages, 128, 0).split()
+        return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 def lift_cap(device: torch.device) -> None:

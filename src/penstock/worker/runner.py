@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.base.errors import StepMemoryError
 from penstock.kv.carrier import Carrier
 from penstock.kv.pool import KVPool
-from penstock.memory.device import give_back, lift_cap, shortage
+from penstock.memory.device import Heap, give_back, lift_cap, shortage
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.ops.attention import PAST_TILE
@@ -50,6 +50,7 @@ class Runner:
         self._carrier: Carrier | None = None
         self._early = False
         self._graphs: DecodeGraphs | None = None
+        self._heap: Heap | None = None
         self._ended = 0.0
         """When the last plan did."""
 
@@ -59,6 +60,10 @@ class Runner:
         early: whether kernels may begin before the one before has ended, and read weights: all of these stay, on a device that can wait.
         """
         self._weights, self._pool, self._carrier, self._early = weights, pool, carrier, early
+
+    def bound_heap(self, kept: int) -> None:
+        """From now on a CPU's heap keeps at most so many bytes for reuse between steps, beside what is in use now."""
+        self._heap = Heap(kept) if self._device.type == "cpu" else None
 
     def record(self, rows: int, tokens: int, max_length: int, *, record_runs: bool) -> DecodeGraphs:
         """From now on decode steps of up to `rows` rows are replayed, and short runs in steps of up to `tokens` tokens, or these are
@@ -140,6 +145,8 @@ class Runner:
             if transfers is not None and not (plan.shares or plan.transfers or plan.forget):
                 transfers.wait(_PATIENCE)
             landed = transfers.landed() if transfers is not None else ()
+        if self._heap is not None:
+            self._heap.tidy()
         since, self._ended = max(begun.at, self._ended), perf_counter()
         return Outcome(results, landed, self._ended - since)
 
