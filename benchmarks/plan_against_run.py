@@ -148,7 +148,7 @@ def ran(case: Case, device: str) -> dict[str, Any]:
     memory = {"device_memory": case.memory[0], "host_memory": case.memory[1]} if case.memory else {}
     said: list[str] = []
     config = Config(Path(), device=device, dtype="bfloat16", **memory)  # type: ignore[arg-type]
-    repeat = 3 if case.kind is Kind.PREFILL else 1
+    repeat = (9 if case.context <= 2048 else 3) if case.kind is Kind.PREFILL else 1
     try:
         report = run.run(run.Job(case.kind, case.name, case.config, config, case.batch, case.context, 48, repeat), said.append)
     except (PenstockError, torch.OutOfMemoryError) as error:
