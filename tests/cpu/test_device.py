@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pages import STATM, private_pages
+from pages import STATM, private_pages, resident_pages
+from penstock import LLM
 from penstock.memory.device import Heap, peak_of
 
 _CPU = torch.device("cpu")
@@ -60,6 +61,15 @@ def test_a_heap_keeps_no_more_holes_than_it_may() -> None:
     assert not heap.tidy()
     blocks = []
     assert not heap.tidy(), "it trims where there is no more than it may keep"
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="Linux tells a process's pages")
+def test_a_closed_model_has_given_its_memory_back_though_it_is_still_known() -> None:
+    with LLM(device="cpu", device_memory="256MiB", max_length=256) as llm:
+        weights = llm.booted.weights.bytes
+        there = resident_pages()
+    assert llm.booted.weights.stats().device == weights, "what it was is still told"
+    assert resident_pages() < there - weights * 9 // 10
 
 
 @pytest.mark.skipif(not STATM.exists(), reason="Linux tells a process's pages")

@@ -78,6 +78,18 @@ def test_engines_one_after_another_leave_no_more_behind_than_one() -> None:
     assert left[1:] == left[:1] * 2
 
 
+def test_a_closed_engine_has_freed_its_weights_though_it_is_still_known() -> None:
+    give_back(torch.device("cuda", 0))
+    before = torch.cuda.memory_allocated()
+    with LLM(device="cuda", max_length=512, kv_blocks=16) as llm:
+        llm.generate(["Once upon a time"], QUICK)
+        weights = llm.booted.weights.bytes
+        assert torch.cuda.memory_allocated() >= before + weights
+    give_back(torch.device("cuda", 0))
+    assert torch.cuda.memory_allocated() < before + weights // 10 + (64 << 20)
+    assert llm.booted.weights.stats().device > 0
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows", "qwen3", "mistral"])
 def test_prompts_one_by_one(name: str) -> None:
     """Whole ones, the last pieces of longer ones, and what is left of those that are known."""

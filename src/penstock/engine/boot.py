@@ -239,7 +239,7 @@ def _made(
         ahead(early=early)  # Of what was compiled before, hardly anything will be launched.
         give_back(device)
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier, early=early)
-    runner.bound_heap(budget.activations // 4)
+    runner.bound_heap(budget.activations // 8)
     _record(config, settled, runner, say, experts_rest=rest > 0, all_stay=rest > 1)
     if place.group is not None:
         place.group.check()

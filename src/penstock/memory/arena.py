@@ -4,7 +4,6 @@ import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,22 +34,24 @@ class Arena:
         self._mapping: _Mapping | None = None
         self.bytes: Tensor
         try:
-            if device.type == "cpu" and size and pinned_for is not None and pinned_for.type == "cuda":
-                self._mapping, self.bytes = _mapped(size, _Mapping)
-            elif device.type == "cpu" and size:
-                _, self.bytes = _mapped(size, mmap.mmap)
+            if device.type == "cpu" and size:
+                self._mapping, self.bytes = _mapped(size)
             else:
                 self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         except (OSError, torch.OutOfMemoryError) as error:
             raise DeviceError(f"{format_size(size)} of {device} memory were asked for and are not there; ask for less") from error
-        if self._mapping is not None and pinned_for is not None:
+        if self._mapping is not None and pinned_for is not None and pinned_for.type == "cuda":
             self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
-        """Unpin. The memory itself goes when nobody has a view of it any more; no copy may be in flight. Where nobody calls this, memory
-        is unpinned when it goes."""
-        if self._mapping is not None:
-            self._mapping.unpin()
+        """Unpin and free. Whoever still has a view must not use it: host memory reads as zeros from now on, and a device's is gone. No copy
+        may be in flight. Where nobody calls this, memory is unpinned and freed with the last view of it. A second call does nothing."""
+        if self._mapping is None:
+            self.bytes.untyped_storage().resize_(0)
+            return
+        self._mapping.unpin()
+        if hasattr(mmap, "MADV_REMOVE"):
+            self._mapping.madvise(mmap.MADV_REMOVE)  # Python maps anonymous memory as shared, of which MADV_DONTNEED frees nothing.
 
     def _register(self, mapping: "_Mapping", device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -64,8 +65,8 @@ class Arena:
 
 
 class _Mapping(mmap.mmap):
-    """Memory to be pinned. It is unpinned before it is unmapped, whoever forgets to. The driver refuses to pin what is mapped at the same
-    addresses later while it still takes these for pinned."""
+    """Host memory, perhaps pinned. It is unpinned before it is unmapped, whoever forgets to. The driver refuses to pin what is mapped at
+    the same addresses later while it still takes these for pinned."""
 
     pinned = 0
     """The address that was registered with the driver; 0 if none is."""
@@ -77,9 +78,6 @@ class _Mapping(mmap.mmap):
 
     def __del__(self) -> None:
         self.unpin()
-
-
-_Kind = TypeVar("_Kind", bound=mmap.mmap)
 
 
 def _unregister(address: int) -> None:
@@ -95,10 +93,10 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
         return Arena(size, torch.device("cpu"))
 
 
-def _mapped(size: int, kind: type[_Kind]) -> tuple[_Kind, Tensor]:
+def _mapped(size: int) -> tuple["_Mapping", Tensor]:
     """Anonymous memory whose pages are all there: touched by several threads, which is many times faster than by one."""
     # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
-    mapping = kind(-1, size + _HUGE)
+    mapping = _Mapping(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)

@@ -90,7 +90,11 @@ class WeightStream:
             self._experts = Experts(those, experts, on_each[0], on_each[1], self._disk, *self._streams, self._waits)
         self._passes = 0
         self._moving: list[Feeder | Experts] = [self._experts] if self._experts else []
-        self._close = weakref.finalize(self, _close, self._host, self._streams[0], {source, self._disk}, self._moving)
+        # What is freed on a CUDA device is given to nobody who is not behind what was launched before.
+        compute = self._streams[1] if device.type == "cpu" else None
+        self._close = weakref.finalize(
+            self, _close, (self._host, self._arena), self._streams[0], compute, {source, self._disk}, self._moving
+        )
 
     def load(self, loading: Loading | None = None) -> None:
         """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for the first.
@@ -220,7 +224,7 @@ class WeightStream:
         )
 
     def close(self) -> None:
-        """End all threads and unpin. Nothing may be taken afterwards; a second call does nothing."""
+        """End all threads, and free the memory. Nothing may be taken afterwards; a second call does nothing."""
         self._close()
 
     def _id(self, run: Run) -> GroupId:
@@ -365,10 +369,13 @@ def _reading(source: Source, layout: GroupLayout, start: int) -> Callable[[Tenso
     return lambda into, check: source.read(layout, start, into, check)
 
 
-def _close(host: Arena, copies: Stream, sources: set[Source], moving: "list[Feeder | Experts]") -> None:
+def _close(arenas: Sequence[Arena], copies: Stream, compute: Stream | None, sources: set[Source], moving: "list[Feeder | Experts]") -> None:
     for one in moving:
         one.close()
     copies.close()
-    host.close()
+    if compute is not None:
+        compute.mark().wait()
+    for arena in arenas:
+        arena.close()
     for source in sources:
         source.close()
