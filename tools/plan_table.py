@@ -42,8 +42,8 @@ H200, for what does not fit, on another machine of the kind. Most forecasts are 
 - One sequence of a small model. Costs are measured in an engine for contexts of 16,384 tokens, whose attention is launched for as many; the
   engine that was timed has room for 2,200, and is 5 to 6 % faster.
 - On the H200, prompts whose weights stream (6 to 9 % faster than forecast), and one sequence in 15 GiB (6 %). The H100's are within 4 %.
-- A mixture in 16 GiB, one sequence. The host waits for the router in each layer, and what that takes differs between machines, and from step
-  to step: 72 to 301 ms on the H100.
+- A mixture in 16 GiB, one sequence. The host waits for the router in each layer, and what that takes differs between machines, and from
+  step to step: 72 to 301 ms on the H100.
 """
 MACHINES_HEAD = """
 ## The machines

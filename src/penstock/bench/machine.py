@@ -98,8 +98,8 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that the source tree stands at, with a plus sign if files differ from it: what PENSTOCK_COMMIT says, or else git. A copy of
-    the tree may lie in a repository that stands at an earlier commit."""
+    """The commit that the source tree stands at, with a plus sign if files differ from it: what PENSTOCK_COMMIT says, or else git. A copy
+    of the tree may lie in a repository that stands at an earlier commit."""
     said = source_commit()
     if said is not None:
         return said
