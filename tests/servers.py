@@ -71,7 +71,8 @@ class Server:
         connection = self.connection()
         try:
             raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, raw, dict(headers or {}))
+            kind = {} if raw is None else {"Content-Type": "application/json"}
+            connection.request(method, path, raw, kind | dict(headers or {}))
             answer = connection.getresponse()
             said = answer.read()
             kind = answer.headers.get("content-type", "")

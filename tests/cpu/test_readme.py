@@ -14,7 +14,7 @@ import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -180,7 +180,8 @@ def test_the_server_answers_as_readme_says(tmp_path: Path) -> None:
             said = next(line for line in server.stderr if line.startswith("serving my-model at "))
             address = said.split()[-1]
             [_, url, _, body] = shlex.split(ask)
-            with urlopen(url.replace("http://127.0.0.1:8000", address), body.encode(), timeout=60) as answered:
+            sent = Request(url.replace("http://127.0.0.1:8000", address), body.encode(), {"Content-Type": "application/json"})
+            with urlopen(sent, timeout=60) as answered:
                 answer = json.load(answered)
             assert answer["model"] == "my-model"
             assert answer["choices"][0]["message"]["role"] == "assistant"

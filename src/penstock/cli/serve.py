@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SERVER, REPLICAS, LIMITS, LOG = "Server options", "Replicas", "Limits", "Log"
 FORMATS, LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 KEYS = "PENSTOCK_API_KEYS"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOG = logging.getLogger("penstock")
 EXAMPLES = """
   penstock serve                                         the model that comes with penstock, at http://127.0.0.1:8000
@@ -55,6 +56,15 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
     metavar="FILE",
     help=f"Keys, one a line, of which a client must send one. [{KEYS}, with commas between; else anybody may ask]",
 )
+@option(
+    SERVER,
+    "--allow-host",
+    "allow_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Without keys: a name to answer to, beside addresses and localhost; may be repeated.",
+)
+@option(SERVER, "--without-keys", is_flag=True, help="Let anybody who reaches --host use this server, though there are no keys.")
 @option(LIMITS, "--queue", type=click.IntRange(min=0), default=256, metavar="N", help="Outputs that may wait; beyond it is 429. [256]")
 @option(LIMITS, "--max-body", type=click.IntRange(min=1024), default=32 << 20, metavar="BYTES", help="Of a request. [32 MiB]")
 @option(LIMITS, "--request-timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds a request may take. [any]")
@@ -92,7 +102,12 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     config = engine_config(ctx, model, None)
     names = asked["names"] or (model.resolve().name,)
     parsers = asked["tool_parser"], asked["reasoning_parser"]
-    there = Settings(tuple(names), api_keys(ctx), asked["max_body"], *parsers, asked["max_kept"])
+    there = Settings(tuple(names), api_keys(ctx), asked["max_body"], *parsers, asked["max_kept"], asked["allow_hosts"])
+    if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
+        raise ConfigError(
+            f"{asked['host']} can be reached from other machines, and there are no keys; name a file of them with --api-keys, or say "
+            "--without-keys if anybody may use this server"
+        )
     listening = Listening(asked["host"], asked["port"], asked["queue"], asked["patience"], asked["request_timeout"])
     quiet, as_json = asked["quiet"], asked["log_format"] == "json"
     session = ctx.find_object(Session)
@@ -109,7 +124,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as tellers:
         if as_json and session is not None and session.read is not None:
             note("settings", file=str(session.read))
-        if not there.keys and asked["host"] not in ("127.0.0.1", "localhost", "::1"):
+        if not there.keys and asked["host"] not in LOOPBACK:
             _LOG.warning("whoever reaches %s may use this server; --api-keys would ask for a key", asked["host"])
         if asked["replicas"] is None and (asked["ray_address"] is not None or asked["replica_cpus"] is not None):
             raise ConfigError("--ray-address and --replica-cpus are for replicas; say how many with --replicas, or leave them out")

@@ -19,6 +19,7 @@ from penstock.api.llm import LLM
 from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
 from penstock.server.answers import Answer, error
 from penstock.server.desk import BusyError, DeadlineError, Desk
+from penstock.server.doors import Doors
 from penstock.server.fleet.desk import Fleet
 from penstock.server.kept import Kept, NotKeptError
 from penstock.server.metrics import CONTENT_TYPE, Metrics
@@ -51,7 +52,7 @@ _LOG = logging.getLogger("penstock")
 class Settings:
     """names: by which clients ask for the model, the first is told. keys: one of which a client must send, if there are any.
     most_body: bytes of a request. tool_parser, reasoning_parser: as `dialect_of` takes them. most_kept: bytes of responses that clients
-    may come back to."""
+    may come back to. allow_hosts: names by which this machine is asked, if there are no keys; see Doors."""
 
     names: tuple[str, ...]
     keys: tuple[bytes, ...] = ()
@@ -59,6 +60,7 @@ class Settings:
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
     most_kept: int = 64 << 20
+    allow_hosts: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -126,7 +128,10 @@ def application(house: House) -> ASGIApp:
         found.setdefault(path, {})[method] = handler
     # One route a path: what it does not take is refused with all that it does.
     routes = [Route(path, _told(house, path, handlers), methods=list(handlers)) for path, handlers in found.items()]
-    return Accounts(Starlette(routes=routes, exception_handlers={HTTPException: _no_route}), (*house.tellers, note_request))
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    app.router.redirect_slashes = False  # It would send clients to whatever their Host header says.
+    doors = Doors(app, house.settings.allow_hosts, keys=bool(house.settings.keys))
+    return Accounts(doors, (*house.tellers, note_request))
 
 
 # ---- what stands around every route
