@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from servers import STORY, TALK, Server, counted, until
+from servers import HEAD, STORY, TALK, Server, counted, until
 from streams import LONG
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -159,7 +159,7 @@ class Watched(Server):
 def post(path: str, body: bytes, length: int | None = None, more: str = "") -> bytes:
     """A request. length: as told, if it is not the body's."""
     size = len(body) if length is None else length
-    return f"POST {path} HTTP/1.1\r\nHost: a\r\n{more}Content-Length: {size}\r\n\r\n".encode() + body
+    return f"POST {path} HTTP/1.1\r\n{HEAD}{more}Content-Length: {size}\r\n\r\n".encode() + body
 
 
 def status_of(answer: bytes) -> int:
@@ -351,7 +351,7 @@ def broken_framing(rng: random.Random) -> bytes:
     """A request whose length is not what is told, or whose pieces are none."""
     path, asked = _a_request(rng)
     body = json.dumps(asked).encode()
-    chunked = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    chunked = f"POST {path} HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
     size = f"{len(body):x}".encode()
     whole = size + b"\r\n" + body + b"\r\n0\r\n"
     noise = bytes(rng.randrange(256) for _ in range(rng.randrange(1, 400)))
@@ -399,13 +399,13 @@ def send_broken(server: Watched, count: int, seed: int = 0) -> dict[str, int]:
 
 
 def _chunked(path: str) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
 
 
-_GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+_GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 ENDLESS_ONES: dict[str, tuple[bytes, bytes]] = {
-    "a header": (b"GET /health HTTP/1.1\r\nX: ", b"a" * 65536),
-    "headers": (b"GET /health HTTP/1.1\r\n", b"X-abc: def\r\n" * 5000),
+    "a header": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", b"a" * 65536),
+    "headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"X-abc: def\r\n" * 5000),
     "a line": (b"GET /", b"a" * 65536),
     "trailers": (_chunked("/tokenize") + b"2\r\n{}\r\n0\r\n", b"X-abc: def\r\n" * 5000),
     "a chunk's extension": (_chunked("/tokenize") + b"2;", b"a" * 65536),
@@ -482,7 +482,13 @@ def send_large(server: Watched, size: int) -> dict[str, int]:
 
 def never_end(server: Watched, count: int) -> dict[str, int]:
     """Connections that ask for nothing, or take for ever to: so many of each kind, until the server has closed all. What came back."""
-    begun = (b"", b"GET", b"GET /health HTTP/1.1\r\nHost: a\r\n", post("/tokenize", b'{"prompt"', 1000), _chunked(TEXT) + b'5\r\n{"pro')
+    begun = (
+        b"",
+        b"GET",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        post("/tokenize", b'{"prompt"', 1000),
+        _chunked(TEXT) + b'5\r\n{"pro',
+    )
     with ExitStack() as opened:
         connections = [opened.enter_context(server.connected()) for _ in range(count * len(begun))]
         for number, connection in enumerate(connections):

@@ -28,6 +28,9 @@ STORY, TALK = "Once upon a time", [{"role": "user", "content": "Tell me a story 
 COUNT = 12
 """Tokens of most answers."""
 ENDLESS = {"model": "shipped", "prompt": "The sea", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+HEAD = "Host: localhost\r\nContent-Type: application/json\r\n"
+"""Of a request that is written out."""
+RAW_HEAD = HEAD.encode()
 Answer = tuple[int, Mapping[str, str], Any]
 S = TypeVar("S", bound="Server")
 
@@ -127,7 +130,7 @@ class Stream:
     def __init__(self, server: Server, body: Mapping[str, Any] = ENDLESS, path: str = "/v1/completions") -> None:
         self._connection = server.connection()
         try:
-            self._connection.request("POST", path, json.dumps(body).encode())
+            self._connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
             self._answer = self._connection.getresponse()
         except BaseException:
             self._connection.close()

@@ -58,7 +58,7 @@ def document(server: Server) -> Json:
 
 def test_every_route_is_described_and_nothing_else() -> None:
     app: Any = application(House(Settings(("mine",))))
-    there = {(route.path.replace(":path}", "}"), method.lower()) for route in app._app.routes for method in route.methods - {"HEAD"}}
+    there = {(route.path.replace(":path}", "}"), method.lower()) for route in app._app._app.routes for method in route.methods - {"HEAD"}}
     document = json.loads(described(keys=False))
     assert there == {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert len({told["operationId"] for methods in document["paths"].values() for told in methods.values()}) == len(OPERATIONS)

@@ -121,7 +121,8 @@ class Server:
     def open(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(*self.place, timeout=LONG)
         raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method, path, raw, {"Authorization": f"Bearer {KEY}", **(headers or {})})
+        usual = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        connection.request(method, path, raw, usual | dict(headers or {}))
         return connection
 
     def ask(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Answer:

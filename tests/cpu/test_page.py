@@ -61,7 +61,8 @@ class Server:
     def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
         connection = self.connection()
         try:
-            connection.request(method, path, None if body is None else json.dumps(body).encode(), dict(headers or {}))
+            kind = {} if body is None else {"Content-Type": "application/json"}
+            connection.request(method, path, None if body is None else json.dumps(body).encode(), kind | dict(headers or {}))
             answer = connection.getresponse()
             return answer.status, answer.headers, answer.read()
         finally:
@@ -79,7 +80,12 @@ class Server:
             for body in bodies:
                 connection = self.connection()
                 opened.callback(connection.close)
-                connection.request("POST", "/v1/completions", json.dumps(body).encode(), {"Authorization": f"Bearer {key}"} if key else {})
+                connection.request(
+                    "POST",
+                    "/v1/completions",
+                    json.dumps(body).encode(),
+                    {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+                )
             yield
 
 

@@ -21,7 +21,22 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs the client that the server is for")
 
 from penstock import LLM, Completion, SamplingParams  # noqa: E402
-from servers import COUNT, ENDLESS, FLAGS, ROOM, SETTINGS, STORY, TALK, Server, Stream, counted, serving, until  # noqa: E402
+from servers import (  # noqa: E402
+    COUNT,
+    ENDLESS,
+    FLAGS,
+    HEAD,
+    RAW_HEAD,
+    ROOM,
+    SETTINGS,
+    STORY,
+    TALK,
+    Server,
+    Stream,
+    counted,
+    serving,
+    until,
+)
 from streams import LONG  # noqa: E402
 
 # ---- the server and its clients
@@ -373,13 +388,14 @@ def test_keys_are_asked_for_and_bodies_and_times_are_limited(tmp_path: Path) -> 
     with serving(tmp_path, *flags) as server:
         server.wait()
         assert server.name == "mine"
-        key = {"Authorization": "Bearer first-key"}
+        key, kind = {"Authorization": "Bearer first-key"}, {"Content-Type": "application/json"}
         for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"}, {"Authorization": "Basic first-key"},
-                      {"Authorization": "Bearer"}, {"Authorization": "Bearer first-key2"}, {"Host": "x/health?"}, {"Host": "x/health#"},
-                      {"X-Forwarded-Prefix": "/health"}):  # fmt: skip
+                      {"Authorization": "Bearer"}, {"Authorization": "Bearer first-key2"}, {"X-Forwarded-Prefix": "/health"}):  # fmt: skip
             for method, path in (("GET", "/v1/models"), ("POST", TEXT), ("POST", "/tokenize")):
                 status, _, said = server.ask(method, path, b"{" if method == "POST" else None, wrong)
                 assert (status, said["error"]["code"]) == (401, "invalid_api_key"), wrong
+        for host in ("x/health?", "x/health#"):
+            assert server.ask("GET", "/v1/models", headers=key | {"Host": host})[0] == 400
         assert [server.ask("GET", path)[0] for path in ("/health", "/ready")] == [200, 200]
         assert server.ask("GET", "/v1/models", headers={"Authorization": "bearer zwölf".encode()})[0] == 200  # type: ignore[dict-item]
         with client_of(server, "first-key") as client:
@@ -396,10 +412,12 @@ def test_keys_are_asked_for_and_bodies_and_times_are_limited(tmp_path: Path) -> 
             assert (status, said["error"]["type"]) == (413, "invalid_request_error")
         connection = server.connection()
         try:  # In pieces, of a length that is not told before.
-            connection.request("POST", TEXT, iter([b"[" * 1000] * 3), key, encode_chunked=True)
+            connection.request("POST", TEXT, iter([b"[" * 1000] * 3), key | kind, encode_chunked=True)
             assert connection.getresponse().status == 413
             connection.close()
-            connection.request("POST", TEXT, iter([json.dumps(asked).encode()]), key, encode_chunked=True)
+            connection.request(
+                "POST", TEXT, iter([json.dumps(asked).encode()]), key | {"Content-Type": "application/json"}, encode_chunked=True
+            )
             assert connection.getresponse().status == 200
         finally:
             connection.close()
@@ -448,7 +466,7 @@ def test_clients_that_disconnect_at_any_moment_leave_nothing(server: Server, sto
         rng = random.Random(seed)
         n, prompt = rng.choice((1, 1, 2)), rng.choice((STORY, ["a", "b"], [9 + seed] * rng.choice((5, 3000))))
         body = json.dumps(ENDLESS | {"stream": rng.random() < 0.6, "n": n, "prompt": prompt}).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST {TEXT} HTTP/1.1\r\n{HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection((place.hostname, place.port), LONG) as connection:
             sent = head + body
             connection.sendall(sent[: rng.randrange(len(sent))] if rng.random() < 0.2 else sent)
@@ -477,7 +495,7 @@ def test_a_slow_reader_holds_up_nobody_and_misses_nothing(server: Server, llm: L
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.settimeout(LONG)
         slow.connect((place.hostname, place.port))
-        slow.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        slow.sendall(f"POST {CHAT} HTTP/1.1\r\n{HEAD}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         for _ in range(3):
             assert right(server, story)
         with full(server):  # Its outputs are complete, though nobody has read them.
@@ -496,7 +514,7 @@ def test_a_client_that_goes_while_its_prompt_is_read_takes_no_place(server: Serv
     place = urlsplit(server.url)
     for _ in range(2 * ROOM):
         with socket.create_connection((place.hostname, place.port), LONG) as connection:
-            connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.sendall(f"POST {TEXT} HTTP/1.1\r\n{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     until(lambda: right(server, story))
     with full(server):
         pass
@@ -539,14 +557,14 @@ def test_no_body_makes_the_server_fail(server: Server, story: Completion) -> Non
     [
         b"\x16\x03\x01\x00\xa5\x01\x00",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /v1/models?\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v1/models?\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /nowhere?\xff HTTP/1.1\r\nHost: \xff\r\nAuthorization: Bearer \xff\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
-        b"GET /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /nowhere HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n" + RAW_HEAD + b"Content-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n" + RAW_HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\n" + RAW_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+        b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
         b"HEAD /health HTTP/1.0\r\n\r\n",
     ],
 )
@@ -737,7 +755,7 @@ def test_metrics_tell_what_was_served(server: Server) -> None:
 def test_what_cannot_be_started_is_one_line_and_exit_code_2(tmp_path: Path, server: Server, wrong: str) -> None:
     flags = {
         "port": ("--port", server.url.rsplit(":", 1)[1]),
-        "host": ("--host", "a" * 300),
+        "host": ("--host", "a" * 300, "--without-keys"),
         "model": (str(tmp_path / "nowhere"),),
         "keys": ("--api-keys", str(tmp_path / "nowhere")),
     }[wrong]

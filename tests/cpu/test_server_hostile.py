@@ -191,7 +191,7 @@ def test_a_request_is_answered_whatever_comes_behind_it(server: Watched, texts: 
         post(TEXT, body),
         b"\x00" * 100,
         bytes(rng.randrange(256) for _ in range(5000)),
-        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 5000,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 5000,
     ):
         with server.connected() as connection:
             connection.sendall(post(TEXT, body) + more)
@@ -216,7 +216,7 @@ def test_who_does_not_read_for_too_long_is_left() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening, patch.object(connection, "_LONGEST_STALL", 0.2):
             serving = asyncio.ensure_future(server.serve([listening]))
             reader, writer = await asyncio.open_connection(*listening.getsockname(), limit=1024)
-            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             while server.server_state.connections:
                 await asyncio.sleep(0.01)
@@ -252,7 +252,7 @@ def test_to_who_does_not_read_no_more_is_pushed_than_its_buffers_hold_and_all_of
             reading.connect(listening.getsockname())
             reading.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=reading, limit=1024)
-            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             head = await reader.readuntil(b"\r\n\r\n")
             assert b"transfer-encoding: chunked" in head
             got = bytearray()

@@ -166,7 +166,7 @@ ASKED = asked()
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Begun at once: it loads while other tests run."""
-    with serving(tmp_path_factory.mktemp("server"), *FLAGS) as server:
+    with serving(tmp_path_factory.mktemp("server"), "--port", "0", *FLAGS) as server:
         yield server
 
 

@@ -19,7 +19,7 @@ from penstock.api.llm import LLM
 from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
 from penstock.server.answers import Answer, error
 from penstock.server.desk import BusyError, DeadlineError, Desk
-from penstock.server.doors import Doors
+from penstock.server.doors import Doors, is_json
 from penstock.server.fleet.desk import Fleet
 from penstock.server.kept import Kept, NotKeptError
 from penstock.server.metrics import CONTENT_TYPE, Metrics
@@ -219,7 +219,9 @@ def _no_route(request: Request, fault: Exception) -> Response:
 
 
 async def _body(house: House, request: Request, kind: type[T]) -> T:
-    """Raises FieldError, and what `Uploads.body` does."""
+    """Raises FieldError, HTTPException for a body that is not declared as JSON, and what `Uploads.body` does."""
+    if not is_json(request.scope):
+        raise HTTPException(415, "the body must be declared as JSON; send 'Content-Type: application/json'")
     return decoded(await house.uploads.body(request), kind)
 
 

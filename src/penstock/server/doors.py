@@ -6,7 +6,8 @@ A server without keys on a person's own machine can be reached by every page whi
   that name in `Host`, so without keys only addresses, localhost and names that were configured are answered.
 - A request across origins that needs no permission, such as a form's. The browser sends `Origin` and `Sec-Fetch-Site`, which a page cannot
   change; of what is not read-only, those from elsewhere are refused.
-- A body in a form's clothes. Only what is declared as JSON is read; a page that declares it must ask first, and gets no permission.
+- A body in a form's clothes. Only what is declared as JSON is read (see `is_json`); a page that declares it must ask first, and gets no
+  permission.
 
 With keys the first two are not needed, since a page does not have one, and clients that run in a page's clothes of their own may ask.
 """
@@ -57,8 +58,6 @@ class Doors:
                 )
             if scope["method"] not in _READS and (page := _foreign(scope, hosts[0])):
                 return 403, f"{page} is another site's page, which may not use this server; ask from the server's own page, or use keys"
-        if scope["method"] == "POST" and not _is_json(scope):
-            return 415, "the body must be declared as JSON; send 'Content-Type: application/json'"
         return None
 
     def _known(self, name: str) -> bool:
@@ -89,6 +88,7 @@ def _foreign(scope: Scope, host: str) -> str:
     return ""
 
 
-def _is_json(scope: Scope) -> bool:
+def is_json(scope: Scope) -> bool:
+    """Whether the body is declared as JSON, once."""
     kinds = _values(scope, b"content-type")
     return len(kinds) == 1 and _JSON.fullmatch(kinds[0]) is not None
