@@ -6,7 +6,7 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,6 +97,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 import bounds  # Which imports torch.
 
                 bounds.install()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _first_estimate() -> Iterator[None]:
+    """What a tier assumes before anything was counted is worked out once, not for each of the thousands of tiers that tests make."""
+    from penstock.kv.evict import Returns
+
+    estimate, first = Returns._estimate, dict[str, object]()
+
+    def estimate_once(self: Returns) -> None:
+        if self.epoch:
+            estimate(self)
+            return
+        if not first:
+            estimate(self)
+            first.update(_gains=self._gains, _chances=self._chances)
+        vars(self).update(first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Returns, "_estimate", estimate_once)
+        yield
 
 
 @pytest.fixture(scope="session")
