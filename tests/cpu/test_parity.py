@@ -111,8 +111,8 @@ def test_prefix_of_a_running_request(name: str) -> None:
     """Prompts that begin alike and arrive together share their blocks at once, unless dynamic rope sets them apart by their length."""
     prompts = tiny.prompts()[-2:]
     with engine(name, block_size=8) as llm:
-        completions = llm.generate(prompts, GREEDY)
-    assert_equal(completions, tiny.references(name)[-2:])
+        completions = llm.generate(prompts, replace(GREEDY, max_tokens=FEW))
+    assert_equal(completions, tiny.references(name)[-2:], FEW)
     assert [completion.cached_tokens for completion in completions] == [0, 0 if tiny.CASES[name].dynamic else 32]
 
 

@@ -169,7 +169,9 @@ class Ledger(Generic[Id]):
             holders.count(0) == self.blocks - len(counts)
             and all(holders[block] == count for block, count in counts.items())
             and len(free) == len(self._free) == bare
-            and all(keys[block] is None and not holders[block] for block in free)
+            and 0 <= min(free, default=0) <= max(free, default=0) < max(self.blocks, 1)
+            and free.isdisjoint(counts)
+            and free.isdisjoint(self._by_key.values())
             and keyed == self.blocks - keys.count(None)
             and all(keys[block] == key for key, block in self._by_key.items())
             and keyed - shared == self.cached
@@ -446,7 +448,8 @@ class FreeRuns:
         return self._blocks
 
     def __iter__(self) -> Iterator[HostBlockId]:
-        return (HostBlockId(block) for start, length in self._lengths.items() for block in range(start, start + length))
+        runs = chain.from_iterable(range(start, start + length) for start, length in self._lengths.items())
+        return cast(Iterator[HostBlockId], runs)
 
     def append(self, block: HostBlockId, /, length: int = 1) -> None:
         """This one, or so many from it on."""
