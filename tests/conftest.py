@@ -76,18 +76,18 @@ def why_no_gpu() -> str:
     return "" if torch.cuda.is_available() else f"needs a CUDA device; torch {torch.__version__} sees none"
 
 
-_imported = 0
-"""Modules that were there when garbage was last set apart from them."""
+_imported, _file = 0, Path()
+"""Modules that were there, and the file whose tests ran, when what stays was last set apart from garbage."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Several workers share the cores, and sums in one thread come out the same on every machine size. What was imported stays: every model
-    that is loaded collects garbage, and going through all of transformers for it would take longer than most tests."""
-    global _imported
-    if len(sys.modules) > _imported + 50:
+    """Several workers share the cores, and sums in one thread come out the same on every machine size. What was imported stays, and what earlier
+    files have made: every model that is loaded collects garbage, and going through all of that for it would take longer than most tests."""
+    global _imported, _file
+    if len(sys.modules) > _imported + 50 or item.path != _file:
         gc.collect()
         gc.freeze()
-        _imported = len(sys.modules)
+        _imported, _file = len(sys.modules), item.path
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
