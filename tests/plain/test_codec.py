@@ -75,7 +75,21 @@ def whole_plan(many: int = 50) -> Plan:
     """One with something in every field. many: tokens of a chunk."""
     shares = (
         Share(Row(3), 70, (11,), 2, (BlockId(9),), True, 64),
-        Share(Row(1), 0, tuple(range(many)), 0, (BlockId(4), BlockId(9000)), False, 90, tuple(range(1, many + 1)), 0, 32, 32, 0, (HostBlockId(8),)),
+        Share(
+            Row(1),
+            0,
+            tuple(range(many)),
+            0,
+            (BlockId(4), BlockId(9000)),
+            False,
+            90,
+            tuple(range(1, many + 1)),
+            0,
+            32,
+            32,
+            0,
+            (HostBlockId(8),),
+        ),
     )
     transfers = (
         Transfer(TransferId(5), Route.UP, (BlockId(1),), (HostBlockId(2),)),
