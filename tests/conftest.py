@@ -82,7 +82,7 @@ _imported, _file = 0, Path()
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Several workers share the cores, and sums in one thread come out the same on every machine size. What was imported stays, and what
-    earlier files have made: every model that is loaded collects garbage, and going through all of that would take longer than most tests."""
+    earlier files have made: every model that is loaded collects garbage, and going through all that would take longer than most tests."""
     global _imported, _file
     if len(sys.modules) > _imported + 50 or item.path != _file:
         gc.collect()
