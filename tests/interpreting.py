@@ -48,12 +48,17 @@ def _wrap_less() -> None:
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
-    overflow, block = TritonSemantic.binary_op_sanitize_overflow_impl, core.block_type.__init__
+    overflow, broadcast = TritonSemantic.binary_op_sanitize_overflow_impl, TritonSemantic.broadcast_impl_value
+    block = core.block_type.__init__
     shapes, blocks = dict[tuple[int, ...], tuple[Any, Any]](), dict[tuple[Any, ...], tuple[Any, Any, Any]]()
 
     def overflow_if_asserted(self: Any, *of: Any) -> None:
         if self.builder.options.debug:
             overflow(self, *of)
+
+    def broadcast_if_unlike(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
+        """What has one shape already, as most has, is taken as it is. Shapes that are alike are one object; see `make_tensor`."""
+        return (one, other) if one.shape is other.shape else broadcast(self, one, other)
 
     def make_tensor(self: Any, handle: Any, kind: Any) -> None:
         shape = tuple(kind.shape) if kind.is_block() else ()
@@ -71,4 +76,5 @@ def _wrap_less() -> None:
         self.shape, self.numel, self.name = blocks[key]
 
     TritonSemantic.binary_op_sanitize_overflow_impl = overflow_if_asserted
+    TritonSemantic.broadcast_impl_value = broadcast_if_unlike
     core.tensor.__init__, core.block_type.__init__ = make_tensor, make_block
