@@ -419,6 +419,13 @@ def test_a_block_must_not_be_read_before_it_has_landed(mutant: bool, monkeypatch
         assert right(found) != mutant
 
 
+def test_copies_wait_for_what_lands_late() -> None:
+    """5 without a mutant: what a step sends is on its way for longer than the next one takes until it brings it back."""
+    with lines() as made, opened("llama", Room(staging=3)) as llm:
+        made.out.late = lambda: 0.02
+        assert right(answers(llm, [LONG]))
+
+
 # ---- one after another, and interrupted
 
 
