@@ -6,7 +6,7 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -76,18 +76,18 @@ def why_no_gpu() -> str:
     return "" if torch.cuda.is_available() else f"needs a CUDA device; torch {torch.__version__} sees none"
 
 
-_imported = 0
-"""Modules that were there when garbage was last set apart from them."""
+_imported, _file = 0, Path()
+"""Modules that were there, and the file whose tests ran, when what stays was last set apart from garbage."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Several workers share the cores, and sums in one thread come out the same on every machine size. What was imported stays: every model
-    that is loaded collects garbage, and going through all of transformers for it would take longer than most tests."""
-    global _imported
-    if len(sys.modules) > _imported + 50:
+    """Several workers share the cores, and sums in one thread come out the same on every machine size. What was imported stays, and what
+    earlier files have made: every model that is loaded collects garbage, and going through all that would take longer than most tests."""
+    global _imported, _file
+    if len(sys.modules) > _imported + 50 or item.path != _file:
         gc.collect()
         gc.freeze()
-        _imported = len(sys.modules)
+        _imported, _file = len(sys.modules), item.path
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -97,6 +97,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 import bounds  # Which imports torch.
 
                 bounds.install()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _first_estimate() -> Iterator[None]:
+    """What a tier assumes before anything was counted is worked out once, not for each of the thousands of tiers that tests make."""
+    from penstock.kv.evict import Returns
+
+    estimate, first = Returns._estimate, dict[str, object]()
+
+    def estimate_once(self: Returns) -> None:
+        if self.epoch:
+            estimate(self)
+            return
+        if not first:
+            estimate(self)
+            first.update(_gains=self._gains, _chances=self._chances)
+        vars(self).update(first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Returns, "_estimate", estimate_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,14 @@ class Table:
     tokens: list[int]
     start_fact: int
     blocks: list[int] = field(default_factory=list)
+    known_facts: list[int] = field(default_factory=list)
+
+    def facts(self, stop: int) -> list[int]:
+        """Of the positions below `stop`. Tokens are only ever appended, so each is computed once."""
+        done = len(self.known_facts)
+        if done < stop:
+            self.known_facts += facts_of(self.tokens[done:stop], self.known_facts[-1] if done else self.start_fact)
+        return self.known_facts[:stop]
 
 
 class Worker:
@@ -105,7 +113,7 @@ class Worker:
         assert share.first_new_block == len(table.blocks), "the block table has a gap or is overwritten"
         table.blocks.extend(share.new_blocks)
         assert len(table.blocks) == -(-share.stop // self.block_size), "too few blocks for the share, or more than it needs"
-        facts = facts_of(table.tokens[: share.stop], table.start_fact)
+        facts = table.facts(share.stop)
         slots = [self._slot(table, position) for position in range(share.start, share.stop)]
         for position, slot in enumerate(slots, share.start):
             self.memory[slot] = facts[position]
@@ -117,9 +125,10 @@ class Worker:
 
     def verify(self, row: Row, stop: int) -> None:
         """Every position below `stop` reads as the row's own tokens."""
-        table = self.rows[row]
-        read = [self.memory[self._slot(table, position)] for position in range(stop)]
-        assert read == facts_of(table.tokens[:stop], table.start_fact), f"row {row} reads KV that is not its own prefix"
+        table, size, read = self.rows[row], self.block_size, list[int | None]()
+        for block in table.blocks[: -(-stop // size)]:
+            read += self.memory[block * size : (block + 1) * size]
+        assert read[:stop] == table.facts(stop), f"row {row} reads KV that is not its own prefix"
 
     def _result(self, share: Share) -> Result:
         table = self.rows[share.row]

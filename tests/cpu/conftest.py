@@ -1,13 +1,19 @@
-"""What every test with torch may count on: ranks that it starts here have imported torch before."""
+"""What every test with torch may count on: ranks that it starts here have imported torch before, and machines are measured briefly."""
 
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import forks
+from penstock.memory import probe
 from penstock.parallel import crew
+
+BRIEFLY = 0.02
+"""Seconds that a rate is measured for, and what rests on it is a forecast."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,4 +21,26 @@ def _quick_followers() -> Iterator[None]:
     """Followers of this process are forked (see forks). Those of processes that tests start are not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crew, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _brief_probes() -> Iterator[None]:
+    """Links, memory, disks and arithmetic are measured as ever, but not for long, nor in hundreds of megabytes."""
+    best, read = probe._best, probe._read_rate
+
+    def best_of_few(work: Callable[[], object], device: torch.device, seconds: float = BRIEFLY) -> float:
+        begin = time.perf_counter()
+        work()
+        took = time.perf_counter() - begin
+        return took if took > 5 * BRIEFLY else best(work, device, min(seconds, BRIEFLY))
+
+    def read_briefly(fd: int, *, once: bool, seconds: float) -> float:
+        return read(fd, once=once, seconds=min(seconds, 2 * BRIEFLY))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "_best", best_of_few)
+        patch.setattr(probe, "_read_rate", read_briefly)
+        patch.setattr(probe, "_HOST_BYTES", 16 << 20)
+        patch.setattr(probe, "_cache_bytes", lambda: 0)
         yield

@@ -47,7 +47,7 @@ from penstock.step.params import SamplingParams
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 CALL = "import sys; from penstock.cli.main import main; sys.exit(main())"
-QUICK = "placing._DISK_SECONDS, probe._SECONDS, probe._HOST_BYTES, probe._cache_bytes = 0.05, 0.02, 16 << 20, lambda: 0"
+QUICK = "placing._DISK_SECONDS, placing._LINK_SECONDS, probe._HOST_BYTES, probe._cache_bytes = 0.05, 0.02, 16 << 20, lambda: 0"
 """Links and disk are measured as ever, but not for long: only a forecast depends on it."""
 SPECIAL = ["<s>", "</s>", "<user>", "<bot>"]
 END, BOT = 1, 3
@@ -297,7 +297,7 @@ def packed(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((placing, "_DISK_SECONDS"), (probe, "_SECONDS"), (probe, "_HOST_BYTES"), (probe, "_cache_bytes")):
+    for module, name in ((placing, "_DISK_SECONDS"), (placing, "_LINK_SECONDS"), (probe, "_HOST_BYTES"), (probe, "_cache_bytes")):
         monkeypatch.setattr(module, name, getattr(module, name))
     exec(QUICK, {"placing": placing, "probe": probe})
 

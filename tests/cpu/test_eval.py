@@ -20,19 +20,19 @@ FEW = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 
 def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "needle.json", tmp_path / "needle.png"
-    asked = ["--lengths", "2048,512", "--depths", "3", "--samples", "1", "--out", str(out), "--picture", str(picture)]
+    asked = ["--lengths", "1024,512", "--depths", "3", "--samples", "1", "--out", str(out), "--picture", str(picture)]
     assert main(["eval", "needle", *asked, *FEW]) == 0
     shown = capsys.readouterr()
     report = json.loads(out.read_text())
     cells = report["cells"]
-    assert [(cell["length"], cell["depth"]) for cell in cells] == [(n, d) for n in (512, 2048) for d in (0, 0.5, 1)]
-    for length in (512, 2048):
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [(n, d) for n in (512, 1024) for d in (0, 0.5, 1)]
+    for length in (512, 1024):
         scores = [cell["score"] for cell in cells if cell["length"] == length]
         assert sum(scores) / len(scores) >= 0.95
         assert re.search(rf"^ +{length:,} .* to 100\.0%$", shown.out, re.MULTILINE)
         assert f"single: 3 prompts of {length - 64:,} tokens\n" in shown.err
     assert report["prompts"] == 6
-    assert report["prompt_tokens"] == 3 * (512 + 2048 - 2 * 64)
+    assert report["prompt_tokens"] == 3 * (512 + 1024 - 2 * 64)
     assert (report["eval"], report["text"], report["chat"], report["dtype"]) == ("needle", "generated", True, "float32")
     assert report["machine"]["torch"]
     with Image.open(picture) as image:
@@ -42,7 +42,7 @@ def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("asked", [["needle", "--depths", "1"], ["ruler", "--depths", "1", "--tasks", "keys"]])
 def test_contexts_beyond_the_device_score_as_those_on_it(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*more: str) -> dict[str, object]:
-        assert main(["eval", *asked, "--lengths", "1024", "--samples", "1", *FEW, "--json", *more]) == 0
+        assert main(["eval", *asked, "--lengths", "640", "--samples", "1", *FEW, "--json", *more]) == 0
         found: dict[str, object] = json.loads(capsys.readouterr().out)
         return found
 
@@ -60,7 +60,7 @@ def test_contexts_beyond_the_device_score_as_those_on_it(asked: list[str], tmp_p
 
 
 def test_what_is_not_exact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--lengths", "512,1024", "--depths", "1", "--samples", "1", "--json", "--kv-tile", "128", "--kv-blocks", "24"]
+    few = ["--lengths", "512,640", "--depths", "1", "--samples", "1", "--json", "--kv-tile", "128", "--kv-blocks", "24"]
     policy = ["--host-kv-dtype", "fp8", "--attention-policy", "topk:2", "--prefill-policy", "vertical_slash:2,4", "--missed-limit", "0.5"]
     found = []
     for more in ([], policy):
@@ -72,7 +72,7 @@ def test_what_is_not_exact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         "dtype": "float32",
         "host_kv_memory": "64MiB",
         "kv_tile": 128,
-        "max_length": 1024,
+        "max_length": 640,
         "block_size": 16,
         "kv_blocks": 24,
     }
@@ -98,7 +98,7 @@ def test_lengths_beyond_what_the_model_was_trained_for_must_be_allowed(tmp_path:
 def test_all_tasks_run_over_a_given_text_and_say_what_was_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("It was a quiet day. Nobody came, and nobody went. The river was as slow as ever.\n\n" * 40)
-    asked = ["--lengths", "512", "--depths", "1", "--samples", "2", "--text", str(text), "--json"]
+    asked = ["--lengths", "384", "--depths", "1", "--samples", "2", "--text", str(text), "--json"]
 
     def run(*more: str) -> dict[str, object]:
         assert main(["eval", "ruler", *asked, *FEW, *more]) == 0

@@ -20,7 +20,7 @@ from penstock.worker.runner import Runner, small_steps
 from penstock.worker.sampler import Sampler
 
 NAMES = ["llama", "llama_tied", "mistral", "qwen2_windows", "qwen3"]
-QUICK = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
+QUICK = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 @dataclass
@@ -119,7 +119,7 @@ def test_what_a_prompt_leaves_is_whole(name: str) -> None:
         found = 0
         for one in references:
             [told] = llm.generate(one.prompt, QUICK)
-            assert list(told.tokens) == one.tokens
+            assert list(told.tokens) == one.tokens[:16]
             found += told.cached_tokens
         assert found > 0
 

@@ -104,10 +104,10 @@ def test_every_family_gives_what_it_gives_from_pages(name: str) -> None:
         sequences=5,
     )
     asks = [
-        Ask((*common, *words(rng, 40)), 12, scored=True),
-        Ask((*common, *words(rng, 9)), 6, at=9),
-        Ask(tuple(common[:50]), 6, at=2),
-        Ask((5, 6, 7), 30, at=1),
+        Ask((*common, *words(rng, 40)), 7, scored=True),
+        Ask((*common, *words(rng, 9)), 4, at=9),
+        Ask(tuple(common[:50]), 4, at=2),
+        Ask((5, 6, 7), 14, at=1),
         Ask(tuple(words(rng, 1)), 3, at=12, scored=True),
     ]
     with opened(name, room) as llm:
@@ -327,7 +327,7 @@ def test_a_length_that_needs_the_host_gets_it_unasked(tmp_path: Path) -> None:
 def test_whatever_is_late(name: str, late: str) -> None:
     rng = random.Random(late)
     common = words(rng, 60)
-    asks = [Ask((*common, *words(rng, size)), 9, at, scored=at == 2) for size, at in ((50, 0), (33, 2), (4, 9))] + [Ask((1, 2, 3), 30)]
+    asks = [Ask((*common, *words(rng, size)), 7, at, scored=at == 2) for size, at in ((50, 0), (33, 2), (4, 9))] + [Ask((1, 2, 3), 14)]
     for ring, staging, block in ((1, 1, 8), (3, 2, 4)):
         with lines(late), opened(name, Room(block=block, ring=ring, staging=staging)) as llm:
             found = answers(llm, asks)
@@ -417,6 +417,13 @@ def test_a_block_must_not_be_read_before_it_has_landed(mutant: bool, monkeypatch
         found = answers(llm, [LONG])
         made.out.open.set()
         assert right(found) != mutant
+
+
+def test_copies_wait_for_what_lands_late() -> None:
+    """5 without a mutant: what a step sends is on its way for longer than the next one takes until it brings it back."""
+    with lines() as made, opened("llama", Room(staging=3)) as llm:
+        made.out.late = lambda: 0.02
+        assert right(answers(llm, [LONG]))
 
 
 # ---- one after another, and interrupted

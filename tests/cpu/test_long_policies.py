@@ -22,7 +22,7 @@ from penstock.ops.policies import Choice
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_length": 300, "beyond_trained": True, "max_step_tokens": 48, "block_size": 8}
 FAR = {"kv_blocks": 8, "host_kv_memory": "4MiB", "kv_tile": 32, "max_sequences": 4, "check": True}
 PROMPTS = [[token % 90 for token in range(3, 200)], [token * 7 % 90 for token in range(120)], [5, 6, 7]]
-WANTED = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)
+WANTED = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
 
 
 def answer(name: str, **settings: Any) -> tuple[list[Completion], MissedStats | None]:

@@ -226,7 +226,7 @@ def test_requests_under_way_are_told_and_nothing_of_what_they_say(server: Server
 
 
 def test_a_prompt_is_followed_until_it_is_computed(server: Server) -> None:
-    length, steps = 3000, []
+    length, steps = 1500, []
     body = {"model": "shipped", "prompt": [7 + at % 900 for at in range(length)], "max_tokens": 400, "ignore_eos": True, "stream": True}
     with server.load(body, key=KEY):
 

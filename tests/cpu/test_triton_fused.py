@@ -12,6 +12,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
 
+import tiny
 from paged import pool_views
 from penstock.ops import triton_pointwise
 from penstock.ops.attention import AttentionInputs, Run, attend, write
@@ -96,8 +97,12 @@ def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], steps: float) -> No
             torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=room, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (5, 5, 80), (3, 1, 96), (14, 2, 128), (9, 3, 8), (2, 1, 256)])
+SHAPES = [(4, 2, 64), (5, 5, 80), (3, 1, 96), (14, 2, 128), (9, 3, 8), (2, 1, 256)]
+EVERY = [(*shape, dtype) for turn, shape in enumerate(SHAPES) for dtype in DTYPES if tiny.THOROUGH or dtype != DTYPES[1 + turn % 2]]
+"""All shapes in float32, and by turns in one of the others."""
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype"), EVERY)
 class TestAgainstTheSteps:
     def test_without_norms(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
         case = Case(7, heads, kv_heads, dim, dtype, norms=False)

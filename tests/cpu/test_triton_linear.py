@@ -10,6 +10,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
 
+import tiny
 from penstock.ops.activation import silu_mul
 from penstock.ops.kernels import counters, counting
 from penstock.ops.triton_linear import MOST_ROWS, FewRowsTuning, few_rows, few_rows_tuning
@@ -29,9 +30,17 @@ def given(rows: int, inner: int, outer: int, dtype: torch.dtype, biased: bool) -
     return x.to(dtype)[:, :inner], weight.to(dtype)[:, :inner], bias
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("tuning", TUNINGS)
-@pytest.mark.parametrize(("rows", "outer", "dtype"), [(2, 100, torch.float32), (17, 64, torch.bfloat16), (33, 200, torch.float16)])
+ROWS = [(2, 100, torch.float32), (17, 64, torch.bfloat16), (33, 200, torch.float16)]
+EVERY = [
+    (*case, tuning, biased)
+    for row, case in enumerate(ROWS)
+    for turn, tuning in enumerate(TUNINGS)
+    for biased in ((False, True) if tiny.THOROUGH else [(row + turn) % 2 == 0])
+]
+"""Each tuning with each case of rows, by turns with and without a bias."""
+
+
+@pytest.mark.parametrize(("rows", "outer", "dtype", "tuning", "biased"), EVERY)
 class TestFewRows:
     def test_product(self, rows: int, outer: int, dtype: torch.dtype, tuning: FewRowsTuning | None, biased: bool) -> None:
         x, weight, bias = given(rows, 256, outer, dtype, biased)

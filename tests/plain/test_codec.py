@@ -71,17 +71,31 @@ def test_an_outcome_comes_as_it_was(outcome: Outcome) -> None:
     assert OUTCOMES.decode(OUTCOMES.encode(outcome)) == outcome
 
 
-def whole_plan() -> Plan:
-    """One with something in every field."""
+def whole_plan(many: int = 50) -> Plan:
+    """One with something in every field. many: tokens of a chunk."""
     shares = (
         Share(Row(3), 70, (11,), 2, (BlockId(9),), True, 64),
-        Share(Row(1), 0, tuple(range(50)), 0, (BlockId(4), BlockId(9000)), False, 90, tuple(range(1, 51)), 0, 32, 32, 0, (HostBlockId(8),)),
+        Share(
+            Row(1),
+            0,
+            tuple(range(many)),
+            0,
+            (BlockId(4), BlockId(9000)),
+            False,
+            90,
+            tuple(range(1, many + 1)),
+            0,
+            32,
+            32,
+            0,
+            (HostBlockId(8),),
+        ),
     )
     transfers = (
         Transfer(TransferId(5), Route.UP, (BlockId(1),), (HostBlockId(2),)),
         Transfer(TransferId(6), Route.OUT, (), (HostBlockId(2),), (b"k" * 32,)),
     )
-    admissions = (Admission(Row(3), SAMPLING, tuple(range(64)), (7, 8)),)
+    admissions = (Admission(Row(3), SAMPLING, tuple(range(many + 14)), (7, 8)),)
     return Plan(admissions, shares, (Order(BlockId(3), HostBlockId(6)),), transfers, (b"a" * 32, b""))
 
 
@@ -190,7 +204,7 @@ def forged(message: bytes, place: int, byte: int) -> bytes:
 
 def test_a_forged_message_is_refused_or_a_plan_and_takes_no_memory() -> None:
     """One whose checksum is right: nothing else is raised, and no length is believed."""
-    message = PLANS.encode(whole_plan())
+    message = PLANS.encode(whole_plan(many=6))
     with pytest.raises(DeviceError, match="has 1 bytes too many"):
         PLANS.decode(forged(message, len(message) - 20, 0))
     tracemalloc.start()

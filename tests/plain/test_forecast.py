@@ -255,7 +255,7 @@ def test_kv_is_for_all_sequences_in_whole_blocks() -> None:
 # ---- more of it
 
 
-@pytest.mark.parametrize("config", [DENSE | {"num_hidden_layers": 64}, MIXED], ids=["dense", "mixture"])
+@pytest.mark.parametrize("config", [DENSE | {"num_hidden_layers": 32}, MIXED], ids=["dense", "mixture"])
 def test_more_memory_never_decodes_slower(config: Mapping[str, object]) -> None:
     shares = [0.3 + 0.05 * step for step in range(17)]
     for grown in (

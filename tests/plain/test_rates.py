@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Sequence
+from functools import cache
 from statistics import mean
 from typing import NamedTuple
 
@@ -155,10 +156,10 @@ class Room:
 
 
 def prompt_of(length: int, seed: int = 0, tail: int = TAIL) -> list[int]:
-    chance = random.Random(f"{length} {seed}")
-    return [chance.randrange(50000) for _ in range(length + tail)]
+    return random.Random(f"{length} {seed}").choices(range(50000), k=length + tail)
 
 
+@cache
 def computed(length: int, **how: float) -> float:
     """Seconds to the first token of a prompt that is nowhere."""
     return Room(**how).ask(prompt_of(length))[0].seconds

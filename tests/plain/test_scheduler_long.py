@@ -58,6 +58,14 @@ class Table:
     start_fact: int
     pages: dict[int, BlockId] = field(default_factory=dict)
     cold: list[HostBlockId] = field(default_factory=list)
+    known_facts: list[int] = field(default_factory=list)
+
+    def facts(self, stop: int) -> list[int]:
+        """Of the positions below `stop`. Tokens are only ever appended, so each is computed once."""
+        done = len(self.known_facts)
+        if done < stop:
+            self.known_facts += facts_of(self.tokens[done:stop], self.known_facts[-1] if done else self.start_fact)
+        return self.known_facts[:stop]
 
 
 class Worker:
@@ -180,7 +188,7 @@ class Worker:
         written: set[tuple[BlockId, int]] = set()
         for share in plan.shares:
             table = self.rows[share.row]
-            facts = facts_of(table.tokens[: share.stop], table.start_fact)
+            facts = table.facts(share.stop)
             for position in range(max(share.start, share.near), share.stop):
                 page, offset = table.pages[position // self.size], position % self.size
                 assert (page, offset) not in written, "two rows write to the same place"
@@ -192,7 +200,7 @@ class Worker:
         """What a share reads: the host's blocks, then pages, then for what goes to the host alone what is in hand."""
         table, size = self.rows[share.row], self.size
         read: Facts = [fact for block in table.cold[: share.cold_start // size] for fact in self.host[block]]
-        facts = facts_of(table.tokens[: share.stop], table.start_fact)
+        facts = table.facts(share.stop)
         first = share.start if share.near > share.start else share.stop
         read += [self.pages[table.pages[at // size]][at % size] for at in range(share.cold_start, first)]
         read += facts[first : share.near]
@@ -203,7 +211,7 @@ class Worker:
     def _write_host(self, plan: Plan, taken: set[HostBlockId]) -> None:
         for share in plan.shares:
             table = self.rows[share.row]
-            facts = facts_of(table.tokens[: share.stop], table.start_fact)
+            facts = table.facts(share.stop)
             for index in range(share.start // self.size, share.cold_stop // self.size):
                 block = table.cold[index]
                 assert block not in taken, "a host block is written that someone else reads or writes in the same step"
@@ -214,7 +222,7 @@ class Worker:
         if not share.sample:
             return Result()
         table = self.rows[share.row]
-        token = chosen(facts_of(table.tokens, table.start_fact)[-1], table.sampling.seed)
+        token = chosen(table.facts(len(table.tokens))[-1], table.sampling.seed)
         table.tokens.append(token)
         return Result(token)
 

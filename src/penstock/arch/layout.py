@@ -52,6 +52,8 @@ class Source:
     @property
     def taken(self) -> tuple[int, ...]:
         """The shape of what is taken."""
+        if self.rows is None and self.columns is None:
+            return self.shape
         cuts = (self.rows, self.columns)[: len(self.shape)]
         return tuple(extent if part is None else len(part) for extent, part in zip(self.shape, cuts, strict=True))
 

@@ -157,7 +157,27 @@ class Ledger(Generic[Id]):
     def check(self, held: Iterable[Sequence[Id]]) -> None:
         """Prove the invariants against what the requests say they hold. Raises AssertionError with what is wrong."""
         counts = Counter(chain.from_iterable(held))
-        # A pass over all blocks in one expression: engines that check do so after every step.
+        if not self._agrees(counts):  # Engines that check do so after every step: what is wrong is looked for where something is.
+            self._explain(counts)
+
+    def _agrees(self, counts: Counter[Id]) -> bool:
+        """Whether holders, keys and free blocks are as they must be, without a loop over all blocks."""
+        holders, keys, free = self._holders, self._keys, set(self._free)
+        shared = sum(keys[block] is not None for block in counts)
+        bare, keyed = keys.count(None) - (len(counts) - shared), len(self._by_key)
+        return (
+            holders.count(0) == self.blocks - len(counts)
+            and all(holders[block] == count for block, count in counts.items())
+            and len(free) == len(self._free) == bare
+            and 0 <= min(free, default=0) <= max(free, default=0) < max(self.blocks, 1)
+            and free.isdisjoint(counts)
+            and free.isdisjoint(self._by_key.values())
+            and keyed == self.blocks - keys.count(None)
+            and all(keys[block] == key for key, block in self._by_key.items())
+            and keyed - shared == self.cached
+        )
+
+    def _explain(self, counts: Counter[Id]) -> None:
         recorded = {cast(Id, block): holders for block, holders in enumerate(self._holders) if holders}
         for block in counts.keys() | recorded.keys() if counts != recorded else ():
             assert counts[block] == recorded.get(block, 0), (
@@ -173,6 +193,7 @@ class Ledger(Generic[Id]):
                 assert self._by_key.get(key) == number, f"block {number} has a key that finds another block"
         assert idle == self.cached, f"{idle} blocks are cached, {self.cached} are known to be"
         assert len(self._by_key) == sum(key is not None for key in self._keys), "a key finds a block that does not have it"
+        raise AssertionError("blocks, keys and holders do not agree")
 
 
 class BlockLedger(Ledger[BlockId]):
@@ -427,7 +448,8 @@ class FreeRuns:
         return self._blocks
 
     def __iter__(self) -> Iterator[HostBlockId]:
-        return (HostBlockId(block) for start, length in self._lengths.items() for block in range(start, start + length))
+        runs = chain.from_iterable(range(start, start + length) for start, length in self._lengths.items())
+        return cast(Iterator[HostBlockId], runs)
 
     def append(self, block: HostBlockId, /, length: int = 1) -> None:
         """This one, or so many from it on."""
