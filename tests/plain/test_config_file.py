@@ -309,7 +309,7 @@ def test_systemd_understands_the_service(elsewhere: Path) -> None:
 def test_the_settings_in_deploy_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = said(capsys, "config", "check", str(DEPLOY / "penstock.toml"))
     assert (code, err) == (0, "")
-    assert 'host = "0.0.0.0"' in out
+    assert 'host = "127.0.0.1"' in out
     # What stands there to be uncommented is right as well.
     text = re.sub(r"^# (?=[a-z-]+ = )", "", (DEPLOY / "penstock.toml").read_text(), flags=re.MULTILINE)
     assert len(tomllib.loads(text)) > 3

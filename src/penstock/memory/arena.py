@@ -31,16 +31,17 @@ class Arena:
     def __init__(self, size: int, device: torch.device, *, pinned_for: torch.device | None = None) -> None:
         """Raises DeviceError if there is not as much, PinningError if it cannot be pinned for the CUDA device `pinned_for`."""
         self.size = size
-        self._mapping: _Mapping | None = None
+        self._mapping: mmap.mmap | None = None
         self.bytes: Tensor
         try:
+            pinned = pinned_for is not None and pinned_for.type == "cuda"
             if device.type == "cpu" and size:
-                self._mapping, self.bytes = _mapped(size)
+                self._mapping, self.bytes = _mapped(size, _Mapping if pinned else mmap.mmap)
             else:
                 self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         except (OSError, torch.OutOfMemoryError) as error:
             raise DeviceError(f"{format_size(size)} of {device} memory were asked for and are not there; ask for less") from error
-        if self._mapping is not None and pinned_for is not None and pinned_for.type == "cuda":
+        if isinstance(self._mapping, _Mapping) and pinned_for is not None:
             self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
@@ -49,7 +50,8 @@ class Arena:
         if self._mapping is None:
             self.bytes.untyped_storage().resize_(0)
             return
-        self._mapping.unpin()
+        if isinstance(self._mapping, _Mapping):
+            self._mapping.unpin()
         if hasattr(mmap, "MADV_REMOVE"):
             self._mapping.madvise(mmap.MADV_REMOVE)  # Python maps anonymous memory as shared, of which MADV_DONTNEED frees nothing.
 
@@ -65,7 +67,7 @@ class Arena:
 
 
 class _Mapping(mmap.mmap):
-    """Host memory, perhaps pinned. It is unpinned before it is unmapped, whoever forgets to. The driver refuses to pin what is mapped at
+    """Memory to be pinned. It is unpinned before it is unmapped, whoever forgets to. The driver refuses to pin what is mapped at
     the same addresses later while it still takes these for pinned."""
 
     pinned = 0
@@ -93,10 +95,10 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
         return Arena(size, torch.device("cpu"))
 
 
-def _mapped(size: int) -> tuple["_Mapping", Tensor]:
+def _mapped(size: int, kind: type[mmap.mmap]) -> tuple[mmap.mmap, Tensor]:
     """Anonymous memory whose pages are all there: touched by several threads, which is many times faster than by one."""
     # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
-    mapping = _Mapping(-1, size + _HUGE)
+    mapping = kind(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, dtype=np.uint8)
