@@ -1,6 +1,7 @@
 """Pinned memory is unpinned before it is unmapped, also where nobody closes it. The driver is a list here."""
 
 import gc
+import os
 from pathlib import Path
 from unittest.mock import patch
 
@@ -63,3 +64,14 @@ def test_an_arena_of_nothing_is_closed_like_any_other() -> None:
     made = Arena(0, CPU)
     made.close()
     assert made.bytes.shape == (0,)
+
+
+def test_a_forked_process_frees_nothing_of_its_parents() -> None:
+    """Its own finalizers close what it has inherited, and anonymous memory of Python's is shared."""
+    arena = Arena(1 << 20, torch.device("cpu"))
+    arena.bytes.fill_(7)
+    if not (child := os.fork()):
+        arena.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((arena.bytes == 7).all())

@@ -10,9 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -144,28 +142,27 @@ def _ceilings(device: torch.device, dtype: str) -> Ceilings:
 def _probe(
     name: str, shape: Shape, device: torch.device, dtype: str, rows: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
 ) -> Iterator[Sample]:
-    """Every kind of step of one model. Sequences of an engine share its KV. One sequence alone has an engine with room for no more, as
-    `penstock run` boots it: the 0.6B shape takes 5 % less for a token there than in one with room for 256."""
+    """Every kind of step of one model. All of it at once in one engine, whose sequences share its KV."""
     spec = shape.spec
     longest = max(*contexts, *prompts, LAUNCHED) + 4 * OUTPUT + max(rows)
-    for room in sorted({1, max(rows)}):
-        settings: dict[str, Any] = {"max_length": longest, "max_sequences": room, "prefix_cache": False, "host_kv_memory": "0"}
-        with _engine(Config(Path(), device=str(device), dtype=dtype, **settings), shape) as booted:
-            if not booted.weights.all_stay:
-                raise BudgetError(f"{name} does not fit")
-            for context, count in product(contexts, [count for count in rows if (count == 1) is (room == 1)]):
+    least = Config(
+        Path(), device=str(device), dtype=dtype, max_length=longest, max_sequences=max(rows), prefix_cache=False, host_kv_memory="0"
+    )
+    with _engine(least, shape) as booted:
+        if not booted.weights.all_stay:
+            raise BudgetError(f"{name} does not fit")
+        for context in contexts:
+            for count in rows:
                 work = measure.Work(count, context, OUTPUT, REPEAT)
-                if room > 1 and count * work.room(booted.limits.max_step_tokens) > min(KV_TOKENS, booted.budget.kv_tokens // 2):
+                if count * work.room(booted.limits.max_step_tokens) > min(KV_TOKENS, booted.budget.kv_tokens // 2):
                     continue
                 decoded = measure.decode(booted, work)
                 step = decode_step(spec, dtype, count, sum(decoded.lengths) / count)
                 yield _sample(name, shape, dtype, step, count, context, decoded.times.median)
-            if room < max(rows):
-                continue
-            for tokens in (LAUNCHED, *prompts):
-                if tokens <= min(booted.limits.max_step_tokens, booted.budget.kv_tokens // 2):
-                    times = measure.prefill(booted, measure.Work(1, tokens, 1, REPEAT))
-                    yield _sample(name, shape, dtype, prompt_step(spec, dtype, 1, tokens, tokens), 0, tokens, times.median)
+        for tokens in (LAUNCHED, *prompts):
+            if tokens <= min(booted.limits.max_step_tokens, booted.budget.kv_tokens // 2):
+                times = measure.prefill(booted, measure.Work(1, tokens, 1, REPEAT))
+                yield _sample(name, shape, dtype, prompt_step(spec, dtype, 1, tokens, tokens), 0, tokens, times.median)
 
 
 def _sample(name: str, shape: Shape, dtype: str, step: Step, rows: int, context: int, ms: float) -> Sample:

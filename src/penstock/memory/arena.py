@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class Arena:
 
     def __init__(self, size: int, device: torch.device, *, pinned_for: torch.device | None = None) -> None:
         """Raises DeviceError if there is not as much, PinningError if it cannot be pinned for the CUDA device `pinned_for`."""
-        self.size = size
+        self.size, self._process = size, os.getpid()
         self._mapping: mmap.mmap | None = None
         self.bytes: Tensor
         try:
@@ -45,15 +46,21 @@ class Arena:
             self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
-        """Unpin and free. Whoever still has a view must not use it: host memory reads as zeros from now on, and a device's is gone. No copy
-        may be in flight. Where nobody calls this, memory is unpinned and freed with the last view of it. A second call does nothing."""
+        """Unpin and free. Whoever still has a view must not use it: host memory reads as zeros from now on, and a device's is gone.
+
+        No copy may be in flight. Where nobody calls this, memory is unpinned and freed with the last view of it. A second call does
+        nothing, nor does one in a forked process: host memory is shared with the one that made it, which may still use it.
+        """
+        if os.getpid() != self._process:
+            return
         if self._mapping is None:
             self.bytes.untyped_storage().resize_(0)
             return
         if isinstance(self._mapping, _Mapping):
             self._mapping.unpin()
         if hasattr(mmap, "MADV_REMOVE"):
-            self._mapping.madvise(mmap.MADV_REMOVE)  # Python maps anonymous memory as shared, of which MADV_DONTNEED frees nothing.
+            with suppress(OSError):  # Where the system cannot, memory goes with the last view of it.
+                self._mapping.madvise(mmap.MADV_REMOVE)  # Python maps anonymous memory as shared; MADV_DONTNEED frees nothing of that.
 
     def _register(self, mapping: "_Mapping", device: torch.device) -> None:
         with torch.cuda.device(device):
