@@ -122,6 +122,8 @@ def link_ceiling(device: torch.device, tiny: bool) -> float:
     sync(device)
     rate = 16 * size / (time.perf_counter() - begin)
     source.close()
+    del target
+    give_back(device)  # Before something small that stays is put there.
     return rate
 
 
@@ -501,6 +503,7 @@ def part_machine(device: torch.device, tiny: bool, directory: Path, batches: dic
                     if most > parse_size(cap):
                         over.append(f"batch {batch}: {what} {format_size(most)} of {cap}")
             found[f"batch_{batch}"] = one
+            say(json.dumps(one))  # A pass takes long, and the run may be cut off.
         disk[0].close()
         give_back(device)
         found |= {"disk_after": disk_ceiling(disk[1], seconds=seconds), "link_after": link_ceiling(device, tiny), "over": over}

@@ -15,7 +15,16 @@ from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, measured_chunk
 from penstock.engine.placing import Model, Say, host_room
-from penstock.memory.device import cap_memory, device_name, free_memory, give_back, library_buffers, native_half, total_memory
+from penstock.memory.device import (
+    cap_memory,
+    device_name,
+    free_memory,
+    give_back,
+    library_buffers,
+    native_half,
+    stuck_memory,
+    total_memory,
+)
 from penstock.sched.rules import Limits
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.pack import Pack
@@ -75,12 +84,12 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
     spec = model.spec
     dtype = choose_dtype(config, model, device)
     limits = choose_limits(config, spec, device)
+    give_back(device)
     total = device_budget(config, device)
     if device.type == "cpu":
         total //= shard.ranks  # One memory for all.
-    give_back(device)
     if device.type == "cuda" and config.device_memory is not None:
-        total = cap_memory(device, total, host_room(config, device))
+        total = capped(device, total, host_room(config, device))
     if isinstance(model, Checkpoint):
         model.verify(group_layouts(spec, model.names, dtype))
     layouts = group_layouts(spec, model.names, dtype, shard)
@@ -144,7 +153,7 @@ def _is_roomy(config: Config, device: torch.device) -> bool:
 
 def device_budget(config: Config, device: torch.device) -> int:
     """Bytes the engine may take on the device: as asked, or a share of what is free."""
-    free, whole = free_memory(device), total_memory(device)
+    free, whole = free_memory(device) - stuck_memory(device), total_memory(device)
     asked = [config.device_memory] + ([config.host_memory] if device.type == "cpu" else [])
     sizes = [parse_size(size, whole=whole) for size in asked if size is not None]
     if config.host_memory is not None:
@@ -153,3 +162,17 @@ def device_budget(config: Config, device: torch.device) -> int:
     if total > free:
         raise BudgetError(f"{format_size(total)} of device memory were asked for, but only {format_size(free)} are free; ask for less")
     return total
+
+
+def capped(device: torch.device, size: int, pinned: int) -> int:
+    """Bytes of a CUDA device that are left to the engine where the process is to stay below `size`, as it will from now on; see cap_memory.
+
+    Raises BudgetError if nothing is left.
+    """
+    left = cap_memory(device, size, pinned)
+    if left <= 0:
+        raise BudgetError(
+            f"{format_size(size)} of device memory were asked for, but this process has {format_size(size - left)} of it already, its "
+            f"driver's part included; ask for more, or close what takes it"
+        )
+    return left

@@ -6,8 +6,8 @@ import mmap
 import os
 import re
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ _PACKED = 5 << 20
 """What MKL takes for each thread, measured: 4.7 MiB for products in float32; oneDNN takes 0.4 for those in bfloat16."""
 _MODULES = 256 << 20
 """Kernels that are loaded later."""
+_SMALL = 1 << 20
+"""Bytes up to which torch allocates tensors from segments for small ones."""
 _SEGMENTS = 22 << 20
 """What torch takes from CUDA at a time: 20 MiB for tensors of 1 to 10 MiB, and 2 MiB for smaller ones."""
 
@@ -85,11 +87,21 @@ def free_memory(device: torch.device) -> int:
 
 def cap_memory(device: torch.device, size: int, pinned: int) -> int:
     """Bytes of `size` that may be allocated on a CUDA device if the whole process is to stay below it; the others are the driver's, its
-    modules' and its page tables' for `pinned` bytes of host memory. From now on torch refuses to allocate more."""
+    modules', its page tables' for `pinned` bytes of host memory, and what torch has of the device already. From now on torch refuses to
+    allocate more. To be called after `give_back`."""
     free, whole = torch.cuda.mem_get_info(device)
-    outside = min(whole - free - torch.cuda.memory_reserved(device), _MOST_OUTSIDE) + _MODULES + pinned // _TABLES
+    reserved = torch.cuda.memory_reserved(device)
+    outside = min(whole - free - reserved, _MOST_OUTSIDE) + _MODULES + pinned // _TABLES
     torch.cuda.set_per_process_memory_fraction(min(max(size - outside, 0) / whole, 1.0), device)
-    return size - outside
+    return size - outside - reserved
+
+
+def stuck_memory(device: torch.device) -> int:
+    """Bytes that torch keeps for reuse and cannot give back, after `give_back`: parts of segments of which others are in use. There may
+    be much of it where a process has used torch before: a gigabyte, if a library's workspace lies in what a large tensor left."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def give_back(device: torch.device) -> None:
@@ -201,13 +213,33 @@ def peak_of(device: torch.device, work: Callable[[], object]) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         give_back(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_reserved(device)
-        work()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_reserved(device) - before
+        with _no_stuck_memory(device):
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_reserved(device)
+            work()
+            torch.cuda.synchronize(device)
+            peak = torch.cuda.max_memory_reserved(device) - before
         return peak + max(peak // 8, _SEGMENTS)
     return _tensors_at_peak(work)
+
+
+@contextmanager
+def _no_stuck_memory(device: torch.device) -> Iterator[None]:
+    """Takes what torch cannot give back (see `stuck_memory`), so that nothing is allocated from it: that would not be seen."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    segments = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if (segment["device"], segment["stream"], segment["segment_type"]) == (device.index, stream, "large")
+        and segment.get("segment_pool_id", (0, 0)) == (0, 0)  # The others are of recorded steps.
+    ]
+    free = (block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive")
+    # The largest first, each of which is then the only one that fits. Smaller tensors are allocated elsewhere.
+    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sorted(free, reverse=True) if size > _SMALL]
+    try:
+        yield
+    finally:
+        held.clear()
 
 
 def library_buffers(device: torch.device) -> int:

@@ -31,6 +31,7 @@ from penstock.arch.layout import GroupId
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.base.garbage import no_collection
 from penstock.kv.pool import KVPool
+from penstock.memory.device import give_back
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
 from penstock.ops.attention import AttentionInputs, PlacedRun, Rows, reads_pages
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _IDLE: list[torch.cuda.Stream] = []
 _GRAPH_BYTES = 16 << 20
 """Of a recorded step, beside what passes through it."""
+_STREAM_BYTES = 64 << 20
+"""Of the stream that steps are recorded on: 32 MiB that the library of products takes for each, and segments that are used in part."""
 _MANY = 32
 _EARLY = (9, 0)
 """The first GPUs whose kernels can wait for each other on the device."""
@@ -100,7 +103,8 @@ def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
         wide = max(wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size)
     runs = run_counts(spec, tokens)
     passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
-    return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
+    beside = _STREAM_BYTES + (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
+    return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + beside
 
 
 class DecodeStep:
@@ -249,6 +253,7 @@ class DecodeGraphs:
                     self._run_programs[count] = partial(compute, self._weights)
         torch.cuda.synchronize(device)
         self._stream = stream  # Not one whose recording was broken off.
+        give_back(device)  # What was computed once before its recording was computed on that stream, which nothing else is.
         self.bytes = torch.cuda.memory_reserved(device) - before
         self.seconds = perf_counter() - begin
 
