@@ -76,7 +76,7 @@ CASES = [
     Case("mixed", "8B", SHAPES["8B"], Kind.DECODE, 16, 512, ("15GiB", "60GiB")),
     Case("mixed", "8B", SHAPES["8B"], Kind.PREFILL, 1, 8192, ("15GiB", "60GiB")),
     Case("streamed", "8B", SHAPES["8B"], Kind.DECODE, 1, 2048, ("6GiB", "60GiB")),
-    Case("streamed", "8B", SHAPES["8B"], Kind.PREFILL, 1, 8192, ("9GiB", "60GiB")),
+    Case("streamed", "8B", SHAPES["8B"], Kind.PREFILL, 1, 8192, ("10GiB", "60GiB")),
     Case("mixture", "30B-A3B", MOE, Kind.DECODE, 1, 512, ("16GiB", "90GiB")),
     Case("mixture", "30B-A3B", MOE, Kind.DECODE, 16, 512, ("16GiB", "90GiB")),
 ]

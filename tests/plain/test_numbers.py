@@ -50,7 +50,7 @@ def test_readme_has_the_table_that_the_results_make(numbers: ModuleType) -> None
         ("h200_execution", ("2026-11-23, gaps explained", "decode", "8B, batch 64", "context"), 1024),
         ("h200_execution", ("2026-11-23, gaps explained", "decode", "8B, batch 64", "dtype"), "float16"),
         ("h200_tensor_parallel", ("2026-11-23, kernels noted", "stream", "2 ranks", "streaming", "copied_per_pass"), 14e9),
-        ("h200_weight_streaming", ("machine_with_page_tables_counted", "decode_32", "context"), 512),
+        ("h200_weight_streaming", ("machine", "batch_32", "context"), 16),
         ("h200_prefix_tiers", ("environment", "devices"), [{"name": "NVIDIA H100 80GB HBM3"}]),
         ("cpu_against_transformers", ("requests",), 16),
     ],
@@ -71,7 +71,7 @@ def test_another_number_or_condition_makes_another_table(numbers: ModuleType, fi
 
 def test_a_run_above_its_caps_is_refused(numbers: ModuleType) -> None:
     results = numbers.Results(FOLDER)
-    results._files["h200_weight_streaming"]["machine_with_page_tables_counted"]["peak_device"] = (16 << 30) + 1
+    results._files["h200_weight_streaming"]["machine"]["over"] = ["batch 1: device 16.1GiB of 16GiB"]
     with pytest.raises(AssertionError):
         numbers.table(results)
 

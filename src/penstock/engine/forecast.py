@@ -32,7 +32,7 @@ TABLES = 512
 """Of so many bytes of pinned host memory, one is for the GPU's page tables."""
 CONTEXT = 1000 << 20
 """Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an H200."""
-FIXED = 320 << 20
+FIXED = 384 << 20
 """Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was on an H100 and an H200."""
 BUFFERS = 40 << 20
 """Memory that a CPU's library of products keeps: that of eight threads."""
