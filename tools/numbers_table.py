@@ -216,7 +216,8 @@ def streamed(results: Results) -> Iterator[Row]:
 
 def eighty_layers(results: Results) -> Iterator[Row]:
     one = results.newest("_weight_streaming", "machine", "caps")
-    assert one and not one["over"], "a run above its caps is no row of the table"
+    assert one is not None
+    assert not one["over"], "a run above its caps is no row of the table"
     for name, it in one.items():
         if name.startswith("batch_"):
             work = eighty(one["layers"], *one["caps"].values(), it)
