@@ -1,8 +1,12 @@
-"""Turns a conversation into a prompt with the model's own template: a foreign program, so it runs fenced in."""
+"""Turns a conversation into a prompt with the model's own template: a foreign program, so it runs fenced in.
+
+The fence keeps it from everything but its variables, and ends it after so many steps or characters. What one operation may take is not
+bounded here: `rendering` runs this in a process that has limits.
+"""
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import NoReturn
 
@@ -19,7 +23,6 @@ MOST_CHARACTERS = 1 << 26
 """Of a rendered conversation: far beyond any context, far below memory."""
 MOST_STEPS = 500_000
 """Rounds of loops and calls: about two seconds."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
@@ -70,10 +73,7 @@ class _Generation(Extension):
 
 
 class _Fence(ImmutableSandboxedEnvironment):
-    """A sandbox that also ends a template which runs on and on.
-
-    Not caught: one huge value built without loop, call or `*`, such as `"x"|center(10000000000)`.
-    """
+    """A sandbox that also ends a template which runs on and on."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -117,33 +117,3 @@ def _now(style: str) -> str:
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, TemplateError) else f"{type(error).__name__}: {text}"
-
-
-def conversation(messages: object) -> list[dict[str, object]]:
-    """Messages as templates expect them: text parts joined, keys without a value left out. Raises RequestError."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"messages must be a list with at least one {{role, content}}, not {str(messages)[:40]!r}")
-    return [_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
-
-
-def _message(where: str, message: object) -> dict[str, object]:
-    kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
-    if not isinstance(kept.get("role"), str):
-        raise RequestError(f"{where} must be a mapping with a role, such as user, assistant or system, not {str(message)[:40]!r}")
-    content = kept.get("content", "" if "tool_calls" in kept else None)
-    if isinstance(content, list | tuple):
-        content = "".join(_part(where, part) for part in content)
-    if not isinstance(content, str):
-        raise RequestError(f"{where} needs content, a text or a list of parts of type text, not {type(content).__name__}")
-    kept["content"] = content
-    reasoning = next((kept[key] for key in _REASONING if key in kept), None)
-    if reasoning is not None:  # one thing under three names, of which templates read the first or the second
-        kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
-    return kept
-
-
-def _part(where: str, part: object) -> str:
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
-    if kind != "text" or not isinstance(text, str):
-        raise RequestError(f"{where} has a part of type {kind!r}; only parts of type 'text' with a text are understood")
-    return text

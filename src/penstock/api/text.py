@@ -3,15 +3,13 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tokenizers
 
 from penstock.api.detokenize import Detokenizer, Pieces
+from penstock.api.messages import conversation
+from penstock.api.rendering import Template
 from penstock.base.errors import CheckpointError, RequestError
-
-if TYPE_CHECKING:
-    from penstock.api.chat_template import ChatTemplate
 
 
 class Tokenizer:
@@ -24,7 +22,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._names = dict(names)
         self._templates = dict(templates)
-        self._compiled: dict[str, ChatTemplate] = {}
+        self._compiled: dict[str, Template] = {}
         self._pieces = Pieces(tokenizer)
 
     @classmethod
@@ -110,21 +108,17 @@ class Tokenizer:
 
         Raises RequestError for messages of another form, for a model without a template, and for what the template refuses.
         """
-        from penstock.api.chat_template import conversation  # jinja2 takes 32 ms, and plain prompts need none
-
         template = self._template(tools is not None)
         given = {"messages": conversation(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
         return template.render({**self._names, "documents": None, **variables, **given})
 
-    def _template(self, tools: bool) -> "ChatTemplate":
-        from penstock.api.chat_template import ChatTemplate
-
+    def _template(self, tools: bool) -> Template:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             what = f"no default chat template, only {', '.join(sorted(self._templates))}" if self._templates else "no chat template"
             raise RequestError(f"this model has {what}; use plain generation: a prompt to continue instead of messages")
         if name not in self._compiled:
-            self._compiled[name] = ChatTemplate(self._templates[name])
+            self._compiled[name] = Template(self._templates[name])
         return self._compiled[name]
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
