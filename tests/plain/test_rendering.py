@@ -50,6 +50,13 @@ def test_what_burns_or_swells_ends(name: str) -> None:
     assert ECHO.render({"words": ["a", name]}) == "a" + name
 
 
+def test_memory_is_bounded() -> None:
+    """Where there is time enough."""
+    with pytest.raises(RequestError, match="400 MiB"):
+        Template("{{ 'x'.ljust(450000000) | length }}").render({})
+    assert Template("{{ 'x'.ljust(45000000) | length }}").render({}) == "45000000"
+
+
 def test_other_requests_and_threads_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nobody's turn held up, and no lock of the interpreter held."""
     monkeypatch.setattr(rendering, "SECONDS", 2.0)
