@@ -1,8 +1,11 @@
 """Turns tokens into text as they arrive: whole characters only, and nothing that a stop string may still take back."""
 
 import codecs
+import json
 import re
 from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
 
 import tokenizers
 
@@ -13,6 +16,29 @@ _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_SHOWN)))}
 _SEPARATE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 """Decoders that treat each token by itself, but for the start of the text. Then a token's share of a text is known at once."""
+
+
+def has_failed(error: BaseException) -> bool:
+    """Whether the tokenizers library has raised this of its own: where it panics, that is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def growth_of(part: "tokenizers.normalizers.Normalizer | tokenizers.decoders.Decoder | None") -> int:
+    """How many times as long a text may become by this part of a tokenizer: replacements one after another multiply."""
+    if part is None:
+        return 1
+    return _grown(json.loads(part.__getstate__()))
+
+
+def _grown(step: dict[str, Any]) -> int:
+    if step["type"] == "Sequence":
+        return prod(map(_grown, step.get("normalizers") or step.get("decoders") or ()))
+    if step["type"] != "Replace":
+        return 1
+    [(kind, pattern)] = step["pattern"].items()
+    if kind == "String" and pattern:
+        return max(-(-len(step["content"]) // len(pattern)), 1)
+    return len(step["content"]) + 1  # An expression may match between all characters.
 
 
 class Pieces:
@@ -50,7 +76,12 @@ class Pieces:
             plain = all(character in _BYTE_OF for character in name)
             piece = bytes(_BYTE_OF[character] for character in name) if plain else name.encode()
             return piece, piece
-        first, later = self._decode([name]), self._decode(["a", name]).removeprefix("a")
+        try:
+            first, later = self._decode([name]), self._decode(["a", name]).removeprefix("a")
+        except BaseException as error:
+            if not has_failed(error):
+                raise
+            first = later = name  # It would otherwise end the thread that serves everybody.
         piece = later.encode()
         if self._byte_fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):  # half a character has no text of its own
             piece = bytes([int(name[3:5], 16)])

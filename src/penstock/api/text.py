@@ -6,10 +6,15 @@ from pathlib import Path
 
 import tokenizers
 
-from penstock.api.detokenize import Detokenizer, Pieces
+from penstock.api.detokenize import Detokenizer, Pieces, growth_of, has_failed
 from penstock.api.messages import conversation
 from penstock.api.rendering import Template
 from penstock.base.errors import CheckpointError, RequestError
+
+MOST_BYTES = 256 << 20
+"""Of a tokenizer's file; the largest in use have some 35 MiB."""
+MOST_GROWTH = 64
+"""Times as long as a text may become before it is cut into tokens, or a token's name when it becomes text."""
 
 
 class Tokenizer:
@@ -36,8 +41,13 @@ class Tokenizer:
         source = _read(file)
         try:
             tokenizer = tokenizers.Tokenizer.from_str(source)
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:
+            if not has_failed(error):
+                raise
             raise CheckpointError(f"{file} is not a tokenizer: {' '.join(str(error).split())}; fetch the file again") from error
+        growth = max(growth_of(tokenizer.normalizer), growth_of(tokenizer.decoder))
+        if growth > MOST_GROWTH:
+            raise CheckpointError(f"{file} makes texts {growth:,} times as long, and {MOST_GROWTH} are allowed; use another tokenizer")
         config = _table(path / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # an older config: the map overrules it
             config |= _table(path / "special_tokens_map.json")
@@ -82,14 +92,26 @@ class Tokenizer:
         return self.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """As `encode` has each. Raises RequestError too where the tokenizer fails, such as for characters that it has no token for."""
         for text in texts:
             _check_unicode(text)
-        # Without offsets it takes half the time, and unlike `encode` it lets other Python threads run meanwhile.
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
+        try:  # Without offsets it takes half the time, and unlike `encode` it lets other Python threads run meanwhile.
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        except BaseException as error:
+            if not has_failed(error):
+                raise
+            reason = " ".join(str(error).split())
+            raise RequestError(f"the model's tokenizer has no tokens for this text: {reason}; try another, or send token ids") from error
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Tokens the tokenizer does not know are left out."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        """Tokens the tokenizer does not know are left out. Raises RequestError where it fails."""
+        try:
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        except BaseException as error:
+            if not has_failed(error):
+                raise
+            raise RequestError(f"the model's tokenizer has no text for these tokens: {' '.join(str(error).split())}") from error
 
     def detokenizer(self, stop: Sequence[str] = (), include_stop: bool = False, *, skip_special: bool = True,
                     continues: bool = False, kept: Collection[int] = ()) -> Detokenizer:  # fmt: skip
@@ -140,6 +162,8 @@ def _read(path: Path) -> str:
     if path.exists() and not path.is_file():  # Opening a pipe would wait for its writer for ever.
         raise CheckpointError(f"{path} cannot be read: it is not a regular file; fetch the model's directory again")
     try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise CheckpointError(f"{path} has {size:,} bytes, more than the {MOST_BYTES:,} allowed; fetch the model's directory again")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"

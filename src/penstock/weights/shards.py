@@ -19,6 +19,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+\.safetensors")
 """Of a shard, beside its index: nothing that could lead out of the directory or that is no file name at all."""
 
+MAX_TENSORS = 500_000
+"""Of a checkpoint. The largest mixtures of experts have some 100,000."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -46,7 +49,10 @@ class Shards:
             self._opened = opened.pop_all()
 
     def _add(self, file: DiskFile) -> None:
-        for name, entry in read_header(file).items():
+        found = read_header(file)
+        if len(self.tensors) + len(found) > MAX_TENSORS:
+            raise CheckpointError(f"{file.path} and the files before it have more than {MAX_TENSORS:,} tensors; no model has as many")
+        for name, entry in found.items():
             if name in self.tensors:
                 raise CheckpointError(f"tensor {shown(name)} is in both {self.tensors[name].file.path} and {file.path.name}; one must go")
             self.tensors[name] = Stored(name, file, entry)
