@@ -18,6 +18,7 @@ import specs
 from penstock.arch.families import FAMILIES, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError, UnsupportedModelError
+from penstock.weights import shards
 from penstock.weights.checkpoint import SERIAL, STAGE_BYTES, Checkpoint
 from penstock.weights.identity import STEP_BYTES
 from penstock.weights.manifest import PIECE_BYTES
@@ -303,6 +304,14 @@ def test_config_far_beyond_the_files(tmp_path: Path) -> None:
         assert "tensors; " in refusal(lambda: Checkpoint.open(tmp_path))
         change_config(tmp_path, num_hidden_layers=3, num_local_experts=4)
     verify(tmp_path)
+
+
+def test_more_tensors_than_any_model_has(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = len(stored(llama))
+    monkeypatch.setattr(shards, "MAX_TENSORS", count)
+    verify(llama)
+    monkeypatch.setattr(shards, "MAX_TENSORS", count - 1)
+    assert f"more than {count - 1} tensors" in refusal(lambda: verify(llama))
 
 
 def test_missing_tensors(llama: Path) -> None:

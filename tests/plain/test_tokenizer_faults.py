@@ -58,13 +58,6 @@ def test_a_text_over_which_it_panics_is_refused(tmp_path: Path, changed: dict[st
         tokenizer(tmp_path, **changed).encode("ab")
 
 
-def test_tokens_over_which_it_panics_have_their_names_as_text(tmp_path: Path) -> None:
-    """A stream comes from the thread that serves everybody."""
-    ours = tokenizer(tmp_path, decoder={"type": "Strip", "content": "a", "start": 1, "stop": 0}, model=WHOLE["model"])
-    stream = ours.detokenizer()
-    assert isinstance(stream.push([0, 1, 0]) + stream.finish(), str)
-
-
 def test_an_interrupt_is_none_of_its_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = tokenizer(tmp_path)
 

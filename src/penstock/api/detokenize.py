@@ -76,12 +76,7 @@ class Pieces:
             plain = all(character in _BYTE_OF for character in name)
             piece = bytes(_BYTE_OF[character] for character in name) if plain else name.encode()
             return piece, piece
-        try:
-            first, later = self._decode([name]), self._decode(["a", name]).removeprefix("a")
-        except BaseException as error:
-            if not has_failed(error):
-                raise
-            first = later = name  # It would otherwise end the thread that serves everybody.
+        first, later = self._decode([name]), self._decode(["a", name]).removeprefix("a")
         piece = later.encode()
         if self._byte_fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):  # half a character has no text of its own
             piece = bytes([int(name[3:5], 16)])
