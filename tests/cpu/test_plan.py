@@ -51,7 +51,7 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
         ["8B", "--machine", "h200", "--batch", "4"],
         ["8B", "--machine", "cpu", "--device-memory", "9GiB"],
         [str(FILES / "Qwen3-30B-A3B"), "--device-memory", "16GiB", "--host-memory", "32GiB"],
-        ["0.6B", "--device-memory", "1800MiB", "--host-memory", "6GiB", "--disk-rate", "none", "--step-tokens", "256"],
+        ["0.6B", "--device-memory", "1900MiB", "--host-memory", "6GiB", "--disk-rate", "none", "--step-tokens", "256"],
     ],
     ids=["three tiers", "resident", "cpu", "experts", "no disk"],
 )

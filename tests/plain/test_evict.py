@@ -230,7 +230,7 @@ def test_an_age_that_few_have_passed_does_not_look_as_if_nothing_returned_at_it(
 
 
 def test_the_same_calls_give_the_same_victims() -> None:
-    assert victims(conversations()) == victims(conversations())
+    assert victims(conversations()[:1500]) == victims(conversations()[:1500])
 
 
 def victims(trace: Trace) -> list[int]:

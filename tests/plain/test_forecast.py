@@ -139,7 +139,7 @@ def test_kv_that_the_device_does_not_hold_comes_over_the_link() -> None:
     two = of(LONG, roomy, replace(WORK, context=context, step_tokens=chunk, batch=2))
     assert two.decode.copied == pytest.approx(2 * found.far - near, rel=0.02)
     for share in (0.5, 0.8):  # Weights that stream take their part of the link as well.
-        small = replace(roomy, device=CONTEXT + (64 * GIB) // TABLES + int(share * whole(DENSE)) + GIB // 8)
+        small = replace(roomy, device=CONTEXT + (64 * GIB) // TABLES + int(share * whole(DENSE)) + GIB // 4)
         both = of(LONG, small, replace(WORK, context=context))
         assert both.far == found.far
         near = max(both.budget.blocks - 4, 0) * BLOCK_SIZE * token

@@ -229,7 +229,7 @@ def _no_stuck_memory(device: torch.device) -> Iterator[None]:
     stream = torch.cuda.current_stream(device).cuda_stream
     segments = [
         segment
-        for segment in torch.cuda.memory_snapshot()
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # torch's
         if (segment["device"], segment["stream"], segment["segment_type"]) == (device.index, stream, "large")
         and segment.get("segment_pool_id", (0, 0)) == (0, 0)  # The others are of recorded steps.
     ]
