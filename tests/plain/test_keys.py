@@ -87,3 +87,12 @@ def test_a_root_is_no_block() -> None:
     assert rule.root_of(10) == rule.root_of(1) == root
     assert len({root, rule.root_of(11), rule.root_of(12), block_key(root, [11]), block_key(root, [12])}) == 5
     assert PrefixRule(root).root_of(11) == root
+
+
+def test_a_salt_makes_another_root() -> None:
+    root = root_key(b"model")
+    rule = PrefixRule(root, length_matters_from=10)
+    roots = [rule.root_of(length, salt) for length in (1, 11, 12) for salt in (b"", b"a", b"b")]
+    assert len(set(roots)) == len(roots)
+    assert rule.root_of(1, b"") == root
+    assert rule.root_of(9, b"a") == rule.root_of(10, b"a")

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.api.detokenize import Detokenizer
 from penstock.api.outputs import Completion, Delta, Output
@@ -24,6 +24,12 @@ class Ready:
     """A new one for each output."""
     priority: int = 0
     """Of those that wait the one with the least is served first."""
+    salt: bytes = b""
+    """Prefixes are shared with prompts of the same salt alone."""
+
+    def salted(self, salt: bytes) -> "Ready":
+        """The same, sharing with those of that salt."""
+        return replace(self, salt=salt)
 
 
 @dataclass(slots=True)

@@ -283,7 +283,7 @@ class LLM:
             try:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
-                    request = self._engine.submit(ready.tokens, own, ready.max_tokens, ready.priority)
+                    request = self._engine.submit(ready.tokens, own, ready.max_tokens, ready.priority, ready.salt)
                     deltas = deque[Delta](maxlen=None if followed else 0)
                     sequences.append(Sequel(index, request, own, detokenizer, deltas))
                     self._live[request] = sequences[-1]

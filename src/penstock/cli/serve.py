@@ -65,6 +65,7 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
     help="Without keys: a name to answer to, beside addresses and localhost; may be repeated.",
 )
 @option(SERVER, "--without-keys", is_flag=True, help="Let anybody who reaches --host use this server, though there are no keys.")
+@option(SERVER, "--share-prefixes", is_flag=True, help="Let clients of all keys find each other's prefixes; how fast tells of them.")
 @option(LIMITS, "--queue", type=click.IntRange(min=0), default=256, metavar="N", help="Outputs that may wait; beyond it is 429. [256]")
 @option(LIMITS, "--max-body", type=click.IntRange(min=1024), default=32 << 20, metavar="BYTES", help="Of a request. [32 MiB]")
 @option(LIMITS, "--request-timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds a request may take. [any]")
@@ -102,7 +103,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     config = engine_config(ctx, model, None)
     names = asked["names"] or (model.resolve().name,)
     parsers = asked["tool_parser"], asked["reasoning_parser"]
-    there = Settings(tuple(names), api_keys(ctx), asked["max_body"], *parsers, asked["max_kept"], asked["allow_hosts"])
+    there = Settings(tuple(names), api_keys(ctx), asked["max_body"], *parsers, asked["max_kept"], asked["allow_hosts"], asked["share_prefixes"])
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
             f"{asked['host']} can be reached from other machines, and there are no keys; name a file of them with --api-keys, or say "

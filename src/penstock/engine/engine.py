@@ -104,9 +104,11 @@ class Engine:
     def busy(self) -> bool:
         return self.scheduler.busy or self._flight is not None
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None, priority: int = 0) -> RequestId:
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None, priority: int = 0, salt: bytes = b""
+    ) -> RequestId:
         self._open()
-        return self.scheduler.submit(prompt, sampling, max_tokens, priority)
+        return self.scheduler.submit(prompt, sampling, max_tokens, priority, salt)
 
     def stop(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request and free what it holds. False if it has already ended."""

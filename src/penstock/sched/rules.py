@@ -61,17 +61,19 @@ class PrefixRule:
     share: bool = True
     length_matters_from: int | None = None
 
-    def root_of(self, prompt_length: int) -> bytes:
+    def root_of(self, prompt_length: int, salt: bytes = b"") -> bytes:
+        """The first link of a prompt's keys. salt: what tells those apart who must not share."""
+        root = root_key(self.root, "salt", salt) if salt else self.root
         if self.length_matters_from is None or prompt_length <= self.length_matters_from:
-            return self.root
-        return root_key(self.root, prompt_length)
+            return root
+        return root_key(root, prompt_length)
 
     def key(self, request: Request, index: int, size: int) -> bytes:
         """The key of the request's full block `index` of `size` tokens, with those before it."""
         keys = request.keys
         if len(keys) <= index:
             # All that there are: whoever asks for one will ask for the next.
-            parent = keys[-1] if keys else self.root_of(request.prompt_length)
+            parent = keys[-1] if keys else self.root_of(request.prompt_length, request.salt)
             keys += block_keys(parent, request.tokens[len(keys) * size : request.known], size)
         return keys[index]
 

@@ -163,7 +163,9 @@ class Scheduler:
         """
         return min(self.limits.max_length, max(self._longest_short, self._longest_long))
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None, priority: int = 0) -> RequestId:
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None, priority: int = 0, salt: bytes = b""
+    ) -> RequestId:
         """Queue a request, before those of a higher number. Raises RequestError if it could never be served, before anything is changed.
 
         Without `max_tokens` it may have all the room there is, and is long at once for its prompt, or when its output has grown.
@@ -177,6 +179,7 @@ class Scheduler:
             sampling=sampling,
             share_prefix=self.prefixes.share and sampling.prompt_logprobs is None,
             priority=priority,
+            salt=salt,
         )
         # When its first token is known, a step that runs ahead has the second.
         request.long = self._becomes_long(request, len(prompt) + (max_tokens or _EARLY + 1))

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from penstock.api.jobs import Ready
 from penstock.api.llm import LLM
 from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
 from penstock.server.answers import Answer, error
@@ -26,9 +27,10 @@ from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.openapi import described
 from penstock.server.page import FILES, told
 from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
-from penstock.server.prompts import chat_tokens, read
-from penstock.server.responses import read_response
+from penstock.server.prompts import Telling, chat_tokens, read
+from penstock.server.responses import Told, read_response
 from penstock.server.sending import GONE, completed, json_response, responded, said
+from penstock.server.tenants import NOBODY, owner_of, salt_of
 from penstock.server.uploads import Uploads
 from penstock.server.watching.accounts import Accounts, Teller, account_of
 from penstock.server.watching.logs import note_request
@@ -61,6 +63,8 @@ class Settings:
     reasoning_parser: str = AUTO
     most_kept: int = 64 << 20
     allow_hosts: tuple[str, ...] = ()
+    share_prefixes: bool = False
+    """Whether prefixes that one key has sent are found by others too, who can tell by the time that it takes."""
 
 
 @dataclass(slots=True)
@@ -154,7 +158,7 @@ def _told(house: House, path: str, handlers: Mapping[str, Handler]) -> Callable[
         try:
             # Not request.url, in which the client's Host header may have a part.
             if request.scope["path"] not in _OPEN:
-                _check_key(house.settings, request)
+                account_of(request).owner = _owner(house.settings, request)
             return await handlers["GET" if request.method == "HEAD" else request.method](house, request)
         except asyncio.CancelledError:  # The end of the server has not waited for this, such as for a body that does not come.
             return _refusal(EngineClosedError("the server is shutting down; send the request again, to another one or later"))
@@ -169,15 +173,21 @@ def _told(house: House, path: str, handlers: Mapping[str, Handler]) -> Callable[
     return route
 
 
-def _check_key(settings: Settings, request: Request) -> None:
+def _owner(settings: Settings, request: Request) -> bytes:
+    """Who has sent it. Raises HTTPException for a key that is not one of the server's, if that has any."""
     if not settings.keys:
-        return
+        return NOBODY
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     sent = given.strip().encode("latin-1")  # As Starlette has read it; the bytes are the client's.
     # Each is compared, in a time that tells nothing of how much of it was right.
     right = [hmac.compare_digest(sent, key) for key in settings.keys]
     if scheme.lower() != "bearer" or not any(right):
         raise HTTPException(401, "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY'")
+    return owner_of(sent)
+
+
+def _salt(house: House, request: Request, given: str | None) -> bytes:
+    return salt_of(account_of(request).owner, given, share=house.settings.share_prefixes)
 
 
 def _refusal(fault: Exception) -> Response:
@@ -279,7 +289,13 @@ async def _generate(house: House, request: Request, kind: type[ChatRequest] | ty
     asked.check()
     llm, desk = house.model()
     desk.check_room(asked.outputs)
-    ready, telling = await _aside(house, request, lambda: read(llm, asked, house.dialect))
+    salt = _salt(house, request, asked.cache_salt)
+
+    def prepared() -> tuple[list[Ready], Telling]:
+        ready, telling = read(llm, asked, house.dialect)
+        return [one.salted(salt) for one in ready], telling
+
+    ready, telling = await _aside(house, request, prepared)
     return await completed(request, desk, ready, telling, asked)
 
 
@@ -289,21 +305,27 @@ async def _respond(house: House, request: Request) -> Response:
     asked.check()
     llm, desk = house.model()
     desk.check_room(1)
-    name = asked.previous_response_id
-    before = b"" if name is None else house.kept.conversation(name, "previous_response_id")
-    ready, response = await _aside(house, request, lambda: read_response(llm, asked, before, house.dialect))
+    name, owner = asked.previous_response_id, account_of(request).owner
+    before = b"" if name is None else house.kept.conversation(name, owner, "previous_response_id")
+    salt = _salt(house, request, asked.cache_salt)
+
+    def prepared() -> tuple[Ready, Told]:
+        ready, told = read_response(llm, asked, before, house.dialect)
+        return ready.salted(salt), told
+
+    ready, response = await _aside(house, request, prepared)
     return await responded(request, desk, ready, response, house.kept, asked)
 
 
 async def _response(house: House, request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
         raise FieldError("a stream was asked for, but a response that is kept is whole; leave stream out", "stream")
-    return Response(house.kept.answer(request.path_params["name"]), media_type="application/json")
+    return Response(house.kept.answer(request.path_params["name"], account_of(request).owner), media_type="application/json")
 
 
 async def _drop(house: House, request: Request) -> Response:
     name = request.path_params["name"]
-    house.kept.drop(name)
+    house.kept.drop(name, account_of(request).owner)
     return json_response({"id": name, "object": "response", "deleted": True})
 
 

@@ -23,6 +23,7 @@ class NotKeptError(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class _Response:
+    owner: bytes
     answer: bytes
     messages: bytes
     """The conversation up to its end, without instructions, as JSON."""
@@ -37,29 +38,30 @@ class Kept:
         self._size = 0
         self._responses: OrderedDict[str, _Response] = OrderedDict()
 
-    def put(self, name: str, answer: bytes, messages: Sequence[Message]) -> None:
-        """Those that have been there for longest make room."""
-        one = _Response(answer, msgspec.json.encode(messages))
+    def put(self, owner: bytes, name: str, answer: bytes, messages: Sequence[Message]) -> None:
+        """Those that have been there for longest make room. owner: who alone may come back to it."""
+        one = _Response(owner, answer, msgspec.json.encode(messages))
         self._responses[name] = one
         self._size += len(one.answer) + len(one.messages)
         while self._size > self._room or len(self._responses) > MOST:
             self._forget(next(iter(self._responses)))
 
-    def answer(self, name: str) -> bytes:
-        """Raises NotKeptError."""
-        return self._found(name).answer
+    def answer(self, name: str, owner: bytes) -> bytes:
+        """Raises NotKeptError, also for another's."""
+        return self._found(name, owner).answer
 
-    def conversation(self, name: str, param: str) -> bytes:
+    def conversation(self, name: str, owner: bytes, param: str) -> bytes:
         """Up to the end of that response: messages, as JSON. Raises NotKeptError."""
-        return self._found(name, param).messages
+        return self._found(name, owner, param).messages
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, owner: bytes) -> None:
         """Raises NotKeptError."""
-        self._found(name)
+        self._found(name, owner)
         self._forget(name)
 
-    def _found(self, name: str, param: str | None = None) -> _Response:
-        if (one := self._responses.get(name)) is None:
+    def _found(self, name: str, owner: bytes, param: str | None = None) -> _Response:
+        one = self._responses.get(name)
+        if one is None or one.owner != owner:  # Of another's nothing is told, nor that it is there.
             raise NotKeptError(name, param)
         return one
 

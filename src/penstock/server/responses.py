@@ -4,7 +4,7 @@ A response is always told as a stream; one that is not sent as such is what the 
 """
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from time import time
 from typing import Any
 
@@ -16,7 +16,6 @@ from penstock.api.outputs import Completion, Delta
 from penstock.api.text import Tokenizer
 from penstock.server.answers import logprob_entries, new_call
 from penstock.server.desk import Call
-from penstock.server.kept import Kept
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
 from penstock.server.parsing.speech import Speech
@@ -27,6 +26,8 @@ from penstock.server.wire.responses import ResponsesRequest, named_here
 from penstock.step.request import FinishReason
 
 Item = dict[str, Any]
+Keep = Callable[[str, bytes, Sequence[Message]], None]
+"""Takes a response's name, what was answered, and the conversation up to its end."""
 _CONVERSATION = msgspec.json.Decoder(list[Message])
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -73,7 +74,7 @@ class Told:
         """Tokens of reasoning."""
         self._finish: FinishReason | None = None
 
-    async def events(self, call: Call, kept: Kept | None) -> AsyncGenerator[bytes]:
+    async def events(self, call: Call, keep: Keep | None) -> AsyncGenerator[bytes]:
         """All of them, as server-sent events; none if no stream was asked for. Raises what keeps it from being complete."""
         for kind in ("created", "in_progress"):
             self._tell(f"response.{kind}", response=self.response)
@@ -84,9 +85,9 @@ class Told:
             for event in self._told():
                 yield event
         self._end(call.so_far())
-        if kept is not None and self.response["status"] != "failed":
+        if keep is not None and self.response["status"] != "failed":
             said = [item for item in self.response["output"] if item["type"] != "function_call" or item["status"] == "completed"]
-            kept.put(self.response["id"], msgspec.json.encode(self.response), messages_of(said, self._messages))
+            keep(self.response["id"], msgspec.json.encode(self.response), messages_of(said, self._messages))
         for event in self._told():
             yield event
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -62,7 +63,7 @@ async def responded(request: Request, desk: Desk, ready: Ready, told: Told, kept
     """A response, which is kept unless it is not to be."""
     calls = desk.ask([ready], asked.timeout)
     account_of(request).asks(asked.model, calls, streams=asked.streams)
-    events = told.events(calls[0], kept if asked.stores else None)
+    events = told.events(calls[0], partial(kept.put, account_of(request).owner) if asked.stores else None)
     if asked.streams:
         return Live(_to_the_end(events, told), lambda: leave(calls))
 

@@ -41,6 +41,8 @@ class Request:
     """False when every prompt position must be computed, because its log-probabilities were asked for."""
     priority: int = 0
     """Of those that wait the one with the least is served first."""
+    salt: bytes = b""
+    """Its prefixes are shared with requests of the same salt alone."""
     phase: Phase = Phase.WAITING
     row: Row | None = None
     long: bool = False

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -101,6 +101,9 @@ class Sendable(Ready):
     size: int
     """Tokens of a block."""
 
+    def salted(self, salt: bytes) -> "Sendable":
+        return replace(self, salt=salt, keys=_keys(self.tokens, self.size, salt))
+
     def errand(self) -> Errand:
         own = {field.name: getattr(self, field.name) for field in fields(Ready) if field.name not in ("prompt", "tokens", "detokenizer")}
         return Errand(self.given, self.params, own)
@@ -108,7 +111,16 @@ class Sendable(Ready):
     def keys_with(self, output: Sequence[int]) -> list[bytes]:
         """Of the full blocks when an output is there too. Of its last token there is no KV."""
         rest = (*self.tokens[len(self.keys) * self.size :], *output[:-1])
-        return [*self.keys, *block_keys(self.keys[-1] if self.keys else _ROOT, rest, self.size)]
+        return [*self.keys, *block_keys(self.keys[-1] if self.keys else _root(self.salt), rest, self.size)]
+
+
+def _root(salt: bytes) -> bytes:
+    return root_key(_ROOT, salt) if salt else _ROOT
+
+
+def _keys(tokens: Sequence[int], size: int, salt: bytes = b"") -> list[bytes]:
+    """Of the full blocks of a prompt but for its last token, which is computed in any case."""
+    return block_keys(_root(salt), tokens[: (len(tokens) - 1) // size * size], size)
 
 
 class FarLLM(LLM):
@@ -133,8 +145,7 @@ class FarLLM(LLM):
 
     def read(self, prompt: Prompt, params: SamplingParams | None = None) -> Ready:
         ready, size = super().read(prompt, params), self._facts.limits.block_size
-        # The last token is computed in any case.
-        keys = block_keys(_ROOT, ready.tokens[: (len(ready.tokens) - 1) // size * size], size)
+        keys = _keys(ready.tokens, size)
         return Sendable(*(getattr(ready, field.name) for field in fields(Ready)), given=prompt, params=params, keys=keys, size=size)
 
     def stats(self) -> Stats:

@@ -33,6 +33,8 @@ class Account:
     """Seconds of monotonic()."""
     began_ns: int = field(default_factory=time_ns)
     """The same since 1970."""
+    owner: bytes = b""
+    """Stands for the key that was sent, if the server has any."""
     route: str = "unknown"
     """The path as the API names it, so without what clients put into it."""
     status: int | None = None

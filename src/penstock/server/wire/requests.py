@@ -38,6 +38,8 @@ class FieldError(PenstockError):
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 """Of those that wait the request with the least is served first."""
 Timeout = Annotated[float, Meta(gt=0)]
+Salt = Annotated[str, Meta(min_length=1, max_length=256)]
+"""Of prefixes: they are shared with requests of the same."""
 """Seconds after which a request ends with an error."""
 
 
@@ -72,6 +74,7 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool = False
     priority: Priority = 0
     timeout: Timeout | None = None
+    cache_salt: Salt | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @property

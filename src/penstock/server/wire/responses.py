@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.server.wire.items import led
-from penstock.server.wire.requests import ChatRequest, FieldError, Message, Priority, StreamOptions, Timeout, invalid
+from penstock.server.wire.requests import ChatRequest, FieldError, Message, Priority, Salt, StreamOptions, Timeout, invalid
 from penstock.server.wire.structured import StructuredOutputs
 
 MOST_METADATA = 16
@@ -88,6 +88,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     priority: Priority = 0
     timeout: Timeout | None = None
+    cache_salt: Salt | None = None
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
