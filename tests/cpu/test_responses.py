@@ -260,15 +260,15 @@ def test_as_many_are_kept_as_there_is_room_for() -> None:
     talk = [Message(role="user", content="a" * 100)]
     kept = Kept(1000)
     for number in range(6):
-        kept.put(str(number), b"b" * 200, talk)
-    assert kept.answer("5") == b"b" * 200
-    assert json.loads(kept.conversation("4", "x")) == [{"role": "user", "content": "a" * 100}]
+        kept.put(b"", str(number), b"b" * 200, talk)
+    assert kept.answer("5", b"") == b"b" * 200
+    assert json.loads(kept.conversation("4", b"", "x")) == [{"role": "user", "content": "a" * 100}]
     with pytest.raises(NotKeptError):
-        kept.answer("1")
-    kept.put("large", b"b" * 1000, talk)
+        kept.answer("1", b"")
+    kept.put(b"", "large", b"b" * 1000, talk)
     for name in ("large", "5"):
         with pytest.raises(NotKeptError):
-            kept.answer(name)
+            kept.answer(name, b"")
     kept.put("6", b"", talk)
     kept.drop("6")
     with pytest.raises(NotKeptError):

@@ -1,9 +1,11 @@
 """Tokenizers that the library panics over, or that make texts many times as long: one request or one model is refused, no more."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from penstock.api.text import Tokenizer
 from penstock.base.errors import CheckpointError, RequestError
@@ -91,3 +93,55 @@ def test_a_tokenizer_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         out.truncate(4 << 30)
     with pytest.raises(CheckpointError, match="4,294,967,296 bytes"):
         Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_qwen_hf", "stories260k_hf"])
+def test_no_text_has_fewer_tokens_than_is_said(shared_data: Path, file: str) -> None:
+    ours = Tokenizer.from_directory(shared_data / file)
+    rng = random.Random(0)
+    words = [
+        "the",
+        " a",
+        "\n\n",
+        "=" * 200,
+        " " * 300,
+        "日本語",
+        "e\u0301",
+        "\u1100\u1161\u11a8",
+        "\u03b1\u0313\u0300\u0345",
+        "0123456789",
+        "<|im_end|>",
+    ]
+    for _ in range(300):
+        text = "".join(rng.choices(words, k=rng.randrange(1, 60)))
+        assert ours.least_tokens(text) <= len(ours.encode(text, special=False))
+    assert ours.least_tokens("a" * 1_000_000) > 2_000
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {
+            "model": {
+                "type": "WordPiece",
+                "vocab": {"[UNK]": 0},
+                "unk_token": "[UNK]",
+                "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 9,
+            }
+        },
+        {"model": WHOLE["model"]},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"}},
+        {"normalizer": {"type": "NFKC"}},
+    ],
+    ids=["words", "unknown characters", "removed", "replaced", "compatibility"],
+)
+def test_nothing_is_said_where_text_may_vanish(tmp_path: Path, changed: dict[str, object]) -> None:
+    """All bytes have tokens in the first of each pair, but for what is changed."""
+    names = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    whole = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}}
+    if "model" not in changed:
+        whole["model"] = {"type": "BPE", "vocab": {name: at for at, name in enumerate(sorted(names))}, "merges": []}
+        assert tokenizer(tmp_path, **whole).least_tokens("a" * 1000) == 500  # The longest name has two bytes.
+    assert tokenizer(tmp_path, **whole | changed).least_tokens("a" * 1000) == 0

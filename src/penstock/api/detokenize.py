@@ -41,6 +41,34 @@ def _grown(step: dict[str, Any]) -> int:
     return len(step["content"]) + 1  # An expression may match between all characters.
 
 
+_WHOLE = {"ByteLevel", "Sequence", "Split", "Digits", "Metaspace", "Punctuation"}
+"""Ways to cut a text that leave nothing of it out, unless they are told to remove what they find."""
+
+
+def longest_share(tokenizer: tokenizers.Tokenizer) -> int:
+    """Bytes of a text without its blanks that one token stands for at most; 0 where that cannot be said: part of the text may be left
+    out, or any number of characters become one token."""
+    model, vocabulary = tokenizer.model, tokenizer.get_vocab()
+    before = tokenizer.pre_tokenizer.__getstate__().decode() if tokenizer.pre_tokenizer else ""
+    if not isinstance(model, tokenizers.models.BPE) or '"Removed"' in before or set(re.findall(r'"type":"(\w+)"', before)) - _WHOLE:
+        return 0
+    known = '"ByteLevel"' in before and vocabulary.keys() >= _BYTE_OF.keys()
+    if not known and not (model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))):
+        return 0
+    shrunk = _shrunk(json.loads(tokenizer.normalizer.__getstate__())) if tokenizer.normalizer else 1
+    return shrunk * max(len(name.encode()) for name in vocabulary)
+
+
+def _shrunk(step: dict[str, Any]) -> int:
+    """How many bytes of a text may become one by this part of a normalizer; 0 if any number."""
+    if step["type"] == "Sequence":
+        return prod(map(_shrunk, step["normalizers"]))
+    if step["type"] == "Replace":
+        [(kind, pattern)] = step["pattern"].items()
+        return int(kind == "String" and len(step["content"].encode()) >= len(pattern.encode()))
+    return {"Prepend": 1, "NFC": 4}.get(step["type"], 0)  # A composed character has at least a quarter of its parts' bytes.
+
+
 class Pieces:
     """What each token adds to a text, in bytes, learnt from the tokenizer's own decoder and kept.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tokenizers
 
-from penstock.api.detokenize import Detokenizer, Pieces, growth_of, has_failed
+from penstock.api.detokenize import Detokenizer, Pieces, growth_of, has_failed, longest_share
 from penstock.api.messages import conversation
 from penstock.api.rendering import Template
 from penstock.base.errors import CheckpointError, RequestError
@@ -29,6 +29,8 @@ class Tokenizer:
         self._templates = dict(templates)
         self._compiled: dict[str, Template] = {}
         self._pieces = Pieces(tokenizer)
+        self._longest: int | None = None
+        """Bytes of a text that a token may stand for; 0 if there may be any number of them."""
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
@@ -85,6 +87,14 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """For display: bytes that are no whole character show as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text has at least, by its length alone; 0 where a tokenizer may leave out some of it."""
+        if self._longest is None:
+            self._longest = longest_share(self._tokenizer)
+        if not self._longest:
+            return 0
+        return -(-len("".join(text.split()).encode("utf-8", "replace")) // self._longest)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: with the tokens that tokenizer.json puts around a text. add_bos_token in the config changes nothing, as in

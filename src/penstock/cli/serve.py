@@ -103,7 +103,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     config = engine_config(ctx, model, None)
     names = asked["names"] or (model.resolve().name,)
     parsers = asked["tool_parser"], asked["reasoning_parser"]
-    there = Settings(tuple(names), api_keys(ctx), asked["max_body"], *parsers, asked["max_kept"], asked["allow_hosts"], asked["share_prefixes"])
+    there = Settings(
+        tuple(names), api_keys(ctx), asked["max_body"], *parsers, asked["max_kept"], asked["allow_hosts"], asked["share_prefixes"]
+    )
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
             f"{asked['host']} can be reached from other machines, and there are no keys; name a file of them with --api-keys, or say "

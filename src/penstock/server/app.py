@@ -5,7 +5,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import time
+from time import monotonic, time
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from penstock.api.jobs import Ready
 from penstock.api.llm import LLM
 from penstock.base.errors import CheckpointError, EngineClosedError, LengthError, PenstockError, RequestError
 from penstock.server.answers import Answer, error
-from penstock.server.desk import BusyError, DeadlineError, Desk
+from penstock.server.desk import BusyError, DeadlineError, Desk, overdue
 from penstock.server.doors import Doors, is_json
 from penstock.server.fleet.desk import Fleet
 from penstock.server.kept import Kept, NotKeptError
@@ -88,7 +88,7 @@ class House:
 
     def __post_init__(self) -> None:
         self.kept = Kept(self.settings.most_kept)
-        self.uploads = Uploads(self.settings.most_body)
+        self.uploads = Uploads(self.settings.most_body, keys=len(self.settings.keys))
 
     def open(self, llm: LLM, desk: Desk) -> None:
         self.llm, self.desk, self.loaded = llm, desk, int(time())
@@ -235,8 +235,16 @@ async def _body(house: House, request: Request, kind: type[T]) -> T:
     return decoded(await house.uploads.body(request), kind)
 
 
-async def _aside(house: House, request: Request, read: Callable[[], T]) -> T:
-    return await house.uploads.aside(request, read)
+async def _aside(house: House, request: Request, read: Callable[[], T], timeout: float | None = None) -> T:
+    """timeout: seconds that the request may take, which run since it has come. Raises DeadlineError."""
+    seconds = None if house.desk is None else house.desk.seconds(timeout)
+    late = None if seconds is None else seconds - (monotonic() - account_of(request).began)
+    try:
+        async with asyncio.timeout(late):
+            return await house.uploads.aside(request, read)
+    except TimeoutError as error:
+        assert seconds is not None
+        raise overdue(seconds) from error
 
 
 def _check_model(house: House, name: str) -> None:
@@ -295,7 +303,7 @@ async def _generate(house: House, request: Request, kind: type[ChatRequest] | ty
         ready, telling = read(llm, asked, house.dialect)
         return [one.salted(salt) for one in ready], telling
 
-    ready, telling = await _aside(house, request, prepared)
+    ready, telling = await _aside(house, request, prepared, asked.timeout)
     return await completed(request, desk, ready, telling, asked)
 
 
@@ -313,7 +321,7 @@ async def _respond(house: House, request: Request) -> Response:
         ready, told = read_response(llm, asked, before, house.dialect)
         return ready.salted(salt), told
 
-    ready, response = await _aside(house, request, prepared)
+    ready, response = await _aside(house, request, prepared, asked.timeout)
     return await responded(request, desk, ready, response, house.kept, asked)
 
 
@@ -362,7 +370,7 @@ async def _tokenize(house: House, request: Request) -> Response:
         if asked.messages is not None:
             tokens = chat_tokens(llm, asked, house.dialect)
         else:
-            tokens = llm.tokenizer.encode(asked.prompt or "", special=asked.add_special_tokens)
+            tokens = llm.prompt_tokens(asked.prompt or "", special=asked.add_special_tokens)
         answer: Answer = {"count": len(tokens), "max_model_len": llm.booted.engine.scheduler.longest, "tokens": tokens}
         if asked.return_token_strs:
             answer["token_strs"] = [llm.tokenizer.token_text(token) for token in tokens]

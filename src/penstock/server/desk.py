@@ -49,6 +49,12 @@ class DeadlineError(PenstockError):
     """A request has taken longer than it may."""
 
 
+def overdue(seconds: float) -> DeadlineError:
+    """Of a request that has taken so many."""
+    what = f"the request has taken {seconds:g} seconds, which is all it may (timeout)"
+    return DeadlineError(f"{what}; ask for fewer tokens, allow more time, or try when there is less to do")
+
+
 AtOnce = Callable[[Sequence[Delta]], bool]
 News = tuple["Call", Sequence[Delta], bool, BaseException | None]
 """What has come of a call, whether that was the last of it, and what has kept it from being complete."""
@@ -218,19 +224,23 @@ class Desk:
             seconds = min(max(1.0, self._seconds * (self._outputs + asked - self._most) / self._rows), _LONGEST_WAIT)
             raise BusyError(f"{self._outputs} outputs are under way or waiting, and {self._most} can at most; try again later", seconds)
 
-    def ask(self, ready: Sequence[Ready], seconds: float | None = None) -> list[Call]:
-        """A call for each prompt of a request; none is begun unless all are. Raises what `check_room` does. seconds: after which they end
-        with DeadlineError, if they may take so many."""
+    def seconds(self, wanted: float | None) -> float | None:
+        """That a request may take which wants to take so many; None: any."""
+        given = [one for one in (wanted, self.most_seconds) if one is not None]
+        return min(given, default=None)
+
+    def ask(self, ready: Sequence[Ready], wanted: float | None = None, since: float | None = None) -> list[Call]:
+        """A call for each prompt of a request; none is begun unless all are. Raises what `check_room` does. wanted: seconds after which
+        they end with DeadlineError. since: when the request came, by monotonic(), from which these run; None is now."""
         asked = sum(len(one.samplings) for one in ready)
         self.check_room(asked)
         calls = [self.call(one) for one in ready]
         self._calls.update(calls)
         self._outputs += asked
-        if self.most_seconds is not None:
-            seconds = self.most_seconds if seconds is None else min(seconds, self.most_seconds)
+        seconds, gone = self.seconds(wanted), 0.0 if since is None else monotonic() - since
         for call in calls:
             if seconds is not None:
-                call._timer = self._loop.call_later(seconds, self._expire, call, seconds)
+                call._timer = self._loop.call_later(max(seconds - gone, 0.0), self._expire, call, seconds)
             self._mail.put(call)
         return calls
 
@@ -261,8 +271,7 @@ class Desk:
 
     def _expire(self, call: Call, seconds: float) -> None:
         if call in self._calls and not call._over:
-            what = f"the request has taken {seconds:g} seconds, which is all it may (timeout)"
-            self._break_off(call, DeadlineError(f"{what}; ask for fewer tokens, allow more time, or try when there is less to do"))
+            self._break_off(call, overdue(seconds))
 
     def _break_off(self, call: Call, fault: BaseException | None) -> None:
         call._take((), True, fault)

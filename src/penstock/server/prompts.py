@@ -47,7 +47,7 @@ def read(llm: LLM, asked: ChatRequest | CompletionRequest, dialect: Dialect | No
     prompts = asked.prompts
 
     def prompt_of(given: str | list[int]) -> Prompt:
-        return given if isinstance(given, list) or asked.add_special_tokens else llm.tokenizer.encode(given, special=False)
+        return given if isinstance(given, list) or asked.add_special_tokens else llm.prompt_tokens(given, special=False)
 
     ready = [_read(llm, prompt_of(one), params, asked) for one in prompts]
     echoes = [one if isinstance(one, str) else llm.decode(one) for one in prompts] if asked.echo else None
@@ -75,7 +75,7 @@ def read_chat(llm: LLM, asked: ChatRequest, dialect: Dialect | None = None) -> t
             params = replace(params, structure=behind_reasoning(params.structure, thought, llm.tokenizer, opened=thinking))
     marks = [*(format.markers + format.others if format else ()), *((thought.begin, thought.end) if thought else ())]
     shown = [token for mark in marks if (token := llm.tokenizer.token_to_id(mark)) is not None]
-    ready = _read(llm, llm.tokenizer.encode(text, special=False), replace(params, shown_tokens=shown), asked)
+    ready = _read(llm, llm.prompt_tokens(text, special=False), replace(params, shown_tokens=shown), asked)
     return ready, partial(Speech, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking)
 
 
@@ -100,7 +100,7 @@ def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
 def chat_tokens(llm: LLM, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
     """A conversation by the model's own template. Raises FieldError and RequestError."""
     tools = tools_of(asked.tools, None, None)
-    return llm.tokenizer.encode(_chat_text(llm, asked, dialect or dialect_of(llm.tokenizer.templates), tools), special=False)
+    return llm.prompt_tokens(_chat_text(llm, asked, dialect or dialect_of(llm.tokenizer.templates), tools), special=False)
 
 
 def _chat_text(llm: LLM, asked: ChatRequest | TokenizeRequest, dialect: Dialect, tools: Tools) -> str:

@@ -8,7 +8,7 @@ NOBODY = b""
 
 
 def owner_of(key: bytes) -> bytes:
-    """What stands for a key wherever something is kept for it, in memory or on disk. The key cannot be found from it, unless it is guessed."""
+    """What stands for a key wherever something is kept for it, in memory or on disk: a digest, from which a key can only be guessed."""
     return blake2b(key, digest_size=DIGEST_BYTES, person=b"penstock-owner").digest()
 
 

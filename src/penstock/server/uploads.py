@@ -1,58 +1,91 @@
-"""Requests' bodies: as large as they may be, and not too many large ones at a time."""
+"""Requests' bodies, until they are read: as large as they may be, in the time that they may take, and not too many of one key."""
 
 import asyncio
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from penstock.server.desk import BusyError
+from penstock.server.lanes import Lane
+from penstock.server.watching.accounts import account_of
 
 T = TypeVar("T")
-_LARGE = 1 << 20
-"""Bytes from which on a request is read when no other such is."""
-_AT_ONCE = 4
+SMALL = 64 << 10
+"""Bytes up to which a request is read beside large ones."""
+_THREADS = 4
+"""That read small requests. Large ones, which may take ten seconds and gigabytes, come one by one."""
+_LARGEST = 4
 """How many of the largest may be on their way, or wait to be read. To read one may take ten times its bytes."""
+_MOST = 1024
+"""Requests that may be on their way or wait to be read."""
+_PATIENCE = 30.0
+"""Seconds in which a body must come, and as many more as it takes at this rate:"""
+_SLOWEST = 64 << 10
+"""Bytes/s."""
 
 
 class Uploads:
-    """Of one server, on its loop. A large request is counted from when it is known to be one until it was read, or is over."""
+    """Of one server, on its loop. A request is counted from the first bytes of its body until it was read, or is over."""
 
-    def __init__(self, most: int) -> None:
-        """most: bytes of a request."""
+    def __init__(self, most: int, *, keys: int = 0) -> None:
+        """most: bytes of a request. keys: of the server. Where there are several, each may have half of what there is room for."""
         self._most = most
+        self._parts = 2 if keys > 1 else 1
         self._held: dict[Request, int] = {}
-        """Bytes of large ones."""
-        self._one = asyncio.Semaphore(1)
-        """Held while a large one is read."""
+        """Their bytes."""
+        self._by: dict[bytes, tuple[int, int]] = {}
+        """By key, how many requests it has, and of how many bytes."""
+        self._small, self._large = Lane(_THREADS, patient=False), Lane(1, patient=True)
 
     async def body(self, request: Request) -> bytes:
-        """Raises HTTPException for one that is too large, BusyError if there are too many large ones."""
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._most:
-                raise HTTPException(413, f"the request has more than {self._most} bytes, which is all this server reads of one; send less")
-            if size > _LARGE:
-                self._hold(request, size)
-            parts.append(part)
+        """Raises HTTPException for one that is too large or takes too long, BusyError if there are too many, of all keys or its own."""
+        parts, size, loop = [], 0, asyncio.get_running_loop()
+        begin = loop.time()
+        self._hold(request, 0)
+        try:
+            async with asyncio.timeout_at(begin + _PATIENCE) as late:
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self._most:
+                        message = f"the request has more than {self._most} bytes, which is all this server reads of one; send less"
+                        raise HTTPException(413, message)
+                    self._hold(request, size)
+                    parts.append(part)
+                    late.reschedule(begin + _PATIENCE + size / _SLOWEST)
+        except TimeoutError as error:
+            seconds = loop.time() - begin
+            raise HTTPException(408, f"of the request's body {size} bytes came in {seconds:.0f} seconds; send it faster") from error
         return b"".join(parts)
 
     async def aside(self, request: Request, read: Callable[[], T]) -> T:
-        """Done on another thread. Large requests, which may take ten seconds and gigabytes, come one by one: small ones find a thread."""
-        async with self._one if request in self._held else nullcontext():
-            found = await asyncio.to_thread(read)
+        """Done on another thread, small requests beside large ones, and keys in turns."""
+        lane = self._small if self._held.get(request, 0) <= SMALL else self._large
+        found = await lane.run(account_of(request).owner, read)
         self.release(request)
         return found
 
     def release(self, request: Request) -> None:
         """It is over, if it was not read before."""
-        self._held.pop(request, None)
+        if (size := self._held.pop(request, None)) is None:
+            return
+        owner = account_of(request).owner
+        count, bytes_ = self._by[owner]
+        if count == 1:
+            del self._by[owner]
+        else:
+            self._by[owner] = count - 1, bytes_ - size
 
     def _hold(self, request: Request, size: int) -> None:
-        held = sum(self._held.values())
-        if held + size - self._held.get(request, 0) > _AT_ONCE * self._most:
-            raise BusyError(f"large requests of {held} bytes wait to be read, which is all there is room for; try again later", 1.0)
-        self._held[request] = size
+        owner, there = account_of(request).owner, request in self._held
+        count, bytes_ = self._by.get(owner, (0, 0))
+        count, bytes_ = count + (not there), bytes_ + size - self._held.get(request, 0)
+        others = [one for whose, one in self._by.items() if whose != owner]
+        for whose, many, much, parts in (
+            ("this key", count, bytes_, self._parts),
+            ("all clients", count + sum(one[0] for one in others), bytes_ + sum(one[1] for one in others), 1),
+        ):
+            if many * parts > _MOST or much * parts > _LARGEST * self._most:
+                raise BusyError(f"{many} requests of {much} bytes from {whose} wait to be read; there is no room for more, try later", 1.0)
+        self._held[request], self._by[owner] = size, (count, bytes_)
