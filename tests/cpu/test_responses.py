@@ -269,16 +269,16 @@ def test_as_many_are_kept_as_there_is_room_for() -> None:
     for name in ("large", "5"):
         with pytest.raises(NotKeptError):
             kept.answer(name, b"")
-    kept.put("6", b"", talk)
-    kept.drop("6")
+    kept.put(b"", "6", b"", talk)
+    kept.drop("6", b"")
     with pytest.raises(NotKeptError):
-        kept.drop("6")
+        kept.drop("6", b"")
     many = Kept(1 << 30)
     for number in range(MOST + 1):
-        many.put(str(number), b"", talk)
-    assert many.answer("1") == b""
+        many.put(b"", str(number), b"", talk)
+    assert many.answer("1", b"") == b""
     with pytest.raises(NotKeptError):
-        many.answer("0")
+        many.answer("0", b"")
 
 
 def test_what_an_assistant_has_done_in_a_row_is_one_message() -> None:

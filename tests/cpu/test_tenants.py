@@ -1,18 +1,28 @@
 """Two keys of one server: neither finds what the other has sent, nor comes back to what it was answered. Over sockets."""
 
+import asyncio
 import json
 import signal
+import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
-from servers import FLAGS, Server, serving
+from penstock import LLM, SamplingParams
+from penstock.api.text import Tokenizer
+from penstock.base.errors import LengthError
+from penstock.server.desk import Call, Desk
+from penstock.server.metrics import Metrics
+from servers import ENDLESS, FLAGS, SETTINGS, Server, serving
 from streams import LONG
 
 ONE, TWO = "the first key", "the second key"
@@ -119,3 +129,125 @@ def test_a_response_is_its_key_s(server: Server) -> None:
     assert more["previous_response_id"] == mine["id"]
     assert asked(server, ONE, there, "DELETE")[0] == 200
     assert asked(server, ONE, there, "GET")[0] == 404
+
+
+def streamed(server: Server, key: str, **more: object) -> socket.socket:
+    """A connection on which an answer has begun that does not end."""
+    place = urlsplit(server.url)
+    connection = socket.create_connection((place.hostname, place.port), LONG)
+    body = json.dumps(ENDLESS | more).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def test_one_key_cannot_have_all_there_is(server: Server) -> None:
+    """Of four outputs at once and three that wait, each has three."""
+    right = asked(server, TWO, "/v1/completions", model="shipped", prompt=PROMPT, max_tokens=8, temperature=0)[1]["choices"][0]["text"]
+    with ExitStack() as opened:
+        begun = [opened.enter_context(closing(streamed(server, ONE))) for _ in range(3)]
+        assert [connection.recv(12, socket.MSG_WAITALL) for connection in begun] == [b"HTTP/1.1 200"] * 3
+        status, found = asked(server, ONE, "/v1/completions", model="shipped", prompt="a", max_tokens=1)
+        assert (status, found["error"]["code"]) == (429, "queue_full")
+        assert "of this key" in found["error"]["message"]
+        for _ in range(3):
+            status, found = asked(server, TWO, "/v1/completions", model="shipped", prompt=PROMPT, max_tokens=8, temperature=0)
+            assert (status, found["choices"][0]["text"]) == (200, right)
+    status, found = asked(server, ONE, "/v1/completions", model="shipped", prompt="a", max_tokens=1, n=4)
+    assert (status, found["error"]["param"]) == (400, "n")
+    assert "room for 3" in found["error"]["message"]
+
+
+def test_keys_come_in_turns() -> None:
+    """Whoever has asked for more before; and nobody has more than three quarters of what is computed at a time."""
+    order: list[bytes] = []
+    most = 0
+
+    class Noting(Desk):
+        def _begin(self, call: Call, *rest: Any) -> None:
+            nonlocal most
+            super()._begin(call, *rest)
+            order.append(call.owner)
+            most = max(most, *self._under_way.values())
+
+    async def ask(llm: LLM) -> None:
+        desk = Noting(llm, Metrics(), queue=60, keys=5)
+        ready = llm.read("The sea", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        calls = [desk.ask([ready], owner=b"much")[0] for _ in range(16)]
+        calls += [desk.ask([ready], owner=owner)[0] for _ in range(3) for owner in (b"little", b"less", b"few", b"none")]
+        texts = {(await call.completion()).text for call in calls}
+        await desk.close(LONG)
+        assert len(texts) == 1
+        assert not +desk._under_way
+        assert not desk._of_key
+
+    with LLM(**SETTINGS) as llm:
+        asyncio.run(ask(llm))
+    assert most == 3
+    assert len(order) == 28
+    assert max(at for at, owner in enumerate(order) if owner != b"much") < 18
+
+
+def test_a_timeout_runs_from_arrival(tmp_path: Path) -> None:
+    """Also while a request waits to be read, and then it is not computed."""
+    slow = (
+        "import sys, time; import penstock.server.app as app; read = app.read\n"
+        "def slowly(*given): time.sleep(1.5); return read(*given)\n"
+        "app.read = slowly\n"
+        "from penstock.cli.main import main; sys.exit(main())"
+    )
+
+    class Slow(Server):
+        python = ("-c", slow)
+
+    server = Slow(tmp_path / "log", "--port", "0", *FLAGS)
+    try:
+        server.wait()
+        begin = time.monotonic()
+        status, found = asked(server, "", "/v1/completions", model="shipped", prompt="a", max_tokens=1, timeout=0.3)
+        assert (status, found["error"]["code"]) == (504, "deadline_exceeded")
+        assert time.monotonic() - begin < 1.4
+        assert asked(server, "", "/v1/completions", model="shipped", prompt="a", max_tokens=1, timeout=60)[0] == 200
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
+    class Hasty(Server):
+        python = (
+            "-c",
+            "import sys; import penstock.server.uploads as u; u._PATIENCE = 0.5; from penstock.cli.main import main; sys.exit(main())",
+        )
+
+    server = Hasty(tmp_path / "log", "--port", "0", *FLAGS)
+    try:
+        place = urlsplit(server.wait().url)
+        with socket.create_connection((place.hostname, place.port), LONG) as connection:
+            connection.sendall(
+                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            )
+            answer = b""
+            while part := connection.recv(1 << 16):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"send it faster" in answer
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_what_cannot_fit_is_not_cut_into_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty megabytes would take a minute."""
+    with LLM(**SETTINGS) as llm:
+        assert len(llm.prompt_tokens("word " * 1000)) >= 1000
+
+        def cut(*given: object, **more: object) -> list[int]:
+            raise AssertionError("cut into tokens")
+
+        monkeypatch.setattr(Tokenizer, "encode", cut)
+        for ask in (llm.prompt_tokens, llm.read):
+            with pytest.raises(LengthError, match="tokens of prompt"):
+                ask("word " * 6_000_000)
+        with pytest.raises(LengthError):
+            llm.read([{"role": "user", "content": "word " * 1_000_000}])

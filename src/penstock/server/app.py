@@ -296,7 +296,7 @@ async def _generate(house: House, request: Request, kind: type[ChatRequest] | ty
     _check_model(house, asked.model)
     asked.check()
     llm, desk = house.model()
-    desk.check_room(asked.outputs)
+    desk.check_room(asked.outputs, account_of(request).owner)
     salt = _salt(house, request, asked.cache_salt)
 
     def prepared() -> tuple[list[Ready], Telling]:
@@ -312,7 +312,7 @@ async def _respond(house: House, request: Request) -> Response:
     _check_model(house, asked.model)
     asked.check()
     llm, desk = house.model()
-    desk.check_room(1)
+    desk.check_room(1, account_of(request).owner)
     name, owner = asked.previous_response_id, account_of(request).owner
     before = b"" if name is None else house.kept.conversation(name, owner, "previous_response_id")
     salt = _salt(house, request, asked.cache_salt)

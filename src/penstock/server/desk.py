@@ -14,7 +14,7 @@ turn came the driver writes once, before it hands over anything of it.
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -63,8 +63,8 @@ News = tuple["Call", Sequence[Delta], bool, BaseException | None]
 class Call:
     """A client's prompt: pieces of its outputs as they come, from the loop that has asked."""
 
-    def __init__(self, desk: "Desk", ready: Ready) -> None:
-        self.ready = ready
+    def __init__(self, desk: "Desk", ready: Ready, owner: bytes = b"") -> None:
+        self.ready, self.owner = ready, owner
         self.begun = monotonic()
         self._desk = desk
         self._job: Job | None = None
@@ -163,18 +163,26 @@ class Call:
 class Desk:
     """Takes calls for a model, on the running loop, and drives it on a thread of its own."""
 
-    def __init__(self, llm: LLM, metrics: Metrics, *, queue: int) -> None:
-        """queue: outputs that may wait, beside those that the model computes at a time. metrics: is told how calls go."""
+    def __init__(self, llm: LLM, metrics: Metrics, *, queue: int, keys: int = 0) -> None:
+        """queue: outputs that may wait, beside those that the model computes at a time. metrics: is told how calls go. keys: of the
+        server. Where there are several, each may have half of all outputs, and three quarters of those computed at a time."""
         self._llm, self._metrics = llm, metrics
         self._long = llm.booted.limits.max_step_tokens // 2
         """Tokens from which a prompt is long: it may take more than what a step leaves to those behind another long one."""
         self._rows = llm.booted.limits.max_sequences
         self._most = self._rows + queue
+        self._several = keys > 1
+        self._each = max(self._most // 2, 1) if self._several else self._most
+        """Outputs that one key may have, under way and waiting."""
+        self._each_at_once = max(self._rows * 3 // 4, 1) if self._several else self._rows
+        """Of these, that may be under way, so that another key's find room."""
         self._loop = asyncio.get_running_loop()
         self._calls: set[Call] = set()
         """Taken and not ended."""
         self._outputs = 0
         """Of all calls."""
+        self._of_key: Counter[bytes] = Counter()
+        """Of each key's."""
         self._seconds = _FIRST_GUESS
         """That an output takes, lately."""
         self.most_seconds: float | None = None
@@ -188,6 +196,8 @@ class Desk:
         """Whether the loop is about to look into it."""
         self._mail: SimpleQueue[Call | None] = SimpleQueue()
         """Calls to begin or, when they were met before, to end; None is the end of all."""
+        self._under_way: Counter[bytes] = Counter()
+        """The driver's: outputs of each key that the engine was given."""
         self._queued: list[Call] = []
         """The driver's: those that the engine was given, and whose turn has not come."""
         self.stats: Stats = llm.stats()
@@ -213,30 +223,33 @@ class Desk:
         unread = [(call._job.sequences[0].request, call) for call in self._calls if call._job is not None and not call.first]
         return min(unread, key=lambda one: one[0])[1] if unread else None
 
-    def check_room(self, asked: int) -> None:
-        """For so many outputs. Raises BusyError if there is none, EngineClosedError if there never will be."""
+    def check_room(self, asked: int, owner: bytes = b"") -> None:
+        """For so many outputs of a key. Raises BusyError if there is none, EngineClosedError if there never will be."""
         if not self.open:
             why = f"it has failed: {self._fault}" if self._fault else "the server is shutting down"
             raise EngineClosedError(f"the model takes no more requests, as {why}; try another server, or this one later")
-        if asked > self._most:
-            raise BusyError(f"{asked} outputs were asked for, but there is room for {self._most} at a time; ask for fewer", 0.0)
-        if self._outputs + asked > self._most:
-            seconds = min(max(1.0, self._seconds * (self._outputs + asked - self._most) / self._rows), _LONGEST_WAIT)
-            raise BusyError(f"{self._outputs} outputs are under way or waiting, and {self._most} can at most; try again later", seconds)
+        largest = min(self._each, self._each_at_once) if self._several else self._most
+        if asked > largest:
+            raise BusyError(f"{asked} outputs were asked for, but there is room for {largest} at a time; ask for fewer", 0.0)
+        for whose, there, most in (("", self._outputs, self._most), (" of this key", self._of_key[owner], self._each)):
+            if there + asked > most:
+                seconds = min(max(1.0, self._seconds * (there + asked - most) / self._rows), _LONGEST_WAIT)
+                raise BusyError(f"{there} outputs{whose} are under way or waiting, and {most} can at most; try again later", seconds)
 
     def seconds(self, wanted: float | None) -> float | None:
         """That a request may take which wants to take so many; None: any."""
         given = [one for one in (wanted, self.most_seconds) if one is not None]
         return min(given, default=None)
 
-    def ask(self, ready: Sequence[Ready], wanted: float | None = None, since: float | None = None) -> list[Call]:
+    def ask(self, ready: Sequence[Ready], wanted: float | None = None, since: float | None = None, owner: bytes = b"") -> list[Call]:
         """A call for each prompt of a request; none is begun unless all are. Raises what `check_room` does. wanted: seconds after which
-        they end with DeadlineError. since: when the request came, by monotonic(), from which these run; None is now."""
+        they end with DeadlineError. since: when the request came, by monotonic(), from which these run; None is now. owner: whose it is."""
         asked = sum(len(one.samplings) for one in ready)
-        self.check_room(asked)
-        calls = [self.call(one) for one in ready]
+        self.check_room(asked, owner)
+        calls = [self.call(one, owner) for one in ready]
         self._calls.update(calls)
         self._outputs += asked
+        self._of_key[owner] += asked
         seconds, gone = self.seconds(wanted), 0.0 if since is None else monotonic() - since
         for call in calls:
             if seconds is not None:
@@ -244,9 +257,9 @@ class Desk:
             self._mail.put(call)
         return calls
 
-    def call(self, ready: Ready) -> Call:
+    def call(self, ready: Ready, owner: bytes) -> Call:
         """A new one, of which nobody knows yet."""
-        return Call(self, ready)
+        return Call(self, ready, owner)
 
     async def close(self, patience: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Take no more calls, let those that there are end for so many seconds, or until there is hurry, then end them."""
@@ -275,9 +288,16 @@ class Desk:
 
     def _break_off(self, call: Call, fault: BaseException | None) -> None:
         call._take((), True, fault)
+        self._forget(call)
+        self._mail.put(call)
+
+    def _forget(self, call: Call) -> None:
+        """It has ended."""
         self._calls.discard(call)
         self._outputs -= len(call.ready.samplings)
-        self._mail.put(call)
+        self._of_key[call.owner] -= len(call.ready.samplings)
+        if not self._of_key[call.owner]:
+            del self._of_key[call.owner]
 
     def _deliver(self) -> None:
         """All that lies in the tray: of several steps, where the loop had other things to do, what came of a call is one piece."""
@@ -300,8 +320,7 @@ class Desk:
                 call.last = now
             call._take(deltas, over, fault)
             if over:
-                self._calls.discard(call)
-                self._outputs -= len(call.ready.samplings)
+                self._forget(call)
                 if fault is None:
                     self._seconds += (now - call.begun - self._seconds) / 16
                     times = Times(call.admitted - call.begun, call.first - call.admitted, now - call.first)
@@ -314,6 +333,7 @@ class Desk:
         for call in self._calls:
             call._take((), True, EngineClosedError(f"{what}; send it again"))
         self._calls.clear()
+        self._of_key.clear()
         self._outputs = 0
         self._over.set()
 
@@ -340,7 +360,8 @@ class Desk:
         """Begin and end what was asked for; wait for it if there is nothing else to do. False when all is over.
 
         Of long prompts one at a time is given to the engine, which serves each in its turn: a second one, before it is its turn, would hold
-        up the short ones behind it, for which a step with a long one has room.
+        up the short ones behind it, for which a step with a long one has room. Where there are several keys, so do all others wait here
+        until it is their turn: the engine has no more than it may take at once, and the key goes first that has least under way.
         """
         refused: list[News] = []
         while True:
@@ -358,17 +379,40 @@ class Desk:
                 with suppress(ValueError):
                     self._queued.remove(call)
                 self._llm.abandon([job])
+                self._under_way[call.owner] -= len(job.sequences)
             elif not call._over:
-                if len(call.ready.tokens) > self._long:
+                if self._several or self._is_long(call):
                     waiting.append(call)
                 else:
                     self._begin(call, active, refused)
-        while waiting and not any(self._is_reading(job) for job in active.values()):
-            first = min(range(len(waiting)), key=lambda place: (waiting[place].ready.priority, place))
-            if not (call := waiting.pop(first))._over:
-                self._begin(call, active, refused)
+        if waiting:
+            self._begin_in_turn(active, waiting, refused)
         self._report(refused)
         return True
+
+    def _begin_in_turn(self, active: dict[Call, Job], waiting: list[Call], refused: list[News]) -> None:
+        """Those whose turn it is, as far as there is room for them."""
+        waiting[:] = [call for call in waiting if not call._over]
+        reads = any(self._is_reading(job) for job in active.values())
+        ahead = sum(len(call.ready.samplings) for call in self._queued)
+
+        def may(call: Call) -> bool:
+            if self._is_long(call) and reads:
+                return False
+            under_way = self._under_way[call.owner]
+            return not (self._several and under_way) or (
+                under_way + len(call.ready.samplings) <= self._each_at_once and ahead + len(call.ready.samplings) <= self._rows
+            )
+
+        while able := [place for place, call in enumerate(waiting) if may(call)]:
+            first = min(able, key=lambda place: (waiting[place].ready.priority, self._under_way[waiting[place].owner], place))
+            call = waiting.pop(first)
+            reads |= self._is_long(call)
+            ahead += len(call.ready.samplings)
+            self._begin(call, active, refused)
+
+    def _is_long(self, call: Call) -> bool:
+        return len(call.ready.tokens) > self._long
 
     def _is_reading(self, job: Job) -> bool:
         """Whether it is a long prompt of which nothing has come yet."""
@@ -378,6 +422,7 @@ class Desk:
         try:
             active[call] = call._job = self._llm.begin(call.ready)
             self._queued.append(call)
+            self._under_way[call.owner] += len(call.ready.samplings)
         except PenstockError as fault:
             refused.append((call, (), True, fault))
 
@@ -402,6 +447,7 @@ class Desk:
                 news.append((call, deltas, job.done, None))
             if job.done:
                 del active[call]
+                self._under_way[call.owner] -= len(job.sequences)
         self._report(news)
 
     def _report(self, news: Sequence[News]) -> None:

@@ -40,7 +40,7 @@ class Listening:
 
 
 class NewDesk(Protocol):
-    def __call__(self, llm: LLM, metrics: Metrics, *, queue: int) -> Desk: ...
+    def __call__(self, llm: LLM, metrics: Metrics, *, queue: int, keys: int) -> Desk: ...
 
 
 def serve(
@@ -126,7 +126,7 @@ class _Life:
             # What is there for good is not looked at again and again by the garbage collector, which holds everybody up.
             gc.collect()
             gc.freeze()
-            desk = self._desk(llm, self._house.metrics, queue=self._listening.queue)
+            desk = self._desk(llm, self._house.metrics, queue=self._listening.queue, keys=len(self._house.settings.keys))
             desk.most_seconds = self._listening.most_seconds
             failed = asyncio.ensure_future(desk.failure())
             try:

@@ -45,7 +45,7 @@ async def completed(
     request: Request, desk: Desk, ready: Sequence[Ready], telling: Telling, asked: ChatRequest | CompletionRequest
 ) -> Response:
     """The outputs of all prompts, whole or as they come. A client that goes takes its calls with it."""
-    calls = desk.ask(ready, asked.timeout, account_of(request).began)
+    calls = desk.ask(ready, asked.timeout, account_of(request).began, account_of(request).owner)
     account_of(request).asks(asked.model, calls, streams=asked.streams)
     if asked.streams:
         events = _told_live(calls, telling, connection_of(request), tells_usage=asked.tells_usage)
@@ -61,7 +61,7 @@ async def completed(
 
 async def responded(request: Request, desk: Desk, ready: Ready, told: Told, kept: Kept, asked: ResponsesRequest) -> Response:
     """A response, which is kept unless it is not to be."""
-    calls = desk.ask([ready], asked.timeout, account_of(request).began)
+    calls = desk.ask([ready], asked.timeout, account_of(request).began, account_of(request).owner)
     account_of(request).asks(asked.model, calls, streams=asked.streams)
     events = told.events(calls[0], partial(kept.put, account_of(request).owner) if asked.stores else None)
     if asked.streams:

@@ -47,8 +47,8 @@ class Crew(Protocol):
 
 
 class _FarCall(Call):
-    def __init__(self, desk: Desk, ready: Ready) -> None:
-        super().__init__(desk, ready)
+    def __init__(self, desk: Desk, ready: Ready, owner: bytes) -> None:
+        super().__init__(desk, ready, owner)
         self.given = False
         """Whether a client has some of it."""
 
@@ -72,23 +72,25 @@ class _FarCall(Call):
 class Fleet(Desk):
     """Takes calls, and has replicas carry them out."""
 
-    def __init__(self, llm: FarLLM, metrics: Metrics, crew: Crew, affinity: Affinity, *, queue: int, patience: float) -> None:
+    def __init__(
+        self, llm: FarLLM, metrics: Metrics, crew: Crew, affinity: Affinity, *, queue: int, patience: float, keys: int = 0
+    ) -> None:
         """queue: outputs that may wait, beside those that all replicas compute at a time. affinity: is told what replicas hold. patience:
-        seconds that a replica has to end its calls when it is to go."""
+        seconds that a replica has to end its calls when it is to go. keys: of the server; none may have more than half of all outputs."""
         self._crew, self._affinity, self._patience = crew, affinity, patience
         self._at: dict[_FarCall, tuple[str, asyncio.Task[None]]] = {}
         """Which replica has a call, and what waits for it there."""
         self._again = 0
         """Requests that were sent once more."""
-        super().__init__(llm, metrics, queue=queue)
+        super().__init__(llm, metrics, queue=queue, keys=keys)
 
     @property
     def replicas(self) -> int:
         """That are there, as far as is known."""
         return len(self._affinity.replicas)
 
-    def call(self, ready: Ready) -> Call:
-        return _FarCall(self, ready)
+    def call(self, ready: Ready, owner: bytes) -> Call:
+        return _FarCall(self, ready, owner)
 
     async def metrics(self, own: bytes) -> bytes:
         """The server's own, and those of each replica that it has not."""

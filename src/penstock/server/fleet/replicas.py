@@ -166,9 +166,9 @@ class Replicas:
         """Do not wait any longer for a replica."""
         self._enough.set()
 
-    def desk(self, llm: LLM, metrics: Metrics, *, queue: int) -> Desk:
+    def desk(self, llm: LLM, metrics: Metrics, *, queue: int, keys: int) -> Desk:
         assert isinstance(llm, FarLLM)
-        return Fleet(llm, metrics, self, self._affinity, queue=queue, patience=self._patience)
+        return Fleet(llm, metrics, self, self._affinity, queue=queue, patience=self._patience, keys=keys)
 
     def stop(self) -> None:
         """End them, and whatever was started for them."""

@@ -1,0 +1,109 @@
+"""Threads that read requests: keys in turns, whoever goes leaves its place, and a thread is free only when its work has ended."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+
+from penstock.server.lanes import Lane
+from streams import LONG
+
+
+def run(work: Callable[[], object]) -> None:
+    asyncio.run(asyncio.wait_for(work(), LONG / 4))  # type: ignore[arg-type]
+
+
+def test_keys_come_in_turns_and_each_in_its_order() -> None:
+    order: list[str] = []
+
+    async def all_of_them() -> None:
+        lane, gate = Lane(1, patient=False), threading.Event()
+        first = asyncio.ensure_future(lane.run(b"a", gate.wait))
+        await asyncio.sleep(0)
+        asked = [(b"a", "a0"), (b"a", "a1"), (b"a", "a2"), (b"b", "b0"), (b"c", "c0"), (b"b", "b1")]
+        rest = [asyncio.ensure_future(lane.run(owner, lambda name=name: order.append(name))) for owner, name in asked]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, *rest)
+
+    run(all_of_them)
+    assert order == ["a0", "b0", "c0", "a1", "b1", "a2"]
+
+
+def test_whoever_goes_leaves_its_place() -> None:
+    order: list[str] = []
+
+    async def all_of_them() -> None:
+        lane, gate = Lane(1, patient=False), threading.Event()
+        first = asyncio.ensure_future(lane.run(b"a", gate.wait))
+        await asyncio.sleep(0)
+        gone, stays = (asyncio.ensure_future(lane.run(b"a", lambda name=name: order.append(name))) for name in ("gone", "stays"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        gate.set()
+        await asyncio.gather(first, stays)
+        assert await lane.run(b"b", lambda: "free") == "free"
+
+    run(all_of_them)
+    assert order == ["stays"]
+
+
+def test_a_thread_is_free_when_its_work_has_ended() -> None:
+    """Whoever waits for that work, or no longer does."""
+
+    async def all_of_them() -> None:
+        lane, begun, gate, at_once, most = Lane(2, patient=True), threading.Semaphore(0), threading.Event(), 0, 0
+        lock = threading.Lock()
+
+        def work() -> None:
+            nonlocal at_once, most
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            begun.release()
+            gate.wait(LONG)
+            with lock:
+                at_once -= 1
+
+        both = [asyncio.ensure_future(lane.run(b"a", work)) for _ in range(2)]
+        await asyncio.to_thread(lambda: [begun.acquire() for _ in range(2)])
+        for one in both:
+            one.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+        third = asyncio.ensure_future(lane.run(b"b", work))
+        await asyncio.sleep(0.05)
+        assert at_once == 2
+        assert not third.done()
+        gate.set()
+        await third
+        assert most == 2
+        assert lane._free == 2
+
+    run(all_of_them)
+
+
+def test_a_turn_that_was_just_given_to_who_goes_is_handed_on() -> None:
+    async def all_of_them() -> None:
+        lane = Lane(1, patient=False)
+        lane._free = 0
+        gone = asyncio.ensure_future(lane.run(b"a", lambda: None))
+        stays = asyncio.ensure_future(lane.run(b"a", lambda: "done"))
+        await asyncio.sleep(0)
+        lane._hand_on()
+        gone.cancel()
+        assert await stays == "done"
+
+    run(all_of_them)
+
+
+def test_what_the_work_raises_is_raised() -> None:
+    async def all_of_them() -> None:
+        lane = Lane(1, patient=False)
+        with pytest.raises(ZeroDivisionError):
+            await lane.run(b"", lambda: 1 // 0)
+        assert await lane.run(b"", lambda: 3) == 3
+
+    run(all_of_them)
