@@ -20,6 +20,7 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 from penstock import LLM, SamplingParams
 from penstock.api.text import Tokenizer
 from penstock.base.errors import LengthError
+from penstock.cli.main import main
 from penstock.server.desk import Call, Desk
 from penstock.server.metrics import Metrics
 from servers import ENDLESS, FLAGS, SETTINGS, Server, serving
@@ -251,3 +252,21 @@ def test_what_cannot_fit_is_not_cut_into_tokens(monkeypatch: pytest.MonkeyPatch)
                 ask("word " * 6_000_000)
         with pytest.raises(LengthError):
             llm.read([{"role": "user", "content": "word " * 1_000_000}])
+
+
+def test_priority_goes_as_far_as_a_key_is_granted(tmp_path: Path) -> None:
+    (tmp_path / "keys.txt").write_text(f"{ONE}\n{TWO}\tpriority=-5\n")
+    with serving(tmp_path, "--port", "0", "--api-keys", str(tmp_path / "keys.txt"), *FLAGS) as server:
+        server.wait()
+        for key, priority, status in ((ONE, 0, 200), (ONE, 3, 200), (ONE, -1, 400), (TWO, -5, 200), (TWO, -6, 400)):
+            for path, prompt in (("/v1/completions", {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+                answered, found = asked(server, key, path, model="shipped", priority=priority, **prompt)
+                assert answered == status, found
+                assert status == 200 or found["error"]["param"] == "priority"
+
+
+@pytest.mark.parametrize("behind", ["priority=high", "owner", "priority=-5 x", "priority=" + "9" * 30])
+def test_what_stands_behind_a_key_is_read_or_refused(tmp_path: Path, behind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "keys.txt").write_text(f"{ONE}\t{behind}\n")
+    assert main(["serve", "--port", "0", "--api-keys", str(tmp_path / "keys.txt")]) == 2
+    assert "write priority=NUMBER" in capsys.readouterr().err

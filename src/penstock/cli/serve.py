@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from penstock.cli.load import load
 from penstock.cli.options import engine_config, engine_options
 from penstock.cli.terminal import say
 from penstock.server.parsing.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
+from penstock.server.tenants import Key
 
 if TYPE_CHECKING:
     from penstock.server.fleet.replicas import Replicas
@@ -157,11 +159,11 @@ def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
     return Replicas(config, scale, name, asked["patience"])
 
 
-def keys_in_environment() -> tuple[bytes, ...]:
-    return tuple(key.strip().encode() for key in os.environ.get(KEYS, "").split(",") if key.strip())
+def keys_in_environment() -> tuple[Key, ...]:
+    return tuple(Key(key.strip().encode()) for key in os.environ.get(KEYS, "").split(",") if key.strip())
 
 
-def api_keys(ctx: click.Context) -> tuple[bytes, ...]:
+def api_keys(ctx: click.Context) -> tuple[Key, ...]:
     """Of which a client must send one: from the file that was typed, else from the environment, else from the file that settings name.
 
     Raises ConfigError."""
@@ -170,9 +172,18 @@ def api_keys(ctx: click.Context) -> tuple[bytes, ...]:
     if file is None or (not typed and keys_in_environment()):
         return keys_in_environment()
     try:
-        keys = tuple(line.strip().encode() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(f"the API keys in {file} cannot be read: {fault}; give a file of keys, one a line") from fault
-    if not keys:
+    if not lines:
         raise ConfigError(f"{file} has no API key in it; write one a line, or leave --api-keys out")
-    return keys
+    return tuple({key.secret: key for key in (_key(line, file) for line in lines)}.values())
+
+
+def _key(line: str, file: Path) -> Key:
+    """A key, and what stands behind a tab: the least number that it may send for `priority`."""
+    text, tab, granted = line.partition("\t")
+    name, _, number = granted.strip().partition("=")
+    if tab and (name != "priority" or not re.fullmatch(r"-?\d{1,9}", number)):
+        raise ConfigError(f"behind a key in {file} stands {granted.strip()[:40]!r}; write priority=NUMBER behind a tab, or nothing")
+    return Key(text.strip().encode(), int(number) if tab else 0)

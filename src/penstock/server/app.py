@@ -30,7 +30,7 @@ from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
 from penstock.server.prompts import Telling, chat_tokens, read
 from penstock.server.responses import Told, read_response
 from penstock.server.sending import GONE, completed, json_response, responded, said
-from penstock.server.tenants import NOBODY, owner_of, salt_of
+from penstock.server.tenants import NOBODY, Key, owner_of, salt_of
 from penstock.server.uploads import Uploads
 from penstock.server.watching.accounts import Accounts, Teller, account_of
 from penstock.server.watching.logs import note_request
@@ -57,7 +57,7 @@ class Settings:
     may come back to. allow_hosts: names by which this machine is asked, if there are no keys; see Doors."""
 
     names: tuple[str, ...]
-    keys: tuple[bytes, ...] = ()
+    keys: tuple[Key, ...] = ()
     most_body: int = 32 << 20
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
@@ -180,10 +180,20 @@ def _owner(settings: Settings, request: Request) -> bytes:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     sent = given.strip().encode("latin-1")  # As Starlette has read it; the bytes are the client's.
     # Each is compared, in a time that tells nothing of how much of it was right.
-    right = [hmac.compare_digest(sent, key) for key in settings.keys]
+    right = [hmac.compare_digest(sent, key.secret) for key in settings.keys]
     if scheme.lower() != "bearer" or not any(right):
         raise HTTPException(401, "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY'")
+    account_of(request).least_priority = settings.keys[right.index(True)].priority if len(settings.keys) > 1 else None
     return owner_of(sent)
+
+
+def _check_priority(request: Request, asked: int) -> None:
+    """Raises FieldError for one that its key may not ask for."""
+    least = account_of(request).least_priority
+    if least is not None and asked < least:
+        raise FieldError(
+            f"priority {asked} was asked for, but this key may ask for {least} at the least; raise it or leave it out", "priority"
+        )
 
 
 def _salt(house: House, request: Request, given: str | None) -> bytes:
@@ -295,6 +305,7 @@ async def _generate(house: House, request: Request, kind: type[ChatRequest] | ty
     asked = await _body(house, request, kind)
     _check_model(house, asked.model)
     asked.check()
+    _check_priority(request, asked.priority)
     llm, desk = house.model()
     desk.check_room(asked.outputs, account_of(request).owner)
     salt = _salt(house, request, asked.cache_salt)
@@ -311,6 +322,7 @@ async def _respond(house: House, request: Request) -> Response:
     asked = await _body(house, request, ResponsesRequest)
     _check_model(house, asked.model)
     asked.check()
+    _check_priority(request, asked.priority)
     llm, desk = house.model()
     desk.check_room(1, account_of(request).owner)
     name, owner = asked.previous_response_id, account_of(request).owner

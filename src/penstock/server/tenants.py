@@ -1,10 +1,19 @@
 """Whose a request is, by the key that came with it, and with whom it shares prefixes."""
 
+from dataclasses import dataclass
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
 NOBODY = b""
 """Whoever asks a server without keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a client sends to be answered, and the least number that it may ask for as `priority`."""
+
+    secret: bytes
+    priority: int = 0
 
 
 def owner_of(key: bytes) -> bytes:

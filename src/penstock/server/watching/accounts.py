@@ -35,6 +35,8 @@ class Account:
     """The same since 1970."""
     owner: bytes = b""
     """Stands for the key that was sent, if the server has any."""
+    least_priority: int | None = None
+    """That it may ask for; None: any."""
     route: str = "unknown"
     """The path as the API names it, so without what clients put into it."""
     status: int | None = None
