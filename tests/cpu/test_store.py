@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -1546,3 +1547,36 @@ def test_what_is_forgotten_while_it_is_written_may_be_written_again(tmp_path: Pa
         assert known(store) == held(store, [1]) == {1}
     with opened(tmp_path) as store:
         assert known(store) == held(store, [1]) == {1}
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["the directory", "the store's own"])
+@pytest.mark.parametrize("mode", [0o770, 0o707], ids=["group", "anybody"])
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, inner: bool, mode: int) -> None:
+    directory = tmp_path / "kv"
+    open_store(directory).close()
+    open_to_all = directory_of(directory, IDENTITY) if inner else directory
+    open_to_all.chmod(mode)
+    for read_only in (False, True):
+        with pytest.raises(StoreError, match=re.escape(f"others may write to {open_to_all}")):
+            open_store(directory, read_only=read_only)
+    open_to_all.chmod(0o755)
+    open_store(directory).close()
+
+
+def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store(tmp_path / "kv").close()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    for read_only in (False, True):
+        with pytest.raises(StoreError, match=f"belongs to user {os.getuid()}"):
+            open_store(tmp_path / "kv", read_only=read_only)
+
+
+def test_what_it_makes_nobody_else_may_write_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        open_store(tmp_path / "new" / "kv").close()
+    finally:
+        os.umask(before)
+    open_store(tmp_path / "new" / "kv").close()
+    for path in (tmp_path / "new" / "kv").rglob("*"):
+        assert not path.stat().st_mode & 0o022, path

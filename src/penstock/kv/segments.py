@@ -13,6 +13,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -284,12 +285,31 @@ def directory_of(directory: Path, identity: bytes) -> Path:
     return directory / f"{PREFIX}{identity.hex()}"
 
 
+def expect_own(path: Path) -> None:
+    """Raises StoreError for a store's directory, or one that it is in, which somebody else owns or may write to: what they put there would
+    be served. One that is not there is no fault."""
+    for each in (path, path.parent):
+        try:
+            there = os.stat(each)
+        except FileNotFoundError:
+            continue
+        except OSError as fault:
+            raise StoreError(f"{each} cannot be read: {reason(fault)}; mend that, or name another directory") from fault
+        if there.st_uid != os.geteuid():
+            raise StoreError(f"{each} belongs to user {there.st_uid}, who could put any KV there; name a directory of your own")
+        if there.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise StoreError(f"others may write to {each}, and could put any KV there; chmod go-w it, or name another directory")
+
+
 def locked(path: Path, make: bool) -> FileIO:
     """The lock of a store's directory, held until it is closed. Raises StoreLocked, or StoreError if it cannot be had."""
     try:
         while True:
             if make:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for each in (path.parent, path):
+                    with suppress(FileExistsError):  # A file, too; of which the next one is told.
+                        each.mkdir(mode=0o700, parents=True)
+                expect_own(path)
             lock = FileIO(os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

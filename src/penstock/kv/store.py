@@ -56,6 +56,7 @@ from penstock.kv.segments import (
     contents,
     describe,
     directory_of,
+    expect_own,
     expect_size,
     locked,
     reason,
@@ -173,6 +174,7 @@ class BlockStore:
         path, seed = directory_of(directory, identity), crc32(identity)
         size = sizes(cap_bytes, record_bytes)
         if read_only:
+            expect_own(path)
             found = contents(path, seed, record_bytes)
             expect_size(path, found, record_bytes)
             return cls(path, seed, found, size, None, (readers, writers), clock)
