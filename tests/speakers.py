@@ -4,6 +4,7 @@ Two of its special tokens are markers: `<tool_call>` and `<think>`. What closes 
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def checkpoint(folder: Path) -> Path:
     folder.mkdir()
     for file in SHIPPED_MODEL.iterdir():
         if file.name != "tokenizer.json":
-            (folder / file.name).symlink_to(file)
+            shutil.copy(file, folder / file.name)
     tokenizer = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     for old, new in _RENAMED.items():
         tokenizer["model"]["vocab"][new] = tokenizer["model"]["vocab"].pop(old)

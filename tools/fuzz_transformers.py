@@ -12,6 +12,7 @@ import gc
 import json
 import math
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -287,7 +288,7 @@ def _sibling(path: Path, other: Path, seed: int) -> Path:
     changed = random.Random(seed).choice([file for file in files if file.suffix == ".safetensors"])
     for file in files:
         if file != changed:
-            (other / file.name).symlink_to(file)
+            shutil.copy(file, other / file.name)
     tensors = load_file(changed)
     name = random.Random(seed).choice(sorted(tensors))
     tensors[name][-1] *= -1

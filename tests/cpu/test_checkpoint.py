@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import specs
+from penstock.api.text import Tokenizer
 from penstock.arch.families import FAMILIES, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError, UnsupportedModelError
@@ -306,6 +308,19 @@ def test_config_far_beyond_the_files(tmp_path: Path) -> None:
     verify(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+def test_a_link_out_of_the_directory_is_refused(llama: Path, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """As of a checkpoint, and as of a tokenizer's directory."""
+    elsewhere, file = tmp_path_factory.mktemp("elsewhere"), llama / name
+    if not file.exists():
+        file.write_text("{}")
+    shutil.move(file, elsewhere / name)
+    file.symlink_to(elsewhere / name)
+    assert f"{file} is a link to" in refusal(lambda: Checkpoint.open(llama))
+    with pytest.raises(CheckpointError, match="is a link to"):
+        Tokenizer.from_directory(llama)
+
+
 def test_more_tensors_than_any_model_has(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = len(stored(llama))
     monkeypatch.setattr(shards, "MAX_TENSORS", count)
@@ -410,7 +425,7 @@ def test_fingerprint_is_the_same_in_every_process_and_place(tmp_path: Path) -> N
     written("mixtral", tmp_path / "here")
     (tmp_path / "there").mkdir()
     for file in (tmp_path / "here").iterdir():
-        (tmp_path / "there" / file.name).symlink_to(file)
+        shutil.copy(file, tmp_path / "there" / file.name)
     code = "import sys, pathlib; from penstock.weights.checkpoint import Checkpoint as C; "
     code += "print(C.open(pathlib.Path(sys.argv[1])).fingerprint().hex())"
     found = alone(code, str(tmp_path / "there"))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = folder / "model"
     model.mkdir()
     for file in SHIPPED_MODEL.iterdir():
-        (model / file.name).symlink_to(file)
+        shutil.copy(file, model / file.name)
     settings = json.loads((SHIPPED_MODEL / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").unlink()
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE + settings["chat_template"]}))

@@ -338,7 +338,8 @@ def test_what_cannot_be_served_is_refused_by_name(server: Server, more: dict[str
 
 
 def test_a_template_that_takes_no_tools_is_no_way_to_tell_of_them() -> None:
-    shipped: Any = SimpleNamespace(tokenizer=Tokenizer.from_directory(SHIPPED_MODEL))
+    tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
+    shipped: Any = SimpleNamespace(tokenizer=tokenizer, prompt_tokens=tokenizer.encode)
     messages = [Message(role="user", content="a")]
     assert chat_tokens(shipped, TokenizeRequest(messages=messages))
     with pytest.raises(FieldError, match="template takes none") as refused:

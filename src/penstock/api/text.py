@@ -10,6 +10,7 @@ from penstock.api.detokenize import Detokenizer, Pieces, growth_of, has_failed, 
 from penstock.api.messages import conversation
 from penstock.api.rendering import Template
 from penstock.base.errors import CheckpointError, RequestError
+from penstock.weights.links import expect_inside
 
 MOST_BYTES = 256 << 20
 """Of a tokenizer's file; the largest in use have some 35 MiB."""
@@ -39,6 +40,7 @@ class Tokenizer:
         Raises CheckpointError naming the file that is missing or damaged. Parsing a large vocabulary holds the GIL
         (0.4 s for 150,000 tokens): in a thread it runs beside reads and copies, not beside Python.
         """
+        expect_inside(path)
         file = path / "tokenizer.json"
         source = _read(file)
         try:

@@ -23,6 +23,7 @@ from penstock.memory.disk import REQUEST_BYTES, ReadError, run_all
 from penstock.weights.generation import GenerationDefaults, read_generation
 from penstock.weights.identity import Digests, Hashing, Memory, same_bytes_remembered
 from penstock.weights.jsonfile import read_object, shown
+from penstock.weights.links import expect_inside
 from penstock.weights.shards import Shards, Stored
 
 MAX_CONFIG_BYTES = 10_000_000
@@ -82,6 +83,7 @@ class Checkpoint:
                 else "does not exist; name a directory with config.json in it"
             )
             raise CheckpointError(f"checkpoint {path} {fault}")
+        expect_inside(path)
         config = read_object(path / "config.json", MAX_CONFIG_BYTES)
         spec = read_spec(config, str(path / "config.json"))
         side = path / "generation_config.json"

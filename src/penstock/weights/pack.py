@@ -25,6 +25,7 @@ from penstock.memory.disk import DirectFile, DiskFile, ReadError
 from penstock.weights.checkpoint import FINGERPRINT_BYTES, MAX_CONFIG_BYTES
 from penstock.weights.generation import GenerationDefaults, read_generation
 from penstock.weights.jsonfile import read_object
+from penstock.weights.links import expect_inside
 from penstock.weights.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -79,6 +80,7 @@ class Pack:
             raise CheckpointError(
                 f"{path} is a pack of {manifest.shard}, not of {shard or WHOLE}; pack the model again, into another directory"
             )
+        expect_inside(path)
         config = read_object(path / "config.json", MAX_CONFIG_BYTES)
         if config_checksum(config) != manifest.config:
             raise CheckpointError(f"{path / 'config.json'} is not that of the model that was packed; restore it, or pack the model again")
