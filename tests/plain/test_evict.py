@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.bench.trace import Clairvoyant, Fifo, Learned, LeastRecent, Offered, SecondUse, replay
 from penstock.bench.workloads import generate
 from penstock.kv.evict import Eviction, Lru, Prospect, Returns
-from penstock.kv.shadows import Expert, _Fifo, _Lru, _SecondUse
+from penstock.kv.shadows import Expert, Shadows, _Fifo, _Lru, _SecondUse
 
 MAKES: list[Callable[[], Eviction[int]]] = [Lru, lambda: Prospect(8), lambda: Prospect(8, deep=2, remembered=3)]
 
@@ -321,3 +321,15 @@ def test_what_the_simple_experts_hold() -> None:
     assert [lru.use(*use) for use in uses] == [False, False, True, True, True, False, True, False]
     assert [fifo.use(*use) for use in uses] == [False, False, True, True, True, False, False, False]
     assert [second.use(*use) for use in uses] == [False, False, False, False, True, False, True, True]
+
+
+def test_another_leads_only_when_it_is_ahead_by_what_the_change_costs() -> None:
+    """Of a room of 64 blocks three tenths, however sure it is that it finds more."""
+    shadows = Shadows[int](64, 1.0, lambda kind, since: 0.0)
+    ahead = 0
+    while shadows.leader is Expert.PROSPECT:
+        shadows._counts[1 << Expert.LRU] = 2
+        shadows.tick()
+        ahead += 2
+    assert shadows.leader is Expert.LRU
+    assert 19 < ahead < 64
