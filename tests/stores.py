@@ -10,12 +10,16 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kv import segments
 from penstock.kv.diskpool import LostKV
-from penstock.kv.segments import JOURNAL, directory_of
+from penstock.kv.seal import sealed_identity
+from penstock.kv.segments import JOURNAL
 from penstock.kv.store import BlockStore
 from streams import LONG, no_thread_left, within
 
 IDENTITY = bytes(range(16))
+SECRET = bytes(range(100, 132))
+"""With which their records are sealed."""
 PAGE = 4096
 CAP = 512 << 10
 """Of stores whose segments have eight slots of a page."""
@@ -26,6 +30,14 @@ def nothing() -> None: ...
 
 def key_of(number: int) -> bytes:
     return number.to_bytes(8, "little") * 2
+
+
+def name_of(identity: bytes) -> str:
+    return sealed_identity(identity, SECRET).hex()
+
+
+def directory_of(directory: Path, identity: bytes = IDENTITY) -> Path:
+    return segments.directory_of(directory, sealed_identity(identity, SECRET))
 
 
 def number_of(key: bytes) -> int:
@@ -47,7 +59,7 @@ def payload(number: int, size: int = PAGE, salt: int = 0) -> NDArray[np.uint8]:
 
 
 def open_store(directory: Path, cap: int = CAP, size: int = PAGE, identity: bytes = IDENTITY, **more: object) -> BlockStore:
-    threads = {"readers": 2, "writers": 1} | more
+    threads = {"readers": 2, "writers": 1, "secret": SECRET} | more
     return BlockStore.open(directory, identity, size, cap, **threads)  # type: ignore[arg-type]
 
 

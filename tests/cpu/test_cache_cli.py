@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,15 +15,23 @@ import pytest
 from penstock.cli import cache
 from penstock.cli.main import main
 from penstock.kv import cachedir
-from penstock.kv.segments import ABOUT, directory_of
-from stores import IDENTITY, PAGE, files, flip, held, journal, key_of, known, opened, place_of, put, real
+from penstock.kv.seal import SECRET as KEY_FILE
+from penstock.kv.segments import ABOUT, PREFIX
+from stores import IDENTITY, PAGE, SECRET, directory_of, files, flip, held, journal, key_of, known, name_of, opened, place_of, put, real
 
-OTHER = bytes(range(100, 116))
+OTHER = next(bytes([number] * 16) for number in range(256) if name_of(bytes([number] * 16)) > name_of(IDENTITY))
+"""Which comes behind, by the names of their directories."""
 ABOUT_MODEL = {"model": "tiny\x1b[2J-7b", "dtype": "bfloat16", "block_size": 32}
 
 
+KEYS = Path(tempfile.mkdtemp())
+(KEYS / KEY_FILE).write_bytes(SECRET)
+(KEYS / KEY_FILE).chmod(0o600)
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main(["cache", *map(str, arguments)])
+    sealed = ["--cache", str(KEYS)] if arguments[:1] == ("verify",) else []
+    code = main(["cache", *map(str, arguments), *sealed])
     shown = capsys.readouterr()
     return code, shown.out, shown.err
 
@@ -38,7 +47,7 @@ def stores(tmp_path: Path) -> Path:
     fill(tmp_path, range(20), about=ABOUT_MODEL)
     fill(tmp_path, range(5), OTHER)
     (tmp_path / "my-model-bfloat16").mkdir()
-    (tmp_path / "kv1-notes.txt").write_text("not a store")
+    (tmp_path / f"{PREFIX}notes.txt").write_text("not a store")
     return tmp_path
 
 
@@ -48,10 +57,10 @@ def test_ls_names_what_is_there(stores: Path, capsys: pytest.CaptureFixture[str]
     assert (code, err) == (0, "")
     assert re.split("  +", head) == ["STORE", "MODEL", "DTYPE", "BLOCK", "RECORDS", "SIZE", "LAST USED"]
     used = re.split("  +", first)
-    assert used[:5] == [IDENTITY.hex()[:12], "tiny␛[2J-7b", "bfloat16", "32", "20"]
+    assert used[:5] == [name_of(IDENTITY)[:12], "tiny␛[2J-7b", "bfloat16", "32", "20"]
     assert used[5] == f"{real(directory_of(stores, IDENTITY)) >> 10} KiB"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", used[6])
-    assert re.split("  +", second)[:5] == [OTHER.hex()[:12], "?", "?", "?", "5"]
+    assert re.split("  +", second)[:5] == [name_of(OTHER)[:12], "?", "?", "?", "5"]
     one = run(capsys, "ls", directory_of(stores, OTHER))[1].splitlines()
     assert [re.split("  +", line) for line in one] == [re.split("  +", line) for line in (head, second)]
 
@@ -64,7 +73,7 @@ def test_where_there_is_nothing_nothing_is_said_to_be(
         code, out, _ = run(capsys, *arguments)
         assert (code, out.split(": ")[1]) == (0, "no KV is kept there\n")
     fill(tmp_path / "cache", range(3))
-    assert "\n000102030405" in run(capsys, "ls")[1]
+    assert "\n" + name_of(IDENTITY)[:12] in run(capsys, "ls")[1]
     code, _, err = run(capsys, "ls", tmp_path / "nowhere")
     assert code == 2
     assert "cannot be read: No such file or directory; give the kv_directory of a cache" in err
@@ -176,10 +185,10 @@ def test_a_lost_journal_is_not_made_from_hearsay(stores: Path, size: object, cap
 
 
 def test_a_link_to_a_store_is_none(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (stores / "kv1-aabb").symlink_to(directory_of(stores, IDENTITY).name)
+    (stores / f"{PREFIX}aabb").symlink_to(directory_of(stores, IDENTITY).name)
     assert len(run(capsys, "ls", stores)[1].splitlines()) == 3
     assert run(capsys, "clear", "--yes", stores)[0] == 0
-    assert (stores / "kv1-aabb").is_symlink()
+    assert (stores / f"{PREFIX}aabb").is_symlink()
     assert not directory_of(stores, IDENTITY).exists()
 
 
@@ -207,7 +216,7 @@ def test_clear_removes_stores_and_nothing_else(stores: Path, capsys: pytest.Capt
     strange.unlink()
     code, out, _ = run(capsys, "clear", "--yes", stores)
     assert (code, out) == (0, f"1 store of KV in {stores}: removed\n")
-    assert sorted(os.listdir(stores)) == ["kv1-notes.txt", "my-model-bfloat16"]
+    assert sorted(os.listdir(stores)) == [f"{PREFIX}notes.txt", "my-model-bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -228,5 +237,14 @@ def test_it_does_without_torch(stores: Path) -> None:
     flip(files(stores)[0], 3 * PAGE)
     code = "import sys; from penstock.cli.main import main; a = main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else a)"
     for action, expected in (("ls", 0), ("stat", 0), ("verify", 1)):
-        command = [sys.executable, "-c", code, "cache", action, str(stores)]
+        command = [sys.executable, "-c", code, "cache", action, str(stores), *(["--cache", str(KEYS)] if action == "verify" else [])]
         assert subprocess.run(command, capture_output=True, check=False).returncode == expected
+
+
+def test_another_key_does_not_put_all_aside(
+    stores: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "verify", str(stores), "--cache", str(tmp_path_factory.mktemp("other"))]) == 2
+    assert "was sealed with another key" in capsys.readouterr().err
+    with opened(stores) as store:
+        assert held(store, range(20)) == set(range(20))

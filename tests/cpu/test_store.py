@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -31,7 +30,8 @@ import forks
 from penstock.kv.diskpool import LostKV
 from penstock.kv.journal import ENTRY_BYTES, Item, Journal, Kind
 from penstock.kv.operations import FAILURES, RETRY_SECONDS, Move
-from penstock.kv.segments import ABOUT, JOURNAL, LOCK, NOTES, SegmentFile, StoreError, StoreLocked, directory_of, record_sum, sizes
+from penstock.kv.seal import Seal
+from penstock.kv.segments import ABOUT, JOURNAL, LOCK, NOTES, SegmentFile, StoreError, StoreLocked, sizes
 from penstock.kv.store import BlockStore, StoreFull
 from penstock.memory.disk import DirectFile
 from penstock.memory.tasks import CalledOff, Task
@@ -39,6 +39,8 @@ from stores import (
     CAP,
     IDENTITY,
     PAGE,
+    SECRET,
+    directory_of,
     failing,
     files,
     filled,
@@ -616,17 +618,17 @@ def test_a_record_in_the_place_of_another_is_not_served(tmp_path: Path) -> None:
         assert store.stats.quarantined == 2
 
 
-def test_a_checksum_is_of_a_record_of_this_identity_and_key(tmp_path: Path) -> None:
+def test_a_seal_is_of_a_record_of_this_identity_and_key(tmp_path: Path) -> None:
     """Even where an entry of the journal vouches for the bytes, if they were written under another key or by another model."""
     filled(tmp_path, range(3))
     with opened(tmp_path) as store:
         assert store._journal is not None
-        data, seed = payload(1).data, crc32(IDENTITY)
+        data = payload(1).data
         segment, _ = store._space.find(store._index[key_of(1)])
         first, second = (segment.item(key_of(number), number) for number in (0, 1))
-        assert second.sum == record_sum(second.key, data, seed)
-        foreign = record_sum(second.key, data, crc32(bytes(16)))
-        store._journal.append(Kind.WRITTEN, [replace(first, key=key_of(8)), replace(second, sum=foreign)])
+        assert store._seal.fits(second.seal, second.key, data)
+        foreign = Seal(bytes(16), SECRET).of(second.key, data)
+        store._journal.append(Kind.WRITTEN, [replace(first, key=key_of(8)), replace(second, seal=foreign)])
     with opened(tmp_path) as store:
         assert known(store) == {0, 1, 2, 8}
         assert held(store, (0, 1, 2, 8)) == {0, 2}

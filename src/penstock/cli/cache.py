@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.base.config import CACHE
+from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.terminal import is_terminal, one_line, say
@@ -15,7 +16,7 @@ from penstock.cli.terminal import is_terminal, one_line, say
 if TYPE_CHECKING:
     from penstock.kv.cachedir import StoreInfo
 
-CLEAR = "Clear"
+CLEAR, VERIFY = "Clear", "Verify"
 EXAMPLES = """
   penstock cache ls                    the stores in ~/.cache/penstock
   penstock cache stat /fast/kv         how much of the disk they take, and for what
@@ -28,8 +29,9 @@ EXAMPLES = """
 @click.argument("action", type=click.Choice(["ls", "stat", "verify", "clear"]))
 @click.argument("directory", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
 @option(CLEAR, "--yes", is_flag=True, help="Do not ask.")
+@option(VERIFY, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where the key of records is. [{CACHE}]")
 @debug_option
-def command(action: str, directory: Path | None, yes: bool) -> int:
+def command(action: str, directory: Path | None, yes: bool, cache: Path) -> int:
     """Look after the KV of earlier prompts in DIR, a kv_directory or one store in it: a store for each model, dtype and layout of the KV.
 
     ls names the stores; stat adds up what they take of the disk; verify reads everything, and puts what is damaged aside so that it is
@@ -47,7 +49,13 @@ def command(action: str, directory: Path | None, yes: bool) -> int:
     if action == "clear":
         return _clear(where, paths, yes)
     if action == "verify":
-        wrong = [_verify(path) for path in paths]
+        from penstock.kv.seal import SecretError, secret_in
+
+        try:
+            secret = secret_in(cache.expanduser())
+        except SecretError as fault:
+            raise ConfigError(str(fault)) from fault
+        wrong = [_verify(path, secret) for path in paths]
         return int(any(wrong))
     (_ls if action == "ls" else _stat)(paths)
     return 0
@@ -81,7 +89,7 @@ def _stat(paths: list[Path]) -> None:
     click.echo(f"{len(found)} stores, {sum(one.records for one in found):,} records, {total} of the disk")
 
 
-def _verify(path: Path) -> bool:
+def _verify(path: Path, secret: bytes) -> bool:
     """Whether anything is wrong."""
     from penstock.kv.cachedir import survey, verify
 
@@ -91,7 +99,7 @@ def _verify(path: Path) -> bool:
     def progress(count: int) -> None:
         done[0] += count
 
-    found = verify(path, progress)
+    found = verify(path, secret, progress)
     rate = format_rate(done[0] / max(time.perf_counter() - began, 1e-9))
     click.echo(
         f"{path}: {found.records - found.damaged - found.unreadable:,} of {found.records:,} records are as they were written ({rate})"

@@ -29,7 +29,8 @@ from penstock.kv.carrier import Carrier, Streams
 from penstock.kv.keys import root_key
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.kv.pool import KVPool
-from penstock.kv.segments import StoreLocked
+from penstock.kv.seal import SecretError, secret_in
+from penstock.kv.segments import StoreError, StoreLocked
 from penstock.kv.store import BlockStore
 from penstock.memory.device import choose_device, give_back, library_buffers, lift_cap, peak_of, shortage
 from penstock.memory.streams import streams_both_ways
@@ -443,10 +444,14 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
         "digest_of": "every byte of the weights, architecture and rope, dtype, layout of KV, attention policies",
     }
     try:
-        store = BlockStore.open(directory, root, size, far.store_bytes, about=about)
+        secret = secret_in(config.cache.expanduser())
+    except SecretError as fault:
+        raise StoreError(str(fault)) from fault
+    try:
+        store = BlockStore.open(directory, root, size, far.store_bytes, secret=secret, about=about)
     except StoreLocked:
         say(f"another process keeps KV in {directory}: what it has is read, and nothing is added")
-        return BlockStore.open(directory, root, size, far.store_bytes, read_only=True)
+        return BlockStore.open(directory, root, size, far.store_bytes, secret=secret, read_only=True)
     free = shutil.disk_usage(directory).free
     if store.stats.real_bytes + free < far.store_bytes:
         say(f"{directory} has {format_size(free)} free, less than blocks may take there: what does not fit is not kept")

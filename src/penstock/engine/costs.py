@@ -148,7 +148,7 @@ def costs_file(cache: Path, device: str, dtype: str) -> Path:
 def keep_costs(costs: StepCosts, file: Path) -> None:
     """Write them, at once or not at all. Raises ConfigError."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".costs-", delete=False) as beside:
             beside.write(costs.line() + "\n")
         os.replace(beside.name, file)

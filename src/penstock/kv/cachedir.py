@@ -14,6 +14,7 @@ from pathlib import Path
 from zlib import crc32
 
 from penstock.kv.journal import Item, Journal, Kind, Replay, real_bytes
+from penstock.kv.seal import Seal, key_id
 from penstock.kv.segments import (
     ABOUT,
     JOURNAL,
@@ -26,7 +27,6 @@ from penstock.kv.segments import (
     contents,
     locked,
     reason,
-    record_sum,
 )
 from penstock.memory.disk import DiskFile, ReadError
 
@@ -93,18 +93,20 @@ def survey(path: Path) -> StoreInfo:
     return StoreInfo(path, identity, about, records, *sizes, len(found.bad), last_used, found.replay is not None)
 
 
-def verify(path: Path, progress: Callable[[int], object] = lambda count: None) -> Findings:
+def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda count: None) -> Findings:
     """Read every record, telling `progress` of each one's bytes, and put into quarantine what is not as it was written, unless another
     process writes there or the journal is lost: what a record is like is then known by hearsay. What cannot be read is left as it is.
-    Raises StoreError."""
-    seed = crc32(_identity(path))
+    secret: with which they were sealed. Raises StoreError."""
+    seal, about = Seal(_identity(path), secret), _about(path)
+    if about.get("sealed_with") not in (None, key_id(secret)):
+        raise StoreError(f"{path} was sealed with another key; name the cache directory that has it (--cache)")
     with ExitStack() as held:
         try:
             held.enter_context(closing(locked(path, make=False)))
             writing = True
         except StoreLocked:
             writing = False
-        found = _contents(path, _about(path))
+        found = _contents(path, about)
         damaged: list[Item] = []
         unreadable = 0
         memory = held.enter_context(closing(mmap.mmap(-1, found.record_bytes)))
@@ -112,14 +114,14 @@ def verify(path: Path, progress: Callable[[int], object] = lambda count: None) -
         for item in _items(found):
             try:
                 found.segments[item.segment].read(item.slot, data)
-                if record_sum(item.key, data, seed) != item.sum:
+                if not seal.fits(item.seal, item.key, data):
                     damaged.append(item)
             except ReadError:
                 unreadable += 1
             progress(found.record_bytes)
         replay = found.replay if writing else None
         if damaged and replay is not None:
-            _quarantine(path, seed, replay, damaged)
+            _quarantine(path, seal.seed, replay, damaged)
     return Findings(len(found.live), len(damaged), unreadable, replay is not None, not writing)
 
 
@@ -149,7 +151,7 @@ def _quarantine(path: Path, seed: int, replay: Replay, damaged: Sequence[Item]) 
 
 
 def _items(found: Contents) -> Iterator[Item]:
-    fields = (found.live[name].tolist() for name in ("key", "segment", "slot", "sum"))
+    fields = (found.live[name].tolist() for name in ("key", "segment", "slot", "seal"))
     return map(Item, *fields)
 
 

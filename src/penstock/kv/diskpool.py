@@ -148,7 +148,7 @@ def _opened(directory: Path, size: int) -> tuple[DirectFile, int, int]:
     if that can be."""
     plain = -1
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         plain = _nameless(directory)
         os.posix_fallocate(plain, 0, size)
         path = f"/proc/self/fd/{plain}"

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv.keys import KEY_BYTES
+from penstock.kv.seal import SEAL_BYTES
 from penstock.memory.disk import _REFUSALS, DIRECT_BYTES, DiskFile
 
 ENTRY_BYTES = 64
@@ -36,9 +37,9 @@ _NUMBERS = 10**SEGMENT_DIGITS - 10**9
 """Numbers of segments: what is named beyond is not ours, and there are as many left as can be used up."""
 _STRETCH = ENTRY_BYTES << 18
 """Bytes of a journal that are read at a time."""
-_ENTRY = Struct(f"<IQ{KEY_BYTES}sQII16x")
+_ENTRY = Struct(f"<IQ{KEY_BYTES}sQI{SEAL_BYTES}s")
 _SUM = Struct("<I")
-_FIELDS = "kind sequence key segment slot sum rest check", f"<u4 <u8 V{KEY_BYTES} <u8 <u4 <u4 V16 <u4"
+_FIELDS = "kind sequence key segment slot seal check", f"<u4 <u8 V{KEY_BYTES} <u8 <u4 V{SEAL_BYTES} <u4"
 _DTYPE = np.dtype(list(zip(*map(str.split, _FIELDS), strict=True)))
 _COVERED = ENTRY_BYTES - _SUM.size
 
@@ -57,17 +58,17 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A record, where it is, and its checksum."""
+    """A record, where it is, and its seal."""
 
     key: bytes
     segment: int
     slot: int
-    sum: int
+    seal: bytes
 
 
 def encoded(kind: Kind, sequence: int, item: Item, seed: int) -> bytes:
     """`seed`: the checksum of the store's identity."""
-    data = _ENTRY.pack(kind, sequence, item.key, item.segment, item.slot, item.sum)
+    data = _ENTRY.pack(kind, sequence, item.key, item.segment, item.slot, item.seal)
     return data + _SUM.pack(crc32(data, seed))
 
 
@@ -150,7 +151,7 @@ class Journal:
         """A new journal of these entries, whatever sequence numbers they had, in the place of the one that is there. Raises OSError, and
         then nothing has changed."""
         rows = np.concatenate([np.zeros(1, _DTYPE), *entries])
-        rows[0] = (Kind.HEAD, 0, bytes(KEY_BYTES), next_segment, self._record_bytes, 0, bytes(16), 0)
+        rows[0] = (Kind.HEAD, 0, bytes(KEY_BYTES), next_segment, self._record_bytes, bytes(SEAL_BYTES), 0)
         rows["sequence"] = first + np.arange(len(rows), dtype=np.uint64)
         data = rows.view(np.uint8).reshape(-1, ENTRY_BYTES)
         rows["check"] = np.fromiter((crc32(row[:_COVERED].data, self._seed) for row in data), np.uint32, len(rows))

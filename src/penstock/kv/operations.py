@@ -11,7 +11,8 @@ from pathlib import Path
 
 from penstock.kv.diskpool import LostKV
 from penstock.kv.journal import Item, Journal, Kind
-from penstock.kv.segments import SegmentFile, StoreError, reason, record_sum
+from penstock.kv.seal import Seal
+from penstock.kv.segments import SegmentFile, StoreError, reason
 from penstock.kv.space import Segment
 from penstock.memory.disk import ReadError
 from penstock.memory.tasks import Task
@@ -112,10 +113,10 @@ def attempt(operation: Operation, work: Callable[[], object]) -> None:
     operation.outcome = Outcome.RIGHT
 
 
-def write_record(write: Record, data: memoryview, ready: Callable[[], object], journal: Journal, seed: int) -> None:
+def write_record(write: Record, data: memoryview, ready: Callable[[], object], journal: Journal, seal: Seal) -> None:
     ready()
-    write.item = replace(write.item, sum=record_sum(write.item.key, data, seed))
-    attempt(write, partial(_publish, write.segment.file, write.item, data, journal, seed))
+    write.item = replace(write.item, seal=seal.of(write.item.key, data))
+    attempt(write, partial(_publish, write.segment.file, write.item, data, journal, seal.seed))
 
 
 def _publish(file: SegmentFile, item: Item, data: memoryview, journal: Journal, seed: int) -> None:
@@ -123,7 +124,7 @@ def _publish(file: SegmentFile, item: Item, data: memoryview, journal: Journal, 
     journal.append(Kind.WRITTEN, [item])
 
 
-def read_record(read: Record, data: memoryview, ready: Callable[[], object], seed: int) -> None:
+def read_record(read: Record, data: memoryview, ready: Callable[[], object], seal: Seal) -> None:
     ready()
     file, item = read.segment.file, read.item
     try:
@@ -131,13 +132,13 @@ def read_record(read: Record, data: memoryview, ready: Callable[[], object], see
     except ReadError as fault:
         read.outcome = Outcome.FAILED if os.path.lexists(file.path) else Outcome.GONE
         raise LostKV(f"KV block {item.key.hex()}: {fault}") from fault
-    if record_sum(item.key, data, seed) != item.sum:
+    if not seal.fits(item.seal, item.key, data):
         read.outcome = Outcome.DAMAGED
         raise LostKV(f"KV block {item.key.hex()} in {file.path}, at byte {file.place(item.slot)}, is not what was written")
     read.outcome = Outcome.RIGHT
 
 
-def move_records(move: Move, journal: Journal, seed: int) -> None:
+def move_records(move: Move, journal: Journal, seal: Seal) -> None:
     """Each record is published where it is now before the next one is read; those that it came from go when the caller knows."""
     target = move.segments[0].file
     with mmap.mmap(-1, target.record_bytes) as memory, memoryview(memory) as data:
@@ -149,8 +150,8 @@ def move_records(move: Move, journal: Journal, seed: int) -> None:
             except ReadError:
                 move.unread.append(source)
                 continue
-            if record_sum(item.key, data, seed) != item.sum:
+            if not seal.fits(item.seal, item.key, data):
                 move.damaged.append((source, item))
                 continue
-            _publish(target, Item(item.key, target.number, slot, item.sum), data, journal, seed)
+            _publish(target, Item(item.key, target.number, slot, item.seal), data, journal, seal.seed)
             move.moved.append((source, item, slot))

@@ -3,7 +3,7 @@
 A segment is a row of slots of whole pages behind a table of what they hold: entries as in the journal, from which a lost journal is made
 anew. A slot is written once; its space comes back with the whole segment.
 
-    <kv_directory>/kv1-<identity>/  store.json           what this is, for people
+    <kv_directory>/kv2-<identity>/  store.json           what this is, for people
                                     lock                 held by the process that writes
                                     journal              which record is where, and its checksum
                                     <number>-<slots>.segment
@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 
@@ -46,7 +45,7 @@ from penstock.kv.journal import (
 )
 from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, ReadError
 
-FORMAT = 1
+FORMAT = 2
 """In the directory's name: what another version of all this has written is not touched."""
 PREFIX, JOURNAL, LOCK, ABOUT = f"kv{FORMAT}-", "journal", "lock", "store.json"
 NOTES = "rates.json"
@@ -68,11 +67,6 @@ class StoreLocked(StoreError):
 
 def _pages(count: int) -> int:
     return -(-count // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-
-
-def record_sum(key: bytes, data: memoryview, seed: int) -> int:
-    """Over the store's identity, of which `seed` is the checksum, the key and the payload."""
-    return crc32(data, crc32(key, seed))
 
 
 class SegmentFile:

@@ -1,6 +1,5 @@
 """Where the records of a BlockStore are, and where there is room for more: plain books, of the thread that calls the store."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.kv.journal import SLOT_BITS, Item
+from penstock.kv.seal import SEAL_BYTES
 from penstock.kv.segments import Contents, SegmentFile, Sizes, planned_bytes, slots_within
 
 Place = int
@@ -16,20 +16,20 @@ Place = int
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """What is known of a segment. Slots [0, next) have been given out; `keys` and `sums` say what is in them, `bad` what is quarantined.
+    """What is known of a segment. Slots [0, next) have been given out; `keys` and `seals` say what is in them, `bad` what is quarantined.
     troubles: how often moving records out of it, or removing it, has failed."""
 
     file: SegmentFile
     next: int
     keys: list[bytes | None]
-    sums: "array[int]"
+    seals: bytearray
     bad: set[int] = field(default_factory=set)
     troubles: int = 0
 
     @classmethod
     def of(cls, file: SegmentFile) -> "Segment":
         """As if it was full, and nothing known of what it holds."""
-        return cls(file, file.slots, [None] * file.slots, array("I", bytes(4 * file.slots)))
+        return cls(file, file.slots, [None] * file.slots, bytearray(SEAL_BYTES * file.slots))
 
     @property
     def full(self) -> bool:
@@ -39,11 +39,14 @@ class Segment:
     def live(self) -> int:
         return self.file.slots - self.keys.count(None)
 
+    def hold(self, key: bytes, slot: int, seal: bytes) -> None:
+        self.keys[slot], self.seals[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES] = key, seal
+
     def place(self, slot: int) -> Place:
         return self.file.number << SLOT_BITS | slot
 
     def item(self, key: bytes, slot: int) -> Item:
-        return Item(key, self.file.number, slot, self.sums[slot])
+        return Item(key, self.file.number, slot, bytes(self.seals[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES]))
 
 
 class Space:
@@ -57,12 +60,11 @@ class Space:
         self._version = self._sizes = (-1, -1)
         """What segments there were when their sizes were added up, and the sums."""
         self.segments = {number: Segment.of(file) for number, file in found.segments.items()}
-        keys, numbers, slots, totals = (found.live[name].tolist() for name in ("key", "segment", "slot", "sum"))
+        keys, numbers, slots, seals = (found.live[name].tolist() for name in ("key", "segment", "slot", "seal"))
         places = found.live["segment"] << np.uint64(SLOT_BITS) | found.live["slot"]
         self.index: dict[bytes, Place] = dict(zip(keys, places.tolist(), strict=True))
-        for key, number, slot, total in zip(keys, numbers, slots, totals, strict=True):
-            segment = self.segments[number]
-            segment.keys[slot], segment.sums[slot] = key, total
+        for key, number, slot, seal in zip(keys, numbers, slots, seals, strict=True):
+            self.segments[number].hold(key, slot, seal)
         for number, slot in zip(found.bad["segment"].tolist(), found.bad["slot"].tolist(), strict=True):
             self.segments[number].bad.add(slot)
 
@@ -86,9 +88,8 @@ class Space:
     def find(self, place: Place) -> tuple[Segment, int]:
         return self.segments[place >> SLOT_BITS], place & (1 << SLOT_BITS) - 1
 
-    def hold(self, key: bytes, segment: Segment, slot: int, sum: int) -> None:
-        segment.sums[slot] = sum
-        segment.keys[slot] = key
+    def hold(self, key: bytes, segment: Segment, slot: int, seal: bytes) -> None:
+        segment.hold(key, slot, seal)
         self.index[key] = segment.place(slot)
 
     def claim(self) -> tuple[Segment, int] | None:

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +46,7 @@ from penstock.kv.operations import (
     read_record,
     write_record,
 )
+from penstock.kv.seal import Seal, key_id, sealed_identity
 from penstock.kv.segments import (
     JOURNAL,
     NOTES,
@@ -107,7 +107,7 @@ class BlockStore:
     def __init__(
         self,
         path: Path,
-        seed: int,
+        seal: Seal,
         found: Contents,
         size: Sizes,
         writing: tuple[Journal, FileIO] | None,
@@ -118,7 +118,7 @@ class BlockStore:
         self.path, self.record_bytes = path, found.record_bytes
         self.capacity = size.capacity
         """Records that it holds. While there are so many, with those being written, writes are refused until some are forgotten."""
-        self._seed, self._usual_slots = seed, size.slots
+        self._seal, self._usual_slots = seal, size.slots
         self._journal = writing[0] if writing else None
         self._lock = writing[1] if writing else None
         self._space = Space(path, found, size)
@@ -154,6 +154,7 @@ class BlockStore:
         record_bytes: int,
         cap_bytes: int,
         *,
+        secret: bytes,
         readers: int = READERS,
         writers: int = WRITERS,
         read_only: bool = False,
@@ -165,26 +166,28 @@ class BlockStore:
         identity: a digest of all that the meaning of a record's bytes depends on and its key does not: weights, dtype, rope, layout.
         cap_bytes: most of the disk that it takes, its journal and room for compaction included. What is there beyond goes, longest unused
             first.
+        secret: with which its records are sealed (see `seal`). With another one this is another store.
         read_only: what its journal names now, beside a process that writes; what is compacted there meanwhile is lost here.
         about: for people, in store.json.
 
         Raises StoreLocked if another process writes to it, StoreError if it cannot be read or written, or the cap is too small.
         """
         assert 0 < len(identity) <= 64, f"a digest of {len(identity)} bytes"
-        path, seed = directory_of(directory, identity), crc32(identity)
+        identity = sealed_identity(identity, secret)
+        path, seal = directory_of(directory, identity), Seal(identity, secret)
         size = sizes(cap_bytes, record_bytes)
         if read_only:
             expect_own(path)
-            found = contents(path, seed, record_bytes)
+            found = contents(path, seal.seed, record_bytes)
             expect_size(path, found, record_bytes)
-            return cls(path, seed, found, size, None, (readers, writers), clock)
+            return cls(path, seal, found, size, None, (readers, writers), clock)
         lock = locked(path, make=True)
-        journal = Journal(path / JOURNAL, seed, record_bytes, size.entries)
+        journal = Journal(path / JOURNAL, seal.seed, record_bytes, size.entries)
         try:
-            found = contents(path, seed, record_bytes)
+            found = contents(path, seal.seed, record_bytes)
             expect_size(path, found, record_bytes)
             try:
-                describe(path, {"identity": identity.hex(), "record_bytes": record_bytes, **(about or {})})
+                describe(path, {"identity": identity.hex(), "record_bytes": record_bytes, "sealed_with": key_id(secret), **(about or {})})
                 if found.replay:
                     journal.resume(found.replay)
                 else:
@@ -192,7 +195,7 @@ class BlockStore:
                 trim(found, size)
             except (OSError, ReadError) as fault:
                 raise StoreError(f"{path} cannot be written: {reason(fault)}; mend that, or name another directory") from fault
-            return cls(path, seed, found, size, (journal, lock), (readers, writers), clock)
+            return cls(path, seal, found, size, (journal, lock), (readers, writers), clock)
         except BaseException:
             journal.close()
             lock.close()
@@ -275,7 +278,7 @@ class BlockStore:
             return _over(StoreFull(f"{self.path} has {len(self)} records of {self.capacity}; forget some, or wait for compaction"))
         segment, slot = claimed
         write = Record((segment,), segment.item(key, slot))
-        write.task = Task(partial(write_record, write, data, ready, journal, self._seed))
+        write.task = Task(partial(write_record, write, data, ready, journal, self._seal))
         self._putting = write.task
         if noted is not None:
             noted.append(write.task)
@@ -298,7 +301,7 @@ class BlockStore:
             return _over(LostKV(f"KV block {key.hex()} in {self.path} {why}"))
         segment, slot = self._space.find(place)
         read = Record((segment,), segment.item(key, slot))
-        read.task = Task(partial(read_record, read, data, ready, self._seed))
+        read.task = Task(partial(read_record, read, data, ready, self._seal))
         self.touch((key,))
         self._putting = read.task
         if noted is not None:
@@ -393,7 +396,7 @@ class BlockStore:
     def _take_write(self, write: Record) -> None:
         segment, item = write.segment, write.item
         if write.outcome is Outcome.RIGHT and write.wanted:
-            self._space.hold(item.key, segment, item.slot, item.sum)
+            self._space.hold(item.key, segment, item.slot, item.seal)
             self.touch((item.key,))
         self._suspects.add(segment)
         self._writes.pop(item.key, None)
@@ -442,10 +445,10 @@ class BlockStore:
         for source, item, slot in move.moved:
             old, new = source.place(item.slot), target.place(slot)
             if self._index.get(item.key) in (old, new):
-                self._space.hold(item.key, target, slot, item.sum)
+                self._space.hold(item.key, target, slot, item.seal)
                 source.keys[item.slot] = None
             else:
-                unwanted.append(Item(item.key, target.file.number, slot, item.sum))
+                unwanted.append(Item(item.key, target.file.number, slot, item.seal))
         for source, item in move.damaged:
             self._quarantine(source, item)
         for source in move.unread:
@@ -508,7 +511,7 @@ class BlockStore:
             return None
         target, sources, records = found
         move = Move((target, *sources), [(source, item, slot) for slot, (source, item) in enumerate(records)])
-        self._chore(move, partial(move_records, move, journal, self._seed))
+        self._chore(move, partial(move_records, move, journal, self._seal))
         self._space.use(target, len(records))
         return None
 

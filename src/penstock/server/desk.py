@@ -257,7 +257,7 @@ class Desk:
             self._mail.put(call)
         return calls
 
-    def call(self, ready: Ready, owner: bytes) -> Call:
+    def call(self, ready: Ready, owner: bytes = b"") -> Call:
         """A new one, of which nobody knows yet."""
         return Call(self, ready, owner)
 

@@ -100,7 +100,7 @@ class Memory:
             return False
         beside = self._directory / f"{MEMORY}.{os.getpid()}-{threading.get_ident()}.tmp"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _alone(self._directory):
                 kept = {key: value for key, value in self.recall().items() if key not in found} | dict(found)
                 lines = [f"{key}\t{value}\t{_checksum(key, value)}\n" for key, value in list(kept.items())[-MOST_REMEMBERED:]]

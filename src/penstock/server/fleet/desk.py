@@ -89,7 +89,7 @@ class Fleet(Desk):
         """That are there, as far as is known."""
         return len(self._affinity.replicas)
 
-    def call(self, ready: Ready, owner: bytes) -> Call:
+    def call(self, ready: Ready, owner: bytes = b"") -> Call:
         return _FarCall(self, ready, owner)
 
     async def metrics(self, own: bytes) -> bytes:
