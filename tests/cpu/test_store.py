@@ -1582,3 +1582,24 @@ def test_what_it_makes_nobody_else_may_write_whatever_the_umask(tmp_path: Path) 
     open_store(tmp_path / "new" / "kv").close()
     for path in (tmp_path / "new" / "kv").rglob("*"):
         assert not path.stat().st_mode & 0o022, path
+
+
+def test_forged_records_are_not_served(tmp_path: Path) -> None:
+    """By somebody who may write all files and knows all that is in them and how it is laid out, but for the key."""
+    filled(tmp_path, range(20))
+    forger = Seal(bytes.fromhex(directory_of(tmp_path).name.partition("-")[2]), bytes(32))
+    with opened(tmp_path) as store:
+        assert store._journal is not None
+        places = {number: place_of(store, number) for number in range(18)}
+        items = []
+        for number, (path, at) in places.items():
+            data = payload(number, salt=1)
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(data)
+            segment, slot = store._space.find(store._index[key_of(number)])
+            items.append(replace(segment.item(key_of(number), slot), seal=forger.of(key_of(number), data.data)))
+        store._journal.append(Kind.WRITTEN, items)
+    with opened(tmp_path) as store:
+        assert held(store, range(20)) == {18, 19}
+        assert store.stats.quarantined == 18
