@@ -1,0 +1,145 @@
+"""Two keys of one server, of which one attacks: how long the other's small chats take, beside how long they take when nobody attacks.
+
+    PYTHONPATH=src python3 benchmarks/two_keys.py --seconds 300 --out two_keys.json
+
+The attacker sends at once, again and again: texts of 1 MB to be cut into tokens, conversations of 34,000 messages, 319 outputs of a prompt,
+bodies that stall, and outputs that do not end, as many as it may have. The shipped model on the CPU, in a process of its own. Each answer
+to the other key must be right.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from recording import environment, need_commit  # noqa: E402
+
+from servers import Server  # noqa: E402
+
+ATTACKER, OTHER = "the attacker's key", "the other key"
+CHAT = {"model": "shipped", "messages": [{"role": "user", "content": "Tell me of a boat."}], "max_tokens": 16, "temperature": 0}
+MEGABYTE = {"model": "shipped", "prompt": "Once upon a time there was a boat. " * 30_000}
+ENDLESS = {"model": "shipped", "prompt": "The sea", "max_tokens": 1900, "ignore_eos": True}
+
+
+def raw(path: str, key: str, body: bytes, length: int | None = None) -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
+    return f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+
+
+async def asked(place: tuple[str, int], sent: bytes) -> tuple[int, bytes]:
+    """Status and body; 0 if the connection ends before."""
+    try:
+        reader, writer = await asyncio.open_connection(*place)
+    except OSError:
+        return 0, b""
+    try:
+        writer.write(sent)
+        await writer.drain()
+        answer = await reader.read(-1)
+    except OSError:
+        return 0, b""
+    finally:
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return (int(head.split(b" ", 2)[1]) if head.startswith(b"HTTP/1.1 ") else 0), body
+
+
+async def chats(place: tuple[str, int], seconds: float, pause: float) -> tuple[list[float], list[tuple[int, str]]]:
+    """Seconds of each, and what was said."""
+    took, said, sent, end = (
+        list[float](),
+        list[tuple[int, str]](),
+        raw("/v1/chat/completions", OTHER, json.dumps(CHAT).encode()),
+        time.monotonic() + seconds,
+    )
+    while time.monotonic() < end:
+        begin = time.perf_counter()
+        status, body = await asked(place, sent)
+        took.append(time.perf_counter() - begin)
+        said.append(
+            (status, json.loads(body)["choices"][0]["message"]["content"] if status == 200 else body.decode(errors="replace")[:200])
+        )
+        await asyncio.sleep(pause)
+    return took, said
+
+
+async def attack(place: tuple[str, int], name: str, sent: bytes, met: Counter[str]) -> None:
+    """Until it is cancelled."""
+    while True:
+        status, _ = await asked(place, sent)
+        met[f"{name}: {status or 'closed'}"] += 1
+        if status in (0, 429):
+            await asyncio.sleep(0.2)
+
+
+async def measured(place: tuple[str, int], quiet: float, seconds: float, scale: float) -> dict[str, Any]:
+    await chats(place, quiet / 4, 0.05)  # Warm.
+    before, right = await chats(place, quiet, 0.05)
+    assert {status for status, _ in right} == {200}, right[:3]
+    assert len(set(right)) == 1, "answers differ when nobody attacks"
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 17_000
+    kinds = {
+        "tokens": (raw("/tokenize", ATTACKER, json.dumps(MEGABYTE).encode()), 300),
+        "messages": (raw("/v1/chat/completions", ATTACKER, json.dumps(CHAT | {"messages": messages[:-1]}).encode()), 8),
+        "outputs": (raw("/v1/completions", ATTACKER, json.dumps(ENDLESS | {"n": 319}).encode()), 8),
+        "stalled": (raw("/v1/completions", ATTACKER, b"{", 1 << 20), 100),
+        "endless": (raw("/v1/completions", ATTACKER, json.dumps(ENDLESS).encode()), 40),
+    }
+    met: Counter[str] = Counter()
+    tasks = list[asyncio.Task[None]]()
+    for name, (sent, count) in kinds.items():
+        tasks += [asyncio.ensure_future(attack(place, name, sent, met)) for _ in range(max(round(count * scale), 1))]
+    await asyncio.sleep(min(5.0, seconds / 4))
+    during, said = await chats(place, seconds, 0.05)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    wrong = [one for one in said if one != right[0]]
+    return {"quiet": spread(before), "attacked": spread(during), "wrong": len(wrong), "first_wrong": wrong[:3], "attacker": dict(met)}
+
+
+def spread(took: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(took, n=100)
+    return {"count": len(took), "median_s": statistics.median(took), "p99_s": cuts[98], "most_s": max(took)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the attack")
+    parser.add_argument("--quiet", type=float, default=60.0, help="seconds without one")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the attacker's connections")
+    parser.add_argument("--flags", default="--device cpu --dtype float32 --max-sequences 8 --queue 64", help="of the server")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    need_commit(asked.out)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "keys.txt").write_text(f"{ATTACKER}\n{OTHER}\n")
+        server = Server(Path(folder) / "log", "--port", "0", "--api-keys", f"{folder}/keys.txt", *asked.flags.split())
+        try:
+            url = urlsplit(server.wait().url)
+            found = asyncio.run(measured((url.hostname or "", url.port or 0), asked.quiet, asked.seconds, asked.scale))
+        finally:
+            server.process.send_signal(signal.SIGKILL)
+            server.process.wait()
+    found |= {"bench": "two_keys", "seconds": asked.seconds, "ratio_p99": found["attacked"]["p99_s"] / found["quiet"]["p99_s"]}
+    print(json.dumps(found, indent=1))
+    if asked.out:
+        asked.out.write_text(json.dumps(found | {"environment": environment()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
