@@ -105,8 +105,8 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     "KV: shared between lengths under dynamic rope": (
         15,
         PrefixRule.root_of,
-        "return root_key(self.root, prompt_length)",
-        "return self.root",
+        "return root_key(root, prompt_length)",
+        "return root",
     ),
     "KV: shared with another model": (3, boot._root, "fingerprint = model.fingerprint()", "model.fingerprint()"),
 }
