@@ -10,8 +10,10 @@ to the other key must be right.
 import argparse
 import asyncio
 import json
+import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -86,11 +88,9 @@ async def attack(place: tuple[str, int], name: str, sent: bytes, met: Counter[st
             await asyncio.sleep(0.2)
 
 
-async def measured(place: tuple[str, int], quiet: float, seconds: float, scale: float) -> dict[str, Any]:
-    await chats(place, quiet / 4, 0.05)  # Warm.
-    before, right = await chats(place, quiet, 0.05)
-    assert {status for status, _ in right} == {200}, right[:3]
-    assert len(set(right)) == 1, "answers differ when nobody attacks"
+async def attacked(place: tuple[str, int], scale: float, chosen: str) -> None:
+    """In a process of its own that leaves the processors to others, as one of another machine would, until it is told that it is enough."""
+    os.nice(19)
     messages = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 17_000
     kinds = {
         "tokens": (raw("/tokenize", ATTACKER, json.dumps(MEGABYTE).encode()), 300),
@@ -101,15 +101,30 @@ async def measured(place: tuple[str, int], quiet: float, seconds: float, scale: 
     }
     met: Counter[str] = Counter()
     tasks = list[asyncio.Task[None]]()
-    for name, (sent, count) in kinds.items():
+    for name, (sent, count) in ((name, kinds[name]) for name in chosen.split(",")):
         tasks += [asyncio.ensure_future(attack(place, name, sent, met)) for _ in range(max(round(count * scale), 1))]
-    await asyncio.sleep(min(5.0, seconds / 4))
-    during, said = await chats(place, seconds, 0.05)
+    await asyncio.to_thread(sys.stdin.read)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    print(json.dumps(met))
+
+
+async def measured(place: tuple[str, int], quiet: float, seconds: float, scale: float, kinds: str) -> dict[str, Any]:
+    await chats(place, quiet / 4, 0.05)  # Warm.
+    before, right = await chats(place, quiet, 0.05)
+    assert {status for status, _ in right} == {200}, right[:3]
+    assert len(set(right)) == 1, "answers differ when nobody attacks"
+    attacker = subprocess.Popen(
+        [sys.executable, __file__, "--attack", *map(str, place), "--scale", str(scale), "--kinds", kinds],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    await asyncio.sleep(min(8.0, seconds / 4))
+    during, said = await chats(place, seconds, 0.05)
+    met, _ = await asyncio.to_thread(attacker.communicate, b"")
     wrong = [one for one in said if one != right[0]]
-    return {"quiet": spread(before), "attacked": spread(during), "wrong": len(wrong), "first_wrong": wrong[:3], "attacker": dict(met)}
+    return {"quiet": spread(before), "attacked": spread(during), "wrong": len(wrong), "first_wrong": wrong[:3], "attacker": json.loads(met)}
 
 
 def spread(took: list[float]) -> dict[str, float]:
@@ -122,16 +137,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="of the attack")
     parser.add_argument("--quiet", type=float, default=60.0, help="seconds without one")
     parser.add_argument("--scale", type=float, default=1.0, help="of the attacker's connections")
+    parser.add_argument("--kinds", default="tokens,messages,outputs,stalled,endless", help="of attacks")
     parser.add_argument("--flags", default="--device cpu --dtype float32 --max-sequences 8 --queue 64", help="of the server")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--attack", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.attack:
+        asyncio.run(attacked((asked.attack[0], int(asked.attack[1])), asked.scale, asked.kinds))
+        return
     need_commit(asked.out)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "keys.txt").write_text(f"{ATTACKER}\n{OTHER}\n")
         server = Server(Path(folder) / "log", "--port", "0", "--api-keys", f"{folder}/keys.txt", *asked.flags.split())
         try:
             url = urlsplit(server.wait().url)
-            found = asyncio.run(measured((url.hostname or "", url.port or 0), asked.quiet, asked.seconds, asked.scale))
+            found = asyncio.run(measured((url.hostname or "", url.port or 0), asked.quiet, asked.seconds, asked.scale, asked.kinds))
         finally:
             server.process.send_signal(signal.SIGKILL)
             server.process.wait()
