@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from penstock import LLM, SamplingParams
 from penstock.api.text import Tokenizer
 from penstock.base.errors import LengthError
 from penstock.cli.main import main
+from penstock.server import tenants
 from penstock.server.desk import Call, Desk
 from penstock.server.metrics import Metrics
+from penstock.server.tenants import Refusals
 from servers import ENDLESS, FLAGS, SETTINGS, Server, serving
 from streams import LONG
 
@@ -270,3 +273,37 @@ def test_what_stands_behind_a_key_is_read_or_refused(tmp_path: Path, behind: str
     (tmp_path / "keys.txt").write_text(f"{ONE}\t{behind}\n")
     assert main(["serve", "--port", "0", "--api-keys", str(tmp_path / "keys.txt")]) == 2
     assert "write priority=NUMBER" in capsys.readouterr().err
+
+
+def test_a_key_that_is_refused_again_and_again_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another does not, and neither does who is refused now and then."""
+    monkeypatch.setattr(tenants, "LONGEST", 0.5)
+
+    async def waits() -> tuple[list[float], float, float]:
+        refusals, loop = Refusals(), asyncio.get_running_loop()
+
+        async def turn(owner: bytes) -> float:
+            begin = loop.time()
+            await refusals.turn(owner)
+            return loop.time() - begin
+
+        many = [asyncio.ensure_future(turn(b"much")) for _ in range(60)]
+        await asyncio.sleep(0)
+        other = await turn(b"little")
+        took = await asyncio.gather(*many)
+        await asyncio.sleep(0.6)
+        return list(took), other, await turn(b"much")
+
+    took, other, later = asyncio.run(waits())
+    assert took[0] < 0.01 > other
+    assert later < 0.01
+    assert all(one >= 0.019 * place for place, one in enumerate(took[:20]))
+    assert max(took) < 5
+
+
+def test_who_is_refused_a_hundred_times_is_told_in_two_seconds(server: Server) -> None:
+    begin = time.monotonic()
+    with ThreadPoolExecutor(10) as pool:
+        found = list(pool.map(lambda _: asked(server, ONE, "/v1/completions", model="other", prompt="a")[0], range(100)))
+    assert found == [404] * 100
+    assert time.monotonic() - begin > 1.9

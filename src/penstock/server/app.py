@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, time
 from typing import TypeVar
@@ -30,7 +31,7 @@ from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
 from penstock.server.prompts import Telling, chat_tokens, read
 from penstock.server.responses import Told, read_response
 from penstock.server.sending import GONE, completed, json_response, responded, said
-from penstock.server.tenants import NOBODY, Key, owner_of, salt_of
+from penstock.server.tenants import NOBODY, Key, Refusals, owner_of, salt_of
 from penstock.server.uploads import Uploads
 from penstock.server.watching.accounts import Accounts, Teller, account_of
 from penstock.server.watching.logs import note_request
@@ -83,6 +84,7 @@ class House:
     tellers: Sequence[Teller] = ()
     """Who is told of requests that are over, before the log is."""
     dialect: Dialect | None = None
+    refusals: Refusals = field(default_factory=Refusals)
     kept: Kept = field(init=False)
     uploads: Uploads = field(init=False)
 
@@ -151,6 +153,9 @@ def _told(house: House, path: str, handlers: Mapping[str, Handler]) -> Callable[
     async def route(request: Request) -> Response:
         account_of(request).route = path
         response = await answered(request)
+        if len(house.settings.keys) > 1 and 400 <= response.status_code < 500:
+            with suppress(asyncio.CancelledError):  # The server ends: then it is told at once.
+                await house.refusals.turn(account_of(request).owner)
         house.metrics.answered(path, response.status_code)
         return response
 

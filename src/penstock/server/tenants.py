@@ -1,9 +1,12 @@
 """Whose a request is, by the key that came with it, and with whom it shares prefixes."""
 
+import asyncio
 from dataclasses import dataclass
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
+PACE, LONGEST = 0.02, 10.0
+"""Seconds."""
 NOBODY = b""
 """Whoever asks a server without keys."""
 
@@ -14,6 +17,24 @@ class Key:
 
     secret: bytes
     priority: int = 0
+
+
+class Refusals:
+    """Has a key that is refused again and again wait for it: one every PACE seconds, so that refusals are not what a server is busy with.
+    Of one loop."""
+
+    def __init__(self) -> None:
+        self._due: dict[bytes, float] = {}
+        """By key, when the next may be told."""
+
+    async def turn(self, owner: bytes) -> None:
+        """Until it may be told of one more, LONGEST seconds at most."""
+        now = asyncio.get_running_loop().time()
+        self._due = {whose: due for whose, due in self._due.items() if due > now or whose == owner}
+        due = min(max(self._due.get(owner, now), now), now + LONGEST)
+        self._due[owner] = due + PACE
+        if due > now:
+            await asyncio.sleep(due - now)
 
 
 def owner_of(key: bytes) -> bytes:
