@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.memory import disk
-from penstock.memory.disk import DIRECT_ALIGNMENT, REQUEST_BYTES, DirectFile, DiskFile, ReadError, run_all
+from penstock.memory.disk import DIRECT_ALIGNMENT, REQUEST_BYTES, DirectFile, DiskFile, ReadError, make_private, run_all
 
 
 @pytest.fixture
@@ -329,3 +329,19 @@ def test_block_devices_are_read_where_they_are_welcome(whole: tuple[Path, bytes]
             assert buffer == data
     finally:
         subprocess.run(["losetup", "-d", device], check=True)
+
+
+def test_what_is_made_is_its_owner_s_alone_whatever_the_umask(tmp_path: Path) -> None:
+    """What is missing above it too."""
+    before = os.umask(0)
+    try:
+        make_private(tmp_path / "one" / "two" / "three")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "one").rglob("*"):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "one").stat().st_mode & 0o777 == 0o700
+    make_private(tmp_path / "one" / "two")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        make_private(tmp_path / "file" / "inside")

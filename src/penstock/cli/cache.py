@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.base.config import CACHE
-from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
 from penstock.cli.terminal import is_terminal, one_line, say
@@ -49,12 +48,9 @@ def command(action: str, directory: Path | None, yes: bool, cache: Path) -> int:
     if action == "clear":
         return _clear(where, paths, yes)
     if action == "verify":
-        from penstock.kv.seal import SecretError, secret_in
+        from penstock.kv.seal import secret_in
 
-        try:
-            secret = secret_in(cache.expanduser())
-        except SecretError as fault:
-            raise ConfigError(str(fault)) from fault
+        secret = secret_in(cache.expanduser())
         wrong = [_verify(path, secret) for path in paths]
         return int(any(wrong))
     (_ls if action == "ls" else _stat)(paths)

@@ -29,8 +29,8 @@ from penstock.kv.carrier import Carrier, Streams
 from penstock.kv.keys import root_key
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
 from penstock.kv.pool import KVPool
-from penstock.kv.seal import SecretError, secret_in
-from penstock.kv.segments import StoreError, StoreLocked
+from penstock.kv.seal import secret_in
+from penstock.kv.segments import StoreLocked
 from penstock.kv.store import BlockStore
 from penstock.memory.device import choose_device, give_back, library_buffers, lift_cap, peak_of, shortage
 from penstock.memory.streams import streams_both_ways
@@ -443,10 +443,7 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
         "head_dim": settled.spec.head_dim,
         "digest_of": "every byte of the weights, architecture and rope, dtype, layout of KV, attention policies",
     }
-    try:
-        secret = secret_in(config.cache.expanduser())
-    except SecretError as fault:
-        raise StoreError(str(fault)) from fault
+    secret = secret_in(config.cache.expanduser())
     try:
         store = BlockStore.open(directory, root, size, far.store_bytes, secret=secret, about=about)
     except StoreLocked:

@@ -17,6 +17,7 @@ from typing import Any, Self
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import ConfigError
 from penstock.engine.passes import UseWork
+from penstock.memory.disk import make_private
 
 FORMAT = 1
 RECORDED_TOKENS = 512
@@ -148,7 +149,7 @@ def costs_file(cache: Path, device: str, dtype: str) -> Path:
 def keep_costs(costs: StepCosts, file: Path) -> None:
     """Write them, at once or not at all. Raises ConfigError."""
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(file.parent)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".costs-", delete=False) as beside:
             beside.write(costs.line() + "\n")
         os.replace(beside.name, file)

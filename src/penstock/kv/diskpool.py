@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, PenstockError
 from penstock.base.units import format_size
-from penstock.memory.disk import _REFUSALS, DIRECT_ALIGNMENT, DIRECT_BYTES, DirectFile, ReadError
+from penstock.memory.disk import _REFUSALS, DIRECT_ALIGNMENT, DIRECT_BYTES, DirectFile, ReadError, make_private
 from penstock.memory.tasks import Task, Workers, wait
 
 Rows = NDArray[np.uint8]
@@ -148,7 +148,7 @@ def _opened(directory: Path, size: int) -> tuple[DirectFile, int, int]:
     if that can be."""
     plain = -1
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(directory)
         plain = _nameless(directory)
         os.posix_fallocate(plain, 0, size)
         path = f"/proc/self/fd/{plain}"

@@ -16,7 +16,9 @@ from zlib import crc32
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from penstock.base.errors import PenstockError
 from penstock.kv.keys import KEY_BYTES
+from penstock.memory.disk import make_private
 
 SECRET = "kv.key"
 """The file in the cache directory."""
@@ -25,7 +27,7 @@ _SALT, _CODE = 8, 12
 SEAL_BYTES = _SALT + _CODE
 
 
-class SecretError(Exception):
+class SecretError(PenstockError):
     """The user's key cannot be had, or others may read it."""
 
 
@@ -78,7 +80,7 @@ def secret_in(cache: Path) -> bytes:
 
 def _make(path: Path) -> None:
     """At once, or not at all: of several processes the first one's key stays. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     beside = path.with_name(f".{SECRET}-{secrets.token_hex(8)}")
     file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

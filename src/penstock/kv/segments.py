@@ -43,7 +43,7 @@ from penstock.kv.journal import (
     surviving,
     write_all,
 )
-from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, ReadError
+from penstock.memory.disk import DIRECT_ALIGNMENT, DirectFile, DiskFile, ReadError, make_private
 
 FORMAT = 2
 """In the directory's name: what another version of all this has written is not touched."""
@@ -300,9 +300,7 @@ def locked(path: Path, make: bool) -> FileIO:
     try:
         while True:
             if make:
-                for each in (path.parent, path):
-                    with suppress(FileExistsError):  # A file, too; of which the next one is told.
-                        each.mkdir(mode=0o700, parents=True)
+                make_private(path)
                 expect_own(path)
             lock = FileIO(os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
             try:

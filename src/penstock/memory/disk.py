@@ -220,6 +220,16 @@ class DirectFile(DiskFile):
         return done
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory and what is missing above it, for this user alone, whatever the umask. A file in its place is no fault here.
+
+    Raises OSError.
+    """
+    for each in reversed([directory, *directory.parents]):
+        with suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+
+
 def run_all(tasks: Sequence[Callable[[], None]], pool: Executor) -> None:
     """Run all tasks on the pool's threads, in any order; raises what the first failed one raised.
 

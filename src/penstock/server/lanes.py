@@ -22,7 +22,7 @@ class Lane:
 
     def __init__(self, threads: int, *, patient: bool) -> None:
         """patient: they leave the processor to whatever else wants it, where the system can tell threads apart."""
-        self._pool = ThreadPoolExecutor(threads, "penstock reading", _yielding if patient else _plain)
+        self._pool = ThreadPoolExecutor(threads, "penstock reading", _yielding if patient else None)
         self._free = threads
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
         """By key, the next one's first."""
@@ -61,10 +61,6 @@ class Lane:
                 turn.set_result(None)
                 return
         self._free += 1
-
-
-def _plain() -> None:
-    pass
 
 
 def _yielding() -> None:

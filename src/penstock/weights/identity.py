@@ -31,7 +31,7 @@ from queue import SimpleQueue
 import psutil
 
 from penstock.base.errors import CheckpointError
-from penstock.memory.disk import DiskFile, FileStamp, ReadError, run_all
+from penstock.memory.disk import DiskFile, FileStamp, ReadError, make_private, run_all
 from penstock.weights.manifest import PIECE_BYTES, join_digests
 
 MEMORY = "digests"
@@ -100,7 +100,7 @@ class Memory:
             return False
         beside = self._directory / f"{MEMORY}.{os.getpid()}-{threading.get_ident()}.tmp"
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._directory)
             with _alone(self._directory):
                 kept = {key: value for key, value in self.recall().items() if key not in found} | dict(found)
                 lines = [f"{key}\t{value}\t{_checksum(key, value)}\n" for key, value in list(kept.items())[-MOST_REMEMBERED:]]

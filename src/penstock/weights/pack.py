@@ -75,12 +75,12 @@ class Pack:
 
         Raises CheckpointError for one that is missing, unfinished, damaged, of another shard, or not of its config.json.
         """
+        expect_inside(path)
         manifest = read_manifest(path)
         if manifest.shard != (shard or WHOLE):
             raise CheckpointError(
                 f"{path} is a pack of {manifest.shard}, not of {shard or WHOLE}; pack the model again, into another directory"
             )
-        expect_inside(path)
         config = read_object(path / "config.json", MAX_CONFIG_BYTES)
         if config_checksum(config) != manifest.config:
             raise CheckpointError(f"{path / 'config.json'} is not that of the model that was packed; restore it, or pack the model again")
