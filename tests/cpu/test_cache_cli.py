@@ -246,5 +246,9 @@ def test_another_key_does_not_put_all_aside(
 ) -> None:
     assert main(["cache", "verify", str(stores), "--cache", str(tmp_path_factory.mktemp("other"))]) == 2
     assert "was sealed with another key" in capsys.readouterr().err
+    for identity in (IDENTITY, OTHER):
+        (directory_of(stores, identity) / ABOUT).unlink()
+    assert main(["cache", "verify", str(stores), "--cache", str(tmp_path_factory.mktemp("third"))]) == 2
+    assert "nothing was put aside" in capsys.readouterr().err
     with opened(stores) as store:
         assert held(store, range(20)) == set(range(20))

@@ -873,3 +873,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == f"penstock: error: {message}\n"
     assert main(["pack", "--verify", str(out), "--dtype", "float16"]) == 2
     assert "--verify goes with" in capsys.readouterr().err
+
+
+def test_links_of_a_pack_are_looked_at_before_its_manifest_is_read(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "pack" / MANIFEST).symlink_to("../secret")
+    with pytest.raises(CheckpointError, match="outside of the model's directory"):
+        Pack.open(tmp_path / "pack")

@@ -119,6 +119,8 @@ def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda
             except ReadError:
                 unreadable += 1
             progress(found.record_bytes)
+        if len(damaged) == len(found.live) and damaged and "sealed_with" not in about:
+            raise StoreError(f"{path} does not say which key sealed it, and no record fits this one; nothing was put aside (--cache)")
         replay = found.replay if writing else None
         if damaged and replay is not None:
             _quarantine(path, seal.seed, replay, damaged)
