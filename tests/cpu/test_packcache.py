@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -262,6 +263,16 @@ def test_no_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     assert "make room" in refusal(lambda: cached(model, tmp_path / "cache"), PackError)
     assert not (tmp_path / "cache").exists()
+
+
+def test_what_it_makes_is_its_user_s_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        path, *_ = cached(tiny.checkpoint(MODEL), tmp_path / "above" / "cache")
+    finally:
+        os.umask(before)
+    for each in (path, *path.parents[:2]):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o700, each
 
 
 def test_which_directories_are_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

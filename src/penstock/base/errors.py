@@ -18,6 +18,7 @@
             StoreLocked               kv/segments.py
             StoreFull                 kv/store.py
         LostKV                        kv/diskpool.py
+        SecretError                   kv/seal.py
         ReadError                     memory/disk.py
         PackError                     weights/packing.py
         BusyError                     server/desk.py

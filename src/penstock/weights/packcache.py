@@ -7,14 +7,12 @@ writes it and the others open what it finished, or go on with it if it was kille
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from penstock.arch.layout import group_layouts
 from penstock.arch.shards import WHOLE, Shard
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_size
-from penstock.memory.disk import make_private
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.manifest import MANIFEST, place
 from penstock.weights.pack import Pack
@@ -44,9 +42,7 @@ def cached_pack(
     if shard.ranks > 1:
         path = path.with_name(f"{path.name}-{shard.rank}-of-{shard.ranks}")
     if not os.path.lexists(path / MANIFEST):
-        with suppress(OSError):  # Which is told by whoever writes there.
-            make_private(directory)
-        with locked(path, lambda: say(f"another process is packing this model into {path}; waiting for it")):
+        with locked(path, lambda: say(f"another process is packing this model into {path}; waiting for it"), mode=0o700):
             if not os.path.lexists(path / MANIFEST):
                 size = format_size(place(group_layouts(checkpoint.spec, checkpoint.names, dtype, shard))[-1].end)
                 packing = "going on with packing them" if os.path.lexists(path / JOURNAL) else "packing them once"

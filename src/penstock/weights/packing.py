@@ -110,15 +110,15 @@ def write_locked(
 
 
 @contextmanager
-def locked(out: Path, busy: Callable[[], None] | None = None) -> Iterator[None]:
+def locked(out: Path, busy: Callable[[], None] | None = None, mode: int = 0o777) -> Iterator[None]:
     """Make the directory and keep others from packing into it; if nothing comes of it, it goes again, and what was made above it.
 
-    If another process has it, `busy` is called, and then waits for that one to end, whether by a kill or in time; without `busy`, that is
-    a PackError. So is what the system refuses in the meantime.
+    Directories are made with `mode`, as far as the umask lets it. If another process has it, `busy` is called, and then waits for that one
+    to end, whether by a kill or in time; without `busy`, that is a PackError. So is what the system refuses in the meantime.
     """
     made: list[Path] = []
     try:
-        directory = _lock(out, busy, made)
+        directory = _lock(out, busy, mode, made)
         try:
             yield
         except BaseException:
@@ -130,10 +130,10 @@ def locked(out: Path, busy: Callable[[], None] | None = None) -> Iterator[None]:
         raise PackError(_explain(error, out)) from error
 
 
-def _lock(out: Path, busy: Callable[[], None] | None, made: list[Path]) -> int:
+def _lock(out: Path, busy: Callable[[], None] | None, mode: int, made: list[Path]) -> int:
     """The locked directory, as a descriptor to be closed. `made` is told the directories that are new, outermost first."""
     while True:
-        made += _make(out)
+        made += _make(out, mode)
         directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:
@@ -152,13 +152,13 @@ def _lock(out: Path, busy: Callable[[], None] | None, made: list[Path]) -> int:
         os.close(directory)  # whoever had it has removed it
 
 
-def _make(path: Path) -> list[Path]:
+def _make(path: Path, mode: int) -> list[Path]:
     """Make a directory and what is missing above it. Returns those that are new, outermost first; an error leaves none of them."""
     made: list[Path] = []
     try:
         for folder in reversed([path, *takewhile(lambda above: not os.path.isdir(above), path.parents)]):
             try:
-                folder.mkdir()
+                folder.mkdir(mode)
                 made.append(folder)
             except OSError:
                 if not os.path.isdir(folder):
