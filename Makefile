@@ -3,6 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
 SECONDS ?= 3600
+RUNS ?= 10000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ SAY := printf '\n\033[1m== %s\033[0m\n'
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all fuzz faults check lint types contracts format bench setup clean
+.PHONY: help demo test test-all fuzz fuzz-files faults check lint types contracts format bench setup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -46,6 +47,11 @@ test-all: $(ALL) ## install a browser, node packages, Ray and schemathesis too, 
 fuzz: $(DEV) ## compare random small models with transformers for SECONDS (an hour)
 	@$(SAY) 'random models, against transformers ($(SECONDS) seconds)'
 	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz_transformers.py --ranks --seconds $(SECONDS) $(ARGS)
+
+fuzz-files: $(DEV) ## change files of models and caches at random, RUNS of each kind (10,000)
+	@$(SAY) 'changed files ($(RUNS) of each kind)'
+	$(PIP) install --quiet --editable '.[fuzz]'
+	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz_files.py --runs $(RUNS) $(ARGS)
 
 faults: $(DEV) ## plant faults in copies of the project, and see that tests find them
 	@$(SAY) 'planted faults ($(WORKERS) at a time)'
