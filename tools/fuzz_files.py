@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -245,7 +246,7 @@ def _changed_json(data: bytes, random_: random.Random) -> bytes:
             places += [(node, key) for key in found]
             queue += [node[key] for key in found]
         if not places:
-            return json.dumps(random_.choice(VALUES)).encode()
+            return json.dumps(_value(random_)).encode(errors="replace")
         node, key = random_.choice(places)
         match random_.randrange(6):
             case 0:
@@ -262,10 +263,14 @@ def _changed_json(data: bytes, random_: random.Random) -> bytes:
                 for _ in range(random_.choice((1, 10, 2000))):
                     node[key] = [node[key]]
             case _:
-                node[key] = random_.choice(VALUES)
+                node[key] = _value(random_)
     with suppress(RecursionError, ValueError):
         return json.dumps(table, ensure_ascii=random_.random() < 0.9).encode(errors="replace")
     return data
+
+
+def _value(random_: random.Random) -> object:
+    return deepcopy(random_.choice(VALUES))
 
 
 def _changed_bytes(data: bytes, random_: random.Random) -> bytes:

@@ -293,6 +293,31 @@ def test_a_conversation_goes_on_where_its_answer_was_computed(llm: LLM) -> None:
     with_a_fleet(llm, work, affinity=affinity)
 
 
+def test_prompts_of_different_salts_share_nothing_wherever_they_go(llm: LLM) -> None:
+    affinity = Affinity(1, 100)
+    affinity.keep(["replica 0", "replica 1"])
+    mine, theirs = b"mine" * 8, b"theirs" * 5
+
+    async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
+        story = far.read("Salt. " * 20 + STORY, replace(GREEDY, max_tokens=2 * SIZE))
+        found = []
+        for salt in (mine, theirs, mine):
+            [call] = desk.ask([story.salted(salt)])
+            found.append(await call.completion())
+        assert [one.cached_tokens > 0 for one in found] == [False, False, True]
+        assert found[0].tokens == found[1].tokens == found[2].tokens
+        first, second, third = crew.sent
+        assert len(first) == len(second) > 0
+        assert not set(first) & set(second), "or where one's prompt went would tell of another's"
+        assert first == third
+        held = affinity._replicas["replica 0"].held
+        behind = far.read([*found[0].prompt_tokens, *found[0].tokens, 5], GREEDY)
+        assert held(behind.salted(mine).keys) > len(first), "its answer is known by its salt too"
+        assert held(behind.keys) == 0
+
+    with_a_fleet(llm, work, affinity=affinity)
+
+
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [name for name in sys.modules if name.startswith("penstock.server.fleet.replicas")]:
         monkeypatch.delitem(sys.modules, name)

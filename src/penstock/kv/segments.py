@@ -5,7 +5,7 @@ anew. A slot is written once; its space comes back with the whole segment.
 
     <kv_directory>/kv2-<identity>/  store.json           what this is, for people
                                     lock                 held by the process that writes
-                                    journal              which record is where, and its checksum
+                                    journal              which record is where, and its seal
                                     <number>-<slots>.segment
 """
 

@@ -1,9 +1,9 @@
 """The prefix cache's disk tier: whole KV blocks by their keys, which outlive the process.
 
-A record is there when its bytes are in a segment and the journal names it, in this order. Its checksum covers the store's identity, its key
-and its bytes, and every read is held against it: a read gives what was written under this key, by this model in this layout, or LostKV. A
-record that is not as it was written is quarantined: kept where it is until its segment's room is needed, and never served again. One that
-cannot be read now is kept, and may be read later.
+A record is there when its bytes are in a segment and the journal names it, in this order. Its seal (see `seal`) covers the store's
+identity, its key and its bytes, and every read is held against it: a read gives what was written under this key, by this model in this
+layout, or LostKV. A record that is not as it was written is quarantined: kept where it is until its segment's room is needed, and never
+served again. One that cannot be read now is kept, and may be read later.
 
 Why this is safe. The engine's thread calls all, and alone has the index: a worker is given a file, a slot and memory, and leaves what came
 of it in the operation it was given, where the caller looks when its task is done (`poll`). An operation is noted before its task is put;
@@ -12,8 +12,8 @@ once, so no write is ordered against another; a segment is removed when nothing 
 writes it. Segments and the journal are made and written by workers: no call but `open` and `close` waits for the disk.
 
 What ends the process leaves either no entry in the journal, and the slot is never used, or one behind whole bytes. What ends the machine
-may lose bytes, entries and files that were written and not yet on the disk, in any order: an entry without its bytes fails its checksum
-when it is read, one without its segment is not there, and what was compacted or forgotten may be there again, as it was. None of it is a
+may lose bytes, entries and files that were written and not yet on the disk, in any order: an entry without its bytes fails its seal when
+it is read, one without its segment is not there, and what was compacted or forgotten may be there again, as it was. None of it is a
 wrong byte.
 """
 
