@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import random
-import resource
+import re
 import shutil
 import struct
 import subprocess
@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 HOME = Path(__file__).resolve().parent.parent
 SECONDS, MEMORY = 10, 1 << 30
@@ -144,8 +145,8 @@ def _half_pack(path: Path) -> None:
         if count:
             raise KeyboardInterrupt
 
-    packing.COMMIT_BYTES = 1
-    with Checkpoint.open(tiny.checkpoint("llama")) as checkpoint, suppress(KeyboardInterrupt):
+    checkpoint = Checkpoint.open(tiny.checkpoint("llama"))
+    with checkpoint, patch.object(packing, "COMMIT_BYTES", 1), suppress(KeyboardInterrupt):
         packing.write_pack(checkpoint, path, "bfloat16", progress=stop)
     assert (path / packing.JOURNAL).exists()
 
@@ -299,7 +300,14 @@ def _changed_bytes(data: bytes, random_: random.Random) -> bytes:
 
 
 def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Most bytes of memory since `_forget_peak`."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found
+    return int(found[1]) << 10
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 class Outside(Exception):
@@ -324,7 +332,6 @@ class Runs:
         self.original = (self._path / self._file).read_bytes()
         self._put(self.original)
         kind.read(self._made)  # as it was made it is not refused
-        self._peak = _peak()
         self._watching = False
         sys.addaudithook(self._hook)  # which cannot be taken back
 
@@ -352,12 +359,14 @@ class Runs:
         from penstock.base.errors import PenstockError
 
         self._put(data)
+        _forget_peak()
+        before = _peak()
         with suppress(PenstockError):
             self._kind.read(self._made)
         if self._outside:
             found, self._outside = self._outside, []
             raise Outside(", ".join(found))
-        if (grown := _peak() - self._peak) > MEMORY + len(data):
+        if (grown := _peak() - before) > MEMORY + len(data):
             raise MemoryError(f"{grown >> 20} MiB more than before")
 
 
