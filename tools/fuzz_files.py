@@ -56,13 +56,16 @@ class Kind:
     """bytes, json, header (JSON after its length, before data) or template."""
 
 
-def _checkpoint(path: Path, shard: str = "1GB") -> None:
+def _checkpoint(path: Path) -> None:
     import tiny
 
     shutil.copytree(tiny.checkpoint("llama"), path, dirs_exist_ok=True)
-    if shard != "1GB":
-        (path / "model.safetensors").unlink(missing_ok=True)
-        tiny.load(tiny.checkpoint("llama")).save_pretrained(path, max_shard_size=shard)
+
+
+def _shards(path: Path) -> None:
+    import tiny
+
+    tiny.load(tiny.checkpoint("llama")).save_pretrained(path, max_shard_size="60KB")
 
 
 def _read_checkpoint(path: Path) -> None:
@@ -78,20 +81,14 @@ def _read_checkpoint(path: Path) -> None:
 
 
 def _words(path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        with suppress(FileNotFoundError):
-            shutil.copy(HOME / "src/penstock/shipped" / name, path / name)
+    """A tokenizer of 300 tokens, since reading a large one takes most of a run's time, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    shutil.copy(HOME / "src/penstock/shipped/tokenizer_config.json", path)
     (path / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content | trim }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-
-
-def _small_words(path: Path) -> None:
-    """As _words, with 300 of the tokens, since reading them all takes most of a run's time."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    _words(path)
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel()
     made.decoder = decoders.ByteLevel()
@@ -152,12 +149,7 @@ def _half_pack(path: Path) -> None:
 
 
 def _go_on_packing(path: Path) -> None:
-    import tiny
-    from penstock.weights.checkpoint import Checkpoint
-    from penstock.weights.packing import write_pack
-
-    with Checkpoint.open(tiny.checkpoint("llama")) as checkpoint:
-        write_pack(checkpoint, path, "bfloat16")
+    _pack(path)
     _read_pack(path)
 
 
@@ -201,10 +193,10 @@ KINDS = {
     "config": Kind("config.json", _checkpoint, _read_checkpoint, "json"),
     "generation": Kind("generation_config.json", _checkpoint, _read_checkpoint, "json"),
     "header": Kind("model.safetensors", _checkpoint, _read_checkpoint, "header"),
-    "index": Kind("model.safetensors.index.json", lambda path: _checkpoint(path, "60KB"), _read_checkpoint, "json"),
-    "tokenizer": Kind("tokenizer.json", _small_words, _read_words, "json"),
-    "tokenizer-config": Kind("tokenizer_config.json", _small_words, _read_words, "json"),
-    "template": Kind("chat_template.jinja", _small_words, _read_words, "template"),
+    "index": Kind("model.safetensors.index.json", _shards, _read_checkpoint, "json"),
+    "tokenizer": Kind("tokenizer.json", _words, _read_words, "json"),
+    "tokenizer-config": Kind("tokenizer_config.json", _words, _read_words, "json"),
+    "template": Kind("chat_template.jinja", _words, _read_words, "template"),
     "manifest": Kind("manifest.json", _pack, _read_pack, "json"),
     "pack-journal": Kind("manifest.partial", _half_pack, _go_on_packing),
     "kv-journal": Kind("at/journal", _store, _read_store),
@@ -404,7 +396,9 @@ def fuzz(name: str, runs: int, seed: int, again: Path | None, out: Path) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="of files; all of them if none is named")
+    parser.add_argument(
+        "kinds", nargs="*", choices=[*KINDS, []], metavar="KIND", help=f"of files: {', '.join(KINDS)}; all of them if none is named"
+    )
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=Path, help="a file that was found, to be read once more")
