@@ -20,7 +20,7 @@ def test_keys_come_in_turns_and_each_in_its_order() -> None:
     order: list[str] = []
 
     async def all_of_them() -> None:
-        lane, gate = Lane(1, patient=False), threading.Event()
+        lane, gate = Lane(1), threading.Event()
         first = asyncio.ensure_future(lane.run(b"a", gate.wait))
         await asyncio.sleep(0)
         asked = [(b"a", "a0"), (b"a", "a1"), (b"a", "a2"), (b"b", "b0"), (b"c", "c0"), (b"b", "b1")]
@@ -37,7 +37,7 @@ def test_whoever_goes_leaves_its_place() -> None:
     order: list[str] = []
 
     async def all_of_them() -> None:
-        lane, gate = Lane(1, patient=False), threading.Event()
+        lane, gate = Lane(1), threading.Event()
         first = asyncio.ensure_future(lane.run(b"a", gate.wait))
         await asyncio.sleep(0)
         gone, stays = (asyncio.ensure_future(lane.run(b"a", lambda name=name: order.append(name))) for name in ("gone", "stays"))
@@ -55,7 +55,7 @@ def test_a_thread_is_free_when_its_work_has_ended() -> None:
     """Whoever waits for that work, or no longer does."""
 
     async def all_of_them() -> None:
-        lane, begun, gate, at_once, most = Lane(2, patient=True), threading.Semaphore(0), threading.Event(), 0, 0
+        lane, begun, gate, at_once, most = Lane(2), threading.Semaphore(0), threading.Event(), 0, 0
         lock = threading.Lock()
 
         def work() -> None:
@@ -90,7 +90,7 @@ def test_a_thread_is_free_when_its_work_has_ended() -> None:
 
 def test_a_turn_that_was_just_given_to_who_goes_is_handed_on() -> None:
     async def all_of_them() -> None:
-        lane = Lane(1, patient=False)
+        lane = Lane(1)
         lane._free = 0
         gone = asyncio.ensure_future(lane.run(b"a", lambda: None))
         stays = asyncio.ensure_future(lane.run(b"a", lambda: "done"))
@@ -104,7 +104,7 @@ def test_a_turn_that_was_just_given_to_who_goes_is_handed_on() -> None:
 
 def test_what_the_work_raises_is_raised() -> None:
     async def all_of_them() -> None:
-        lane = Lane(1, patient=False)
+        lane = Lane(1)
         with pytest.raises(ZeroDivisionError):
             await lane.run(b"", lambda: 1 // 0)
         assert await lane.run(b"", lambda: 3) == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.api import rendering
+from penstock.api import processes, rendering
 from penstock.api.rendering import Template
 from penstock.base.errors import RequestError
 
@@ -34,11 +34,11 @@ BURNS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes of a test alone, which burn for less long."""
-    rendering._end()
+    rendering.RENDERERS.end()
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
     monkeypatch.setattr(rendering, "MEMORY", 400 << 20)
     yield
-    rendering._end()
+    rendering.RENDERERS.end()
 
 
 @pytest.mark.parametrize("name", BURNS)
@@ -91,7 +91,7 @@ def test_each_has_its_own_answer() -> None:
 
     with ThreadPoolExecutor(12) as pool:
         assert all(pool.map(one, range(200)))
-    assert len(rendering._idle) <= rendering.PROCESSES
+    assert len(rendering.RENDERERS._idle) <= rendering.PROCESSES
 
 
 def test_an_interrupted_request_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_an_interrupted_request_leaves_no_answer_behind(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rendering._Process, "_read", interrupted)
+        patch.setattr(processes.Process, "_read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ECHO.render({"words": ["left behind"]})
     assert ECHO.render({"words": ["second"]}) == "second"
@@ -109,7 +109,7 @@ def test_an_interrupted_request_leaves_no_answer_behind(monkeypatch: pytest.Monk
 
 def test_a_process_that_was_killed_is_replaced() -> None:
     assert ECHO.render({"words": ["a"]}) == "a"
-    [process] = rendering._idle
+    [process] = rendering.RENDERERS._idle
     process._process.kill()
     process._process.wait()
     assert ECHO.render({"words": ["b"]}) == "b"
@@ -120,9 +120,9 @@ def test_a_forked_process_has_its_own(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
         try:
-            assert not rendering._idle
+            assert not rendering.RENDERERS._idle
             (tmp_path / "said").write_text(ECHO.render({"words": ["child"]}))
-            rendering._end()
+            rendering.RENDERERS.end()
         finally:
             os._exit(0)
     os.waitpid(child, 0)

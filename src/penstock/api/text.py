@@ -1,6 +1,10 @@
 """Text to tokens and back, and conversations to prompts, as the files beside a model's weights say."""
 
+import hashlib
 import json
+import logging
+import os
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -8,14 +12,24 @@ import tokenizers
 
 from penstock.api.detokenize import Detokenizer, Pieces, growth_of, has_failed, longest_share
 from penstock.api.messages import conversation
+from penstock.api.processes import Pool, Process, serve
 from penstock.api.rendering import Template
-from penstock.base.errors import CheckpointError, RequestError
+from penstock.base.errors import CheckpointError, PenstockError, RequestError
 from penstock.weights.links import expect_inside
 
 MOST_BYTES = 256 << 20
 """Of a tokenizer's file; the largest in use have some 35 MiB."""
 MOST_GROWTH = 64
 """Times as long as a text may become before it is cut into tokens, or a token's name when it becomes text."""
+LONG = 64 << 10
+"""Bytes from which on a text is cut into tokens aside, where that is wanted."""
+_PATIENCE, _SLOWEST = 60.0, 16 << 10
+"""Seconds that a text may take aside, and as many more as it takes at this rate, bytes/s."""
+_LOG = logging.getLogger("penstock")
+_LEAST, _PLAIN, _SPECIAL = b"l", b"p", b"s"
+"""What is wanted of a text aside: the number of tokens that it has at least, or its tokens, without special ones or with."""
+_DONE, _REFUSED, _OTHER = b"d", b"r", b"o"
+"""What comes back first: an answer follows, or why there is none, or that the file is not the one that it was."""
 
 
 class Tokenizer:
@@ -32,6 +46,9 @@ class Tokenizer:
         self._pieces = Pieces(tokenizer)
         self._longest: int | None = None
         """Bytes of a text that a token may stand for; 0 if there may be any number of them."""
+        self._source: tuple[Path, str] | None = None
+        """The directory it was read from, and the digest of its tokenizer.json."""
+        self._aside: Pool | None = None
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
@@ -56,7 +73,19 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # an older config: the map overrules it
             config |= _table(path / "special_tokens_map.json")
         names = {key: token for key, value in config.items() if key.endswith("_token") and (token := _content(value))}
-        return cls(tokenizer, names, _templates(path, config))
+        read = cls(tokenizer, names, _templates(path, config))
+        read._source = path, hashlib.sha256(source.encode()).hexdigest()
+        return read
+
+    def cut_aside(self) -> None:
+        """From now on cut long texts into tokens in a process of its own, which leaves the processor to whatever else wants it.
+
+        A thread that does so holds the interpreter's lock now and then, for 20 ms a megabyte, and others wait for it. The process is
+        started with the first long text, and reads the same file; should that have changed, it is not used.
+        """
+        if self._source is not None:
+            given = [str(self._source[0]), self._source[1]]
+            self._aside = Pool(1, lambda: Process(__name__, "cut", given))
 
     @property
     def bos_token(self) -> str | None:
@@ -92,6 +121,8 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """How many tokens a text has at least, by its length alone; 0 where a tokenizer may leave out some of it."""
+        if (found := self._done_aside(_LEAST, text)) is not None:
+            return int.from_bytes(found, "little")
         if self._longest is None:
             self._longest = longest_share(self._tokenizer)
         if not self._longest:
@@ -101,6 +132,10 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: with the tokens that tokenizer.json puts around a text. add_bos_token in the config changes nothing, as in
         transformers 5, since the file was written with it in mind. Raises RequestError if the text is not valid Unicode."""
+        if (found := self._done_aside(_SPECIAL if special else _PLAIN, text)) is not None:
+            tokens = array("i")
+            tokens.frombytes(found)
+            return tokens.tolist()
         return self.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
@@ -115,6 +150,27 @@ class Tokenizer:
             reason = " ".join(str(error).split())
             raise RequestError(f"the model's tokenizer has no tokens for this text: {reason}; try another, or send token ids") from error
         return [encoding.ids for encoding in encodings]
+
+    def _done_aside(self, what: bytes, text: str) -> bytes | None:
+        """The answer of the process beside, if there is one and the text is long. Raises RequestError as `encode` does."""
+        aside = self._aside
+        if aside is None or len(text) < LONG:
+            return None
+        _check_unicode(text)
+        sent = what + text.encode()
+        try:
+            found = aside.ask(sent, _PATIENCE + len(sent) / _SLOWEST)
+        except (EOFError, OSError) as error:
+            why = "took too long" if isinstance(error, TimeoutError) else "has ended, for want of memory or since somebody ended it"
+            raise PenstockError(f"the process that cuts long texts into tokens {why}; try again, or send a shorter text") from error
+        if found.startswith(_OTHER):
+            _LOG.warning("tokenizer.json has changed since it was read: long texts are cut into tokens beside requests; start again")
+            aside.end()
+            self._aside = None
+            return None
+        if found.startswith(_REFUSED):
+            raise RequestError(found[1:].decode())
+        return found[1:]
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Tokens the tokenizer does not know are left out. Raises RequestError where it fails."""
@@ -159,6 +215,28 @@ class Tokenizer:
                     tools: Sequence[Mapping[str, object]] | None = None, **variables: object) -> list[int]:  # fmt: skip
         """Templates write the special tokens themselves, so none are added to what `render_chat` gives."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables), special=False)
+
+
+def cut(directory: str, digest: str) -> None:
+    """All that a process aside does: a Tokenizer's work on one text after the other."""
+    os.nice(19)
+    try:
+        tokenizer = Tokenizer.from_directory(Path(directory))
+    except CheckpointError:
+        return serve(lambda _: _OTHER)
+
+    def answer(sent: bytes) -> bytes:
+        what, text = sent[:1], sent[1:].decode()
+        if tokenizer._source is None or tokenizer._source[1] != digest:
+            return _OTHER
+        try:
+            if what == _LEAST:
+                return _DONE + tokenizer.least_tokens(text).to_bytes(8, "little")
+            return _DONE + array("i", tokenizer.encode(text, special=what == _SPECIAL)).tobytes()
+        except RequestError as fault:
+            return _REFUSED + str(fault).encode()
+
+    serve(answer)
 
 
 def _check_unicode(text: str) -> None:

@@ -95,6 +95,7 @@ class House:
     def open(self, llm: LLM, desk: Desk) -> None:
         self.llm, self.desk, self.loaded = llm, desk, int(time())
         if llm.has_tokenizer:
+            llm.tokenizer.cut_aside()
             templates = llm.tokenizer.templates
             self.dialect = dialect_of(templates, self.settings.tool_parser, self.settings.reasoning_parser)
             if self.dialect.calls is None and self.settings.tool_parser == AUTO and any("tools" in source for source in templates.values()):

@@ -6,8 +6,6 @@ goes on to its end, since no thread can be stopped, and its thread is free only 
 """
 
 import asyncio
-import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,9 +18,8 @@ T = TypeVar("T")
 class Lane:
     """A few threads, and the keys whose requests wait for one."""
 
-    def __init__(self, threads: int, *, patient: bool) -> None:
-        """patient: they leave the processor to whatever else wants it, where the system can tell threads apart."""
-        self._pool = ThreadPoolExecutor(threads, "penstock reading", _yielding if patient else None)
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "penstock reading")
         self._free = threads
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
         """By key, the next one's first."""
@@ -61,8 +58,3 @@ class Lane:
                 turn.set_result(None)
                 return
         self._free += 1
-
-
-def _yielding() -> None:
-    with suppress(OSError, AttributeError):  # On Linux each thread has a priority of its own.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -1,0 +1,157 @@
+"""Processes for work that may take too long or too much memory, or that holds the interpreter's lock while others want it.
+
+Why this is safe: a process has one request at a time. Whoever sends it owns the process until the whole answer is there, and kills it if
+anything else comes of that, so no answer is ever taken for another request's. A forked process has none of its parent's.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+_LENGTH = 8
+_CHILD = """
+import sys
+_, module, function, count, *rest = sys.argv
+sys.path[:] = rest[int(count) :]
+from importlib import import_module
+getattr(import_module(module), function)(*rest[: int(count)])
+"""
+
+
+class Process:
+    """One that answers requests, one after the other."""
+
+    def __init__(self, module: str, function: str, given: Sequence[str]) -> None:
+        """function: is called there with what is given, and calls `serve`."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, module, function, str(len(given)), *given, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, sent: bytes, patience: float) -> bytes:
+        """Raises EOFError if it ends before there is an answer, TimeoutError if there is none for so many seconds, OSError if it has
+        ended."""
+        assert self._process.stdin is not None
+        late, pipe = monotonic() + patience, self._process.stdin.fileno()
+        for part in (len(sent).to_bytes(_LENGTH, "little"), sent):
+            left = memoryview(part)
+            while left:  # It reads all before it writes.
+                _wait(pipe, select.POLLOUT, late)
+                left = left[os.write(pipe, left) :]
+        size = int.from_bytes(self._read(_LENGTH, late), "little")
+        return self._read(size, late)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _read(self, size: int, late: float) -> bytes:
+        assert self._process.stdout is not None
+        parts, left, pipe = [], size, self._process.stdout.fileno()
+        while left:
+            _wait(pipe, select.POLLIN, late)
+            part = os.read(pipe, min(left, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+
+def _wait(pipe: int, event: int, late: float) -> None:
+    """Raises TimeoutError."""
+    poll = select.poll()  # A server may have more files open than select takes.
+    poll.register(pipe, event)
+    if not poll.poll(1000 * max(late - monotonic(), 0.0)):
+        raise TimeoutError
+
+
+class Pool:
+    """A few processes that do the same, started when they are wanted. Threads may share it."""
+
+    def __init__(self, most: int, start: Callable[[], Process]) -> None:
+        """most: at a time; whoever comes then waits."""
+        self._most, self._start = most, start
+        self._idle: list[Process] = []
+        self._room = threading.BoundedSemaphore(most)
+        _pools.add(self)
+        weakref.finalize(self, _end, self._idle)
+
+    def ask(self, sent: bytes, patience: float) -> bytes:
+        """What one of them answers. Raises OSError, TimeoutError included, or EOFError if it took too long or has ended."""
+        with self._room:
+            process = self._take()
+            try:
+                answer = process.ask(sent, patience)
+            except BaseException:
+                process.kill()
+                raise
+            self._idle.append(process)
+        return answer
+
+    def end(self) -> None:
+        """Those that have nothing to do. Others are started when they are wanted."""
+        _end(self._idle)
+
+    def _take(self) -> Process:
+        """One that nobody else has."""
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                return self._start()
+            if process.alive:
+                return process
+            process.kill()
+
+    def _forget(self) -> None:
+        self._idle.clear()
+        self._room = threading.BoundedSemaphore(self._most)
+
+
+_pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a forked process, which shares its parent's pipes."""
+    for pool in _pools:
+        pool._forget()
+
+
+def _end(processes: list[Process]) -> None:
+    while processes:
+        processes.pop().kill()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def serve(answer: Callable[[bytes], bytes]) -> None:
+    """All that such a process does, until nobody writes to it any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to every process.
+    into, out = sys.stdin.buffer, sys.stdout.buffer
+    while head := into.read(_LENGTH):
+        found = answer(into.read(int.from_bytes(head, "little")))
+        out.write(len(found).to_bytes(_LENGTH, "little"))
+        out.write(found)
+        out.flush()
