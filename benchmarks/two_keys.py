@@ -3,14 +3,16 @@
     PYTHONPATH=src python3 benchmarks/two_keys.py --seconds 300 --out two_keys.json
 
 The attacker sends at once, again and again: texts of 1 MB to be cut into tokens, conversations of 34,000 messages, 319 outputs of a prompt,
-bodies that stall, and outputs that do not end, as many as it may have. The shipped model on the CPU, in a process of its own. Each answer
-to the other key must be right.
+bodies that stall, and conversations that make the model's template burn. With --kinds it also asks for outputs that do not end, as many
+as it may have: these take the share of the machine that is its due. The shipped model on the CPU, in a process of its own, with a template
+that can burn. Each answer to the other key must be right.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -32,6 +34,9 @@ from servers import Server  # noqa: E402
 ATTACKER, OTHER = "the attacker's key", "the other key"
 CHAT = {"model": "shipped", "messages": [{"role": "user", "content": "Tell me of a boat."}], "max_tokens": 16, "temperature": 0}
 MEGABYTE = {"model": "shipped", "prompt": "Once upon a time there was a boat. " * 30_000}
+BURN = "burn"
+BURNS = "{% if messages[0].content == 'burn' %}{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{% endif %}"
+"""Before the shipped template."""
 ENDLESS = {"model": "shipped", "prompt": "The sea", "max_tokens": 1900, "ignore_eos": True}
 
 
@@ -97,6 +102,10 @@ async def attacked(place: tuple[str, int], scale: float, chosen: str) -> None:
         "messages": (raw("/v1/chat/completions", ATTACKER, json.dumps(CHAT | {"messages": messages[:-1]}).encode()), 8),
         "outputs": (raw("/v1/completions", ATTACKER, json.dumps(ENDLESS | {"n": 319}).encode()), 8),
         "stalled": (raw("/v1/completions", ATTACKER, b"{", 1 << 20), 100),
+        "templates": (
+            raw("/v1/chat/completions", ATTACKER, json.dumps(CHAT | {"messages": [{"role": "user", "content": BURN}]}).encode()),
+            40,
+        ),
         "endless": (raw("/v1/completions", ATTACKER, json.dumps(ENDLESS).encode()), 40),
     }
     met: Counter[str] = Counter()
@@ -137,7 +146,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="of the attack")
     parser.add_argument("--quiet", type=float, default=60.0, help="seconds without one")
     parser.add_argument("--scale", type=float, default=1.0, help="of the attacker's connections")
-    parser.add_argument("--kinds", default="tokens,messages,outputs,stalled,endless", help="of attacks")
+    parser.add_argument("--kinds", default="tokens,messages,outputs,stalled,templates", help="of attacks")
     parser.add_argument("--flags", default="--device cpu --dtype float32 --max-sequences 8 --queue 64", help="of the server")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--attack", nargs=2, help=argparse.SUPPRESS)
@@ -148,7 +157,12 @@ def main() -> None:
     need_commit(asked.out)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "keys.txt").write_text(f"{ATTACKER}\n{OTHER}\n")
-        server = Server(Path(folder) / "log", "--port", "0", "--api-keys", f"{folder}/keys.txt", *asked.flags.split())
+        model = Path(shutil.copytree(ROOT / "src/penstock/shipped", f"{folder}/shipped"))
+        config = json.loads((model / "tokenizer_config.json").read_text())
+        config["chat_template"] = BURNS + config["chat_template"]
+        (model / "tokenizer_config.json").write_text(json.dumps(config))
+        flags = ["--port", "0", "--api-keys", f"{folder}/keys.txt", *asked.flags.split()]
+        server = Server(Path(folder) / "log", str(model), *flags)
         try:
             url = urlsplit(server.wait().url)
             found = asyncio.run(measured((url.hostname or "", url.port or 0), asked.quiet, asked.seconds, asked.scale, asked.kinds))

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -88,14 +89,46 @@ def test_a_thread_is_free_when_its_work_has_ended() -> None:
     run(all_of_them)
 
 
+def test_a_key_has_not_all_threads() -> None:
+    """However much of it waits; what it may have beyond its share is another's."""
+
+    async def all_of_them() -> None:
+        lane, gate = Lane(2, 1), threading.Event()
+        held = [asyncio.ensure_future(lane.run(b"a", gate.wait)) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert await lane.run(b"b", lambda: "free") == "free"
+        assert lane._busy == {b"a": 1}
+        gate.set()
+        await asyncio.gather(*held)
+        assert (lane._free, lane._busy, lane._waiting) == (2, {}, {})
+
+    run(all_of_them)
+
+
+def test_two_keys_at_their_bounds_go_on_when_theirs_ends() -> None:
+    async def all_of_them() -> None:
+        lane, gates = Lane(3, 1), {name: threading.Event() for name in (b"a", b"b")}
+        held = [asyncio.ensure_future(lane.run(name, gate.wait)) for name, gate in gates.items()]
+        behind = {name: asyncio.ensure_future(lane.run(name, lambda: None)) for name in gates}
+        await asyncio.sleep(0.02)
+        assert not any(one.done() for one in behind.values())
+        gates[b"b"].set()
+        await behind[b"b"]
+        assert not behind[b"a"].done()
+        gates[b"a"].set()
+        await asyncio.gather(*held, behind[b"a"])
+
+    run(all_of_them)
+
+
 def test_a_turn_that_was_just_given_to_who_goes_is_handed_on() -> None:
     async def all_of_them() -> None:
         lane = Lane(1)
-        lane._free = 0
+        lane._free, lane._busy = 0, Counter({b"a": 1})
         gone = asyncio.ensure_future(lane.run(b"a", lambda: None))
         stays = asyncio.ensure_future(lane.run(b"a", lambda: "done"))
         await asyncio.sleep(0)
-        lane._hand_on()
+        lane._leave(b"a")
         gone.cancel()
         assert await stays == "done"
 

@@ -1,13 +1,17 @@
 """Templates that burn and swell, in processes of their own: what is asked besides is answered, and rightly."""
 
+import json
 import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.api import processes, rendering
 from penstock.api.rendering import Template
@@ -34,11 +38,16 @@ BURNS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes of a test alone, which burn for less long."""
-    rendering.RENDERERS.end()
+    end()
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
     monkeypatch.setattr(rendering, "MEMORY", 400 << 20)
     yield
+    end()
+
+
+def end() -> None:
     rendering.RENDERERS.end()
+    rendering.LARGE.end()
 
 
 @pytest.mark.parametrize("name", BURNS)
@@ -122,7 +131,7 @@ def test_a_forked_process_has_its_own(tmp_path: Path) -> None:
         try:
             assert not rendering.RENDERERS._idle
             (tmp_path / "said").write_text(ECHO.render({"words": ["child"]}))
-            rendering.RENDERERS.end()
+            end()
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -133,3 +142,46 @@ def test_a_forked_process_has_its_own(tmp_path: Path) -> None:
 def test_a_large_conversation_is_no_fault() -> None:
     words = ["日本語 " * 1000] * 500
     assert ECHO.render({"words": words}) == "".join(words)
+
+
+def test_a_large_conversation_is_rendered_where_it_yields() -> None:
+    assert ECHO.render({"words": ["a" * (64 << 10)]}) == "a" * (64 << 10)
+    [process] = rendering.LARGE._idle
+    assert os.getpriority(os.PRIO_PROCESS, process._process.pid) == 19
+    assert not rendering.RENDERERS._idle
+
+
+def test_what_takes_long_yields_and_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "SECONDS", 60.0)
+    monkeypatch.setattr(rendering.RENDERERS, "_briefly", 0.01)
+    asked, there = processes.Process.ask, []
+
+    def noted(process: processes.Process, *given: Any) -> bytes:
+        there.append(process)
+        return asked(process, *given)
+
+    monkeypatch.setattr(processes.Process, "ask", noted)
+    slow = "{% for i in range(90000) %}{% if '' ~ i == 'x' %}{% endif %}{% endfor %}{{ word }}"
+    assert Template(slow).render({"word": "done"}) == "done"
+    assert there[0].yields
+    assert not there[0].alive
+    assert not rendering.RENDERERS._idle
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+        lambda some: st.lists(some) | st.dictionaries(st.text() | st.integers(), some),
+    )
+)
+def test_what_is_written_in_parts_is_what_json_writes(what: object) -> None:
+    many = {"source": "", "variables": {"messages": [what] * (2 * rendering._PART + 1), "one": what}}
+    assert rendering._written(many) == json.dumps(many)
+    assert rendering._written(what) == json.dumps(what)
+
+
+@pytest.mark.parametrize("what", [{1, 2}, {"a": [object()] * 999}, {(1, 2): 3}, {"a": {"b": b"c"}}])
+def test_what_json_cannot_hold_is_refused(what: object) -> None:
+    with pytest.raises(RequestError, match="what JSON can hold"):
+        ECHO.render({"words": what})

@@ -28,8 +28,10 @@ getattr(import_module(module), function)(*rest[: int(count)])
 class Process:
     """One that answers requests, one after the other."""
 
-    def __init__(self, module: str, function: str, given: Sequence[str]) -> None:
-        """function: is called there with what is given, and calls `serve`."""
+    def __init__(self, module: str, function: str, given: Sequence[str], *, yields: bool = False) -> None:
+        """function: is called there with what is given, and calls `serve`. yields: whether it leaves the processor to whatever else
+        wants it."""
+        self.yields = yields
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, module, function, str(len(given)), *given, *sys.path],
             stdin=subprocess.PIPE,
@@ -39,14 +41,16 @@ class Process:
         )
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
+        if yields:
+            self._yield()
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, sent: bytes, patience: float) -> bytes:
-        """Raises EOFError if it ends before there is an answer, TimeoutError if there is none for so many seconds, OSError if it has
-        ended."""
+    def ask(self, sent: bytes, patience: float, briefly: float | None = None) -> bytes:
+        """briefly: seconds after which it yields from then on. Raises EOFError if it ends before there is an answer, TimeoutError if there
+        is none for so many seconds, OSError if it has ended."""
         assert self._process.stdin is not None
         late, pipe = monotonic() + patience, self._process.stdin.fileno()
         for part in (len(sent).to_bytes(_LENGTH, "little"), sent):
@@ -54,6 +58,8 @@ class Process:
             while left:  # It reads all before it writes.
                 _wait(pipe, select.POLLOUT, late)
                 left = left[os.write(pipe, left) :]
+        if briefly is not None and not self.yields and not _comes(self._answers, select.POLLIN, briefly):
+            self._yield()
         size = int.from_bytes(self._read(_LENGTH, late), "little")
         return self._read(size, late)
 
@@ -65,9 +71,18 @@ class Process:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _read(self, size: int, late: float) -> bytes:
+    @property
+    def _answers(self) -> int:
         assert self._process.stdout is not None
-        parts, left, pipe = [], size, self._process.stdout.fileno()
+        return self._process.stdout.fileno()
+
+    def _yield(self) -> None:
+        self.yields = True
+        with contextlib.suppress(OSError):  # It has ended.
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
+
+    def _read(self, size: int, late: float) -> bytes:
+        parts, left, pipe = [], size, self._answers
         while left:
             _wait(pipe, select.POLLIN, late)
             part = os.read(pipe, min(left, 1 << 20))
@@ -80,18 +95,23 @@ class Process:
 
 def _wait(pipe: int, event: int, late: float) -> None:
     """Raises TimeoutError."""
+    if not _comes(pipe, event, late - monotonic()):
+        raise TimeoutError
+
+
+def _comes(pipe: int, event: int, seconds: float) -> bool:
     poll = select.poll()  # A server may have more files open than select takes.
     poll.register(pipe, event)
-    if not poll.poll(1000 * max(late - monotonic(), 0.0)):
-        raise TimeoutError
+    return bool(poll.poll(1000 * max(seconds, 0.0)))
 
 
 class Pool:
     """A few processes that do the same, started when they are wanted. Threads may share it."""
 
-    def __init__(self, most: int, start: Callable[[], Process]) -> None:
-        """most: at a time; whoever comes then waits."""
-        self._most, self._start = most, start
+    def __init__(self, most: int, start: Callable[[], Process], briefly: float | None = None) -> None:
+        """most: at a time; whoever comes then waits. briefly: seconds after which one that still works leaves the processor to whatever
+        else wants it, and ends with its answer; None is never. Only root can take that back."""
+        self._most, self._start, self._briefly = most, start, briefly
         self._idle: list[Process] = []
         self._room = threading.BoundedSemaphore(most)
         _pools.add(self)
@@ -102,11 +122,14 @@ class Pool:
         with self._room:
             process = self._take()
             try:
-                answer = process.ask(sent, patience)
+                answer = process.ask(sent, patience, self._briefly)
             except BaseException:
                 process.kill()
                 raise
-            self._idle.append(process)
+            if self._briefly is not None and process.yields:
+                process.kill()
+            else:
+                self._idle.append(process)
         return answer
 
     def end(self) -> None:

@@ -22,6 +22,11 @@ MEMORY = 1 << 30
 """Bytes of addresses that a process may have: its own, some 60 MiB, included."""
 _PATIENCE = 60.0
 """Seconds by the clock, on a machine with much else to do."""
+_BRIEFLY = 0.2
+"""Seconds after which a rendering leaves the processor to whatever else wants it."""
+_LARGE = 64 << 10
+"""Bytes from which on messages leave it from the beginning, and are written down in parts, between which other threads have their turn."""
+_PART = 256
 
 
 class Template:
@@ -45,12 +50,12 @@ class Template:
 
 def _answer(asked: Mapping[str, object]) -> Any:
     try:
-        sent = json.dumps(asked).encode()
+        sent = _written(asked).encode()
     except (TypeError, ValueError, RecursionError) as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise RequestError(f"messages, tools and template variables must be what JSON can hold: {what}") from error
     try:
-        answer = json.loads(RENDERERS.ask(sent, _PATIENCE))
+        answer = json.loads((RENDERERS if len(sent) < _LARGE else LARGE).ask(sent, _PATIENCE))
     except (EOFError, OSError) as error:
         raise RequestError(
             f"the model's chat template does not take these messages: it took more than {SECONDS:g} seconds or {MEMORY >> 20} MiB; "
@@ -61,7 +66,25 @@ def _answer(asked: Mapping[str, object]) -> Any:
     return answer["found"]
 
 
-RENDERERS = Pool(PROCESSES, lambda: Process(__name__, "render", [str(SECONDS), str(MEMORY)]))
+def _written(what: object) -> str:
+    """As json.dumps has it, which holds the interpreter's lock until all is written."""
+    if isinstance(what, dict):
+        return "{" + ", ".join(f"{_name(name)}: {_written(value)}" for name, value in what.items()) + "}"
+    if isinstance(what, list) and len(what) > _PART:
+        return "[" + ", ".join(json.dumps(what[at : at + _PART])[1:-1] for at in range(0, len(what), _PART)) + "]"
+    return json.dumps(what)
+
+
+def _name(name: object) -> str:
+    return json.dumps({name: 0})[1:-4]
+
+
+def _renderer(*, yields: bool = False) -> Process:
+    return Process(__name__, "render", [str(SECONDS), str(MEMORY)], yields=yields)
+
+
+RENDERERS = Pool(PROCESSES, _renderer, _BRIEFLY)
+LARGE = Pool(PROCESSES, lambda: _renderer(yields=True))
 
 
 def render(seconds: str, memory: str) -> None:

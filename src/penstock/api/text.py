@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -85,7 +84,7 @@ class Tokenizer:
         """
         if self._source is not None:
             given = [str(self._source[0]), self._source[1]]
-            self._aside = Pool(1, lambda: Process(__name__, "cut", given))
+            self._aside = Pool(1, lambda: Process(__name__, "cut", given, yields=True))
 
     @property
     def bos_token(self) -> str | None:
@@ -219,7 +218,6 @@ class Tokenizer:
 
 def cut(directory: str, digest: str) -> None:
     """All that a process aside does: a Tokenizer's work on one text after the other."""
-    os.nice(19)
     try:
         tokenizer = Tokenizer.from_directory(Path(directory))
     except CheckpointError:

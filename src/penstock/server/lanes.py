@@ -1,12 +1,12 @@
 """Where requests wait to be read: their texts are cut into tokens on threads, and whose turn it is goes round among keys.
 
-Why this is safe. All but the work itself happens on the loop. A thread that is free is taken by whoever comes while nobody waits, and is
-handed on, when its work has ended, to the next who still waits; a turn is given once, by its future. Work that nobody waits for any more
-goes on to its end, since no thread can be stopped, and its thread is free only then.
+Why this is safe. All but the work itself happens on the loop. Whoever takes a thread, or is given one by its turn's future, has it until
+its work has ended, and is counted by its key until then. Work that nobody waits for any more goes on to its end, since no thread can be
+stopped, and its thread is free only then.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,17 +18,20 @@ T = TypeVar("T")
 class Lane:
     """A few threads, and the keys whose requests wait for one."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, each: int | None = None) -> None:
+        """each: threads that one key may have at a time, so that another's requests find one; None is all."""
         self._pool = ThreadPoolExecutor(threads, "penstock reading")
-        self._free = threads
+        self._free, self._each = threads, each or threads
+        self._busy: Counter[bytes] = Counter()
+        """Threads that each key has."""
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
         """By key, the next one's first."""
 
     async def run(self, owner: bytes, work: Callable[[], T]) -> T:
         """What the work returns or raises, when it is that key's turn. Whoever is cancelled before leaves its place."""
         loop = asyncio.get_running_loop()
-        if self._free:
-            self._free -= 1
+        if self._free and self._busy[owner] < self._each:
+            self._take(owner)
         else:
             turn = loop.create_future()
             self._waiting.setdefault(owner, deque()).append(turn)
@@ -36,25 +39,32 @@ class Lane:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():  # It has just been given.
-                    self._hand_on()
+                    self._leave(owner)
                 raise
         future = self._pool.submit(work)
 
         def ended(_: "Future[T]") -> None:
             with suppress(RuntimeError):  # The loop has been closed, and nobody waits.
-                loop.call_soon_threadsafe(self._hand_on)
+                loop.call_soon_threadsafe(self._leave, owner)
 
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
-    def _hand_on(self) -> None:
-        while self._waiting:
-            owner = next(iter(self._waiting))
-            turns = self._waiting.pop(owner)
+    def _take(self, owner: bytes) -> None:
+        self._free -= 1
+        self._busy[owner] += 1
+
+    def _leave(self, owner: bytes) -> None:
+        """A key has a thread less, which is for the next that may have it."""
+        self._free += 1
+        self._busy[owner] -= 1
+        if not self._busy[owner]:
+            del self._busy[owner]
+        while self._free and (following := next((one for one in self._waiting if self._busy[one] < self._each), None)) is not None:
+            turns = self._waiting.pop(following)
             turn = turns.popleft()
             if turns:
-                self._waiting[owner] = turns  # Behind all others.
+                self._waiting[following] = turns  # Behind all others.
             if not turn.done():
+                self._take(following)
                 turn.set_result(None)
-                return
-        self._free += 1

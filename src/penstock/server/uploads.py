@@ -37,7 +37,7 @@ class Uploads:
         """Their bytes."""
         self._by: dict[bytes, tuple[int, int]] = {}
         """By key, how many requests it has, and of how many bytes."""
-        self._small, self._large = Lane(_THREADS), Lane(1)
+        self._small, self._large = Lane(_THREADS, _THREADS - 1 if keys > 1 else None), Lane(1)
 
     async def body(self, request: Request) -> bytes:
         """Raises HTTPException for one that is too large or takes too long, BusyError if there are too many, of all keys or its own."""
