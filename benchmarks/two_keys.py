@@ -35,7 +35,10 @@ ATTACKER, OTHER = "the attacker's key", "the other key"
 CHAT = {"model": "shipped", "messages": [{"role": "user", "content": "Tell me of a boat."}], "max_tokens": 16, "temperature": 0}
 MEGABYTE = {"model": "shipped", "prompt": "Once upon a time there was a boat. " * 30_000}
 BURN = "burn"
-BURNS = "{% if messages[0].content == 'burn' %}{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{% endif %}"
+BURNS = (
+    "{% if messages[0].content == 'burn' %}{% set n = namespace(x=3) %}"
+    "{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{% endif %}"
+)
 """Before the shipped template."""
 ENDLESS = {"model": "shipped", "prompt": "The sea", "max_tokens": 1900, "ignore_eos": True}
 
