@@ -7,8 +7,9 @@ RUNS ?= 10000
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Both names, because pip renamed the one that holds for the packages it builds with.
-PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+# Nothing is installed by pip alone: this holds every file against hashes.txt.
+INSTALL := $(BIN)/python tools/install.py --editable
+PINNED := pyproject.toml constraints.txt hashes.txt
 # A stamp is newer than what it was installed from, so a second call installs nothing.
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
@@ -22,7 +23,7 @@ SAY := printf '\n\033[1m== %s\033[0m\n'
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all fuzz fuzz-files faults check lint types contracts format bench setup clean
+.PHONY: help demo test test-all fuzz fuzz-files faults check lint types contracts hashes format bench setup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -50,14 +51,14 @@ fuzz: $(DEV) ## compare random small models with transformers for SECONDS (an ho
 
 fuzz-files: $(DEV) ## change files of models and caches at random, RUNS of each kind (10,000)
 	@$(SAY) 'changed files ($(RUNS) of each kind)'
-	$(PIP) install --quiet --editable '.[fuzz]'
+	$(INSTALL) fuzz
 	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz_files.py --runs $(RUNS) $(ARGS)
 
 faults: $(DEV) ## plant faults in copies of the project, and see that tests find them
 	@$(SAY) 'planted faults ($(WORKERS) at a time)'
 	$(BIN)/python tools/planted_faults.py --jobs $(WORKERS) $(ARGS)
 
-check: lint types contracts ## style, types and who may import whom
+check: lint types contracts hashes ## style, types, who may import whom, and whether every version has its hashes
 
 lint: $(DEV)
 	@$(SAY) 'style'
@@ -71,6 +72,10 @@ types: $(DEV)
 contracts: $(DEV)
 	@$(SAY) 'import contracts'
 	$(BIN)/lint-imports --no-logo
+
+hashes: $(DEV)
+	@$(SAY) 'hashes of what constraints.txt names'
+	$(BIN)/python tools/hashes.py
 
 format: $(DEV) ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
@@ -91,22 +96,20 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else "penstock needs Python 3.11 or newer, but $(PYTHON) is %d.%d; try: make PYTHON=python3.12 ..." % v)'
 	@$(SAY) 'a virtual environment in $(VENV)'
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
-	else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install pip; fi || { rm -rf $(VENV); exit 1; }
+	else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) tools/install.py --pip $(BIN)/python; fi || { rm -rf $(VENV); exit 1; }
 
-$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
-	@$(SAY) 'torch, the largest download'
-	$(PIP) install torch
-	@$(SAY) 'penstock and what it runs on'
-	$(PIP) install --editable .
+$(RUNTIME): $(PINNED) | $(BIN)/python
+	@$(SAY) 'penstock and what it runs on; torch is the largest download'
+	$(INSTALL)
 	@touch $@
 
-$(ALL): $(DEV) tools/test_tools.sh
+$(ALL): $(DEV) tools/test_tools.sh $(wildcard tools/ai-sdk/*.json)
 	@$(SAY) 'what the last tests need'
-	$(PIP) install --editable '.[dev,ray,schema-tests]'
+	$(INSTALL) dev ray schema-tests
 	tools/test_tools.sh $(VENV)
 	@touch $@
 
 $(DEV): $(RUNTIME)
 	@$(SAY) 'what the checks and tests need'
-	$(PIP) install --editable '.[dev]'
+	$(INSTALL) dev
 	@touch $@

@@ -28,4 +28,7 @@ if [ -n "$missing" ]; then
     echo "make test-all needs what is not here:${missing#,}; install it, or run this as root where there is apt" >&2
     exit 1
 fi
-npm install --no-audit --no-fund --prefix "$venv" ai@6.0.326 @ai-sdk/openai-compatible@2.0.92
+# Each package in the version and with the hash of the lock file; none may run anything while it is installed. To change a version:
+#     npm install --package-lock-only --omit-lockfile-registry-resolved --prefix tools/ai-sdk PACKAGE@VERSION
+cp "$(dirname "$0")"/ai-sdk/package.json "$(dirname "$0")"/ai-sdk/package-lock.json "$venv"
+npm ci --ignore-scripts --no-audit --no-fund --prefix "$venv"

@@ -1,6 +1,6 @@
 """The server as another client sees it than the one that it is for: Vercel's AI SDK, which reads answers in its own way, under node.
 
-npm install --prefix .venv ai @ai-sdk/openai-compatible
+Its packages are those that tools/ai-sdk names; tools/test_tools.sh installs them.
 """
 
 import json
@@ -21,7 +21,7 @@ from streams import LONG
 PACKAGES = Path(sys.prefix) / "node_modules"
 NODE = shutil.which("node")
 HERE = NODE is not None and all((PACKAGES / name).is_dir() for name in ("ai", "@ai-sdk/openai-compatible"))
-pytestmark = pytest.mark.skipif(not HERE, reason="needs node, and: npm install --prefix .venv ai @ai-sdk/openai-compatible")
+pytestmark = pytest.mark.skipif(not HERE, reason="needs node, and what tools/test_tools.sh installs")
 
 # What it does is told at its end, as one object; what it has sent, too.
 SCRIPT = """
