@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from penstock.base.errors import RequestError
+from penstock.base.pacing import paced
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -11,7 +12,7 @@ def conversation(messages: object) -> list[dict[str, object]]:
     """Messages as templates expect them: text parts joined, keys without a value left out. Raises RequestError."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"messages must be a list with at least one {{role, content}}, not {str(messages)[:40]!r}")
-    return [_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
+    return [_message(f"messages[{at}]", message) for at, message in enumerate(paced(messages))]
 
 
 def _message(where: str, message: object) -> dict[str, object]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.api.processes import Pool, Process, serve
 from penstock.base.errors import RequestError
+from penstock.base.pacing import paced
 
 PROCESSES = 4
 """At a time: one that takes long does not hold up the others."""
@@ -25,7 +26,7 @@ _PATIENCE = 60.0
 _BRIEFLY = 0.2
 """Seconds after which a rendering leaves the processor to whatever else wants it."""
 _LARGE = 64 << 10
-"""Bytes from which on messages leave it from the beginning, and are written down in parts, between which other threads have their turn."""
+"""Bytes from which on messages leave it from the beginning, and long lists of them are written down one by one."""
 _PART = 256
 
 
@@ -71,7 +72,7 @@ def _written(what: object) -> str:
     if isinstance(what, dict):
         return "{" + ", ".join(f"{_name(name)}: {_written(value)}" for name, value in what.items()) + "}"
     if isinstance(what, list) and len(what) > _PART:
-        return "[" + ", ".join(json.dumps(what[at : at + _PART])[1:-1] for at in range(0, len(what), _PART)) + "]"
+        return "[" + ", ".join(map(json.dumps, paced(what))) + "]"
     return json.dumps(what)
 
 

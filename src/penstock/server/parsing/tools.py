@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
+from penstock.base.pacing import paced
 from penstock.server.parsing.dialects import Dialect
 from penstock.server.parsing.jsontext import MalformedError, loaded
 from penstock.server.wire.requests import FieldError, Message, invalid
@@ -152,7 +153,7 @@ def _moved(schema: object, place: str) -> object:
 
 def told_messages(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, object]]:
     """As templates read them: arguments of calls, which clients have as text, as objects."""
-    return [_message(message.plain(), dialect) for message in messages]
+    return [_message(message.plain(), dialect) for message in paced(messages)]
 
 
 def _message(message: dict[str, object], dialect: Dialect) -> dict[str, object]:
