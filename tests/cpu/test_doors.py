@@ -174,6 +174,18 @@ def test_nobody_is_sent_where_the_host_header_says(keyed: Server) -> None:
         assert "location" not in headers
 
 
+def test_no_answer_is_for_another_origins_page(server: Server, keyed: Server) -> None:
+    """Neither may be used or shown there, whatever it is."""
+    paths = ("/", "/page/page.js", "/state", "/metrics", "/health", "/v1/models/shipped", "/v1/completions", "/nowhere")
+    for one in (server, keyed):
+        for path in paths:
+            for host in (own(one), "evil.example"):
+                _, headers, _ = sent(one, f"GET {path}", ("Host", host))
+                assert headers["cross-origin-resource-policy"] == "same-origin"
+                assert headers["x-frame-options"] == "DENY"
+                assert headers["x-content-type-options"] == "nosniff"
+
+
 def test_nothing_waits_behind_what_is_refused(server: Server) -> None:
     """A page that sends as much as it can starts nothing."""
     for _ in range(200):

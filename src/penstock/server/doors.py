@@ -10,6 +10,9 @@ A server without keys on a person's own machine can be reached by every page whi
   permission.
 
 With keys the first two are not needed, since a page does not have one, and clients that run in a page's clothes of their own may ask.
+
+What is read-only is answered, but a browser gives the answer to no other site's page, and shows it in none (see `CLOSED`). Otherwise a page
+could tell by what loads and what does not whether a model of some name is here.
 """
 
 import re
@@ -22,6 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.server.answers import error
 from penstock.server.sending import json_response
 
+CLOSED = (("Cross-Origin-Resource-Policy", "same-origin"), ("X-Frame-Options", "DENY"), ("X-Content-Type-Options", "nosniff"))
+"""Headers of every answer: for the server's own page alone, in no frame, and to be taken for nothing but what it says it is."""
 _READS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(?::(?P<port>[0-9]{1,5}))?", re.IGNORECASE)
 _JSON = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)

@@ -18,6 +18,7 @@ from penstock.base.errors import ConfigError
 from penstock.server.app import House, Settings, application
 from penstock.server.connection import Connection, room
 from penstock.server.desk import Desk
+from penstock.server.doors import CLOSED
 from penstock.server.metrics import Metrics
 from penstock.server.watching.accounts import Teller
 from penstock.server.watching.logs import note
@@ -85,6 +86,7 @@ class _Life:
             lifespan="off",
             ws="none",
             http=Connection,
+            headers=[*CLOSED],
             backlog=room().at_once,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=_LAST,
