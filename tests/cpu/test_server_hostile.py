@@ -61,6 +61,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def before(server: Watched) -> Rest:
+    for _ in range(2):  # Processes for long texts and large conversations stay.
+        server.ask("POST", "/tokenize", {"prompt": "a " * 50_000})
+        server.ask("POST", "/tokenize", {"messages": [{"role": "user", "content": "a " * 50_000}]})
     return server.warm()
 
 
