@@ -18,13 +18,14 @@ LONG_TEXT = ("Once upon a time there was a boat.\n\n Ça, 日本 🚤\t" * LONG)
 
 
 def aside(path: Path = SHIPPED) -> Tokenizer:
-    """With all that computes tokens taken from this process, where it is not known that something else is wanted."""
+    """One that cuts long texts aside."""
     read = Tokenizer.from_directory(path)
     read.cut_aside()
     return read
 
 
 def unable(read: Tokenizer) -> Tokenizer:
+    """With all that computes tokens taken from this process."""
     read._tokenizer = None  # type: ignore[assignment]
     return read
 

@@ -176,7 +176,7 @@ def test_what_takes_long_yields_and_is_not_used_again(monkeypatch: pytest.Monkey
     )
 )
 def test_what_is_written_in_parts_is_what_json_writes(what: object) -> None:
-    many = {"source": "", "variables": {"messages": [what] * (2 * rendering._PART + 1), "one": what}}
+    many = {"source": "", "variables": {"messages": [what] * 513, "one": what}}
     assert rendering._written(many) == json.dumps(many)
     assert rendering._written(what) == json.dumps(what)
 
@@ -185,3 +185,12 @@ def test_what_is_written_in_parts_is_what_json_writes(what: object) -> None:
 def test_what_json_cannot_hold_is_refused(what: object) -> None:
     with pytest.raises(RequestError, match="what JSON can hold"):
         ECHO.render({"words": what})
+
+
+def test_the_start_of_a_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, where starting takes longer than a rendering may, each would be rendered by a new one, which yields from its start."""
+    monkeypatch.setattr(processes, "_CHILD", "import time; time.sleep(2)\n" + processes._CHILD)
+    monkeypatch.setattr(rendering.RENDERERS, "_briefly", 1.0)
+    assert ECHO.render({"words": ["a"]}) == "a"
+    [process] = rendering.RENDERERS._idle
+    assert not process.yields

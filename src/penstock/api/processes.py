@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 _LENGTH = 8
+_READY = b"r"
+"""The first that comes of a process, when it has started."""
 _CHILD = """
 import sys
 _, module, function, count, *rest = sys.argv
@@ -31,7 +33,7 @@ class Process:
     def __init__(self, module: str, function: str, given: Sequence[str], *, yields: bool = False) -> None:
         """function: is called there with what is given, and calls `serve`. yields: whether it leaves the processor to whatever else
         wants it."""
-        self.yields = yields
+        self.yields, self._started = yields, False
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, module, function, str(len(given)), *given, *sys.path],
             stdin=subprocess.PIPE,
@@ -49,10 +51,13 @@ class Process:
         return self._process.poll() is None
 
     def ask(self, sent: bytes, patience: float, briefly: float | None = None) -> bytes:
-        """briefly: seconds after which it yields from then on. Raises EOFError if it ends before there is an answer, TimeoutError if there
-        is none for so many seconds, OSError if it has ended."""
+        """briefly: seconds after which it yields from then on; its start does not count. Raises EOFError if it ends before there is an
+        answer, TimeoutError if there is none for so many seconds, OSError if it has ended."""
         assert self._process.stdin is not None
         late, pipe = monotonic() + patience, self._process.stdin.fileno()
+        if not self._started:
+            self._read(len(_READY), late)
+            self._started = True
         for part in (len(sent).to_bytes(_LENGTH, "little"), sent):
             left = memoryview(part)
             while left:  # It reads all before it writes.
@@ -173,6 +178,8 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
     """All that such a process does, until nobody writes to it any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to every process.
     into, out = sys.stdin.buffer, sys.stdout.buffer
+    out.write(_READY)
+    out.flush()
     while head := into.read(_LENGTH):
         found = answer(into.read(int.from_bytes(head, "little")))
         out.write(len(found).to_bytes(_LENGTH, "little"))

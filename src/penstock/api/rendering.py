@@ -26,8 +26,7 @@ _PATIENCE = 60.0
 _BRIEFLY = 0.2
 """Seconds after which a rendering leaves the processor to whatever else wants it."""
 _LARGE = 64 << 10
-"""Bytes from which on messages leave it from the beginning, and long lists of them are written down one by one."""
-_PART = 256
+"""Bytes from which on messages leave it from the beginning."""
 
 
 class Template:
@@ -71,7 +70,7 @@ def _written(what: object) -> str:
     """As json.dumps has it, which holds the interpreter's lock until all is written."""
     if isinstance(what, dict):
         return "{" + ", ".join(f"{_name(name)}: {_written(value)}" for name, value in what.items()) + "}"
-    if isinstance(what, list) and len(what) > _PART:
+    if isinstance(what, list):
         return "[" + ", ".join(map(json.dumps, paced(what))) + "]"
     return json.dumps(what)
 
