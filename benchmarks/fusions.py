@@ -400,9 +400,9 @@ def main() -> None:
                     found.append(compare(part, device, calls, rounds, begin + args.seconds, args.cpu_backend))
                     print("  " + line(found[-1]), flush=True)
                 tables.append(title | {"parts": found})
-    result |= {"seconds": round(perf_counter() - begin, 1), "tables": tables}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+                result |= {"seconds": round(perf_counter() - begin, 1), "tables": tables}
+                if args.json:  # After each table: what comes next may take longer than somebody waits.
+                    args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{result['seconds']} s")
 
 

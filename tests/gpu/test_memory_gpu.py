@@ -55,15 +55,18 @@ def test_a_step_takes_as_much() -> None:
 
 
 def test_an_engine_counts_on_less(model: Path) -> None:
-    with LLM(model, **SETTINGS):
-        pass  # Its kernels stay in the process, and are counted in what lies outside of torch from then on.
-    part = small_in_large()
     rng = random.Random(0)
     prompts = [[rng.randrange(90) for _ in range(2000)] for _ in range(4)]
+    four = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(model, **SETTINGS) as llm:
+        llm.generate(prompts, four)  # All kernels are in the process from here on, and are counted in what lies outside of torch.
+    del llm
+    give_back(DEVICE)
+    part = small_in_large()
     with LLM(model, **SETTINGS) as llm:
         budget = llm.booted.budget
         assert torch.cuda.memory_reserved(DEVICE) - WHOLE <= budget.total
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        llm.generate(prompts, four)
         assert torch.cuda.max_memory_reserved(DEVICE) <= 3 << 30
     del llm, part
     give_back(DEVICE)
