@@ -18,7 +18,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -370,6 +370,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prefill")
     parser.add_argument("--seconds", type=float, default=180.0, help="after which nothing is compiled any more")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", help="those alone whose names have this in them")
+    parser.add_argument("--no-tune", action="store_true", help="leave out max-autotune, which tries products for minutes")
     parser.add_argument("--cpu-backend", default="eager", help="of torch.compile: eager only traces; inductor takes minutes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -389,13 +391,14 @@ def main() -> None:
     }
     tables: list[dict[str, object]] = []
     with torch.inference_mode():
-        for shape in shapes:
+        for shape in (one for one in shapes if not args.models or args.models in one.name):
             for rows, past in cases:
                 title = {"model": shape.name, "rows": rows, "past": past, "kind": "prefill" if past is None else "decode"}
                 behind = f" of {past} tokens" if past is not None else ""
                 print(f"{shape.name}, {title['kind']}, {rows} rows{behind}: us a call", flush=True)
                 found = []
                 for part in parts(shape, rows, past, device, dtype):
+                    part = replace(part, tune=part.tune and not args.no_tune)
                     calls = 2 if args.tiny else 20 if past is not None else 5
                     found.append(compare(part, device, calls, rounds, begin + args.seconds, args.cpu_backend))
                     print("  " + line(found[-1]), flush=True)
