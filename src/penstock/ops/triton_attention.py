@@ -13,8 +13,7 @@ only those that the same arithmetic over the same lengths says were written. The
 Within a launch each worker counts itself in after a barrier behind its partial, by an atomic addition that releases and acquires; the one
 that finds all others counted sees what they wrote, is alone, and sets the counter back. Nobody waits for anybody.
 Where launches may be early (`kernels.early_launches`), lengths are read before what came before this has ended: they are of the step, and
-the last launch that was not early came after them. All else is read, and everything written, behind `gdc_wait`. A program that finds
-nothing to do ends without it and makes room for the next launch. The first never does, so a launch still ends after the one before it.
+the last launch that was not early came after them. All else is read, and everything written, behind `gdc_wait`.
 
 A short piece of one sequence is divided the same way: every few of its tokens are a sequence that ends with the last of them, their query
 heads stand where one token's do, and each sees what comes up to its own place. All have one row of the table.
@@ -233,10 +232,7 @@ def _decode(  # type: ignore[no-untyped-def]
     count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
     begin = tl.sum(tl.where(stops <= at, places, 0), 0)  # where the sequence at hand starts in the row of all tiles
     if EARLY:
-        if JOINS:
-            gdc_wait()
-        elif (at < stop) | (worker == 0):
-            gdc_wait()
+        gdc_wait()
     if JOINS:
         if tl.sum(((spans == 0) & (seqs < batch)).to(tl.int32), 0) > 0:
             for turn in tl.range(0, (batch - worker + workers - 1) // workers):
