@@ -229,24 +229,30 @@ def test_a_long_prompts_first_chunk_sees_itself_and_touches_no_page() -> None:
 members = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 8)).map(lambda m: m if m[2] == 1 else (m[0], 0, m[2]))
 
 
-@on_both
-@settings(max_examples=25)
-@given(
+any_step = given(
     families=st.lists(st.tuples(st.integers(0, 4), st.lists(members, min_size=1, max_size=3)), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 30),
     tile_blocks=st.integers(1, 4),
     tail_demoted=st.booleans(),
     seed=st.integers(0, 99),
 )
+
+
+@settings(max_examples=25)
+@any_step
 def test_any_step(
-    kernels: bool,
-    families: list[tuple[int, list[tuple[int, int, int]]]],
-    window: int | None,
-    tile_blocks: int,
-    tail_demoted: bool,
-    seed: int,
+    families: list[tuple[int, list[tuple[int, int, int]]]], window: int | None, tile_blocks: int, tail_demoted: bool, seed: int
 ) -> None:
-    check(families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, kernels=kernels, seed=seed)
+    check(families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, seed=seed)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@settings(max_examples=25 if tiny.THOROUGH else 7)
+@any_step
+def test_any_step_with_kernels(
+    families: list[tuple[int, list[tuple[int, int, int]]]], window: int | None, tile_blocks: int, tail_demoted: bool, seed: int
+) -> None:
+    check(families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, kernels=True, seed=seed)
 
 
 def test_scratch_is_the_same_memory_where_that_is_enough() -> None:

@@ -6,6 +6,7 @@ the other, so that a layer needs four matrix products and a group one copy.
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from math import prod
 
 from penstock.arch.families import TensorNames
@@ -128,6 +129,7 @@ def kv_layout(spec: ModelSpec, dtype: str, block_size: int, shard: Shard | None 
     return KVLayout(spec.layers, block_size, local_spec(spec, shard or WHOLE).kv_heads, spec.head_dim, dtype)
 
 
+@lru_cache(maxsize=2)
 def group_layouts(spec: ModelSpec, names: TensorNames, dtype: str, shard: Shard | None = None) -> tuple[GroupLayout, ...]:
     """Every group of the model in the order a pass uses them. With tied embeddings the head group has no matrix of its own.
 
