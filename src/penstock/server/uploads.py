@@ -24,6 +24,9 @@ _PATIENCE = 30.0
 """Seconds in which a body must come, and as many more as it takes at this rate:"""
 _SLOWEST = 64 << 10
 """Bytes/s."""
+_RATE, _BURST = 8 << 20, 16 << 20
+"""Bytes/s that are read of one key's large requests where there are several keys, and bytes before that holds. What reads them is the loop,
+which all wait for."""
 
 
 class Uploads:
@@ -37,12 +40,14 @@ class Uploads:
         """Their bytes."""
         self._by: dict[bytes, tuple[int, int]] = {}
         """By key, how many requests it has, and of how many bytes."""
+        self._lead: dict[bytes, tuple[float, float]] | None = {} if keys > 1 else None
+        """By key, bytes that were read faster than at that rate, and when that was."""
         self._small, self._large = Lane(_THREADS, _THREADS - 1 if keys > 1 else None), Lane(1)
 
     async def body(self, request: Request) -> bytes:
         """Raises HTTPException for one that is too large or takes too long, BusyError if there are too many, of all keys or its own."""
-        parts, size, loop = [], 0, asyncio.get_running_loop()
-        begin = loop.time()
+        parts, size, waited, loop = [], 0, 0.0, asyncio.get_running_loop()
+        begin, owner = loop.time(), account_of(request).owner
         self._hold(request, 0)
         try:
             async with asyncio.timeout_at(begin + _PATIENCE) as late:
@@ -53,7 +58,11 @@ class Uploads:
                         raise HTTPException(413, message)
                     self._hold(request, size)
                     parts.append(part)
-                    late.reschedule(begin + _PATIENCE + size / _SLOWEST)
+                    pause = self._pause(owner, len(part), loop.time()) if size > SMALL else 0.0
+                    waited += pause
+                    late.reschedule(begin + waited + _PATIENCE + size / _SLOWEST)
+                    if pause:
+                        await asyncio.sleep(pause)  # Meanwhile the connection is not read.
         except TimeoutError as error:
             seconds = loop.time() - begin
             raise HTTPException(408, f"of the request's body {size} bytes came in {seconds:.0f} seconds; send it faster") from error
@@ -76,6 +85,15 @@ class Uploads:
             del self._by[owner]
         else:
             self._by[owner] = count - 1, bytes_ - size
+
+    def _pause(self, owner: bytes, size: int, now: float) -> float:
+        """Seconds until more of a key is to be read, which so many more bytes have come of."""
+        if self._lead is None:
+            return 0.0
+        lead, then = self._lead.get(owner, (0.0, now))
+        lead = max(lead - (now - then) * _RATE, 0.0) + size
+        self._lead[owner] = lead, now
+        return max(lead - _BURST, 0.0) / _RATE
 
     def _hold(self, request: Request, size: int) -> None:
         owner, there = account_of(request).owner, request in self._held
