@@ -230,8 +230,9 @@ def split(logits: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
         yield torch.cat([prompt, sample[None]])
 
 
-@EACH
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, ranks) for turn, name in enumerate(tiny.CASES) for ranks in ([2, 3] if tiny.THOROUGH else [2 + turn % 2])]
+)
 def test_ranks_find_what_one_does(name: str, ranks: int) -> None:
     assert apart(pass_of(tiny.checkpoint(name), ranks), alone(name)) < CLOSE
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).resolve().parents[1]
 LARGE = ("decode, many rows", "run, wide heads", "run, float32", "merge", "write", "fold, float32", "draw", "experts, some")
 """Each kernel once, and where one takes most."""
-EARLY = ("decode, one row", "pointwise", "linear", "linear, few rows", "steps", "sums")
+EARLY = ("decode, one row", "pointwise", "linear", "linear, more rows", "steps", "sums")
 """Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a kernel does besides is all that
 it has of its own: as it is otherwise, it is compiled only if all is to be tested."""
 EVERYTHING = [(capability, ()) for capability in (80, 86, 89, 90, 100, 120)]

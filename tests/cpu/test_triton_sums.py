@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is impo
     pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
 
 import bounds
+import tiny
 from crews import all_ranks
 from penstock.base.errors import DeviceError
 from penstock.bench.shapes import SHAPES
@@ -286,7 +287,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3] if tiny.THOROUGH else [3])
 def together(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None]]:
     with all_ranks(request.param, __file__, CASES) as do:
         yield do
