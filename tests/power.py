@@ -41,19 +41,19 @@ class _File:
 
 
 class Disk:
-    """One directory on it, without folders in it, written by calls of `os` while `powered`."""
+    """Directories on it, without folders in them, written by calls of `os` while `powered`."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, *roots: Path) -> None:
         self.calls = 0
         self._lock = threading.RLock()
-        self._names: dict[str, _File] = {}
-        self._durable: dict[str, _File] = {}
-        self._changes: list[tuple[str, _File | None]] = []
-        self._opened: dict[int, _File | None] = {}
-        """By descriptor; None is the directory."""
-        for path in root.iterdir():
-            self._names[path.name] = self._durable[path.name] = _File(bytearray(path.read_bytes()))
+        self._names: dict[Path, _File] = {}
+        self._durable: dict[Path, _File] = {}
+        self._changes: dict[Path, list[tuple[Path, _File | None]]] = {root: [] for root in roots}
+        """By directory."""
+        self._opened: dict[int, _File | Path] = {}
+        """By descriptor: a file, or one of the directories."""
+        for path in (path for root in roots for path in root.iterdir()):
+            self._names[path] = self._durable[path] = _File(bytearray(path.read_bytes()))
 
     @contextmanager
     def powered(self, until: int = 0) -> Iterator[None]:
@@ -81,19 +81,20 @@ class Disk:
 
     def restart(self, rng: random.Random) -> None:
         """Leave in the directory what the disk has."""
-        for name, file in self._changes[: rng.randint(0, len(self._changes))]:
-            self._apply(name, file)
-        for path in self.root.iterdir():
-            path.unlink()
+        for root, changes in self._changes.items():
+            for name, file in changes[: rng.randint(0, len(changes))]:
+                self._apply(name, file)
+            for path in root.iterdir():
+                path.unlink()
         for file in {*self._durable.values()}:
             # Often a single write is lost, which whoever looks at the last one alone does not see.
             lost = rng.randrange(len(file.pending)) if file.pending else 0
             one = rng.random() < 0.6
             file.settle(lambda number, lost=lost, one=one: number != lost if one else rng.random() < 0.5)  # type: ignore[misc]
         for name, file in self._durable.items():
-            (self.root / name).write_bytes(file.durable)
+            name.write_bytes(file.durable)
 
-    def _apply(self, name: str, file: _File | None) -> None:
+    def _apply(self, name: Path, file: _File | None) -> None:
         if file is None:
             self._durable.pop(name, None)
         else:
@@ -102,37 +103,38 @@ class Disk:
     def _concerns(self, name: str, given: tuple[Any, ...]) -> bool:
         if name == "open":
             path, flags = Path(given[0]), given[1]
-            return path == self.root or (path.parent == self.root and bool(flags & (os.O_WRONLY | os.O_RDWR)))
+            return path in self._changes or (path.parent in self._changes and bool(flags & (os.O_WRONLY | os.O_RDWR)))
         if name in ("rename", "unlink"):
-            return Path(given[0]).parent == self.root
+            return Path(given[0]).parent in self._changes
         held = Path(f"/proc/self/fd/{given[0]}").readlink()
-        return given[0] in self._opened and (held == self.root or held.parent == self.root)
+        return given[0] in self._opened and (held in self._changes or held.parent in self._changes)
 
     def _account(self, call: str, result: Any, given: tuple[Any, ...]) -> None:
         """What a call has done."""
         match call:
             case "open":
                 path, flags = Path(given[0]), given[1]
-                if path == self.root:
-                    self._opened[result] = None
+                if path in self._changes:
+                    self._opened[result] = path
                     return
-                if path.name not in self._names:
-                    self._name(path.name, _File())
-                self._opened[result] = file = self._names[path.name]
+                if path not in self._names:
+                    self._name(path, _File())
+                self._opened[result] = file = self._names[path]
                 if flags & os.O_TRUNC:
                     file.pending.append((0, None))
             case "rename":
-                self._name(Path(given[1]).name, self._names[Path(given[0]).name])
-                self._name(Path(given[0]).name, None)
+                assert Path(given[0]).parent == Path(given[1]).parent
+                self._name(Path(given[1]), self._names[Path(given[0])])
+                self._name(Path(given[0]), None)
             case "unlink":
-                self._name(Path(given[0]).name, None)
-            case "fsync" | "fdatasync" if self._opened[given[0]] is None:
-                for change in self._changes:
+                self._name(Path(given[0]), None)
+            case "fsync" | "fdatasync" if isinstance(root := self._opened[given[0]], Path):
+                for change in self._changes[root]:
                     self._apply(*change)
-                self._changes.clear()
+                self._changes[root].clear()
             case _:
                 file = self._opened[given[0]]  # type: ignore[assignment]
-                assert file is not None
+                assert isinstance(file, _File)
                 if call in ("fsync", "fdatasync"):
                     file.settle()
                 elif call == "ftruncate":
@@ -141,8 +143,8 @@ class Disk:
                     at = given[2] if call == "pwrite" else os.lseek(given[0], 0, os.SEEK_CUR) - result
                     file.pending.append((at, bytes(given[1][:result])))
 
-    def _name(self, name: str, file: _File | None) -> None:
-        self._changes.append((name, file))
+    def _name(self, name: Path, file: _File | None) -> None:
+        self._changes[name.parent].append((name, file))
         if file is None:
             del self._names[name]
         else:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import forks
 import tiny
 from penstock import LLM, Completion, Output, PenstockError, SamplingParams, Structure
+from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.errors import (
     BudgetError,
     CheckpointError,
@@ -177,6 +178,7 @@ def test_settings(settings: dict[str, object]) -> None:
         ("missed_limit", "a"),
         ("kv_directory", None),
         ("kv_directory", "a\0b"),
+        ("cache", "a\0b"),
     ],
 )
 def test_settings_that_are_none(name: str, value: object) -> None:
@@ -502,3 +504,24 @@ def test_what_others_would_find_of_such_a_prompt_is_taken_back(damaged: Path, tm
                 assert llm.generate([bad], GREEDY)[0].finish_reason == "error"
                 [found] = llm.generate([shared], GREEDY)
                 assert (found.finish_reason, found.tokens) == ("length", right)
+
+
+def test_a_token_that_the_tokenizer_alone_has_ends_one_prompt_and_not_the_engine(tmp_path: Path) -> None:
+    """Somebody added it to tokenizer.json and not to the embedding, which has no row for it."""
+    model = tmp_path / "model"
+    shutil.copytree(SHIPPED_MODEL, model)
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    like = tokenizer["added_tokens"][0]
+    for number, name in ((vocab, "<|first|>"), (vocab + 1, "<|mytool|>")):
+        tokenizer["added_tokens"].append(like | {"id": number, "content": name})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with LLM(model, device="cpu", dtype="float32", max_length=256) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=4)
+        before = llm.generate("Once upon a time", greedy)[0].tokens
+        refused(
+            RequestError, "'<|mytool|>'", f"token {vocab + 1} ", f"0 to {vocab - 1}", call=lambda: llm.generate("A <|mytool|> fox", greedy)
+        )
+        chat = [{"role": "user", "content": "A <|first|> fox"}]
+        refused(RequestError, "'<|first|>'", f"token {vocab} ", call=lambda: llm.chat(chat, greedy))
+        assert llm.generate("Once upon a time", greedy)[0].tokens == before

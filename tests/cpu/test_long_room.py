@@ -18,6 +18,7 @@ from penstock.engine import settling
 from penstock.engine.boot import boot
 from penstock.engine.budget import Demand, divide, least_activations, weights_room
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
+from penstock.kv.chosen import sketch_layout
 from penstock.kv.diskpool import record_bytes
 from penstock.kv.hostpool import HostPool
 from penstock.kv.segments import StoreError, least_cap, sizes
@@ -65,6 +66,19 @@ def test_no_more_than_the_host_has() -> None:
     assert found.blocks == 128 * MIB // LAYOUT.block_bytes
     with pytest.raises(BudgetError, match=r"1\.00 GiB of host memory were asked for KV, but there are 128 MiB"):
         room(**BOTH, host_kv_memory="1GiB")
+
+
+def test_policies_hold_sketches_of_all_blocks_in_host_memory() -> None:
+    """Of those on disk too."""
+    found = room(**BOTH, host_kv_memory="128MiB", disk_kv_memory="1GiB", kv_tile=64, kv_store="off", attention_policy="topk:4")
+    assert found is not None
+    assert found.policies is not None
+    assert found.disk is not None
+    sketch = sketch_layout(LAYOUT, found.policies.bits).bytes * LAYOUT.layers
+    fewer_on_disk = replace(found, disk=replace(found.disk, blocks=found.on_disk - 100))
+    assert found.host_bytes - fewer_on_disk.host_bytes == 100 * sketch
+    assert found.host_bytes - replace(found, blocks=found.blocks - 10).host_bytes == 10 * (LAYOUT.block_bytes + sketch)
+    assert found.host_bytes <= 128 * MIB
 
 
 def test_disk_is_beside_the_host_and_passes_through_it() -> None:

@@ -363,6 +363,13 @@ def test_pickles_are_not_read(tmp_path: Path, name: str) -> None:
     assert "convert them to safetensors" in message
 
 
+def test_a_pack_that_has_lost_its_manifest_is_no_pickle(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(bytes(100))
+    message = refusal(lambda: Shards(tmp_path))
+    assert "weights.bin is of a pack whose manifest.json is not there any more" in message
+    assert "pickle" not in message
+
+
 def test_no_weights(tmp_path: Path) -> None:
     assert "holds no weights that can be read" in refusal(lambda: Shards(tmp_path))
     write_tensors(tmp_path / "model-00001-of-00002.safetensors", one())

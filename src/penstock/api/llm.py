@@ -319,20 +319,29 @@ class LLM:
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it has one, and its tokens."""
         if isinstance(prompt, str):
-            return prompt, self.prompt_tokens(prompt)
+            return prompt, self._known(self.prompt_tokens(prompt))
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise _no_prompt(prompt)
         if prompt and isinstance(prompt[0], Mapping):
             text = self.tokenizer.render_chat(prompt)  # type: ignore[arg-type]  # Checked there, with a message of its own.
-            return text, self.prompt_tokens(text, special=False)
+            return text, self._known(self.prompt_tokens(text, special=False))
         return None, self._tokens(prompt)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """The same. A tokenizer may have tokens that the model has no embedding for, such as one that was added to its file alone."""
+        if (most := max(tokens, default=0)) >= (vocab := self.spec.vocab_size):
+            raise RequestError(
+                f"the prompt has {shown(self.tokenizer.token_text(most))}, token {most} of the tokenizer, but the model has embeddings for "
+                f"tokens 0 to {vocab - 1} alone; leave it out, or serve a checkpoint whose tokenizer.json and weights belong together"
+            )
+        return tokens
 
     def prompt_tokens(self, text: str, *, special: bool = True) -> list[int]:
         """A prompt's tokens. One that is longer than any request may be is refused by its length alone, if that tells: to cut 30 MB into
         tokens takes a minute. Raises LengthError, and what Tokenizer.encode does."""
         scheduler = self._engine.scheduler
         if len(text) > scheduler.longest and (least := self.tokenizer.least_tokens(text)) >= scheduler.longest:
-            scheduler.admissible(least, None)
+            scheduler.admissible(least, None, or_more=True)
         return self.tokenizer.encode(text, special=special)
 
     def _tokens(self, given: Sequence[object]) -> list[int]:

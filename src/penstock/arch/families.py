@@ -58,7 +58,7 @@ class _Reader:
         value = default if value is None else value
         # Within these bounds no formula of a model, rope's powers included, leaves the range of a double.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
-            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; it must be a number above zero")
+            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; it must be a number from 1e-30 to 1e30")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

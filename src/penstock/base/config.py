@@ -104,8 +104,9 @@ class Config:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} {getattr(self, name)!r} must be text, as full or window:4,1024")
             policy_numbers(getattr(self, name))
-        if not isinstance(self.kv_directory, Path) or "\0" in str(self.kv_directory):
-            raise ConfigError(f"kv_directory {self.kv_directory!r} must be a path")
+        for name in ("kv_directory", "cache"):
+            if not isinstance(value := getattr(self, name), Path) or "\0" in str(value):
+                raise ConfigError(f"{name} {value!r} must be a path")
         for name in ("max_length", "block_size", "max_step_tokens", "max_sequences", "kv_blocks", "kv_tile", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

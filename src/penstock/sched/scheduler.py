@@ -196,13 +196,15 @@ class Scheduler:
         else:
             self._waiting.insert(sum(1 for _ in takewhile(lambda other: other.turn < request.turn, self._waiting)), request)
 
-    def admissible(self, prompt: int, max_tokens: int | None) -> int:
-        """Most tokens of output that a prompt of so many may have. From any thread. Raises RequestError if it could never be served."""
+    def admissible(self, prompt: int, max_tokens: int | None, *, or_more: bool = False) -> int:
+        """Most tokens of output that a prompt of so many may have. From any thread. Raises RequestError if it could never be served.
+
+        or_more: whether it may have more tokens than that, for all that is known."""
         room = self.longest - prompt
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            raise LengthError(self._refusal(prompt, max_tokens))
+            raise LengthError(self._refusal(prompt, max_tokens, or_more=or_more))
         return room
 
     def _becomes_long(self, request: Request, reach: int) -> bool:
@@ -210,8 +212,8 @@ class Scheduler:
         most = request.prompt_length + request.max_tokens
         return min(reach, most) >= self._long_from and most <= self._longest_long
 
-    def _refusal(self, prompt: int, max_tokens: int | None) -> str:
-        asked = f"{prompt} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
+    def _refusal(self, prompt: int, max_tokens: int | None, *, or_more: bool) -> str:
+        asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
         if self.longest == self.limits.max_length or not self.host.blocks:
             context = self.longest == self.limits.max_length
             what, more = ("the context holds", "more length") if context else ("the KV blocks hold", "more memory, or KV in host memory")

@@ -232,7 +232,11 @@ def _of_missed(missed: MissedStats) -> Iterator[Metric]:
     ):
         shares.add_metric([heads], list(zip(ends, accumulate(buckets), strict=True)), total)
     yield shares
-    yield _gauge("attention_missed_share_max", "The largest of these bounds, of any head and token, since the start.", missed.most)
+    yield _gauge(
+        "attention_missed_share_max",
+        "The largest of these bounds, of any head and token that they were computed for, since the start.",
+        missed.most,
+    )
     yield _counter("attention_choices", "Choices of attention policies: blocks that queries read in a layer.", missed.choices)
     yield _counter("attention_fallbacks", "Of these, the ones that might have missed too much: everything was read.", missed.fallbacks)
     blocks = {"read": missed.blocks_read, "skipped": missed.blocks - missed.blocks_read}

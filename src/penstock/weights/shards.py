@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DiskFile, ReadError
 from penstock.weights.jsonfile import read_object, shown
+from penstock.weights.manifest import MANIFEST, STORE
 from penstock.weights.safetensors import TensorEntry, read_header
 
 SINGLE = "model.safetensors"
@@ -89,6 +90,8 @@ def _no_weights(path: Path) -> str:
     except OSError as error:
         return f"cannot list {path}: {error.strerror}"
     tried = f"{path} has neither {SINGLE} nor {INDEX}"
+    if STORE in names:
+        return f"{tried}; {STORE} is of a pack whose {MANIFEST} is not there any more; remove the directory, and pack the model again"
     if pickles := [name for name in names if name.endswith(_PICKLES)]:
         return f"{tried}, only pickle files ({shown(pickles[0])}), which are not read since they can run code; convert them to safetensors"
     if loose := [name for name in names if name.endswith(".safetensors")]:
