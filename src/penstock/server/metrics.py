@@ -234,7 +234,7 @@ def _of_missed(missed: MissedStats) -> Iterator[Metric]:
     yield shares
     yield _gauge(
         "attention_missed_share_max",
-        "The largest of these bounds, of any head and token that they were computed for, since the start.",
+        "The largest of these bounds since the start, of any head and token that has one.",
         missed.most,
     )
     yield _counter("attention_choices", "Choices of attention policies: blocks that queries read in a layer.", missed.choices)
