@@ -1,7 +1,7 @@
 # Everything a newcomer or a developer runs. `make demo` and `make test` work on a machine with Python 3.11+, pip and make.
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 SECONDS ?= 3600
 RUNS ?= 10000
 

@@ -289,8 +289,8 @@ def part_host(device: torch.device, tiny: bool) -> dict[str, object]:
     ) as booted:
         found |= facts(booted)
         for batch in (1, 16):
-            found[f"decode_{batch}"] = decode(booted, batch, 64, 12 if not tiny else 4)
-        tokens = 2048 if not tiny else 64
+            found[f"decode_{batch}"] = decode(booted, batch, 64 if not tiny else 16, 12 if not tiny else 4)
+        tokens = 2048 if not tiny else 32
         times = prefill(booted, tokens, 6).record()
         spec = Shape.of(shape(layers, tiny))
         operations = prefill_operations(spec.spec, group_layouts(spec.spec, spec.names, spec.spec.dtype), [tokens])

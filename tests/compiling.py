@@ -108,11 +108,11 @@ def linear() -> None:
     triton_linear.one_row(empty(1, INNER), empty(HIDDEN, INNER))
 
 
-def few_rows() -> None:
+def few_rows(*classes: int) -> None:
     """Of each class of rows, with and without a gate, alone and shared: on GPUs that it is for."""
     if driver.active.get_current_target().arch != 90:
         return
-    for rows in (16, 32, 64):
+    for rows in classes:
         for outer, inner in ((6144, HIDDEN), (HIDDEN, HIDDEN), (1024, 3072), (VOCAB, HIDDEN)):
             triton_linear.few_rows(empty(rows, inner), empty(outer, inner))
         triton_linear.few_rows(empty(rows, HIDDEN), empty(2 * INNER, HIDDEN), gated=True)
