@@ -251,7 +251,7 @@ def test_what_cannot_fit_is_not_cut_into_tokens(monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(Tokenizer, "encode", cut)
         for ask in (llm.prompt_tokens, llm.read):
-            with pytest.raises(LengthError, match="has at least [0-9]+ tokens of prompt"):
+            with pytest.raises(LengthError, match=r"has at least [0-9]+ tokens of prompt"):
                 ask("word " * 6_000_000)
         with pytest.raises(LengthError):
             llm.read([{"role": "user", "content": "word " * 1_000_000}])
