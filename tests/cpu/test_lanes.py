@@ -143,3 +143,30 @@ def test_what_the_work_raises_is_raised() -> None:
         assert await lane.run(b"", lambda: 3) == 3
 
     run(all_of_them)
+
+
+def test_alone_all_wait_at_the_threads() -> None:
+    """Nobody takes turns, so a thread goes on to the next without a word from the loop, which may be busy; who is cancelled is left out."""
+    order: list[int] = []
+    done = threading.Event()
+
+    async def all_of_them() -> None:
+        lane, gate = Lane(1, alone=True), threading.Event()
+        first = asyncio.ensure_future(lane.run(b"a", gate.wait))
+        await asyncio.sleep(0)
+
+        def work(number: int) -> None:
+            order.append(number)
+            if number == 4:
+                done.set()
+
+        rest = [asyncio.ensure_future(lane.run(b"a", lambda number=number: work(number))) for number in range(5)]
+        await asyncio.sleep(0)
+        rest[2].cancel()
+        await asyncio.sleep(0)
+        gate.set()
+        assert done.wait(LONG / 8)  # The loop does nothing meanwhile.
+        await asyncio.gather(first, *rest, return_exceptions=True)
+
+    run(all_of_them)
+    assert order == [0, 1, 3, 4]

@@ -13,15 +13,18 @@ from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+_ANY = 1 << 30
 
 
 class Lane:
     """A few threads, and the keys whose requests wait for one."""
 
-    def __init__(self, threads: int, each: int | None = None) -> None:
-        """each: threads that one key may have at a time, so that another's requests find one; None is all."""
+    def __init__(self, threads: int, each: int | None = None, *, alone: bool = False) -> None:
+        """each: threads that one key may have at a time, so that another's requests find one; None is all. alone: there is one key, and
+        nobody to take turns with: what comes waits at the threads, which then go on to the next without a word from the loop."""
         self._pool = ThreadPoolExecutor(threads, "penstock reading")
-        self._free, self._each = threads, each or threads
+        self._free = _ANY if alone else threads
+        self._each = each or self._free
         self._busy: Counter[bytes] = Counter()
         """Threads that each key has."""
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
