@@ -75,6 +75,7 @@ def test_a_server_of_one_key_reads_as_fast_as_it_can(monkeypatch: pytest.MonkeyP
 
 def test_to_be_read_slowly_is_not_to_come_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time that a body may take does not run while it is not read."""
-    monkeypatch.setattr(uploads, "_PATIENCE", 0.1)
+    monkeypatch.setattr(uploads, "_RATE", 128 << 10)  # It takes 2.5 seconds, with a second and a half to spare for a slow machine.
+    monkeypatch.setattr(uploads, "_PATIENCE", 1.5)
     monkeypatch.setattr(uploads, "_SLOWEST", 1 << 40)
-    assert asyncio.run(seconds(Uploads(1 << 30, keys=2), b"one", 512 << 10)) > 0.2
+    assert asyncio.run(seconds(Uploads(1 << 30, keys=2), b"one", 512 << 10)) > 2
