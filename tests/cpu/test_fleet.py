@@ -225,6 +225,8 @@ def test_what_no_replica_can_answer_is_not_asked_twice(llm: LLM) -> None:
     async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
         with pytest.raises(LengthError, match=f"a replica holds {llm.booted.engine.scheduler.longest} in all"):
             far.read(STORY, SamplingParams(max_tokens=1 << 20))
+        with pytest.raises(LengthError, match=r"the request has at least \d+ tokens of prompt, but a replica holds"):
+            far.read("word " * 500_000, GREEDY)
         with pytest.raises(RequestError, match="the prompt is empty"):
             far.read([], GREEDY)
         ready = replace(far.read([1, 2, 3], GREEDY), given=[1 << 40])

@@ -154,12 +154,12 @@ class FarLLM(LLM):
     def close(self) -> None:
         self._structures.close()
 
-    def _admissible(self, prompt: int, max_tokens: int | None) -> int:
+    def _admissible(self, prompt: int, max_tokens: int | None, *, or_more: bool = False) -> int:
         room = self._facts.longest - prompt
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            asked = f"{prompt} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
+            asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
             longest = self._facts.longest
             raise LengthError(f"the request has {asked}, but a replica holds {longest} in all; shorten it, or allow more length or memory")
         return room
