@@ -1,17 +1,20 @@
-"""penstock against transformers' `generate` on a CPU: one random Llama, one process, the same dtype and threads, greedy.
+"""penstock against transformers' `generate` on a CPU: one random Llama, one process, the same dtype and
+threads, greedy.
 
     python benchmarks/against_transformers.py --out against_transformers.json
 
-Three comparisons, each repeated with fresh prompts and in alternating order, once every side is warm (see penstock.bench.warming);
-medians count, and all seconds are kept:
+Three comparisons, each repeated with fresh prompts and in alternating order, once every side is warm (see
+penstock.bench.warming); medians count, and all seconds are kept:
 
     single      one prompt, one output
-    one by one  many requests of mixed lengths: penstock gets them all at once, transformers runs each alone with its own length
-    padded      the same; transformers runs them as one batch, padded on the left, to the end of the longest output; only what was asked
-                for counts
+    one by one  many requests of mixed lengths: penstock gets them all at once, transformers runs each alone,
+                with its own length
+    padded      the same; transformers runs them as one batch, padded on the left, to the end of the longest
+                output; only what was asked for counts
 
-Tokens of both sides are compared. Peak memory is what fresh processes, each with one side only, have taken at most (VmHWM) for the mixed
-requests. Prints a table, and ends with one line of JSON. --layers, --requests and the like make it small enough to try out.
+Tokens of both sides are compared. Peak memory is what fresh processes, each with one side only, have taken at
+most (VmHWM) for the mixed requests. Prints a table, and ends with one line of JSON. --layers, --requests and
+the like make it small enough to try out.
 """
 
 import argparse
@@ -33,7 +36,8 @@ import torch
 if TYPE_CHECKING:
     from penstock.bench.warming import Timed
 
-# transformers and penstock are imported by the side that needs them: in a process whose memory is measured the other has no business.
+# transformers and penstock are imported by the side that needs them: in a process whose memory is measured
+# the other has no business.
 
 SINGLE_PROMPT, SINGLE_OUTPUT = 64, 64
 WANTED = {"single": 1.2, "one by one": 3.0, "padded": 1.3}
@@ -68,7 +72,9 @@ class Transformers:
         for row, one in enumerate(requests):
             ids[row, width - len(one.prompt) :] = torch.tensor(one.prompt)
             mask[row, width - len(one.prompt) :] = 1
-        out = self._model.generate(ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0)
+        out = self._model.generate(
+            ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0
+        )
         assert out.shape[1] == width + most, "transformers ended before the asked length"
         return [row[: one.output] for row, one in zip(out[:, width:].tolist(), requests, strict=True)]
 
@@ -77,7 +83,9 @@ class Penstock:
     def __init__(self, path: Path, dtype: str) -> None:
         from penstock import LLM
 
-        self._llm = LLM(path, device="cpu", dtype=dtype, device_memory=_memory(path), prefix_cache=False, progress=False)
+        self._llm = LLM(
+            path, device="cpu", dtype=dtype, device_memory=_memory(path), prefix_cache=False, progress=False
+        )
 
     def together(self, requests: list[Request]) -> Tokens:
         from penstock import SamplingParams
@@ -106,7 +114,8 @@ class Outcome:
 
 
 def requests(args: argparse.Namespace, seed: int, count: int) -> list[Request]:
-    """`count` of mixed lengths. The lengths depend on --seed alone, so that every repeat does the same work; the tokens on `seed` too."""
+    """`count` of mixed lengths. The lengths depend on --seed alone, so that every repeat does the same work;
+    the tokens on `seed` too."""
     lengths, rng = random.Random(args.seed), random.Random(f"{args.seed} {seed}")
     sizes = [(lengths.randint(*args.prompt), lengths.randint(*args.tokens)) for _ in range(count)]
     return [Request([rng.randrange(args.vocab) for _ in range(prompt)], output) for prompt, output in sizes]
@@ -118,7 +127,10 @@ def single(args: argparse.Namespace, seed: int) -> list[Request]:
 
 
 def alternate(
-    sides: dict[str, Callable[[list[Request]], Tokens]], work: Callable[[int], list[Request]], repeat: int, brief: bool
+    sides: dict[str, Callable[[list[Request]], Tokens]],
+    work: Callable[[int], list[Request]],
+    repeat: int,
+    brief: bool,
 ) -> dict[str, Outcome]:
     """Every side, warm, on the same work, in turns."""
     from penstock.bench.warming import BRIEF, RULE, in_turns
@@ -132,14 +144,16 @@ def alternate(
         return time.perf_counter() - begin
 
     took = in_turns({name: partial(one, name) for name in sides}, repeat, BRIEF if brief else RULE)
-    # Sides need more rounds or fewer to be warm: what they say is compared of one more, which is the same for all.
+    # Sides need more rounds or fewer to be warm: what they say is compared of one more, which is the same for
+    # all.
     last = work(-1)
     useful = sum(one.output for one in last)
     return {name: Outcome(took[name], useful, sides[name](last)) for name in sides}
 
 
 def write_model(args: argparse.Namespace, path: Path) -> float:
-    """A random Llama in float32, its layers loud enough that it does not just repeat its input; returns its parameters in millions."""
+    """A random Llama in float32, its layers loud enough that it does not just repeat its input; returns its
+    parameters in millions."""
     import transformers
 
     torch.manual_seed(args.seed)
@@ -203,9 +217,18 @@ def measure(args: argparse.Namespace, path: Path, millions: float) -> dict[str, 
     import transformers
     from recording import environment
 
-    peaks = {side: peak(side, path) for side in ("penstock", "one by one", "padded")} if not args.no_memory else {}
+    peaks = (
+        {side: peak(side, path) for side in ("penstock", "one by one", "padded")}
+        if not args.no_memory
+        else {}
+    )
     theirs, ours = Transformers(path, args.dtype), Penstock(path, args.dtype)
-    one = alternate({"penstock": ours.together, "single": theirs.alone}, lambda number: single(args, number), args.repeat, brief=False)
+    one = alternate(
+        {"penstock": ours.together, "single": theirs.alone},
+        lambda number: single(args, number),
+        args.repeat,
+        brief=False,
+    )
     many = alternate(
         {"penstock": ours.together, "one by one": theirs.alone, "padded": theirs.padded},
         lambda number: requests(args, number, args.requests),
@@ -228,22 +251,40 @@ def measure(args: argparse.Namespace, path: Path, millions: float) -> dict[str, 
 
 
 def show(found: dict[str, Any]) -> None:
-    print(f"{found['parameters_millions']}M parameters, {found['dtype']}, {found['threads']} threads, transformers {found['transformers']}")
+    print(
+        f"{found['parameters_millions']}M parameters, {found['dtype']}, {found['threads']} threads, "
+        f"transformers {found['transformers']}"
+    )
     print(f"{'':<12} {'penstock':>12} {'transformers':>14} {'ratio':>7} {'wanted':>7}   same tokens")
     for name, it in found["comparisons"].items():
         spread = ", ".join(
-            f"{side} {it['useful_tokens'] / it[side]['most_s']:.1f} to {it['useful_tokens'] / it[side]['least_s']:.1f}"
+            f"{side} {it['useful_tokens'] / it[side]['most_s']:.1f} to "
+            f"{it['useful_tokens'] / it[side]['least_s']:.1f}"
             for side in ("penstock", "transformers")
         )
-        rates = f"{it['penstock_tokens_per_second']:>8.1f} t/s {it['transformers_tokens_per_second']:>10.1f} t/s"
-        print(f"{name:<12} {rates} {it['ratio']:>7.2f} {it['wanted']:>7.1f}   {it['equal']} of {it['of']}; {spread}")
+        rates = (
+            f"{it['penstock_tokens_per_second']:>8.1f} t/s {it['transformers_tokens_per_second']:>10.1f} t/s"
+        )
+        print(
+            f"{name:<12} {rates} {it['ratio']:>7.2f} {it['wanted']:>7.1f}   {it['equal']} of {it['of']}; "
+            f"{spread}"
+        )
     if peaks := found["peak_bytes"]:
         print("peak memory  " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in peaks.items()))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("layers", 12), ("hidden", 768), ("inner", 2048), ("heads", 12), ("kv-heads", 4), ("vocab", 32000)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("layers", 12),
+        ("hidden", 768),
+        ("inner", 2048),
+        ("heads", 12),
+        ("kv-heads", 4),
+        ("vocab", 32000),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, help="of torch; all sides use as many")

@@ -1,10 +1,12 @@
-"""Decode attention over paged KV: bytes of K and V read per second, against what the device reads at best, over a sweep of tunings.
+"""Decode attention over paged KV: bytes of K and V read per second, against what the device reads at best,
+over a sweep of tunings.
 
     PYTHONPATH=src python3 benchmarks/decode_attention.py --out decode_attention.json
 
-Prints one row per shape (the built-in tuning, then the best found) and the tuning that does best over all shapes of a block size; ends with
-one JSON line. Every tuning is checked against plain arithmetic before it is timed. Layers of a pool of at least 1 GiB are visited in turn
-inside a CUDA graph, so nothing is found in the L2 cache. Without a GPU, with TRITON_INTERPRET=1, it walks the same path over tiny shapes.
+Prints one row per shape (the built-in tuning, then the best found) and the tuning that does best over all
+shapes of a block size; ends with one JSON line. Every tuning is checked against plain arithmetic before it is
+timed. Layers of a pool of at least 1 GiB are visited in turn inside a CUDA graph, so nothing is found in the
+L2 cache. Without a GPU, with TRITON_INTERPRET=1, it walks the same path over tiny shapes.
 """
 
 import argparse
@@ -63,7 +65,10 @@ def shapes(block_size: int, tiny: bool) -> list[Shape]:
         Shape("64K and 31 x 1K", lone, block_size),
         Shape("256 x 540", (540,) * 256, block_size, 16),
         # On one device of two; what does not depend on how much is read shows in the shorter ones.
-        *(Shape(f"64 x {length}, half", (length,) * 64, block_size, 16, 4) for length in (64, 512, 2048, 4096)),
+        *(
+            Shape(f"64 x {length}, half", (length,) * 64, block_size, 16, 4)
+            for length in (64, 512, 2048, 4096)
+        ),
     ]
 
 
@@ -72,7 +77,9 @@ def tunings(tiny: bool) -> Iterator[DecodeTuning]:
     if tiny:
         yield from (DecodeTuning(16, 4, 2, 1), DecodeTuning(64, 4, 2, 2))
         return
-    for (tile, warps), depth in product([(32, 2), (32, 4), (64, 4), (64, 8), (128, 4), (128, 8)], [1, 2, 3, 4]):
+    for (tile, warps), depth in product(
+        [(32, 2), (32, 4), (64, 4), (64, 8), (128, 4), (128, 8)], [1, 2, 3, 4]
+    ):
         footprint = tile * DIM * 2 * 2 * depth
         if footprint + 16384 <= SHARED_MEMORY and footprint >= 32768:
             for workers in (1, 2, 3, 4, 6, 8, 12):
@@ -101,13 +108,18 @@ class Setting:
         self.lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
         self.q = torch.randn(len(shape.lengths), shape.heads, DIM, dtype=torch.bfloat16, device=device)
         self.out = torch.empty_like(self.q)
-        self.arrivals = torch.zeros(len(shape.lengths) * shape.kv_heads, dtype=torch.int32, device=device) if joins else None
+        self.arrivals = (
+            torch.zeros(len(shape.lengths) * shape.kv_heads, dtype=torch.int32, device=device)
+            if joins
+            else None
+        )
 
     def call(self, layer: int, tuning: DecodeTuning | None) -> tuple[Tensor, Tensor]:
         k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
         return paged_decode(
             self.q, k, v, self.table, self.lengths,
-            scale=SCALE, window=None, max_length=max(self.shape.lengths), out=self.out, tuning=tuning, arrivals=self.arrivals,
+            scale=SCALE, window=None, max_length=max(self.shape.lengths), out=self.out, tuning=tuning,
+            arrivals=self.arrivals,
         )  # fmt: skip
 
     def call_all(self, tuning: DecodeTuning | None) -> None:
@@ -115,7 +127,8 @@ class Setting:
             self.call(layer, tuning)
 
     def worst_error(self, tuning: DecodeTuning | None, rows: int = 4) -> float:
-        """Largest error relative to the largest value, over a few rows of one layer; the log-sum-exp counts like the output."""
+        """Largest error relative to the largest value, over a few rows of one layer; the log-sum-exp counts
+        like the output."""
         layer = self.layers - 1
         out, lse = self.call(layer, tuning)
         worst = 0.0
@@ -126,7 +139,10 @@ class Setting:
                 continue
             blocks = self.table[row, : -(-length // self.shape.block_size)].long()
             k, v = (
-                self.pool[blocks, layer, i].flatten(0, 1)[:length].float().repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
+                self.pool[blocks, layer, i]
+                .flatten(0, 1)[:length]
+                .float()
+                .repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
                 for i in (0, 1)
             )
             score = torch.einsum("hd,thd->ht", self.q[row].float(), k) * SCALE
@@ -137,7 +153,8 @@ class Setting:
 
 
 def seconds_each(work: Callable[[], None], calls: int, at_least: float = 0.02) -> float:
-    """Seconds per call of a `work` that makes `calls` of them: replays of a graph on a GPU, the median of five bursts."""
+    """Seconds per call of a `work` that makes `calls` of them: replays of a graph on a GPU, the median of
+    five bursts."""
     if not torch.cuda.is_available():
         start = time.perf_counter()
         work()
@@ -181,7 +198,13 @@ def read_ceiling() -> float:
         programs = numbers // (width * steps)
         sums = torch.empty(programs, dtype=torch.int32, device="cuda")
 
-        def work(programs: int = programs, sums: Tensor = sums, steps: int = steps, width: int = width, warps: int = warps) -> None:
+        def work(
+            programs: int = programs,
+            sums: Tensor = sums,
+            steps: int = steps,
+            width: int = width,
+            warps: int = warps,
+        ) -> None:
             _read[(programs,)](x, sums, steps, WIDTH=width, UNROLL=4, num_warps=warps)
 
         seconds = seconds_each(work, 1)
@@ -200,8 +223,10 @@ def sweep(setting: Setting, ceiling: float, tiny: bool, deadline: float) -> dict
     assert error < 2e-2, (shape, error)
     builtin = measure(setting, None)
     row: dict[str, Any] = {
-        "shape": shape.name, "block_size": shape.block_size, "kv_mb": shape.kv_bytes / 1e6, "layers": setting.layers,
-        "builtin": asdict(decode_tuning(DIM, 2, shape.block_size)), "builtin_us": builtin * 1e6, "error": error, "sweep": [],
+        "shape": shape.name, "block_size": shape.block_size, "kv_mb": shape.kv_bytes / 1e6,
+        "layers": setting.layers,
+        "builtin": asdict(decode_tuning(DIM, 2, shape.block_size)), "builtin_us": builtin * 1e6,
+        "error": error, "sweep": [],
     }  # fmt: skip
     checked: set[tuple[int, int, int, bool]] = set()
 
@@ -239,7 +264,10 @@ def label(tuning: dict[str, Any]) -> str:
 def table_row(row: dict[str, Any], entry: dict[str, Any], tuning: dict[str, Any], note: str) -> str:
     share = f"{100 * entry['of_ceiling']:6.1f} %" if entry["of_ceiling"] else "      -"
     us = entry.get("us", entry.get("builtin_us"))
-    return f"{row['shape']:<16} {row['block_size']:>5} {note:<8} {label(tuning)} {us:>10.1f} {entry['tb_s']:>7.3f} {share}"
+    return (
+        f"{row['shape']:<16} {row['block_size']:>5} {note:<8} {label(tuning)} {us:>10.1f} "
+        f"{entry['tb_s']:>7.3f} {share}"
+    )
 
 
 def overall(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
@@ -250,19 +278,36 @@ def overall(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
         for entry in row["sweep"]:
             key = (entry["tile"], entry["warps"], entry["depth"], entry["workers_per_sm"])
             scores.setdefault(key, []).append(entry["us"] / best)
-    whole = {key: ratios for key, ratios in scores.items() if len(ratios) == len(rows) and math.isfinite(max(ratios))}
-    ranked = [(statistics.geometric_mean(ratios), asdict(DecodeTuning(*key))) for key, ratios in whole.items()]
+    whole = {
+        key: ratios
+        for key, ratios in scores.items()
+        if len(ratios) == len(rows) and math.isfinite(max(ratios))
+    }
+    ranked = [
+        (statistics.geometric_mean(ratios), asdict(DecodeTuning(*key))) for key, ratios in whole.items()
+    ]
     return sorted(ranked, key=lambda pair: pair[0])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write all readings to this JSON file")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--shapes", nargs="+", help="names, or parts of them")
-    parser.add_argument("--heads-first", action="store_true", help="in a block, a head's tokens beside each other")
-    parser.add_argument("--joins", action="store_true", help="everything in one launch, as in a step of many rows")
-    parser.add_argument("--seconds", type=float, default=400, help="stop sweeping after this long; the built-in tuning is always read")
+    parser.add_argument(
+        "--heads-first", action="store_true", help="in a block, a head's tokens beside each other"
+    )
+    parser.add_argument(
+        "--joins", action="store_true", help="everything in one launch, as in a step of many rows"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=400,
+        help="stop sweeping after this long; the built-in tuning is always read",
+    )
     args = parser.parse_args()
     need_commit(args.out)
     tiny = not torch.cuda.is_available()
@@ -272,15 +317,24 @@ def main() -> None:
     print(f"device read ceiling {ceiling / 1e12:.3f} TB/s; heads of {DIM}, bf16")
     print(f"{'shape':<16} {'block':>5} {'':<8} tile warps depth workers         us    TB/s  of ceiling")
     found: dict[str, Any] = {
-        "device_read_tb_s": ceiling / 1e12, "heads_first": args.heads_first, "joins": args.joins, "rows": [], "overall": {},
+        "device_read_tb_s": ceiling / 1e12, "heads_first": args.heads_first, "joins": args.joins, "rows": [],
+        "overall": {},
     }  # fmt: skip
     for index, block_size in enumerate(args.block_sizes):
         rows = []
-        cases = [one for one in shapes(block_size, tiny) if not args.shapes or any(part in one.name for part in args.shapes)]
+        cases = [
+            one
+            for one in shapes(block_size, tiny)
+            if not args.shapes or any(part in one.name for part in args.shapes)
+        ]
         for number, shape in enumerate(cases):
             left = len(cases) * (len(args.block_sizes) - index) - number
-            setting = Setting(shape, device, 0 if tiny else 1 << 30, heads_first=args.heads_first, joins=args.joins)
-            row = sweep(setting, ceiling, tiny, time.monotonic() + max(0.0, deadline - time.monotonic()) / left * 1.5)
+            setting = Setting(
+                shape, device, 0 if tiny else 1 << 30, heads_first=args.heads_first, joins=args.joins
+            )
+            row = sweep(
+                setting, ceiling, tiny, time.monotonic() + max(0.0, deadline - time.monotonic()) / left * 1.5
+            )
             rows.append(row)
             print(table_row(row, row, row["builtin"], "built-in"))
             for entry in sorted(row["sweep"], key=lambda entry: entry["us"])[:3]:
@@ -288,16 +342,34 @@ def main() -> None:
             for entry in row["overlap"]:
                 print(table_row(row, entry, entry, "overlap" if entry["overlap"] else "apart"), flush=True)
         found["rows"] += rows
-        found["overall"][block_size] = [{"over_best": score, **tuning} for score, tuning in overall(rows)[:10]]
+        found["overall"][block_size] = [
+            {"over_best": score, **tuning} for score, tuning in overall(rows)[:10]
+        ]
         for entry in found["overall"][block_size][:5]:
-            print(f"block {block_size}, all shapes: {label(entry)}  {entry['over_best']:.3f} x the best of each")
+            print(
+                f"block {block_size}, all shapes: {label(entry)}  {entry['over_best']:.3f} x the best of each"
+            )
     if args.out:
         write(args.out, found)
     brief = [
-        {"shape": row["shape"], "block": row["block_size"], "us": row["builtin_us"], "tb_s": row["tb_s"], "of_ceiling": row["of_ceiling"]}
+        {
+            "shape": row["shape"],
+            "block": row["block_size"],
+            "us": row["builtin_us"],
+            "tb_s": row["tb_s"],
+            "of_ceiling": row["of_ceiling"],
+        }
         for row in found["rows"]
     ]
-    print(json.dumps({"device_read_tb_s": found["device_read_tb_s"], "decode_attention": brief, "overall": found["overall"]}))
+    print(
+        json.dumps(
+            {
+                "device_read_tb_s": found["device_read_tb_s"],
+                "decode_attention": brief,
+                "overall": found["overall"],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

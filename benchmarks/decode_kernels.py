@@ -1,12 +1,13 @@
-"""The kernels of one layer of a decode step, and the draw behind them: what each takes inside a CUDA graph, beside the bytes it must move
-and the device's best.
+"""The kernels of one layer of a decode step, and the draw behind them: what each takes inside a CUDA graph,
+beside the bytes it must move and the device's best.
 
-    PYTHONPATH=src python3 benchmarks/decode_kernels.py --out decode_kernels.json
-    PYTHONPATH=src python3 benchmarks/decode_kernels.py --tiny --device cpu      the same code over tiny shapes, interpreted
+    PYTHONPATH=src python3 benchmarks/decode_kernels.py --out decode_kernels.json PYTHONPATH=src python3
+    benchmarks/decode_kernels.py --tiny --device cpu      the same code over tiny shapes, interpreted
 
-Every kernel is checked against plain arithmetic before it is timed. A graph holds 50 calls, each with buffers of its own until they fill
-1 GiB, so weights and KV are never found in the L2 cache; the activations of a few rows are, as in a real step. `ideal` is the bytes at the
-read bandwidth measured in the same run. Variants of a step stand side by side; the sum over a layer takes the first of each.
+Every kernel is checked against plain arithmetic before it is timed. A graph holds 50 calls, each with buffers
+of its own until they fill 1 GiB, so weights and KV are never found in the L2 cache; the activations of a few
+rows are, as in a real step. `ideal` is the bytes at the read bandwidth measured in the same run. Variants of
+a step stand side by side; the sum over a layer takes the first of each.
 """
 
 import argparse
@@ -37,12 +38,22 @@ from penstock.ops.triton_pointwise import project, rms_norm, rope_, silu_mul
 from penstock.ops.triton_sampling import draw
 
 DTYPE, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 64
-TUNINGS = ((1, 16384, 4), (1, 16384, 8), (2, 2048, 4), (4, 2048, 8), (2, 16384, 8), (1, 4096, 2), (2, 4096, 2), (2, 1024, 2))
+TUNINGS = (
+    (1, 16384, 4),
+    (1, 16384, 8),
+    (2, 2048, 4),
+    (4, 2048, 8),
+    (2, 16384, 8),
+    (1, 4096, 2),
+    (2, 4096, 2),
+    (2, 1024, 2),
+)
 """Of products of one row: numbers of a program, its stretch of a row of weights, its warps."""
 AT_LEAST = 1 << 30
 """Bytes of buffers that are visited in turn."""
 MAX_ERROR = 2e-2
-"""Of a kernel, relative to the largest value: two steps of bfloat16, and probabilities rounded before they meet V."""
+"""Of a kernel, relative to the largest value: two steps of bfloat16, and probabilities rounded before they
+meet V."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +72,17 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.dim
 
 
-SHAPES = (Shape("8B", 32, 8, 128, 4096, 14336, False, 128256), Shape("0.6B", 16, 8, 128, 1024, 3072, True, 151936))
+SHAPES = (
+    Shape("8B", 32, 8, 128, 4096, 14336, False, 128256),
+    Shape("0.6B", 16, 8, 128, 1024, 3072, True, 151936),
+)
 TINY = (Shape("tiny", 4, 2, 32, 64, 96, False, 90), Shape("tiny, norms", 6, 3, 16, 48, 80, True, 200))
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel, or the kernels that do the same: a call on one of its sets of buffers, and its error before anything is timed."""
+    """One kernel, or the kernels that do the same: a call on one of its sets of buffers, and its error before
+    anything is timed."""
 
     step: str
     variant: str
@@ -104,18 +119,31 @@ class Bench:
 
     def norm(self) -> Work:
         hidden, moved = self.shape.hidden, (4 * self.batch + 1) * self.shape.hidden * 2
-        buffers = [(self.random(self.batch, hidden), self.random(self.batch, hidden)) for _ in range(self.sets(moved))]
+        buffers = [
+            (self.random(self.batch, hidden), self.random(self.batch, hidden))
+            for _ in range(self.sets(moved))
+        ]
         gain = self.random(hidden)
         (x, residual), plain = buffers[0], on_host(buffers[0][1])
         want = add_rms_norm_plainly(on_host(x), plain, on_host(gain), EPS)
         got, _ = rms_norm(x, gain, EPS, residual)
         worst = max(error(got, want), error(residual, plain))
-        return Work("norm", "", moved, [lambda x=x, r=r: rms_norm(x, gain, EPS, r) for x, r in buffers], worst, times=2)
+        return Work(
+            "norm",
+            "",
+            moved,
+            [lambda x=x, r=r: rms_norm(x, gain, EPS, r) for x, r in buffers],
+            worst,
+            times=2,
+        )
 
     def linear(self, name: str, inner: int, outer: int) -> Iterator[Work]:
         """By the library, and, of one row, by the kernel; with the gate behind it where there is one."""
         moved = (inner * outer + self.batch * (inner + outer)) * 2
-        x, matrices = self.random(self.batch, inner), [self.random(outer, inner) for _ in range(self.sets(moved))]
+        x, matrices = (
+            self.random(self.batch, inner),
+            [self.random(outer, inner) for _ in range(self.sets(moved))],
+        )
         yield Work(name, "", moved, [lambda w=w: F.linear(x, w) for w in matrices], 0.0)
         if self.batch > 1:
             return
@@ -130,8 +158,15 @@ class Bench:
         for tuning in (None, *(TUNINGS if self.device != "cpu" else ())):
             for early in (False, True) if self.device != "cpu" else (False,):
                 worst = error(by_row(matrices[0], early, tuning), want)
-                variant = f"{'early ' if early else ''}{'by one row' if tuning is None else '/'.join(map(str, tuning))}"
-                yield Work(name, variant, moved, [lambda w=w, e=early, t=tuning: by_row(w, e, t) for w in matrices], worst)
+                how = "by one row" if tuning is None else "/".join(map(str, tuning))
+                variant = f"{'early ' if early else ''}{how}"
+                yield Work(
+                    name,
+                    variant,
+                    moved,
+                    [lambda w=w, e=early, t=tuning: by_row(w, e, t) for w in matrices],
+                    worst,
+                )
 
     def gate(self) -> Work:
         moved = 3 * self.batch * self.shape.inner * 2
@@ -161,7 +196,9 @@ class Bench:
             qk, v = heads[:, :turned], heads[:, turned:]
             if gains:
                 parts = qk[:, : shape.heads], qk[:, shape.heads :]
-                qk = torch.cat([rms_norm(part, gain, EPS)[0] for part, gain in zip(parts, gains, strict=True)], 1)
+                qk = torch.cat(
+                    [rms_norm(part, gain, EPS)[0] for part, gain in zip(parts, gains, strict=True)], 1
+                )
             rope_(qk, None, cos, sin)
             write_kv(qk[:, shape.heads :], v, *pool[:, index].unbind(1), slots)
 
@@ -176,7 +213,8 @@ class Bench:
         yield Work("project", "by steps", moved, [lambda i=i: by_steps(i) for i in indices], worst)
 
     def attentions(self, context: int, bound: int) -> Iterator[Work]:
-        """Over rows of the same length and over ragged ones, of which a quarter is padding; `bound` as a graph would fix it."""
+        """Over rows of the same length and over ragged ones, of which a quarter is padding; `bound` as a
+        graph would fix it."""
         ragged = [context * (1 + row % 4) // 4 if row % 4 else 0 for row in range(self.batch)]
         yield from self.attention(f"attention {context}", [context] * self.batch, bound)
         if self.batch >= 4:
@@ -188,7 +226,9 @@ class Bench:
         moved = kv + 2 * batch * shape.heads * shape.dim * 2
         counts = [-(-length // BLOCK_SIZE) for length in lengths]
         layers = self.sets(kv)
-        pool = torch.empty(sum(counts), layers, 2, BLOCK_SIZE, shape.kv_heads, shape.dim, dtype=DTYPE, device=self.device)
+        pool = torch.empty(
+            sum(counts), layers, 2, BLOCK_SIZE, shape.kv_heads, shape.dim, dtype=DTYPE, device=self.device
+        )
         for part in pool.split(max(1, (1 << 28) // pool[0].numel())):
             part.normal_(generator=self.generator)
         order = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
@@ -202,7 +242,8 @@ class Bench:
         def call(layer: int, counters: Tensor | None, tuning: DecodeTuning | None) -> Tensor:
             k, v = pool[:, layer].unbind(1)
             return paged_decode(
-                q, k, v, table, visible, scale=scale, window=None, max_length=bound, arrivals=counters, tuning=tuning
+                q, k, v, table, visible, scale=scale, window=None, max_length=bound, arrivals=counters,
+                tuning=tuning
             )[0]  # fmt: skip
 
         def worst(got: Tensor) -> float:
@@ -212,13 +253,19 @@ class Bench:
                     found = max(found, float(got[row].abs().max()))
                     continue
                 at = table[row, : counts[row]].long()
-                k, v = (pool[at, 0, which].flatten(0, 1)[: lengths[row]].float().transpose(0, 1) for which in (0, 1))
+                k, v = (
+                    pool[at, 0, which].flatten(0, 1)[: lengths[row]].float().transpose(0, 1)
+                    for which in (0, 1)
+                )
                 grouped = q[row].float().view(shape.kv_heads, -1, shape.dim)
                 want = ((grouped @ k.mT * scale).softmax(-1) @ v).view(shape.heads, shape.dim)
                 found = max(found, error(got[row], want))
             return found
 
-        ways: list[tuple[str, Tensor | None, DecodeTuning | None]] = [("one launch", arrivals, None), ("two launches", None, None)]
+        ways: list[tuple[str, Tensor | None, DecodeTuning | None]] = [
+            ("one launch", arrivals, None),
+            ("two launches", None, None),
+        ]
         if self.device != "cpu":
             ways.append(("two, overlapped", None, overlap))
             for least in (1, 2, 4):
@@ -226,13 +273,23 @@ class Bench:
                 ways += [(f"one, least {least}", arrivals, tuned), (f"two, least {least}", None, tuned)]
         for variant, counters, tuned in ways:
             found = worst(call(0, counters, tuned))
-            yield Work(name, variant, moved, [lambda i=i, c=counters, t=tuned: call(i, c, t) for i in range(layers)], found)
+            yield Work(
+                name,
+                variant,
+                moved,
+                [lambda i=i, c=counters, t=tuned: call(i, c, t) for i in range(layers)],
+                found,
+            )
 
     def draws(self) -> Iterator[Work]:
-        """Of tokens, where no row takes the likeliest, by the kernel and by sorting. A look at the logits is all they must move."""
+        """Of tokens, where no row takes the likeliest, by the kernel and by sorting. A look at the logits is
+        all they must move."""
         batch, vocab = self.batch, self.shape.vocab
         moved = batch * vocab * 4
-        buffers = [torch.randn(batch, vocab, generator=self.generator, device=self.device) * 3 for _ in range(self.sets(moved))]
+        buffers = [
+            torch.randn(batch, vocab, generator=self.generator, device=self.device) * 3
+            for _ in range(self.sets(moved))
+        ]
         numbers = torch.rand(batch, generator=self.generator, device=self.device, dtype=torch.float64)
         for name, top_k, top_p in (("all", 0, 1.0), ("top-p", 0, 0.95), ("top-k, top-p", 20, 0.95)):
             asked = torch.zeros(batch, 6, dtype=torch.float64, device=self.device)
@@ -240,7 +297,9 @@ class Bench:
             asked[:, 1], asked[:, 2], asked[:, 3], asked[:, 5] = 0.7, top_k, top_p, numbers
             tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
             draw(buffers[0], asked, tokens)
-            others = sum(int(a) != int(b) for a, b in zip(tokens, draw_reference(buffers[0], asked), strict=True))
+            others = sum(
+                int(a) != int(b) for a, b in zip(tokens, draw_reference(buffers[0], asked), strict=True)
+            )
             worst = 0.0 if others <= 1 else 1.0  # One may be next to the number that decides.
             sorts = top_k > 0 or top_p < 1
             calls = [lambda x=x, a=asked, t=tokens: draw(x, a, t) for x in buffers]
@@ -263,7 +322,9 @@ def error(got: Tensor, want: Tensor) -> float:
 def measure(work: Work, repeats: int) -> float:
     """Seconds of a call."""
     if not work.error < MAX_ERROR:
-        sys.exit(f"{work.step} {work.variant}: error {work.error:.2e}, allowed {MAX_ERROR:.0e}; nothing was timed")
+        sys.exit(
+            f"{work.step} {work.variant}: error {work.error:.2e}, allowed {MAX_ERROR:.0e}; nothing was timed"
+        )
 
     def turns() -> None:
         for turn in range(repeats):
@@ -302,28 +363,41 @@ def reading(bench: Bench, work: Work, ceiling: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write all readings to this JSON file")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batches", type=int, nargs="+", help="[1 16 64 256]")
-    parser.add_argument("--contexts", type=int, nargs="+", help="tokens in sight of every row [512 2048 16384]")
-    parser.add_argument("--bound", type=int, default=1 << 17, help="longest row that the graph is made for [131072]")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", help="tokens in sight of every row [512 2048 16384]"
+    )
+    parser.add_argument(
+        "--bound", type=int, default=1 << 17, help="longest row that the graph is made for [131072]"
+    )
     args = parser.parse_args()
     need_commit(args.out)
     batches = args.batches or ([1, 5] if args.tiny else [1, 16, 64, 256])
     contexts = args.contexts or ([40, 150] if args.tiny else [512, 2048, 16384])
     repeats = 2 if args.device == "cpu" else 50
     ceiling = read_ceiling() if args.device == "cuda" else 1e9
-    print(f"device read ceiling {ceiling / 1e12:.3f} TB/s" if args.device == "cuda" else "interpreted: times mean nothing")
-    print(f"{'shape':<12} {'batch':>5} {'step':<18} {'':<16} {'us':>9} {'MB':>10} {'ideal us':>9} {'ratio':>6}")
+    print(
+        f"device read ceiling {ceiling / 1e12:.3f} TB/s"
+        if args.device == "cuda"
+        else "interpreted: times mean nothing"
+    )
+    print(
+        f"{'shape':<12} {'batch':>5} {'step':<18} {'':<16} {'us':>9} {'MB':>10} {'ideal us':>9} {'ratio':>6}"
+    )
     rows = []
     for shape in TINY if args.tiny else SHAPES:
         for batch in batches:
             for row in rows_of(shape, batch, contexts, args.bound, args.device, repeats, ceiling):
                 rows.append(row)
                 print(
-                    f"{row['shape']:<12} {row['batch']:>5} {row['step']:<18} {row['variant']:<16} {row['us']:>9.2f} {row['mb']:>10.3f} "
+                    f"{row['shape']:<12} {row['batch']:>5} {row['step']:<18} {row['variant']:<16} "
+                    f"{row['us']:>9.2f} {row['mb']:>10.3f} "
                     f"{row['ideal_us']:>9.2f} {row['us'] / row['ideal_us']:>6.2f}",
                     flush=True,
                 )

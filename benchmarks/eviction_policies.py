@@ -1,6 +1,7 @@
 """Scores eviction policies and disk admission on generated workloads, and on recorded traces given by name.
 
-    python benchmarks/eviction_policies.py --seeds 0,1 --out docs/results/cpu_eviction.json [--trace conversation_trace.jsonl]
+    python benchmarks/eviction_policies.py --seeds 0,1 --out docs/results/cpu_eviction.json [--trace
+    conversation_trace.jsonl]
 
 The second half of each workload counts. Rooms are parts of the distinct blocks: 1/128 to 1/4.
 """
@@ -25,11 +26,21 @@ _DISK_ROOMS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="names, separated by commas; empty: none")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workloads", default=",".join(WORKLOADS), help="names, separated by commas; empty: none"
+    )
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--requests", type=int, default=6000)
-    parser.add_argument("--trace", type=Path, action="append", default=[], help="a recorded trace; rooms are 2048 blocks and more")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        help="a recorded trace; rooms are 2048 blocks and more",
+    )
     parser.add_argument("--disk", action="store_true", help="score disk admission too, at the third room")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -69,7 +80,9 @@ def _rows(job: tuple[str, int | None, int, bool]) -> list[dict[str, object]]:
     return _score(name, group, seed, trace, [distinct // part for part in _PARTS], disk)
 
 
-def _score(name: str, group: str, seed: int, trace: Trace, rooms: list[int], disk: bool) -> list[dict[str, object]]:
+def _score(
+    name: str, group: str, seed: int, trace: Trace, rooms: list[int], disk: bool
+) -> list[dict[str, object]]:
     first, asked, rows = len(trace) // 2, sum(map(len, trace)), list[dict[str, object]]()
     for room, blocks in enumerate(rooms):
         hits, costs = dict[str, float](), dict[str, float]()
@@ -84,7 +97,11 @@ def _score(name: str, group: str, seed: int, trace: Trace, rooms: list[int], dis
             row["disk"] = _disk(trace, blocks, _DISK_ROOMS * blocks, first)
         rows.append(row)
         cells = " ".join(f"{policy} {rate:.1f}" for policy, rate in hits.items())
-        print(f"{group} {name} seed {seed}, {blocks} blocks: {cells}; against the best simple policy {behind:+.2f}", flush=True)
+        print(
+            f"{group} {name} seed {seed}, {blocks} blocks: {cells}; against the best simple policy "
+            f"{behind:+.2f}",
+            flush=True,
+        )
         if "disk" in row:
             print(f"  disk {row['disk']}", flush=True)
     return rows

@@ -1,13 +1,15 @@
-"""The engine where everything fits, beside what the machine allows in the same run: decode, prompts, many requests, start, idle time.
+"""The engine where everything fits, beside what the machine allows in the same run: decode, prompts, many
+requests, start, idle time.
 
     PYTHONPATH=src python3 benchmarks/execution.py --out execution.json
     PYTHONPATH=src python3 benchmarks/execution.py --parts decode,idle --graphs off
     PYTHONPATH=src python3 benchmarks/execution.py --tiny --device cpu      the same code over tiny shapes
 
-Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, checkpoint, idle, gaps, kernels. `idle`
-traces steady decode steps and gives the share of them in which no kernel runs, `gaps` the same of passes that stream; `kernels` says which
-kernels take the time of a step; `checkpoint` starts from one that is written for it into --directory, past the page cache, beside the rate
-at which its files can be read. Random weights in real shapes, bfloat16.
+Parts: equal (graphs on and off, greedy tokens of random weights), decode, prefill, serve, start, checkpoint,
+idle, gaps, kernels. `idle` traces steady decode steps and gives the share of them in which no kernel runs,
+`gaps` the same of passes that stream; `kernels` says which kernels take the time of a step; `checkpoint`
+starts from one that is written for it into --directory, past the page cache, beside the rate at which its
+files can be read. Random weights in real shapes, bfloat16.
 """
 
 import argparse
@@ -43,7 +45,13 @@ from penstock.step.plan import RequestId
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.shape import Shape
 
-TINY = SHAPES["100M"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
+TINY = SHAPES["100M"] | {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 256,
+    "head_dim": 16,
+}
 Found = dict[str, object]
 
 
@@ -69,14 +77,19 @@ def part_equal(place: Place) -> Found:
     """Greedy tokens with graphs and without, and with steps that wait for each other."""
     said = []
     for graphs in (True, False):
-        config = dataclasses.replace(place.config(max_length=512, max_sequences=8, dtype="float32"), graphs=graphs)
+        config = dataclasses.replace(
+            place.config(max_length=512, max_sequences=8, dtype="float32"), graphs=graphs
+        )
         booted = boot(config, Shape.of(place.shape("0.6B") | {"num_hidden_layers": 4}))
         with closing(booted.engine):
             rng = random.Random(0)
             prompts = [[rng.randrange(200) for _ in range(length)] for length in (1, 7, 40, 100, 33, 5)]
             said.append(answers(booted, prompts, 60))
         give_back(booted.device)
-    row("greedy tokens, graphs and none", f"{sum(a == b for a, b in zip(*said, strict=True))} of {len(said[0])} alike")
+    row(
+        "greedy tokens, graphs and none",
+        f"{sum(a == b for a, b in zip(*said, strict=True))} of {len(said[0])} alike",
+    )
     return {"alike": said[0] == said[1], "requests": len(said[0])}
 
 
@@ -92,23 +105,43 @@ def answers(booted: Booted, prompts: list[list[int]], output: int) -> list[list[
 
 def part_decode(place: Place) -> Found:
     found: Found = {}
-    for name, batch, target in (("8B", 1, 4.35), ("8B", 64, 9.1), ("0.6B", 1, 1.0), ("8B", 16, None), ("0.6B", 64, None)):
+    for name, batch, target in (
+        ("8B", 1, 4.35),
+        ("8B", 64, 9.1),
+        ("0.6B", 1, 1.0),
+        ("8B", 16, None),
+        ("0.6B", 64, None),
+    ):
         context, output = (20, 8) if place.tiny else (2048, 64)
         job = run.Job(
-            Kind.DECODE, name, place.shape(name), place.config(), 2 if place.tiny else batch, context, output, 1 if place.tiny else 2
+            Kind.DECODE,
+            name,
+            place.shape(name),
+            place.config(),
+            2 if place.tiny else batch,
+            context,
+            output,
+            1 if place.tiny else 2,
         )
         report = run.run(job)
         found[f"{name}, batch {batch}"] = json.loads(report.line())
         aim = f", target {target} ms" if target else ""
-        row(f"decode, {name}, batch {batch}, {context:,} of context", f"{report.ms}; {report.of_bound:.1%} of the bound{aim}")
+        row(
+            f"decode, {name}, batch {batch}, {context:,} of context",
+            f"{report.ms}; {report.of_bound:.1%} of the bound{aim}",
+        )
     return found
 
 
 def part_prefill(place: Place) -> Found:
     context = 40 if place.tiny else 16384
-    job = run.Job(Kind.PREFILL, "8B", place.shape("8B"), place.config(), 1, context, 1, 1 if place.tiny else 3)
+    job = run.Job(
+        Kind.PREFILL, "8B", place.shape("8B"), place.config(), 1, context, 1, 1 if place.tiny else 3
+    )
     report = run.run(job)
-    row(f"prompt of {context:,} tokens, 8B", f"{report.ms}; {report.of_bound:.1%} of the bound, target 475 ms")
+    row(
+        f"prompt of {context:,} tokens, 8B", f"{report.ms}; {report.of_bound:.1%} of the bound, target 475 ms"
+    )
     return {"8B": json.loads(report.line())}
 
 
@@ -116,11 +149,25 @@ def part_serve(place: Place) -> Found:
     found: Found = {}
     for temperature in (0.0, 0.6):
         span, requests = ((5, 20), 6) if place.tiny else ((100, 1024), 256)
-        job = serving.Job("0.6B", place.shape("0.6B"), place.config(), requests, span, span, temperature, repeat=1 if place.tiny else 2)
+        job = serving.Job(
+            "0.6B",
+            place.shape("0.6B"),
+            place.config(),
+            requests,
+            span,
+            span,
+            temperature,
+            repeat=1 if place.tiny else 2,
+        )
         report = serving.serve(job)
         found[f"temperature {temperature}"] = json.loads(report.line())
-        rate = f"{report.output_tokens_per_second:,.0f} output tokens/s, {report.of_bound:.1%} of the bound, target 25,000"
-        row(f"{requests} requests, 0.6B, temperature {temperature}", f"{report.ms.median / 1e3:.3g} s, {rate}")
+        rate = (
+            f"{report.output_tokens_per_second:,.0f} output tokens/s, {report.of_bound:.1%} of the bound, "
+            "target 25,000"
+        )
+        row(
+            f"{requests} requests, 0.6B, temperature {temperature}", f"{report.ms.median / 1e3:.3g} s, {rate}"
+        )
     return found
 
 
@@ -147,7 +194,8 @@ def one_token(booted: Booted) -> None:
 
 
 def part_checkpoint(place: Place) -> Found:
-    """Opening the files to the first token, and how long the disk needs for their bytes at the rate probed before and after."""
+    """Opening the files to the first token, and how long the disk needs for their bytes at the rate probed
+    before and after."""
     with tempfile.TemporaryDirectory(dir=place.directory) as folder:
         model = Path(folder, "model")
         write_checkpoint(model, place.shape("8B"))
@@ -167,10 +215,21 @@ def part_checkpoint(place: Place) -> Found:
         forget(files)
         rates.append(disk_read(model).read)
     least = size / (sum(rates) / 2)
-    row("start, 8B, from files", f"{seconds:.2f} s, first token after {first:.2f} s, {first / least:.2f} times {least:.2f} s of reading")
+    row(
+        "start, 8B, from files",
+        f"{seconds:.2f} s, first token after {first:.2f} s, {first / least:.2f} times {least:.2f} s of "
+        "reading",
+    )
     for line in said:
         print(f"    {line}")
-    return {"boot_s": seconds, "first_token_s": first, "bytes": size, "disk_bytes_per_s": rates, "reading_s": least, "said": said}
+    return {
+        "boot_s": seconds,
+        "first_token_s": first,
+        "bytes": size,
+        "disk_bytes_per_s": rates,
+        "reading_s": least,
+        "said": said,
+    }
 
 
 def forget(files: Sequence[Path]) -> None:
@@ -183,7 +242,10 @@ def forget(files: Sequence[Path]) -> None:
 def part_idle(place: Place) -> Found:
     found: Found = {}
     for name, batch in (("8B", 1), ("0.6B", 1), ("0.6B", 64)):
-        booted = boot(place.config(max_length=2048, max_sequences=batch, prefix_cache=False), Shape.of(place.shape(name)))
+        booted = boot(
+            place.config(max_length=2048, max_sequences=batch, prefix_cache=False),
+            Shape.of(place.shape(name)),
+        )
         with closing(booted.engine):
             rng, steps = random.Random(0), 6 if place.tiny else 40
             for _ in range(batch):
@@ -192,12 +254,16 @@ def part_idle(place: Place) -> Found:
                 booted.engine.step()
             found[f"{name}, batch {batch}"] = one = traced(booted.engine.step, steps, booted.device)
         give_back(booted.device)
-        row(f"idle share of decode, {name}, batch {batch}", f"{one['idle']:.1%} of {one['wall_s'] * 1e3:.1f} ms, {steps} steps, target 5%")
+        row(
+            f"idle share of decode, {name}, batch {batch}",
+            f"{one['idle']:.1%} of {one['wall_s'] * 1e3:.1f} ms, {steps} steps, target 5%",
+        )
     return found
 
 
 def part_gaps(place: Place) -> Found:
-    """Of passes whose weights stream, the share in which nothing is copied and nothing computed, and that in which nothing is copied."""
+    """Of passes whose weights stream, the share in which nothing is copied and nothing computed, and that in
+    which nothing is copied."""
     steps, shape = 6, Shape.of(place.shape("70B-slice"))
     size = sum(layout.size for layout in group_layouts(shape.spec, shape.names, "bfloat16"))
     limit = None if place.tiny else int(0.6 * size)
@@ -207,7 +273,10 @@ def part_gaps(place: Place) -> Found:
         for _ in range(steps):
             engine.step()
         one = traced(engine.step, steps, torch.device(place.device))
-    said = f"{one['idle']:.2%} of {one['wall_s'] / steps * 1e3:.1f} ms, target 1%; without copies {one['uncopied']:.2%}"
+    said = (
+        f"{one['idle']:.2%} of {one['wall_s'] / steps * 1e3:.1f} ms, target 1%; without copies "
+        f"{one['uncopied']:.2%}"
+    )
     said += f"; the longest {one['longest_ms']:.2f} ms, at {one['longest_at']:.0%}"
     row("gaps in passes that stream, 70B-shaped layers", said)
     for line in told:
@@ -217,9 +286,10 @@ def part_gaps(place: Place) -> Found:
 
 
 def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Share of the time between the first kernel's start and the last one's end in which none runs, and in which none copies; how long the
-    longest while without any is, and after what share of the time it begins. Behind one step more, in which the profiler begins: where a
-    process has traced before, it holds up what is launched for tens of milliseconds."""
+    """Share of the time between the first kernel's start and the last one's end in which none runs, and in
+    which none copies; how long the longest while without any is, and after what share of the time it begins.
+    Behind one step more, in which the profiler begins: where a process has traced before, it holds up what is
+    launched for tens of milliseconds."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     with profile(activities=kinds) as trace:
@@ -231,14 +301,28 @@ def traced(step: Callable[[], object], steps: int, device: torch.device) -> dict
                 step()
             wait()
             wall = time.perf_counter() - begin
-    kind, every = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU, trace.events() or ()
+    kind, every = (
+        torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU,
+        trace.events() or (),
+    )
     since = next(event.time_range.start for event in every if event.name == "steps")
-    events = [event for event in every if event.device_type == kind and event.name != "steps" and event.time_range.start >= since]
+    events = [
+        event
+        for event in every
+        if event.device_type == kind and event.name != "steps" and event.time_range.start >= since
+    ]
     spans = [(event.time_range.start, event.time_range.end) for event in events]
     begin, busy, whiles = min(start for start, _ in spans), covered(spans), [*uncovered(spans)]
-    length, longest = max(end for _, end in spans) - begin, max(whiles, key=lambda one: one[1] - one[0], default=(begin, begin))
+    length, longest = (
+        max(end for _, end in spans) - begin,
+        max(whiles, key=lambda one: one[1] - one[0], default=(begin, begin)),
+    )
     copied = covered([span for event, span in zip(events, spans, strict=True) if "HtoD" in event.name])
-    shares = {"idle": 1 - busy / length, "uncopied": 1 - copied / length, "longest_at": (longest[0] - begin) / length}
+    shares = {
+        "idle": 1 - busy / length,
+        "uncopied": 1 - copied / length,
+        "longest_at": (longest[0] - begin) / length,
+    }
     shares["longest_ms"] = (longest[1] - longest[0]) / 1e3
     return {**shares, "busy_s": busy / 1e6, "span_s": length / 1e6, "wall_s": wall, "events": len(spans)}
 
@@ -271,7 +355,9 @@ def part_kernels(place: Place) -> Found:
             while not all(got.values()):
                 measure._step(engine, got)
             waits = measure.steady(booted, got, 2 * steps).seconds
-            taken = by_kernel(lambda engine=engine, steps=steps: [engine.step() for _ in range(steps)], steps, booted.device)
+            taken = by_kernel(
+                lambda engine=engine, steps=steps: [engine.step() for _ in range(steps)], steps, booted.device
+            )
         told = found[f"{name}, batch {batch}, {context:,}"] = {"ms": median(waits) * 1e3, **taken}
         tell_kernels(f"{name}, batch {batch}, {context:,}", told)
     context = 40 if place.tiny else 16384
@@ -294,7 +380,9 @@ def part_kernels(place: Place) -> Found:
 
 @contextmanager
 def ready(place: Place, name: str, rows: int, length: int) -> Iterator[Booted]:
-    booted = boot(place.config(max_length=length, max_sequences=rows, prefix_cache=False), Shape.of(place.shape(name)))
+    booted = boot(
+        place.config(max_length=length, max_sequences=rows, prefix_cache=False), Shape.of(place.shape(name))
+    )
     with closing(booted.engine):
         yield booted
     give_back(booted.device)
@@ -308,7 +396,8 @@ def submitted(booted: Booted, rows: int, context: int, output: int) -> dict[Requ
 
 
 def by_kernel(work: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:
-    """What each kernel takes in one of the steps that `work` consists of, in microseconds, the longest first."""
+    """What each kernel takes in one of the steps that `work` consists of, in microseconds, the longest
+    first."""
     kind, activity = torch.autograd.DeviceType.CPU, ProfilerActivity.CPU
     if device.type == "cuda":
         kind, activity = torch.autograd.DeviceType.CUDA, ProfilerActivity.CUDA
@@ -322,13 +411,22 @@ def by_kernel(work: Callable[[], object], steps: int, device: torch.device) -> d
     for event in trace.events() or ():
         if event.device_type == kind:
             sums.setdefault(event.name, []).append(event.time_range.end - event.time_range.start)
-    table = sorted(((sum(times) / steps, len(times) / steps, what[:60]) for what, times in sums.items()), reverse=True)
+    table = sorted(
+        ((sum(times) / steps, len(times) / steps, what[:60]) for what, times in sums.items()), reverse=True
+    )
     kernels = [{"us": micros, "times": times, "name": what} for micros, times, what in table]
-    return {"traced_ms": wall / steps * 1e3, "kernels_ms": sum(one[0] for one in table) / 1e3, "kernels": kernels[:16]}
+    return {
+        "traced_ms": wall / steps * 1e3,
+        "kernels_ms": sum(one[0] for one in table) / 1e3,
+        "kernels": kernels[:16],
+    }
 
 
 def tell_kernels(what: str, told: dict[str, Any]) -> None:
-    row(what, f"{told['ms']:.3g} ms a step, traced {told['traced_ms']:.3g} ms, kernels {told['kernels_ms']:.3g} ms")
+    row(
+        what,
+        f"{told['ms']:.3g} ms a step, traced {told['traced_ms']:.3g} ms, kernels {told['kernels_ms']:.3g} ms",
+    )
     for one in told["kernels"]:
         print(f"      {one['us']:9.1f} us {one['times']:7.1f} times  {one['name']}", flush=True)
 
@@ -347,12 +445,16 @@ PARTS: dict[str, Callable[[Place], Found]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="which, in this order")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--graphs", choices=("on", "off"), default="on")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--directory", type=Path, help="where a checkpoint is written; by default where temporary files are")
+    parser.add_argument(
+        "--directory", type=Path, help="where a checkpoint is written; by default where temporary files are"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     place = Place(given.device, given.tiny, given.graphs == "on", given.directory)

@@ -1,13 +1,16 @@
-"""One layer's mixture of experts: what it takes by kernels, in all and step by step, beside what it must move and compute, and a loop.
+"""One layer's mixture of experts: what it takes by kernels, in all and step by step, beside what it must move
+and compute, and a loop.
 
-    PYTHONPATH=src python3 benchmarks/experts.py --out experts.json
-    PYTHONPATH=src python3 benchmarks/experts.py --sweep                     products with other tunings too
-    PYTHONPATH=src python3 benchmarks/experts.py --tiny --device cpu         the same code over tiny shapes, interpreted
+    PYTHONPATH=src python3 benchmarks/experts.py --out experts.json PYTHONPATH=src python3
+    benchmarks/experts.py --sweep                     products with other tunings too PYTHONPATH=src python3
+    benchmarks/experts.py --tiny --device cpu         the same code over tiny shapes, interpreted
 
-The whole is checked against plain arithmetic before it is timed. A graph holds calls for several steps with tokens of their own, so that
-experts are not found in the L2 cache. `ideal` is the larger of two: each used expert's weights, and what passes between the products,
-at the read bandwidth, or the operations at the rate of a large product, both measured in the same run. The loop takes one expert at a time
-and waits for the host to learn which are used, as is done where there are no kernels; it is timed by the clock, for no graph can hold it.
+The whole is checked against plain arithmetic before it is timed. A graph holds calls for several steps with
+tokens of their own, so that experts are not found in the L2 cache. `ideal` is the larger of two: each used
+expert's weights, and what passes between the products, at the read bandwidth, or the operations at the rate
+of a large product, both measured in the same run. The loop takes one expert at a time and waits for the host
+to learn which are used, as is done where there are no kernels; it is timed by the clock, for no graph can
+hold it.
 """
 
 import argparse
@@ -62,13 +65,18 @@ class Layer:
         self.shape, self.device = shape, device
         self.generator = torch.Generator(device).manual_seed(0)
         self.weights = [
-            {"gate_up": self.random(2 * shape.inner, shape.hidden), "down": self.random(shape.hidden, shape.inner)}
+            {
+                "gate_up": self.random(2 * shape.inner, shape.hidden),
+                "down": self.random(shape.hidden, shape.inner),
+            }
             for _ in range(shape.experts)
         ]
         for one in self.weights:
             for matrix in one.values():
                 matrix.mul_(matrix.shape[1] ** -0.5)
-        self.addresses = torch.tensor([[w.data_ptr() for w in one.values()] for one in self.weights], device=device)
+        self.addresses = torch.tensor(
+            [[w.data_ptr() for w in one.values()] for one in self.weights], device=device
+        )
         self.moe = MoeSpec(shape.experts, shape.top_k, shape.inner, normalise=True)
 
     def random(self, *size: int) -> Tensor:
@@ -95,7 +103,10 @@ class Bench:
 
     def __init__(self, layer: Layer, tokens: int, steps: int) -> None:
         self.layer, self.shape, self.tokens = layer, layer.shape, tokens
-        self.steps = [(layer.random(tokens, self.shape.hidden), layer.random(tokens, self.shape.experts)) for _ in range(steps)]
+        self.steps = [
+            (layer.random(tokens, self.shape.hidden), layer.random(tokens, self.shape.experts))
+            for _ in range(steps)
+        ]
         self.pairs = tokens * self.shape.top_k
         self.tuning = expert_tuning(self.pairs, self.shape.experts, DTYPE)
 
@@ -115,7 +126,9 @@ class Bench:
     def bounds(self) -> tuple[float, float]:
         """Bytes that a step must move, on average, and operations."""
         shape, item = self.shape, DTYPE.itemsize
-        used = statistics.mean(int((choose(scores, shape.top_k, normalise=True)[0].unique()).numel()) for _, scores in self.steps)
+        used = statistics.mean(
+            int((choose(scores, shape.top_k, normalise=True)[0].unique()).numel()) for _, scores in self.steps
+        )
         weights = used * 3 * shape.hidden * shape.inner
         between = self.pairs * (2 * shape.inner + 2 * shape.hidden) + 2 * self.tokens * shape.hidden
         return (weights + between) * item, 6.0 * self.pairs * shape.hidden * shape.inner
@@ -132,7 +145,10 @@ class Bench:
 
     def products(self, tuning: ExpertTuning, h: Tensor, y: Tensor) -> Callable[[int], object]:
         shape = self.shape
-        placed = [arrange(choose(scores, shape.top_k, normalise=True)[0], shape.experts, tuning.rows)[:2] for _, scores in self.steps]
+        placed = [
+            arrange(choose(scores, shape.top_k, normalise=True)[0], shape.experts, tuning.rows)[:2]
+            for _, scores in self.steps
+        ]
 
         def call(i: int) -> None:
             order, blocks = placed[i]
@@ -145,9 +161,13 @@ class Bench:
         own, (x, _) = self.tuning, self.steps[0]
         h, y = x.new_empty(self.pairs, self.shape.inner), x.new_zeros(self.pairs, self.shape.hidden)
         near = [rows for rows in (16, 32, 64, 128) if own.rows / 2 <= rows <= 2 * own.rows]
-        every = [ExpertTuning(*one, own.group) for one in product(near, (64, 128, 256), (64, 128), (4, 8), (3, 4))]
+        every = [
+            ExpertTuning(*one, own.group) for one in product(near, (64, 128, 256), (64, 128), (4, 8), (3, 4))
+        ]
         for tuning in every[: 2 if tiny else None]:
-            if (tuning.rows + tuning.columns) * tuning.depth <= 384 * 64 and tuning.rows * tuning.columns <= 4096 * tuning.warps:
+            if (
+                tuning.rows + tuning.columns
+            ) * tuning.depth <= 384 * 64 and tuning.rows * tuning.columns <= 4096 * tuning.warps:
                 yield tuning, seconds(self.products(tuning, h, y), len(self.steps))
 
 
@@ -176,10 +196,19 @@ def by_the_clock(call: Callable[[int], object], steps: int) -> float:
 def rows_of(bench: Bench, rates: tuple[float, float], sweep: bool, tiny: bool) -> Iterator[dict[str, Any]]:
     error, steps = bench.error(), len(bench.steps)
     if not error < MAX_ERROR:
-        sys.exit(f"{bench.shape.name}, {bench.tokens} tokens: error {error:.2e}, allowed {MAX_ERROR:.0e}; nothing was timed")
+        sys.exit(
+            f"{bench.shape.name}, {bench.tokens} tokens: error {error:.2e}, allowed {MAX_ERROR:.0e}; "
+            "nothing was timed"
+        )
     moved, operations = bench.bounds()
     ideal = max(moved / rates[0], operations / rates[1])
-    named = {"shape": bench.shape.name, "tokens": bench.tokens, "mb": moved / 1e6, "gflop": operations / 1e9, "ideal_us": ideal * 1e6}
+    named = {
+        "shape": bench.shape.name,
+        "tokens": bench.tokens,
+        "mb": moved / 1e6,
+        "gflop": operations / 1e9,
+        "ideal_us": ideal * 1e6,
+    }
     whole = seconds(lambda i: bench.whole(bench.steps[i]), steps)
     yield {**named, "step": "whole", "us": whole * 1e6, "error": error, "tuning": asdict(bench.tuning)}
     for step, call in bench.parts():
@@ -188,18 +217,25 @@ def rows_of(bench: Bench, rates: tuple[float, float], sweep: bool, tiny: bool) -
     if sweep:
         found = sorted(bench.sweep(tiny), key=lambda one: one[1])
         for tuning, took in found[:3]:
-            text = f"{tuning.rows} x {tuning.columns} x {tuning.depth}, {tuning.warps} warps, {tuning.stages} stages, by {tuning.group}"
+            text = (
+                f"{tuning.rows} x {tuning.columns} x {tuning.depth}, {tuning.warps} warps, {tuning.stages} "
+                f"stages, by {tuning.group}"
+            )
             yield {**named, "step": f"products {text}", "us": took * 1e6, "tuning": asdict(tuning)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write all readings to this JSON file")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", type=int, nargs="+", help="[1 16 64 256 8192]")
     parser.add_argument("--shapes", nargs="+", help="names, or parts of them")
-    parser.add_argument("--sweep", action="store_true", help="try other tunings; the best three of each are told")
+    parser.add_argument(
+        "--sweep", action="store_true", help="try other tunings; the best three of each are told"
+    )
     args = parser.parse_args()
     need_commit(args.out)
     counts = args.tokens or ([1, 7] if args.tiny else [1, 16, 64, 256, 8192])
@@ -221,7 +257,8 @@ def main() -> None:
                 for row in rows_of(bench, rates, args.sweep, args.tiny):
                     rows.append(row)
                     print(
-                        f"{row['shape']:<14} {row['tokens']:>6} {row['step']:<10} {row['us']:>10.1f} {row['ideal_us']:>9.1f} "
+                        f"{row['shape']:<14} {row['tokens']:>6} {row['step']:<10} {row['us']:>10.1f} "
+                        f"{row['ideal_us']:>9.1f} "
                         f"{row['us'] / row['ideal_us']:>6.2f}",
                         flush=True,
                     )

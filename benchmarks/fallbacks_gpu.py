@@ -1,4 +1,5 @@
-"""On a GPU: attention of every head size against the reference, and the engine without Triton against itself with it.
+"""On a GPU: attention of every head size against the reference, and the engine without Triton against itself
+with it.
 
 python benchmarks/fallbacks_gpu.py
 """
@@ -12,11 +13,18 @@ from penstock import LLM, SamplingParams
 def head_sizes() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for dim in (8, 16, 64, 72, 128, 192, 256):
-            for queries, keys, causal in ((300, 300, True), (1024, 1024, True), (77, 901, False), (1024, 8192, False)):
+            for queries, keys, causal in (
+                (300, 300, True),
+                (1024, 1024, True),
+                (77, 901, False),
+                (1024, 8192, False),
+            ):
                 q = torch.randn(queries, 8, dim, dtype=dtype, device="cuda")
                 k, v = (torch.randn(keys, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
                 out, lse = attention.dense(q, k, v, dim**-0.5, causal=causal)
-                right, right_lse = attention.dense_reference(q.float(), k.float(), v.float(), dim**-0.5, causal=causal)
+                right, right_lse = attention.dense_reference(
+                    q.float(), k.float(), v.float(), dim**-0.5, causal=causal
+                )
                 error = ((out.float() - right).norm() / right.norm()).item()
                 lse_error = (lse - right_lse).abs().max().item()
                 assert error < 1e-2, (dtype, dim, queries, keys, error)
@@ -29,7 +37,11 @@ def without_triton() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with LLM(device="cuda", dtype="float32") as llm:
         kernels = [one.tokens for one in llm.generate(prompts, params)]
-    for module in (attention, __import__("penstock.ops.norm", fromlist=[""]), __import__("penstock.ops.rope", fromlist=[""])):
+    for module in (
+        attention,
+        __import__("penstock.ops.norm", fromlist=[""]),
+        __import__("penstock.ops.rope", fromlist=[""]),
+    ):
         for name in ("attention_kernels", "pointwise_kernels"):
             if hasattr(module, name):
                 setattr(module, name, lambda: None)

@@ -1,13 +1,16 @@
-"""Our fused kernels beside plain torch and torch.compile, by parts of a decoder layer and for the whole of one.
+"""Our fused kernels beside plain torch and torch.compile, by parts of a decoder layer and for the whole of
+one.
 
-Four ways to compute the same, on the same tensors: *ours*, as the engine does; *plain*, the engine's own functions with --no-kernels;
-*compiled*, the usual way to write the part in torch, by torch.compile; *tuned*, the same by its mode max-autotune-no-cudagraphs, of whole
-layers. Each way's result is compared with ours before anything is timed.
+Four ways to compute the same, on the same tensors: *ours*, as the engine does; *plain*, the engine's own
+functions with --no-kernels; *compiled*, the usual way to write the part in torch, by torch.compile; *tuned*,
+the same by its mode max-autotune-no-cudagraphs, of whole layers. Each way's result is compared with ours
+before anything is timed.
 
-On a GPU the calls are recorded as a CUDA graph, as decode steps are in the engine, and replayed, so what is compared is kernels; `eager_us`
-has the same calls launched one by one from Python. Weights are used in turn, in as many copies as exceed the cache. A figure is the median
-of rounds, after rounds that are not counted; the least and the greatest stand beside it. Nothing is compiled any more once --seconds are
-over; what is left out then is said.
+On a GPU the calls are recorded as a CUDA graph, as decode steps are in the engine, and replayed, so what is
+compared is kernels; `eager_us` has the same calls launched one by one from Python. Weights are used in turn,
+in as many copies as exceed the cache. A figure is the median of rounds, after rounds that are not counted;
+the least and the greatest stand beside it. Nothing is compiled any more once --seconds are over; what is left
+out then is said.
 
 python benchmarks/fusions.py --json fusions.json            on a GPU, Qwen3 0.6B and 8B
 python benchmarks/fusions.py --tiny --device cpu            on anything, in seconds
@@ -59,7 +62,10 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.dim
 
 
-SHAPES = Shape("Qwen3-0.6B", 1024, 16, 8, 128, 3072, 151936), Shape("Qwen3-8B", 4096, 32, 8, 128, 12288, 151936)
+SHAPES = (
+    Shape("Qwen3-0.6B", 1024, 16, 8, 128, 3072, 151936),
+    Shape("Qwen3-8B", 4096, 32, 8, 128, 12288, 151936),
+)
 TINY = (Shape("tiny", 64, 4, 2, 16, 96, 500),)
 Call = Callable[[int], object]
 """Of the number of a call, which says whose turn it is."""
@@ -67,8 +73,8 @@ Call = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Part:
-    """ours: of the engine; plain is the same without kernels. usual: as torch.compile gets it, to be called with `given`. reset: undo what
-    calls have changed, which both do in place where the engine does."""
+    """ours: of the engine; plain is the same without kernels. usual: as torch.compile gets it, to be called
+    with `given`. reset: undo what calls have changed, which both do in place where the engine does."""
 
     name: str
     ours: Call
@@ -116,9 +122,12 @@ def usual_silu_mul(x: Tensor) -> Tensor:
 
 
 class Layer:
-    """A layer's weights in several copies, KV of `rows` sequences of `past` tokens, or of a prompt of `rows` tokens, and a step over it."""
+    """A layer's weights in several copies, KV of `rows` sequences of `past` tokens, or of a prompt of `rows`
+    tokens, and a step over it."""
 
-    def __init__(self, shape: Shape, rows: int, past: int | None, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: Shape, rows: int, past: int | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
         """past: of each row, None: the rows are a prompt."""
         self.shape, self.rows, self.past = shape, rows, past
         rng = torch.Generator(device).manual_seed(rows)
@@ -142,11 +151,15 @@ class Layer:
         pool = random(sequences * per, 2, BLOCK, shape.kv_heads, shape.dim)
         self.cache = pool[:, 0], pool[:, 1]
         table = torch.arange(sequences * per, device=device).view(sequences, per)
-        positions = torch.arange(rows, device=device) if past is None else torch.full((rows,), past, device=device)
+        positions = (
+            torch.arange(rows, device=device) if past is None else torch.full((rows,), past, device=device)
+        )
         self.blocks = table[0, positions // BLOCK] if past is None else table[:, past // BLOCK].clone()
         self.offsets = positions % BLOCK
         self.table = table
-        angles = positions[:, None] * torch.logspace(0, -6, shape.dim // 2, dtype=torch.float64, device=device)
+        angles = positions[:, None] * torch.logspace(
+            0, -6, shape.dim // 2, dtype=torch.float64, device=device
+        )
         self.cos, self.sin = angles.cos().float(), angles.sin().float()
         self.x, self.before = random(rows, shape.hidden), random(rows, shape.hidden)
         self.residual = self.before.clone()
@@ -176,17 +189,38 @@ class Layer:
 
     def given(self, turn: int) -> tuple[object, ...]:
         w = self.weights[turn % self.copies]
-        tensors = self.x, self.residual, self.norm, self.head_norm, w["qkv"], w["out"], w["gate_up"], w["down"]
+        tensors = (
+            self.x,
+            self.residual,
+            self.norm,
+            self.head_norm,
+            w["qkv"],
+            w["out"],
+            w["gate_up"],
+            w["down"],
+        )
         return *tensors, *self.cache, self.cos, self.sin, self.blocks, self.offsets, self.table
 
     def usual(
-        self, x: Tensor, residual: Tensor, norm: Tensor, head_norm: Tensor, qkv: Tensor, out: Tensor, gate_up: Tensor, down: Tensor,
-        k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, blocks: Tensor, offsets: Tensor, table: Tensor,
+        self, x: Tensor, residual: Tensor, norm: Tensor, head_norm: Tensor, qkv: Tensor, out: Tensor,
+        gate_up: Tensor, down: Tensor,
+        k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, blocks: Tensor, offsets: Tensor,
+        table: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         shape, past = self.shape, self.past
         normed, _ = usual_add_norm(x, residual, norm)
         q, k, v = usual_project(
-            F.linear(normed, qkv), cos, sin, k_cache, v_cache, blocks, offsets, head_norm, head_norm, shape.heads, shape.kv_heads
+            F.linear(normed, qkv),
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            blocks,
+            offsets,
+            head_norm,
+            head_norm,
+            shape.heads,
+            shape.kv_heads,
         )
         if past is None:
             q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
@@ -198,7 +232,9 @@ class Layer:
         return F.linear(usual_gated(normed, gate_up), down), residual
 
 
-def parts(shape: Shape, rows: int, past: int | None, device: torch.device, dtype: torch.dtype) -> Iterator[Part]:
+def parts(
+    shape: Shape, rows: int, past: int | None, device: torch.device, dtype: torch.dtype
+) -> Iterator[Part]:
     layer = Layer(shape, rows, past, device, dtype)
     weights, copies = layer.weights, layer.copies
     norms = HeadNorms(layer.head_norm, layer.head_norm, EPS)
@@ -211,13 +247,21 @@ def parts(shape: Shape, rows: int, past: int | None, device: torch.device, dtype
         return add_rms_norm(layer.x, layer.residual, layer.norm, EPS), layer.residual
 
     def projected(turn: int) -> tuple[Tensor, Tensor, Tensor]:
-        return project(products, layer.cos, layer.sin, layer.cache, layer.inputs, heads=shape.heads, norms=norms)
+        return project(
+            products, layer.cos, layer.sin, layer.cache, layer.inputs, heads=shape.heads, norms=norms
+        )
 
     def usual_projected(qkv: Tensor, *more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return usual_project(qkv, *more, *sizes)  # type: ignore[call-arg, arg-type]
 
     places = *layer.cache, layer.blocks, layer.offsets
-    yield Part("add and norm", add_norm, usual_add_norm, lambda turn: (layer.x, layer.residual, layer.norm), layer.reset)
+    yield Part(
+        "add and norm",
+        add_norm,
+        usual_add_norm,
+        lambda turn: (layer.x, layer.residual, layer.norm),
+        layer.reset,
+    )
     yield Part(
         "head norms, RoPE, KV write", projected, usual_projected,
         lambda turn: (products, layer.cos, layer.sin, *places, layer.head_norm, layer.head_norm),
@@ -261,7 +305,8 @@ class Timing:
 
 
 def timed(call: Call, device: torch.device, calls: int, rounds: int, *, recorded: bool) -> Timing:
-    """Of `rounds` rounds of `calls` calls, after three that are not counted. recorded: as a CUDA graph, which waits for nobody."""
+    """Of `rounds` rounds of `calls` calls, after three that are not counted. recorded: as a CUDA graph, which
+    waits for nobody."""
     turn = 0
 
     def several() -> None:
@@ -294,7 +339,8 @@ def timed(call: Call, device: torch.device, calls: int, rounds: int, *, recorded
 
 
 def apart(one: object, other: object) -> float:
-    """The largest distance of two results' numbers, as a share of the largest number; of tokens, how many differ."""
+    """The largest distance of two results' numbers, as a share of the largest number; of tokens, how many
+    differ."""
     mine, theirs = (x if isinstance(x, tuple) else (x,) for x in (one, other))
     worst = 0.0
     for a, b in zip(mine, theirs, strict=True):
@@ -303,20 +349,30 @@ def apart(one: object, other: object) -> float:
         if a.dtype == torch.int64:
             worst = max(worst, float((a != b).double().mean()))
         else:
-            worst = max(worst, float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-9)))
+            worst = max(
+                worst, float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-9))
+            )
     return worst
 
 
-def compare(part: Part, device: torch.device, calls: int, rounds: int, until: float, cpu_backend: str) -> dict[str, object]:
+def compare(
+    part: Part, device: torch.device, calls: int, rounds: int, until: float, cpu_backend: str
+) -> dict[str, object]:
     def kept(x: object) -> object:
         return tuple(y.clone() for y in x) if isinstance(x, tuple) else x.clone()  # type: ignore[attr-defined]
 
     backend = {} if device.type == "cuda" else {"backend": cpu_backend}
     part.reset()
     expected = kept(part.ours(0))
-    ways: dict[str, tuple[Call, AbstractContextManager[None]]] = {"ours": (part.ours, nullcontext()), "plain": (part.ours, plain_torch())}
+    ways: dict[str, tuple[Call, AbstractContextManager[None]]] = {
+        "ours": (part.ours, nullcontext()),
+        "plain": (part.ours, plain_torch()),
+    }
     found: dict[str, object] = {"part": part.name}
-    modes = {"compiled": None, **({"tuned": "max-autotune-no-cudagraphs"} if part.tune and device.type == "cuda" else {})}
+    modes = {
+        "compiled": None,
+        **({"tuned": "max-autotune-no-cudagraphs"} if part.tune and device.type == "cuda" else {}),
+    }
     for name, mode in modes.items():
         if perf_counter() > until:
             found[name] = {"left_out": "no time was left to compile it"}
@@ -356,23 +412,35 @@ def line(found: dict[str, object]) -> str:
             return f"{name} left out"
         eager, graph = told["eager_us"], told.get("graph_us")
         it = graph or eager
-        spread = f"{it['least']:.1f} to {it['most']:.1f}; eager {eager['median']:.1f}; apart {told['apart']:.1e}"
+        spread = (
+            f"{it['least']:.1f} to {it['most']:.1f}; eager {eager['median']:.1f}; apart {told['apart']:.1e}"
+        )
         return f"{name} {it['median']:9.1f} ({spread})"
 
-    return f"{found['part']:27s} " + "  ".join(figure(name) for name in ("ours", "plain", "compiled", "tuned") if name in found)
+    return f"{found['part']:27s} " + "  ".join(
+        figure(name) for name in ("ours", "plain", "compiled", "tuned") if name in found
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small shapes, few rounds")
     parser.add_argument("--past", type=int, default=1024, help="tokens that decode looks back at")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prefill")
-    parser.add_argument("--seconds", type=float, default=180.0, help="after which nothing is compiled any more")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="after which nothing is compiled any more"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", help="those alone whose names have this in them")
-    parser.add_argument("--no-tune", action="store_true", help="leave out max-autotune, which tries products for minutes")
-    parser.add_argument("--cpu-backend", default="eager", help="of torch.compile: eager only traces; inductor takes minutes")
+    parser.add_argument(
+        "--no-tune", action="store_true", help="leave out max-autotune, which tries products for minutes"
+    )
+    parser.add_argument(
+        "--cpu-backend", default="eager", help="of torch.compile: eager only traces; inductor takes minutes"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, begin = torch.device(args.device), perf_counter()
@@ -393,7 +461,12 @@ def main() -> None:
     with torch.inference_mode():
         for shape in (one for one in shapes if not args.models or args.models in one.name):
             for rows, past in cases:
-                title = {"model": shape.name, "rows": rows, "past": past, "kind": "prefill" if past is None else "decode"}
+                title = {
+                    "model": shape.name,
+                    "rows": rows,
+                    "past": past,
+                    "kind": "prefill" if past is None else "decode",
+                }
                 behind = f" of {past} tokens" if past is not None else ""
                 print(f"{shape.name}, {title['kind']}, {rows} rows{behind}: us a call", flush=True)
                 found = []

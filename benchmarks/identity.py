@@ -1,15 +1,17 @@
 """What it costs a start to know its weights by every byte: hashed the first time, remembered afterwards.
 
-    python benchmarks/identity.py --out identity.json                       8B shape, random weights, 16 GB in --folder
+    python benchmarks/identity.py --out identity.json              8B shape, random weights, 16 GB in --folder
     python benchmarks/identity.py --model DIR --out identity.json           a checkpoint that is there
     python benchmarks/identity.py --tiny --device cpu                       the same course on a small shape
 
-`digests`: bytes, seconds, CPU seconds and GB/s of hashing all weight files, from the disk (the page cache was told to forget them) and from
-the page cache; of a second time, when they are remembered; and of only reading the files, by as many threads.
+`digests`: bytes, seconds, CPU seconds and GB/s of hashing all weight files, from the disk (the page cache was
+told to forget them) and from the page cache; of a second time, when they are remembered; and of only reading
+the files, by as many threads.
 
-`starts`, each a process of its own, imports not counted: `plain` keeps KV in host memory only and needs no identity; `first` keeps KV on
-disk too and remembers nothing; `again` is the next one. `identity_seconds` is what the starting thread spent on it or waited for it,
-without what other threads hashed meanwhile; `ready_seconds` is until the engine can be asked, `token_seconds` until the first token.
+`starts`, each a process of its own, imports not counted: `plain` keeps KV in host memory only and needs no
+identity; `first` keeps KV on disk too and remembers nothing; `again` is the next one. `identity_seconds` is
+what the starting thread spent on it or waited for it, without what other threads hashed meanwhile;
+`ready_seconds` is until the engine can be asked, `token_seconds` until the first token.
 """
 
 import argparse
@@ -36,7 +38,13 @@ from penstock.memory.disk import REQUEST_BYTES, DiskFile
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.identity import MEMORY, RECENT_NS, hashers
 
-TINY = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 STARTS = ("plain", "first", "again")
 Found = dict[str, Any]
@@ -74,7 +82,11 @@ def timed(work: Callable[[], object], size: int) -> Found:
     began, spent = time.perf_counter(), time.process_time()
     work()
     seconds = time.perf_counter() - began
-    return {"seconds": seconds, "cpu_seconds": time.process_time() - spent, "gb_per_second": size / seconds / 1e9}
+    return {
+        "seconds": seconds,
+        "cpu_seconds": time.process_time() - spent,
+        "gb_per_second": size / seconds / 1e9,
+    }
 
 
 def part_digests(model: Path, cache: Path) -> Found:
@@ -129,11 +141,17 @@ def start(kind: str, args: argparse.Namespace, folder: Path) -> Found:
         ready = time.perf_counter() - began
         llm.generate([[1, 2, 3, 4]], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         token = time.perf_counter() - began
-    return {"identity_seconds": spent, "ready_seconds": ready, "token_seconds": token, "cpu_seconds": time.process_time() - cpu}
+    return {
+        "identity_seconds": spent,
+        "ready_seconds": ready,
+        "token_seconds": token,
+        "cpu_seconds": time.process_time() - cpu,
+    }
 
 
 def part_starts(args: argparse.Namespace, folder: Path) -> Found:
-    """Each kind of start, from the disk and from the page cache, each `repeat` times; the median of each figure, and all of them."""
+    """Each kind of start, from the disk and from the page cache, each `repeat` times; the median of each
+    figure, and all of them."""
     found: Found = {}
     for place in ("disk", "page cache"):
         runs: dict[str, list[Found]] = {kind: [] for kind in STARTS}
@@ -143,7 +161,16 @@ def part_starts(args: argparse.Namespace, folder: Path) -> Found:
                     (folder / "cache" / MEMORY).unlink(missing_ok=True)
                 if place == "disk":
                     forget(args.model)
-                command = [sys.executable, __file__, "--start", kind, "--model", str(args.model), "--folder", str(folder)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--start",
+                    kind,
+                    "--model",
+                    str(args.model),
+                    "--folder",
+                    str(folder),
+                ]
                 command += ["--device", args.device, *(["--tiny"] if args.tiny else [])]
                 result = subprocess.run(command, capture_output=True, text=True, check=False)
                 if result.returncode:
@@ -152,14 +179,24 @@ def part_starts(args: argparse.Namespace, folder: Path) -> Found:
         for kind, each in runs.items():
             medians = {name: statistics.median(run[name] for run in each) for name in each[0]}
             found[f"{kind} from {place}"] = medians | {"runs": each}
-            print(f"{kind} from {place}: " + ", ".join(f"{name} {value:.3f}" for name, value in medians.items()), flush=True)
+            print(
+                f"{kind} from {place}: "
+                + ", ".join(f"{name} {value:.3f}" for name, value in medians.items()),
+                flush=True,
+            )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--folder", type=Path, help="where the random checkpoint, KV and digests are written; a temporary one if not given")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the random checkpoint, KV and digests are written; a temporary one if not given",
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
@@ -181,9 +218,19 @@ def main() -> None:
             print(f"{name}: {value}", flush=True)
         found["starts"] = part_starts(args, folder)
         starts, read = found["starts"], found["digests"]["read from disk"]["seconds"]
-        found["first token over reading, from disk"] = {kind: starts[f"{kind} from disk"]["token_seconds"] / read for kind in STARTS}
+        found["first token over reading, from disk"] = {
+            kind: starts[f"{kind} from disk"]["token_seconds"] / read for kind in STARTS
+        }
         found["remembered costs a start, seconds"] = starts["again from page cache"]["identity_seconds"]
-        print(json.dumps({key: value for key, value in found.items() if key not in ("digests", "starts", "environment")}))
+        print(
+            json.dumps(
+                {
+                    key: value
+                    for key, value in found.items()
+                    if key not in ("digests", "starts", "environment")
+                }
+            )
+        )
         if args.out:
             args.out.write_text(json.dumps(found, indent=1))
 

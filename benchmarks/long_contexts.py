@@ -1,12 +1,13 @@
-"""Contexts whose KV rests in host memory, against the same engine with KV on the device, the link, and transformers' offloaded cache.
+"""Contexts whose KV rests in host memory, against the same engine with KV on the device, the link, and
+transformers' offloaded cache.
 
-    python benchmarks/long_contexts.py --out results.json               8B and 1B shapes, random weights, on CUDA
-    python benchmarks/long_contexts.py --tiny                           the same course on small shapes, on any device
+    python benchmarks/long_contexts.py --out results.json            8B and 1B shapes, random weights, on CUDA
+    python benchmarks/long_contexts.py --tiny                   the same course on small shapes, on any device
 
-Ceilings are measured beside the work. Decode steps are timed when they are warm (see penstock.bench.warming), and so is everything of
-`peer`; other prompts are timed once, after a shorter one. `--parts` takes a few of: tiles, peer, peer_at_once, shared, long, million, disk,
-weights, policies. Parts may be run by several commands that write to one file. Where there is no git, PENSTOCK_COMMIT says which commit the
-sources are of.
+Ceilings are measured beside the work. Decode steps are timed when they are warm (see penstock.bench.warming),
+and so is everything of `peer`; other prompts are timed once, after a shorter one. `--parts` takes a few of:
+tiles, peer, peer_at_once, shared, long, million, disk, weights, policies. Parts may be run by several
+commands that write to one file. Where there is no git, PENSTOCK_COMMIT says which commit the sources are of.
 """
 
 import argparse
@@ -105,7 +106,10 @@ class Clock:
         if not self._cuda:
             return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in zip(self._marks, self._marks[1:], strict=False)]
+        return [
+            before.elapsed_time(after) / 1e3
+            for before, after in zip(self._marks, self._marks[1:], strict=False)
+        ]
 
 
 def allocated(device: torch.device, *, peak: bool = False) -> int:
@@ -147,11 +151,18 @@ def decoded(booted: Booted, requests: int, steps: int, rule: Rule = RULE) -> dic
 
     took = timed(step, steps, rule)
     mean, each = sum(took.seconds) / steps, (moved[-1] - moved[-steps - 1]) / steps
-    return {"requests": requests, **took.record(), "mean_s": mean, "moved_per_step": each, "rate": each / mean}
+    return {
+        "requests": requests,
+        **took.record(),
+        "mean_s": mean,
+        "moved_per_step": each,
+        "rate": each / mean,
+    }
 
 
 def bound(scale: Scale, name: str, tokens: int, flops: float, attention: float) -> float:
-    """Seconds of a prompt's arithmetic, its products at the rate of products and its attention at the rate of attention."""
+    """Seconds of a prompt's arithmetic, its products at the rate of products and its attention at the rate of
+    attention."""
     shape = Shape.of(scale.shape(name))
     layouts = group_layouts(shape.spec, shape.names, shape.spec.dtype)
     everything = prefill_operations(shape.spec, layouts, [tokens])
@@ -199,7 +210,13 @@ def far(scale: Scale, name: str, tokens: int, chunk: int, tile: int, **more: obj
 def near(scale: Scale, tokens: int, chunk: int) -> dict[str, object]:
     """Settings for KV on the device."""
     blocks = -(-(tokens + 64) // scale.block)
-    return {"max_length": tokens + 64, "max_step_tokens": chunk, "max_sequences": 4, "kv_blocks": blocks, "prefix_cache": False}
+    return {
+        "max_length": tokens + 64,
+        "max_step_tokens": chunk,
+        "max_sequences": 4,
+        "kv_blocks": blocks,
+        "prefix_cache": False,
+    }
 
 
 def part_tiles(scale: Scale, device: torch.device) -> dict[str, object]:
@@ -210,7 +227,10 @@ def part_tiles(scale: Scale, device: torch.device) -> dict[str, object]:
     found["matmul"] = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     found["bound_s"] = bound(scale, "8B", tokens, found["matmul"], found["attention"])
     say(f"attention {found['attention'] / 1e12:.0f} TFLOP/s, products {found['matmul'] / 1e12:.0f}")
-    settings = {f"tiles of {tile // scale.k}K": far(scale, "8B", tokens, chunk, tile) for tile in (16 * scale.k, 8 * scale.k)}
+    settings = {
+        f"tiles of {tile // scale.k}K": far(scale, "8B", tokens, chunk, tile)
+        for tile in (16 * scale.k, 8 * scale.k)
+    }
     settings["on the device"] = near(scale, tokens, chunk)
     for what, chosen in settings.items():
         with running(scale, "8B", device, **chosen) as booted:
@@ -221,25 +241,41 @@ def part_tiles(scale: Scale, device: torch.device) -> dict[str, object]:
                 torch.cuda.reset_peak_memory_stats()
             request, chunks = prefilled(booted, prompt_of(tokens, 2, booted.spec.vocab_size), device)
             peak = torch.cuda.max_memory_allocated() - booted.weights.bytes if device.type == "cuda" else 0
-            found[what] = {"chunks": chunks, "prefill_s": sum(chunks), "peak": peak, "decode": decoded(booted, 1, 4 if scale.tiny else 12)}
+            found[what] = {
+                "chunks": chunks,
+                "prefill_s": sum(chunks),
+                "peak": peak,
+                "decode": decoded(booted, 1, 4 if scale.tiny else 12),
+            }
             one = found[what]["decode"]
-            row(f"prefill of 64K, {what}", sum(chunks), f"bound {found['bound_s'] / sum(chunks):.1%}; beside weights {format_size(peak)}")
-            row(f"decode at 64K, {what}", one["mean_s"], f"{format_rate(one['rate'])} of {format_rate(found['link'])}")
+            row(
+                f"prefill of 64K, {what}",
+                sum(chunks),
+                f"bound {found['bound_s'] / sum(chunks):.1%}; beside weights {format_size(peak)}",
+            )
+            row(
+                f"decode at 64K, {what}",
+                one["mean_s"],
+                f"{format_rate(one['rate'])} of {format_rate(found['link'])}",
+            )
             if carrier_of(booted):
                 one["of_link"] = one["rate"] / found["link"]
     return found
 
 
 def part_peer(scale: Scale, device: torch.device, at_once: bool) -> dict[str, object]:
-    """transformers with its offloaded cache at 64K, in chunks of 16K or at once, and penstock with as much memory beside the weights and
-    with the least that it needs: prompts one after another, each with a cache of its own, and then decode steps, all of them warm."""
+    """transformers with its offloaded cache at 64K, in chunks of 16K or at once, and penstock with as much
+    memory beside the weights and with the least that it needs: prompts one after another, each with a cache
+    of its own, and then decode steps, all of them warm."""
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
     tokens, chunk, prompts, steps = 64 * scale.k, 16 * scale.k, 3, 24
     piece = tokens if at_once else chunk
     config = AutoConfig.for_model(**scale.shape("8B"))
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).eval()
     prompt, cache, token = torch.tensor([prompt_of(tokens, 1, 500)], device=device), None, None
 
     @torch.inference_mode()
@@ -251,7 +287,9 @@ def part_peer(scale: Scale, device: torch.device, at_once: bool) -> dict[str, ob
         sync(device)
         begin = time.perf_counter()
         for start in range(0, tokens, piece):
-            out = model(prompt[:, start : start + piece], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(
+                prompt[:, start : start + piece], past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
         token = out.logits[:, -1:].argmax(-1)
         token.item()
         return time.perf_counter() - begin
@@ -260,7 +298,9 @@ def part_peer(scale: Scale, device: torch.device, at_once: bool) -> dict[str, ob
     def their_step() -> float:
         nonlocal token
         begin = time.perf_counter()
-        token = model(token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        token = model(
+            token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits.argmax(-1)
         token.item()
         return time.perf_counter() - begin
 
@@ -271,7 +311,12 @@ def part_peer(scale: Scale, device: torch.device, at_once: bool) -> dict[str, ob
     peak = allocated(device, peak=True) - before
     row("transformers, offloaded cache, 64K, prefill", prefill.median, str(prefill))
     row("transformers, offloaded cache, 64K, decode", decode.median, str(decode))
-    found: dict[str, object] = {"tokens": tokens, "tokens_at_a_time": piece, "versions": versions(), "link": 0.0}
+    found: dict[str, object] = {
+        "tokens": tokens,
+        "tokens_at_a_time": piece,
+        "versions": versions(),
+        "link": 0.0,
+    }
     found["transformers"] = {"prefill": prefill.record(), "decode": decode.record(), "peak": peak}
     model = cache = token = prompt = None
     gc.collect()
@@ -282,7 +327,9 @@ def part_peer(scale: Scale, device: torch.device, at_once: bool) -> dict[str, ob
     for what, room in (("with the least memory", 0), ("with its memory", peak)):
         if room and device.type == "cuda":
             blocks = max(64, int(room - beside) // host(scale, "8B", scale.block - 4 * scale.block))
-        with running(scale, "8B", device, **far(scale, "8B", tokens, chunk, chunk, kv_blocks=blocks)) as booted:
+        with running(
+            scale, "8B", device, **far(scale, "8B", tokens, chunk, chunk, kv_blocks=blocks)
+        ) as booted:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             one = ours(scale, booted, device, tokens, prompts, steps)
@@ -291,12 +338,21 @@ def part_peer(scale: Scale, device: torch.device, at_once: bool) -> dict[str, ob
         one["prefill_ratio"] = prefill.median / one["prefill"]["median_s"]
         one["decode_ratio"] = decode.median / one["decode"]["median_s"]
         found[f"penstock, {what}"] = one
-        text = f"{one['prefill_ratio']:.2f} times as fast; decode {one['decode']['median_s']:.4f} s, {one['decode_ratio']:.2f} times; "
-        row(f"penstock, 64K, {what}", one["prefill"]["median_s"], text + f"{format_size(one['peak'])} beside the weights")
+        text = (
+            f"{one['prefill_ratio']:.2f} times as fast; decode {one['decode']['median_s']:.4f} s, "
+            f"{one['decode_ratio']:.2f} times; "
+        )
+        row(
+            f"penstock, 64K, {what}",
+            one["prefill"]["median_s"],
+            text + f"{format_size(one['peak'])} beside the weights",
+        )
     return found
 
 
-def ours(scale: Scale, booted: Booted, device: torch.device, tokens: int, prompts: int, steps: int) -> dict[str, object]:
+def ours(
+    scale: Scale, booted: Booted, device: torch.device, tokens: int, prompts: int, steps: int
+) -> dict[str, object]:
     """Prompts one after another, and decode steps behind the last of them."""
     request = None
 
@@ -327,7 +383,11 @@ def part_shared(scale: Scale, device: torch.device) -> dict[str, object]:
             booted.engine.step()
         together = decoded(booted, 2, 4 if scale.tiny else 10)
         found |= {"alone": alone, "together": together, "gain": 2 * alone["mean_s"] / together["mean_s"]}
-        row("two of 128K that share 120K, decode", together["mean_s"], f"alone {alone['mean_s']:.4f} s; together {found['gain']:.2f} times")
+        row(
+            "two of 128K that share 120K, decode",
+            together["mean_s"],
+            f"alone {alone['mean_s']:.4f} s; together {found['gain']:.2f} times",
+        )
         del first
     return found
 
@@ -340,14 +400,20 @@ def part_long(scale: Scale, device: torch.device) -> dict[str, object]:
     found["matmul"] = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     lengths = {"host": tokens, "device": tokens // 2}
     for what, length in lengths.items():
-        chosen = far(scale, "8B", length, chunk, 16 * scale.k) if what == "host" else near(scale, length, chunk)
+        chosen = (
+            far(scale, "8B", length, chunk, 16 * scale.k) if what == "host" else near(scale, length, chunk)
+        )
         marks = [mark * scale.k for mark in (32, 64, 128, 256, 512) if mark * scale.k <= length]
         with running(scale, "8B", device, **chosen) as booted, Peak(device) as peak:
             prompt = prompt_of(length, 1, booted.spec.vocab_size)
             request, _ = prefilled(booted, prompt[: 4 * chunk], device)
             short = decoded(booted, 1, 4 if scale.tiny else 12)
             booted.engine.stop(request)
-            row("decode at 64K", short["mean_s"], f"{format_rate(short['rate'])} of {format_rate(found['link_before'])}")
+            row(
+                "decode at 64K",
+                short["mean_s"],
+                f"{format_rate(short['rate'])} of {format_rate(found['link_before'])}",
+            )
             request, clock, peaks, got = booted.engine.submit(prompt, GREEDY), Clock(device), {}, False
             clock.mark()
             at = 0
@@ -364,8 +430,15 @@ def part_long(scale: Scale, device: torch.device) -> dict[str, object]:
             for mark in marks:
                 seconds = sum(chunks[: mark // chunk])
                 limit = bound(scale, "8B", mark, found["matmul"], found["attention"])
-                one[f"prefill_{mark}"] = {"seconds": seconds, "tokens_per_s": mark / seconds, "of_bound": limit / seconds}
-                text = f"{mark / seconds:,.0f} tokens/s, {limit / seconds:.1%} of the bound; {format_size(peaks.get(mark, 0))} beside"
+                one[f"prefill_{mark}"] = {
+                    "seconds": seconds,
+                    "tokens_per_s": mark / seconds,
+                    "of_bound": limit / seconds,
+                }
+                text = (
+                    f"{mark / seconds:,.0f} tokens/s, {limit / seconds:.1%} of the bound; "
+                    f"{format_size(peaks.get(mark, 0))} beside"
+                )
                 row(f"prefill of {mark // scale.k}K, KV on the {what}", seconds, text)
             one["decode"] = decoded(booted, 1, 4, BRIEF)
             row(
@@ -394,7 +467,10 @@ def part_million(scale: Scale, device: torch.device) -> dict[str, object]:
         found["bound_s"] = bound(scale, "1B", tokens, found["matmul"], found["attention"])
         one = found["decode"] = decoded(booted, 1, 4, BRIEF)
     found |= {"peak_device": peak.device, "peak_host": peak.host}
-    text = f"{found['bound_s'] / found['prefill_s']:.1%} of the bound; peak {format_size(peak.device)} of the device"
+    text = (
+        f"{found['bound_s'] / found['prefill_s']:.1%} of the bound; peak {format_size(peak.device)} of the "
+        "device"
+    )
     row("prefill of 1M tokens of 1B", found["prefill_s"], text)
     row("decode at 1M", one["mean_s"], f"{format_rate(one['rate'])} of {format_rate(found['link'])}")
     return found
@@ -411,7 +487,9 @@ def part_disk(scale: Scale, device: torch.device) -> dict[str, object]:
             os.fsync(out.fileno())
         found["disk_before"] = disk_ceiling(file, seconds=0.5 if scale.tiny else 5.0)
         disk = {"disk_kv_memory": 4 * host(scale, "8B", tokens), "kv_directory": Path(directory)}
-        settings = far(scale, "8B", tokens, chunk, 16 * scale.k, **disk) | {"host_kv_memory": host(scale, "8B", 2 * scale.k)}
+        settings = far(scale, "8B", tokens, chunk, 16 * scale.k, **disk) | {
+            "host_kv_memory": host(scale, "8B", 2 * scale.k)
+        }
         with running(scale, "8B", device, **settings) as booted:
             _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
             carrier = carrier_of(booted)
@@ -425,7 +503,11 @@ def part_disk(scale: Scale, device: torch.device) -> dict[str, object]:
     rate = read / found["decode"]["mean_s"]
     found |= {"read_per_step": read, "rate": rate, "of_ceiling": rate / ceiling}
     row("prefill of 64K, KV on disk", found["prefill_s"], f"{format_size(found['written'])} written")
-    row("decode at 64K, KV on disk", found["decode"]["mean_s"], f"{format_rate(rate)} of {format_rate(ceiling)} = {rate / ceiling:.1%}")
+    row(
+        "decode at 64K, KV on disk",
+        found["decode"]["mean_s"],
+        f"{format_rate(rate)} of {format_rate(ceiling)} = {rate / ceiling:.1%}",
+    )
     return found
 
 
@@ -436,7 +518,9 @@ def part_weights(scale: Scale, device: torch.device) -> dict[str, object]:
     shape = Shape.of(scale.shape("8B"))
     sizes = [padded(layout) for layout in group_layouts(shape.spec, shape.names, shape.spec.dtype)]
     override = Override(Limits(sum(sizes) // 2 + 2 * max(sizes), 2 * sum(sizes)))
-    config = Config(Path(), device=str(device), block_size=scale.block, **far(scale, "8B", tokens, chunk, 16 * scale.k))  # type: ignore[arg-type]
+    config = Config(
+        Path(), device=str(device), block_size=scale.block, **far(scale, "8B", tokens, chunk, 16 * scale.k)
+    )  # type: ignore[arg-type]
     booted = boot(config, shape, say=say, override=override)
     try:
         _, chunks = prefilled(booted, prompt_of(tokens, 1, booted.spec.vocab_size), device)
@@ -455,7 +539,11 @@ def part_weights(scale: Scale, device: torch.device) -> dict[str, object]:
     }
     text = f"{format_size(weights)} of weights and {format_size(one['moved_per_step'])} of KV a step"
     row("prefill of 64K, weights and KV on the host", sum(chunks), "")
-    row("decode at 64K, weights and KV on the host", one["mean_s"], f"{text}, {format_rate(rate)} of {format_rate(found['link_before'])}")
+    row(
+        "decode at 64K, weights and KV on the host",
+        one["mean_s"],
+        f"{text}, {format_rate(rate)} of {format_rate(found['link_before'])}",
+    )
     return found
 
 
@@ -475,19 +563,28 @@ def part_policies(scale: Scale, device: torch.device) -> dict[str, object]:
             carrier = carrier_of(booted)
             if carrier is not None and carrier.chosen is not None:
                 found[what]["missed"] = dataclasses.asdict(carrier.chosen.missed.stats)
-            row(f"decode at 128K, {what}", found[what]["decode"]["mean_s"], f"prefill {sum(chunks):.2f} s {found[what].get('missed', '')}")
+            row(
+                f"decode at 128K, {what}",
+                found[what]["decode"]["mean_s"],
+                f"prefill {sum(chunks):.2f} s {found[what].get('missed', '')}",
+            )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device, scale = torch.device(given.device), Scale(given.tiny)
-    recording, failed = Recording(given.out, bench="long_contexts", tiny=given.tiny, host=total_memory(torch.device("cpu"))), list[str]()
+    recording, failed = (
+        Recording(given.out, bench="long_contexts", tiny=given.tiny, host=total_memory(torch.device("cpu"))),
+        list[str](),
+    )
     work: dict[str, Callable[[Scale, torch.device], dict[str, object]]] = {
         "tiles": part_tiles,
         "peer": partial(part_peer, at_once=False),

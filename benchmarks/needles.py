@@ -1,10 +1,12 @@
-"""Facts hidden in long texts: does the shipped model find them as often with its KV streamed as with all of it on the device?
+"""Facts hidden in long texts: does the shipped model find them as often with its KV streamed as with all of
+it on the device?
 
     python benchmarks/needles.py --out results.json                 every length, 11 depths, 100 prompts each
     python benchmarks/needles.py --samples 1 --depths 3 --lengths 512,1024
 
-One process. For each length the same prompts are answered by an engine with its KV on the device, by one that has pages for less than
-half of a prompt, and, of the first depths, by that one again when it has answered all others.
+One process. For each length the same prompts are answered by an engine with its KV on the device, by one that
+has pages for less than half of a prompt, and, of the first depths, by that one again when it has answered all
+others.
 """
 
 import argparse
@@ -28,7 +30,9 @@ def asked(llm: LLM, work: Work) -> tuple[Report, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--depths", type=int, default=11)
     parser.add_argument("--samples", type=int, default=100)
@@ -43,7 +47,13 @@ def main() -> None:
         work = Work("needle", ("single",), (length,), given.depths, given.samples, 1, False)
         few = Work("needle", ("single",), (length,), given.depths, max(given.samples // 10, 1), 1, False)
         block = min(max(length // 128, 8), 32)
-        common = {"device": given.device, "dtype": given.dtype, "block_size": block, "max_length": length, "progress": False}
+        common = {
+            "device": given.device,
+            "dtype": given.dtype,
+            "block_size": block,
+            "max_length": length,
+            "progress": False,
+        }
         with LLM(SHIPPED_MODEL, **common) as llm:
             resident, near = asked(llm, work)
         pages = length // block * 2 // 5
@@ -58,10 +68,16 @@ def main() -> None:
         assert not left, "a request is left"
         first = {(cell.depth): [miss.answer for miss in cell.misses] for cell in streamed.cells}
         same = all({miss.answer for miss in cell.misses} <= set(first[cell.depth]) for cell in again.cells)
-        unlike = [cell.depth for cell, other in zip(resident.cells, streamed.cells, strict=True) if cell.score != other.score]
+        unlike = [
+            cell.depth
+            for cell, other in zip(resident.cells, streamed.cells, strict=True)
+            if cell.score != other.score
+        ]
         wrong = sum(cell != other for cell, other in zip(resident.cells, streamed.cells, strict=True))
         differing += len(unlike) + (not same)
-        score = [sum(cell.score for cell in report.cells) / len(report.cells) for report in (resident, streamed)]
+        score = [
+            sum(cell.score for cell in report.cells) / len(report.cells) for report in (resident, streamed)
+        ]
         found[str(length)] = {
             "resident": [cell.score for cell in resident.cells],
             "streamed": [cell.score for cell in streamed.cells],
@@ -73,7 +89,8 @@ def main() -> None:
             "streamed_bytes": asdict(kv),
         }
         print(
-            f"{length:>6} tokens  resident {score[0]:.4f}  streamed {score[1]:.4f}  other scores in {len(unlike)} of {given.depths} cells, "
+            f"{length:>6} tokens  resident {score[0]:.4f}  streamed {score[1]:.4f}  other scores in "
+            f"{len(unlike)} of {given.depths} cells, "
             f"other wrong answers in {wrong}; {near:.0f} s, {late:.0f} s",
             flush=True,
         )

@@ -1,12 +1,13 @@
-"""What `penstock plan` forecasts beside what the engine then does, on this machine: resident, streamed and mixed models.
+"""What `penstock plan` forecasts beside what the engine then does, on this machine: resident, streamed and
+mixed models.
 
-    PYTHONPATH=src python3 benchmarks/plan_against_run.py --out plan.json
-    PYTHONPATH=src python3 benchmarks/plan_against_run.py --parts resident --costs h200.json
-    PYTHONPATH=src python3 benchmarks/plan_against_run.py --tiny --device cpu     the same code over tiny shapes
+    PYTHONPATH=src python3 benchmarks/plan_against_run.py --out plan.json PYTHONPATH=src python3
+    benchmarks/plan_against_run.py --parts resident --costs h200.json PYTHONPATH=src python3
+    benchmarks/plan_against_run.py --tiny --device cpu     the same code over tiny shapes
 
-First it measures what steps cost on the device, as `penstock doctor` does, or reads it from --costs. None of that looks at the whole models
-that follow. Then each model of random weights runs, and is forecast from its shape, those costs, and the ceilings of links that the
-run itself measured at its start.
+First it measures what steps cost on the device, as `penstock doctor` does, or reads it from --costs. None of
+that looks at the whole models that follow. Then each model of random weights runs, and is forecast from its
+shape, those costs, and the ceilings of links that the run itself measured at its start.
 """
 
 import argparse
@@ -37,7 +38,13 @@ from penstock.weights.passage import Rates
 
 TOKENS = re.compile(r"each\), ([\d,]+) tokens")
 MOE = {**LAYERS_OF["30B-A3B"][0], "num_hidden_layers": 48}
-TINY = SHAPES["100M"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
+TINY = SHAPES["100M"] | {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 256,
+    "head_dim": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,21 @@ CASES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default="resident,mixed,streamed,mixture")
-    parser.add_argument("--costs", type=Path, help="read the costs of steps from there instead of measuring them")
+    parser.add_argument(
+        "--costs", type=Path, help="read the costs of steps from there instead of measuring them"
+    )
     parser.add_argument("--keep", type=Path, help="write the costs that were measured there")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="run nothing: fit FILE's samples and forecast its runs anew")
+    parser.add_argument(
+        "--again",
+        type=Path,
+        metavar="FILE",
+        help="run nothing: fit FILE's samples and forecast its runs anew",
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
@@ -101,19 +117,31 @@ def main() -> None:
     if asked.costs:
         costs = read_costs(asked.costs)
     else:
-        tiny = {"shapes": {"100M": (TINY, (1, 3)), "wide": (TINY | {"hidden_size": 128}, (1, 3))}, "rows": (1, 2), "contexts": (16, 40)}
-        measured = calibrate(device, "bfloat16", say=print, **(tiny | {"prompts": (64,)} if asked.tiny else {}))
+        tiny = {
+            "shapes": {"100M": (TINY, (1, 3)), "wide": (TINY | {"hidden_size": 128}, (1, 3))},
+            "rows": (1, 2),
+            "contexts": (16, 40),
+        }
+        measured = calibrate(
+            device, "bfloat16", say=print, **(tiny | {"prompts": (64,)} if asked.tiny else {})
+        )
         costs = measured.costs
         found["samples"] = [dataclasses.asdict(one) for one in measured.samples]
         if asked.keep:
             keep_costs(costs, asked.keep)
     found["costs"] = json.loads(costs.line())
-    cases = [dataclasses.replace(one, config=TINY, batch=1, context=40, memory=None) for one in CASES] if asked.tiny else CASES
+    cases = (
+        [dataclasses.replace(one, config=TINY, batch=1, context=40, memory=None) for one in CASES]
+        if asked.tiny
+        else CASES
+    )
     whole = total_memory(device)
     rows: list[dict[str, Any]] = []
     for case in cases:
         if case.part in asked.parts.split(","):
-            rows.append(forecast_of(case, ran(case, asked.device), costs, None if asked.device == "cpu" else whole))
+            rows.append(
+                forecast_of(case, ran(case, asked.device), costs, None if asked.device == "cpu" else whole)
+            )
             found["rows"] = rows
             if asked.out:
                 asked.out.write_text(json.dumps(found, default=str) + "\n")
@@ -121,12 +149,18 @@ def main() -> None:
 
 
 def anew(file: Path, out: Path | None, keep: Path | None) -> None:
-    """Forecast what a file's runs measured, by costs that are fitted to its samples as they would be today."""
+    """Forecast what a file's runs measured, by costs that are fitted to its samples as they would be
+    today."""
     found = json.loads(file.read_text())
-    samples = [Sample(**{**one, "work": UseWork(**one["work"]), "launches": tuple(one["launches"])}) for one in found["samples"]]
+    samples = [
+        Sample(**{**one, "work": UseWork(**one["work"]), "launches": tuple(one["launches"])})
+        for one in found["samples"]
+    ]
     was = StepCosts.parse(json.dumps(found["costs"]), str(file))
     ceilings = Ceilings(was.link_rate, was.device_read, was.prompt.activations, was.compute)
-    costs = dataclasses.replace(fit(samples, ceilings, was.device, was.dtype, was.measured), expert_layer=was.expert_layer)
+    costs = dataclasses.replace(
+        fit(samples, ceilings, was.device, was.dtype, was.measured), expert_layer=was.expert_layer
+    )
     by_title = {case.title: case for case in CASES}
     whole = found["environment"]["devices"][0]["memory"]
     found["rows"] = [forecast_of(by_title[row["case"]], row, costs, whole) for row in found["rows"]]
@@ -140,7 +174,10 @@ def anew(file: Path, out: Path | None, keep: Path | None) -> None:
 
 def tell(rows: Sequence[Mapping[str, Any]]) -> None:
     apart = [abs(row["apart"]) for row in rows if "apart" in row]
-    print(f"plan and run: {sum(one <= 0.05 for one in apart)} of {len(rows)} within 5 %, the worst {max(apart, default=0):.1%} apart")
+    print(
+        f"plan and run: {sum(one <= 0.05 for one in apart)} of {len(rows)} within 5 %, the worst "
+        f"{max(apart, default=0):.1%} apart"
+    )
 
 
 def ran(case: Case, device: str) -> dict[str, Any]:
@@ -150,7 +187,10 @@ def ran(case: Case, device: str) -> dict[str, Any]:
     config = Config(Path(), device=device, dtype="bfloat16", **memory)  # type: ignore[arg-type]
     repeat = (9 if case.context <= 2048 else 3) if case.kind is Kind.PREFILL else 1
     try:
-        report = run.run(run.Job(case.kind, case.name, case.config, config, case.batch, case.context, 48, repeat), said.append)
+        report = run.run(
+            run.Job(case.kind, case.name, case.config, config, case.batch, case.context, 48, repeat),
+            said.append,
+        )
     except (PenstockError, torch.OutOfMemoryError) as error:
         return {"case": case.title, "part": case.part, "failed": str(error), "said": said}
     facts = {name: value for name, value in json.loads(report.line()).items() if name != "machine"}
@@ -158,21 +198,34 @@ def ran(case: Case, device: str) -> dict[str, Any]:
 
 
 def forecast_of(case: Case, row: dict[str, Any], costs: StepCosts, whole: int | None) -> dict[str, Any]:
-    """The row with what was forecast: from the shape, the costs, budgets that were asked for, and ceilings of links that the run measured
-    at its start. whole: bytes of the GPU's memory, None on a CPU."""
+    """The row with what was forecast: from the shape, the costs, budgets that were asked for, and ceilings of
+    links that the run measured at its start. whole: bytes of the GPU's memory, None on a CPU."""
     if "failed" in row:
         print(f"  {case.title}: {row['failed']}", flush=True)
         return row
     report = row["report"]
     spec, streaming, measured = read_spec(case.config), report["streaming"], report["ms"]["median"]
-    link, disk = (streaming["link_ceiling"], streaming["disk_ceiling"]) if streaming else (costs.link_rate, 0.0)
+    link, disk = (
+        (streaming["link_ceiling"], streaming["disk_ceiling"]) if streaming else (costs.link_rate, 0.0)
+    )
     sizes = [parse_size(size) for size in case.memory] if case.memory else [whole or 64 << 30, 100 << 30]
-    there = Machine(sizes[0], sizes[1] if whole else None, Rates(link, disk, costs.device_read), costs.compute, costs)
-    # KV has room for as many tokens as the run allowed each sequence, which is somewhat more than they came to.
-    length = next(int(found[1].replace(",", "")) // case.batch for line in row["said"] if (found := TOKENS.search(line)))
+    there = Machine(
+        sizes[0], sizes[1] if whole else None, Rates(link, disk, costs.device_read), costs.compute, costs
+    )
+    # KV has room for as many tokens as the run allowed each sequence, which is somewhat more than they came
+    # to.
+    length = next(
+        int(found[1].replace(",", "")) // case.batch for line in row["said"] if (found := TOKENS.search(line))
+    )
     context = length if case.memory else case.context + 28
     fetched = streaming["experts_per_pass"] if streaming else None
-    work = Work("bfloat16", case.batch, context if case.kind is Kind.DECODE else case.context, report["step_tokens"], fetched)
+    work = Work(
+        "bfloat16",
+        case.batch,
+        context if case.kind is Kind.DECODE else case.context,
+        report["step_tokens"],
+        fetched,
+    )
     passes = 1 if case.kind is Kind.DECODE else -(-case.batch * case.context // work.step_tokens)
 
     def ms(machine: Machine) -> float:
@@ -181,7 +234,11 @@ def forecast_of(case: Case, row: dict[str, Any], costs: StepCosts, whole: int | 
 
     planned, bare = ms(there), ms(dataclasses.replace(there, costs=None))
     apart = planned / measured - 1
-    print(f"  {case.title:<48} plan {planned:8.4g} ms, run {measured:8.4g} ms, {apart:+.1%}; without costs {bare:.4g} ms", flush=True)
+    print(
+        f"  {case.title:<48} plan {planned:8.4g} ms, run {measured:8.4g} ms, {apart:+.1%}; without costs "
+        f"{bare:.4g} ms",
+        flush=True,
+    )
     return {**row, "plan_ms": planned, "run_ms": measured, "apart": apart, "without_costs_ms": bare}
 
 

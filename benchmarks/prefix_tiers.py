@@ -1,11 +1,12 @@
-"""KV prefixes on three tiers: copies against the link, first tokens from every tier, decoding beside the copies, and what ledgers cost.
+"""KV prefixes on three tiers: copies against the link, first tokens from every tier, decoding beside the
+copies, and what ledgers cost.
 
     python benchmarks/prefix_tiers.py --out results.json                8B shape, random weights, on CUDA
-    python benchmarks/prefix_tiers.py --tiny                            the same course on small shapes, on any device
+    python benchmarks/prefix_tiers.py --tiny                    the same course on small shapes, on any device
 
-Ceilings are measured beside the work, and every part is checked before it is timed, which also warms it up. Parts may be run by several
-commands that write to one file; where there is no git, PENSTOCK_COMMIT says which commit the sources are of. `--parts` takes a few of:
-copies, ttft, decode, ledger. The last needs no device.
+Ceilings are measured beside the work, and every part is checked before it is timed, which also warms it up.
+Parts may be run by several commands that write to one file; where there is no git, PENSTOCK_COMMIT says which
+commit the sources are of. `--parts` takes a few of: copies, ttft, decode, ledger. The last needs no device.
 """
 
 import argparse
@@ -99,7 +100,9 @@ class Yard:
 
     def transfer(self, route: Route, pages: Sequence[int], blocks: Sequence[int]) -> Transfer:
         self._next += 1
-        return Transfer(TransferId(self._next), route, tuple(map(BlockId, pages)), tuple(map(HostBlockId, blocks)))
+        return Transfer(
+            TransferId(self._next), route, tuple(map(BlockId, pages)), tuple(map(HostBlockId, blocks))
+        )
 
     def begin(self, transfer: Transfer) -> None:
         self.transfers.begin((transfer,), (), self.pages, self.compute.mark)
@@ -132,7 +135,12 @@ def yard(layout: KVLayout, blocks: int, device: torch.device) -> Iterator[Yard]:
     try:
         pages = KVPool(layout, blocks, device)
         for seed, flat in enumerate((pages.bytes, pool.bytes)):
-            noise = torch.randint(256, (min(len(flat), 64 << 20) - 1,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+            noise = torch.randint(
+                256,
+                (min(len(flat), 64 << 20) - 1,),
+                dtype=torch.uint8,
+                generator=torch.Generator().manual_seed(seed),
+            )
             noise = noise.to(flat.device)
             for start in range(0, len(flat), len(noise)):
                 part = flat[start : start + len(noise)]
@@ -163,8 +171,12 @@ def expect_right(yard: Yard, rng: random.Random, scattered: bool, count: int) ->
     right_near[low[0]] = far[low[1]].to(near.device)
     right_far[high[1]] = near[high[0]].to(far.device)
     yard.together([yard.transfer(Route.UP, *low), yard.transfer(Route.DOWN, *high)])
-    assert torch.equal(near, right_near), f"{count} blocks, scattered: {scattered}: the device has other bytes than were sent"
-    assert torch.equal(far, right_far), f"{count} blocks, scattered: {scattered}: the host has other bytes than were sent"
+    assert torch.equal(near, right_near), (
+        f"{count} blocks, scattered: {scattered}: the device has other bytes than were sent"
+    )
+    assert torch.equal(far, right_far), (
+        f"{count} blocks, scattered: {scattered}: the host has other bytes than were sent"
+    )
 
 
 def part_copies(scale: Scale, device: torch.device) -> dict[str, object]:
@@ -180,12 +192,17 @@ def part_copies(scale: Scale, device: torch.device) -> dict[str, object]:
             for scattered in (True, False):
                 expect_right(there, random.Random(1), scattered, min(64, blocks // 4))
             one["runs"] = [
-                timed(there, random.Random(run), way, scattered, run, total) for way in WAYS for scattered in (True, False) for run in RUNS
+                timed(there, random.Random(run), way, scattered, run, total)
+                for way in WAYS
+                for scattered in (True, False)
+                for run in RUNS
             ]
             for scattered in (True, False):
                 expect_right(there, random.Random(2), scattered, min(37, blocks // 4))
     found["ceilings_after"] = way_ceilings(device, scale.tiny)
-    ceilings = found["ceilings"] = {way: (found["ceilings_before"][way] + found["ceilings_after"][way]) / 2 for way in WAYS}
+    ceilings = found["ceilings"] = {
+        way: (found["ceilings_before"][way] + found["ceilings_after"][way]) / 2 for way in WAYS
+    }
     for one in (one for one in found.values() if "runs" in one):
         for run in one["runs"]:
             ceiling = ceilings[run["way"]]
@@ -193,22 +210,33 @@ def part_copies(scale: Scale, device: torch.device) -> dict[str, object]:
             if run["way"] != "both":
                 run["alone_of_ceiling"] = run["alone_rate"] / ceiling
                 share = f"; alone {run['alone_of_ceiling']:.1%}"
-            what = f"{run['way']}, {format_size(one['block_bytes'])}, {run['blocks']} {'scattered' if run['scattered'] else 'in a row'}"
+            what = (
+                f"{run['way']}, {format_size(one['block_bytes'])}, {run['blocks']} "
+                f"{'scattered' if run['scattered'] else 'in a row'}"
+            )
             text = (
-                f"{format_rate(run['rate'])} of {format_rate(ceiling)} = {run['of_ceiling']:.1%}{share}; host {run['call_s'] * 1e6:.0f} us"
+                f"{format_rate(run['rate'])} of {format_rate(ceiling)} = {run['of_ceiling']:.1%}{share}; "
+                f"host {run['call_s'] * 1e6:.0f} us"
             )
             row(what, run["seconds"], text)
         for way in WAYS:
             of_large = [run["of_ceiling"] for run in one["runs"] if run["way"] == way and run["blocks"] >= 64]
             one[f"{way}_least_from_64"] = min(of_large)
             target = 0.90 if way == "both" else 0.95
-            row(f"{way}, {format_size(one['block_bytes'])}, least from 64 blocks up", 0.0, f"{min(of_large):.1%}, target {target:.0%}")
+            row(
+                f"{way}, {format_size(one['block_bytes'])}, least from 64 blocks up",
+                0.0,
+                f"{min(of_large):.1%}, target {target:.0%}",
+            )
     return found
 
 
-def timed(there: Yard, rng: random.Random, way: str, scattered: bool, run: int, total: int) -> dict[str, object]:
-    """Transfers of `run` blocks, queued until `total` bytes move each way, but no more than 1024; and one at a time, from idle. What a call
-    takes is seen in the first ones, behind which there is room in the device's queue."""
+def timed(
+    there: Yard, rng: random.Random, way: str, scattered: bool, run: int, total: int
+) -> dict[str, object]:
+    """Transfers of `run` blocks, queued until `total` bytes move each way, but no more than 1024; and one at
+    a time, from idle. What a call takes is seen in the first ones, behind which there is room in the device's
+    queue."""
     layout, routes = there.pages.layout, WAYS[way]
     times = min(max(total // (run * layout.block_bytes), 4), 1024)
 
@@ -218,7 +246,11 @@ def timed(there: Yard, rng: random.Random, way: str, scattered: bool, run: int, 
         for _ in range(count):
             for at, route in enumerate(routes):
                 pages, blocks = places(rng, half, run, scattered)
-                found.append(there.transfer(route, [page + at * half for page in pages], [block + at * half for block in blocks]))
+                found.append(
+                    there.transfer(
+                        route, [page + at * half for page in pages], [block + at * half for block in blocks]
+                    )
+                )
         return found
 
     there.together(some(2))
@@ -240,7 +272,8 @@ def timed(there: Yard, rng: random.Random, way: str, scattered: bool, run: int, 
 
 @dataclass(frozen=True)
 class First:
-    """Seconds to the first token, what was found where, and all tokens. `loaded`: seconds of copies to the device."""
+    """Seconds to the first token, what was found where, and all tokens. `loaded`: seconds of copies to the
+    device."""
 
     seconds: float
     tokens: tuple[int, ...]
@@ -261,7 +294,14 @@ def first_token(booted: Booted, prompt: Sequence[int], tokens: int = 1) -> First
                 seconds, found = seconds or time.perf_counter() - begin, event
                 out.append(event.token)
     settled(booted)
-    return First(seconds, tuple(out), found.cached, found.cached_host, found.cached_disk, booted.engine.stats().tiers.up.seconds - loaded)
+    return First(
+        seconds,
+        tuple(out),
+        found.cached,
+        found.cached_host,
+        found.cached_disk,
+        booted.engine.stats().tiers.up.seconds - loaded,
+    )
 
 
 def settled(booted: Booted) -> None:
@@ -273,7 +313,9 @@ def settled(booted: Booted) -> None:
 def forget(booted: Booted, *tiers: str) -> None:
     scheduler = booted.engine.scheduler
     for tier in tiers:
-        scheduler.forget() if tier == "disk" else (scheduler.ledger if tier == "pages" else scheduler.host).forget()
+        scheduler.forget() if tier == "disk" else (
+            scheduler.ledger if tier == "pages" else scheduler.host
+        ).forget()
     settled(booted)
 
 
@@ -289,7 +331,8 @@ def loaded_anyway() -> Iterator[None]:
 
 
 def through(booted: Booted, prompt: Sequence[int], tokens: int, *, anyway: bool) -> dict[str, First]:
-    """A prompt that is nowhere, and then on each tier alone. anyway: loaded whether that seems faster or not."""
+    """A prompt that is nowhere, and then on each tier alone. anyway: loaded whether that seems faster or
+    not."""
     found = {}
     for tier, gone in (("cold", ()), ("pages", ()), ("host", ("pages",)), ("disk", ("pages", "host"))):
         forget(booted, *gone)
@@ -299,10 +342,16 @@ def through(booted: Booted, prompt: Sequence[int], tokens: int, *, anyway: bool)
 
 
 def expect_same(found: dict[str, First], length: int) -> bool:
-    """What was loaded gives what was in pages. Raises AssertionError. Returns whether it is what was computed at once, too: in half
-    precision the arithmetic of other chunks may decide otherwise between the likeliest tokens."""
+    """What was loaded gives what was in pages. Raises AssertionError. Returns whether it is what was computed
+    at once, too: in half precision the arithmetic of other chunks may decide otherwise between the likeliest
+    tokens."""
     where = {tier: (one.cached, one.host, one.disk) for tier, one in found.items()}
-    right = {"cold": (0, 0, 0), "pages": (length, 0, 0), "host": (length, length, 0), "disk": (length, 0, length)}
+    right = {
+        "cold": (0, 0, 0),
+        "pages": (length, 0, 0),
+        "host": (length, length, 0),
+        "disk": (length, 0, length),
+    }
     assert where == right, f"found {where} of {length} tokens"
     assert found["pages"].tokens == found["host"].tokens == found["disk"].tokens, f"other tokens: {found}"
     return found["cold"].tokens == found["pages"].tokens
@@ -322,7 +371,8 @@ def tier_settings(scale: Scale, directory: Path, length: int, prompts: int) -> d
 
 
 def part_ttft(scale: Scale, device: torch.device, directory: Path) -> dict[str, object]:
-    """First tokens of prompts that begin with cached tokens and end with a few others, by the tier that has the first."""
+    """First tokens of prompts that begin with cached tokens and end with a few others, by the tier that has
+    the first."""
     longest, tail = 32 * scale.k, scale.block * 3 // 4
     lengths = sorted({max(longest >> power, scale.block) for power in range(8)})
     repeat, found = 2 if scale.tiny else 3, {"link": link_ceiling(device, scale.tiny)}
@@ -333,7 +383,9 @@ def part_ttft(scale: Scale, device: torch.device, directory: Path) -> dict[str, 
             first_token(booted, prompt_of(longest + tail, 1, vocab), 4)
             found["lengths"] = [by_length(booted, length, tail, repeat) for length in lengths]
             for tier in TIERS:
-                worst = found[f"{tier}_worst_of_cold"] = max(one[f"{tier}_of_cold"] for one in found["lengths"])
+                worst = found[f"{tier}_worst_of_cold"] = max(
+                    one[f"{tier}_of_cold"] for one in found["lengths"]
+                )
                 row(f"most of a cold first token that one took, {tier}", 0.0, f"{worst:.2f}, target 1")
             forget(booted, "disk")
             both = [prompt_of(longest + tail, seed, vocab) for seed in (2, 3)]
@@ -367,21 +419,32 @@ def by_length(booted: Booted, length: int, tail: int, repeat: int) -> dict[str, 
     """Cold, and from each tier as the engine decides to."""
     vocab = booted.spec.vocab_size
     same = expect_same(through(booted, prompt_of(length + tail, 10 * length, vocab), 8, anyway=True), length)
-    runs = [through(booted, prompt_of(length + tail, 10 * length + seed, vocab), 1, anyway=False) for seed in range(1, repeat + 1)]
-    assert all(one["pages"].tokens == one["host"].tokens for one in runs if one["host"].host == length), f"other tokens: {runs}"
+    runs = [
+        through(booted, prompt_of(length + tail, 10 * length + seed, vocab), 1, anyway=False)
+        for seed in range(1, repeat + 1)
+    ]
+    assert all(one["pages"].tokens == one["host"].tokens for one in runs if one["host"].host == length), (
+        f"other tokens: {runs}"
+    )
     found: dict[str, object] = {"tokens": length, "as_cold": same, "runs": [_plain(one) for one in runs]}
     cold = found["cold_s"] = median(one["cold"].seconds for one in runs)
     for tier in TIERS:
         seconds = found[f"{tier}_s"] = median(one[tier].seconds for one in runs)
         found[f"{tier}_of_cold"] = seconds / cold
-    loaded = "".join(f", {tier} {median(getattr(one[tier], tier) for one in runs):,.0f}" for tier in ("host", "disk"))
-    text = "; ".join(f"{tier} {found[f'{tier}_s']:.4f} s = {found[f'{tier}_of_cold']:.2f} of it" for tier in TIERS)
+    loaded = "".join(
+        f", {tier} {median(getattr(one[tier], tier) for one in runs):,.0f}" for tier in ("host", "disk")
+    )
+    text = "; ".join(
+        f"{tier} {found[f'{tier}_s']:.4f} s = {found[f'{tier}_of_cold']:.2f} of it" for tier in TIERS
+    )
     row(f"first token after {length:,}, cold", cold, f"{text}; tokens loaded{loaded}; tokens as cold: {same}")
     forget(booted, "disk")
     return found
 
 
-def at_length(booted: Booted, both: Sequence[Sequence[int]], length: int, link: float, repeat: int) -> dict[str, object]:
+def at_length(
+    booted: Booted, both: Sequence[Sequence[int]], length: int, link: float, repeat: int
+) -> dict[str, object]:
     """The longest prefix, pushed out of the pages by another one, which is pushed out in turn."""
     check = through(booted, both[0], 8, anyway=True)
     found: dict[str, object] = {"as_cold": expect_same(check, length), "tokens": check["cold"].tokens[:1]}
@@ -397,7 +460,11 @@ def at_length(booted: Booted, both: Sequence[Sequence[int]], length: int, link: 
                 some.append(first_token(booted, both[at % 2]))
     for tier in TIERS:
         least = length - SPARE * booted.engine.scheduler.limits.block_size * (tier == "host")
-        wrong = [one for one in runs[tier] if one.cached != length or getattr(one, tier, length - one.host - one.disk) < least]
+        wrong = [
+            one
+            for one in runs[tier]
+            if one.cached != length or getattr(one, tier, length - one.host - one.disk) < least
+        ]
         assert not wrong, f"not from {tier}: {wrong}"
     cold = found["cold_s"] = median(one.seconds for one in runs["cold"])
     for how, some in runs.items():
@@ -413,7 +480,8 @@ def at_length(booted: Booted, both: Sequence[Sequence[int]], length: int, link: 
     block = carrier_of(booted).pool.layout.block_bytes  # type: ignore[union-attr]
     found["up_rate"] = length // booted.engine.scheduler.limits.block_size * block / copied
     text = (
-        f"{format_rate(found['up_rate'])} of {format_rate(link)} = {found['up_rate'] / link:.1%}; the rest {found['host_s'] - copied:.4f} s"
+        f"{format_rate(found['up_rate'])} of {format_rate(link)} = {found['up_rate'] / link:.1%}; the rest "
+        f"{found['host_s'] - copied:.4f} s"
     )
     row("of which copies to the device", copied, f"{text}; targets: 0.095 s in all, 12 times as fast as cold")
     return found
@@ -434,7 +502,8 @@ def landed(booted: Booted) -> None:
 
 
 def stepped(booted: Booted, steps: int, requests: int) -> tuple[list[float], list[int]]:
-    """Seconds of decode steps, and their tokens. The first EDGE_STEPS are not timed: they were begun before (see measure.steady)."""
+    """Seconds of decode steps, and their tokens. The first EDGE_STEPS are not timed: they were begun before
+    (see measure.steady)."""
     seconds, tokens, laps = [], [], Laps()
     for number in range(steps):
         events = booted.engine.step()
@@ -446,7 +515,8 @@ def stepped(booted: Booted, steps: int, requests: int) -> tuple[list[float], lis
 
 
 def part_decode(scale: Scale, device: torch.device, directory: Path) -> dict[str, object]:
-    """32 requests of 2K tokens: three engines in step, which keep what they compute nowhere, on the host, and on disk as well."""
+    """32 requests of 2K tokens: three engines in step, which keep what they compute nowhere, on the host, and
+    on disk as well."""
     batch, context, prefix = (4, 8 * scale.k, 16 * scale.k) if scale.tiny else (32, 2 * scale.k, 32 * scale.k)
     window, rounds, loads, tail = (4, 2, 2, 3) if scale.tiny else (64, 6, 4, 24)
     warm = 2 * scale.block + 8
@@ -463,7 +533,10 @@ def part_decode(scale: Scale, device: torch.device, directory: Path) -> dict[str
         place = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         disk = {"disk_kv_memory": (64 << 20) + 2 * settings["host_kv_memory"], "kv_directory": place}
         kinds = {"off": {"kv_store": "off"}, "eager": {}, "eager, disk": disk}
-        engines = {kind: opened.enter_context(running(scale, "8B", device, **settings, **more)) for kind, more in kinds.items()}
+        engines = {
+            kind: opened.enter_context(running(scale, "8B", device, **settings, **more))
+            for kind, more in kinds.items()
+        }
         vocab = engines["off"].spec.vocab_size
         kept = prompt_of(prefix + tail, 99, vocab)
         right = first_token(engines["eager"], kept).tokens
@@ -505,20 +578,33 @@ def part_decode(scale: Scale, device: torch.device, directory: Path) -> dict[str
             one["of_off"] = one["tokens_per_s"] / found["off"]["tokens_per_s"]
             moves = f"{format_size(one['down_bytes'])} down, {format_size(one['out_bytes'])} out"
             rounds_text = ", ".join(f"{rate:,.0f}" for rate in rates)
-            text = f"{one['tokens_per_s']:,.0f} tokens/s ({rounds_text}) = {one['of_off']:.1%} of off; {moves}; target 98%"
+            text = (
+                f"{one['tokens_per_s']:,.0f} tokens/s ({rounds_text}) = {one['of_off']:.1%} of off; {moves}; "
+                "target 98%"
+            )
             row(f"decode, {batch} requests, {kind}", one["step_s"], text)
         row("", 0.0, f"tokens are the same: {found['same_tokens']}")
-        assert found["eager"]["down_bytes"] > 0 < found["eager, disk"]["out_bytes"], "nothing was kept in the windows that were measured"
-        found["loading"] = loading(engines["eager"], kept, right, prefix, batch, loads, found["eager"]["step_s"])
+        assert found["eager"]["down_bytes"] > 0 < found["eager, disk"]["out_bytes"], (
+            "nothing was kept in the windows that were measured"
+        )
+        found["loading"] = loading(
+            engines["eager"], kept, right, prefix, batch, loads, found["eager"]["step_s"]
+        )
     return found
 
 
 @loaded_anyway()
 def loading(
-    booted: Booted, prompt: Sequence[int], right: tuple[int, ...], prefix: int, batch: int, loads: int, usual: float
+    booted: Booted,
+    prompt: Sequence[int],
+    right: tuple[int, ...],
+    prefix: int,
+    batch: int,
+    loads: int,
+    usual: float,
 ) -> dict[str, object]:
-    """Steps of the batch while another prompt comes up from the host. `as_alone`: whether its token is that of the prompt computed
-    alone and at once, which arithmetic in half precision does not promise."""
+    """Steps of the batch while another prompt comes up from the host. `as_alone`: whether its token is that
+    of the prompt computed alone and at once, which arithmetic in half precision does not promise."""
     engine, during, firsts, alike = booted.engine, [], [], []
     for _ in range(loads):
         engine.scheduler.ledger.forget()
@@ -592,8 +678,11 @@ def keys_of(root: bytes, prompt: Sequence[int], size: int) -> list[bytes]:
     return keys
 
 
-def planned(scheduler: Scheduler, prompt: list[int], keys: list[bytes] | None) -> list[tuple[float, float, str]]:
-    """A request to its end: of each step the seconds of its plan and of its commit, and what it did. keys: if they are known before."""
+def planned(
+    scheduler: Scheduler, prompt: list[int], keys: list[bytes] | None
+) -> list[tuple[float, float, str]]:
+    """A request to its end: of each step the seconds of its plan and of its commit, and what it did. keys: if
+    they are known before."""
     id, steps = scheduler.submit(prompt, GREEDY, 1), []
     if keys is not None:
         scheduler._requests[id].keys.extend(keys)
@@ -606,15 +695,22 @@ def planned(scheduler: Scheduler, prompt: list[int], keys: list[bytes] | None) -
         outcome = Outcome(results, reports, 1e-4 * plan.tokens)
         before = time.perf_counter()
         scheduler.commit(plan, outcome)
-        did = [f"{one.route.name} {len(one.blocks)}" for one in plan.transfers] + ([f"{plan.tokens} tokens"] if plan.shares else [])
+        did = [f"{one.route.name} {len(one.blocks)}" for one in plan.transfers] + (
+            [f"{plan.tokens} tokens"] if plan.shares else []
+        )
         steps.append((middle - begin, time.perf_counter() - before, ", ".join(did)))
     return steps
 
 
 def part_ledger(scale: Scale, device: torch.device) -> dict[str, object]:
-    """What the scheduler takes to find a prompt of 32K tokens, and to allocate for it, among a million blocks; all of it Python's time."""
+    """What the scheduler takes to find a prompt of 32K tokens, and to allocate for it, among a million
+    blocks; all of it Python's time."""
     size, total, length = (32, 4096, 32) if scale.tiny else (64, 1_000_000, 512)
-    asked, root, found = 8 if scale.tiny else 60, root_key(b"prefix tiers"), {"blocks": total, "request_blocks": length}
+    asked, root, found = (
+        8 if scale.tiny else 60,
+        root_key(b"prefix tiers"),
+        {"blocks": total, "request_blocks": length},
+    )
     found |= {
         "host_bytes": memory_of(partial(host_index, total, length, [])),
         "disk_bytes": memory_of(partial(disk_index, total, length, [])),
@@ -623,7 +719,9 @@ def part_ledger(scale: Scale, device: torch.device) -> dict[str, object]:
         found[f"{tier}_bytes"] /= total
     begin = time.perf_counter()
     seeds = {"host": range(asked), "disk": range(asked, 2 * asked)}
-    prompts = {tier: [prompt_of(length * size + 24, seed, 1 << 17) for seed in some] for tier, some in seeds.items()}
+    prompts = {
+        tier: [prompt_of(length * size + 24, seed, 1 << 17) for seed in some] for tier, some in seeds.items()
+    }
     keys = {tier: [keys_of(root, prompt, size) for prompt in some] for tier, some in prompts.items()}
     host, disk = host_index(total, length, keys["host"]), disk_index(total, length, keys["disk"])
     found["fill_s"] = time.perf_counter() - begin
@@ -653,22 +751,36 @@ def part_ledger(scale: Scale, device: torch.device) -> dict[str, object]:
         expected = ([f"IN {length}"] if tier == "disk" else []) + [f"UP {length}", "24 tokens"]
         assert courses == {tuple(expected)}, f"{what}: {courses}"
         requests[what] = [
-            {"did": did, "plan_s": at(runs, index, 0), "plan_worst_s": at(runs, index, 0, max), "commit_s": at(runs, index, 1)}
+            {
+                "did": did,
+                "plan_s": at(runs, index, 0),
+                "plan_worst_s": at(runs, index, 0, max),
+                "commit_s": at(runs, index, 1),
+            }
             for index, did in enumerate(expected)
         ]
         for one in requests[what]:
             text = (
-                f"{one['plan_s'] * 1e3:.2f} ms, worst {one['plan_worst_s'] * 1e3:.2f}; to take in what came: {one['commit_s'] * 1e3:.2f} ms"
+                f"{one['plan_s'] * 1e3:.2f} ms, worst {one['plan_worst_s'] * 1e3:.2f}; to take in what came: "
+                f"{one['commit_s'] * 1e3:.2f} ms"
             )
             row(f"plan among {total:,} blocks, {what}: {one['did']}", one["plan_s"], text + "; target 2 ms")
-    again = [planned(scheduler, prompts["disk"][at], keys["disk"][at]) for at in (asked - 1, asked - 2, asked - 1)]
+    again = [
+        planned(scheduler, prompts["disk"][at], keys["disk"][at]) for at in (asked - 1, asked - 2, asked - 1)
+    ]
     assert [len(run) for run in again] == [1, 1, 1], f"not in pages: {again}"
     requests["pages"] = median(run[0][0] for run in again)
     row(f"plan among {total:,} blocks, in pages", requests["pages"], f"{requests['pages'] * 1e3:.2f} ms")
-    requests["names"] = hashing = median(elapsed(partial(keys_of, root, prompt, size)) for prompt in prompts["host"][:20])
+    requests["names"] = hashing = median(
+        elapsed(partial(keys_of, root, prompt, size)) for prompt in prompts["host"][:20]
+    )
     row(f"keys of {length:,} blocks, hashed", hashing, f"{hashing * 1e3:.2f} ms")
     for tier in ("host", "disk"):
-        row(f"memory of a block's place in the ledger, {tier}", 0.0, f"{found[f'{tier}_bytes']:.0f} bytes, its key of 49 included")
+        row(
+            f"memory of a block's place in the ledger, {tier}",
+            0.0,
+            f"{found[f'{tier}_bytes']:.0f} bytes, its key of 49 included",
+        )
     scheduler.check()
     return found
 
@@ -706,21 +818,33 @@ def elapsed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def at(runs: list[list[tuple[float, float, str]]], index: int, which: int, of: Callable[[Iterator[float]], float] = median) -> float:
+def at(
+    runs: list[list[tuple[float, float, str]]],
+    index: int,
+    which: int,
+    of: Callable[[Iterator[float]], float] = median,
+) -> float:
     return of(run[index][which] for run in runs)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--directory", type=Path, default=Path("/tmp"), help="where what rests on disk is written")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("/tmp"), help="where what rests on disk is written"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
     device, scale = torch.device(given.device), Scale(given.tiny, 64)
-    recording, failed = Recording(given.out, bench="prefix_tiers", tiny=given.tiny, host=total_memory(torch.device("cpu"))), list[str]()
+    recording, failed = (
+        Recording(given.out, bench="prefix_tiers", tiny=given.tiny, host=total_memory(torch.device("cpu"))),
+        list[str](),
+    )
     work: dict[str, Callable[[], dict[str, object]]] = {
         "copies": lambda: part_copies(scale, device),
         "ttft": lambda: part_ttft(scale, device, given.directory),

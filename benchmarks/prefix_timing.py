@@ -1,11 +1,12 @@
-"""Whether one key of a server can tell by the time of a first token what another has sent: pairs of the other's prompts and fresh ones.
+"""Whether one key of a server can tell by the time of a first token what another has sent: pairs of the
+other's prompts and fresh ones.
 
-    PYTHONPATH=src python3 benchmarks/prefix_timing.py --pairs 2000 --out prefix_timing.json
-    PYTHONPATH=src python3 benchmarks/prefix_timing.py --pairs 50 --share     what is seen where prefixes are shared
+    PYTHONPATH=src python3 benchmarks/prefix_timing.py --pairs 2000 --out prefix_timing.json PYTHONPATH=src
+    python3 benchmarks/prefix_timing.py --pairs 50 --share     what is seen where prefixes are shared
 
-One key sends a prompt; then the other sends the same and a fresh one of as many tokens, in an order drawn by lot, one token each. The
-differences of a pair's times are held against chance by Wilcoxon's signed ranks, two-sided. The shipped model on the CPU, in a process of
-its own.
+One key sends a prompt; then the other sends the same and a fresh one of as many tokens, in an order drawn by
+lot, one token each. The differences of a pair's times are held against chance by Wilcoxon's signed ranks,
+two-sided. The shipped model on the CPU, in a process of its own.
 """
 
 import argparse
@@ -55,7 +56,8 @@ class Client:
 
 
 def signed_ranks(apart: list[float]) -> float:
-    """The chance, two-sided, of ranks as uneven as these or more if a pair's two are alike; by the normal distribution."""
+    """The chance, two-sided, of ranks as uneven as these or more if a pair's two are alike; by the normal
+    distribution."""
     there = sorted((one for one in apart if one), key=abs)
     count = len(there)
     above = sum(rank for rank, one in enumerate(there, 1) if one > 0)
@@ -94,7 +96,9 @@ def measured(url: str, pairs: int, length: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=192, help="of a prompt")
     parser.add_argument("--share", action="store_true", help="let keys find each other's prefixes")
@@ -103,7 +107,18 @@ def main() -> None:
     need_commit(asked.out)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "keys.txt").write_text(f"{VICTIM}\n{CURIOUS}\n")
-        flags = ["--port", "0", "--api-keys", f"{folder}/keys.txt", "--device", "cpu", "--dtype", "float32", "--device-memory", "600MiB"]
+        flags = [
+            "--port",
+            "0",
+            "--api-keys",
+            f"{folder}/keys.txt",
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--device-memory",
+            "600MiB",
+        ]
         server = Server(Path(folder) / "log", *flags, *(["--share-prefixes"] if asked.share else []))
         try:
             found = measured(server.wait().url, asked.pairs, asked.tokens)

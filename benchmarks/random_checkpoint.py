@@ -15,7 +15,8 @@ from penstock.weights.source import RandomSource
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, object]) -> None:
-    """A model of that config.json, of random weights in bfloat16, a file for each group, and with a text for each token."""
+    """A model of that config.json, of random weights in bfloat16, a file for each group, and with a text for
+    each token."""
     folder.mkdir()
     model, numbers = Shape.of(config), RandomSource("bfloat16")
     (folder / "config.json").write_text(json.dumps(dict(config)))
@@ -33,6 +34,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, object]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     tokenizer = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     words = tokenizer["model"]["vocab"]
-    words |= {f"\u0120word{token}": token for token in range(len(words), model.spec.vocab_size)}  # That letter is a space there.
+    words |= {
+        f"\u0120word{token}": token for token in range(len(words), model.spec.vocab_size)
+    }  # That letter is a space there.
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     (folder / "tokenizer_config.json").write_bytes((SHIPPED_MODEL / "tokenizer_config.json").read_bytes())

@@ -1,4 +1,5 @@
-"""Where a benchmark's results go: a file of parts, each with the machine, the commit and the command that it was measured by."""
+"""Where a benchmark's results go: a file of parts, each with the machine, the commit and the command that it
+was measured by."""
 
 import json
 import shlex
@@ -13,7 +14,8 @@ def need_commit(out: Path | None) -> None:
     """Raises SystemExit where results would be written that do not say of which sources they are."""
     if out is not None and machine().commit is None:
         sys.exit(
-            f"{out} would not say which sources were measured: they lie here without git's history; set PENSTOCK_COMMIT to what "
+            f"{out} would not say which sources were measured: they lie here without git's history; set "
+            "PENSTOCK_COMMIT to what "
             "`git rev-parse HEAD` prints where they come from, with a + behind it if files differ"
         )
 

@@ -1,9 +1,11 @@
-"""How often the engine, with the shipped model, finds a fact hidden in a long text: by style, length and depth.
+"""How often the engine, with the shipped model, finds a fact hidden in a long text: by style, length and
+depth.
 
 python benchmarks/retrieval.py --samples 8 --text DIR --out FILE
 
-Every answer is generated through the public API, greedily, many prompts at a time. Without --text (a folder of books as .txt files) the
-texts are generated stories. Facts and questions come from `tools/needles.py`, drawn by a seed that training does not use.
+Every answer is generated through the public API, greedily, many prompts at a time. Without --text (a folder
+of books as .txt files) the texts are generated stories. Facts and questions come from `tools/needles.py`,
+drawn by a seed that training does not use.
 """
 
 import argparse
@@ -37,11 +39,15 @@ def make(job: tuple[int, float, str, int, str]) -> needles.Sample:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rng = random.Random(seed)
     distractors = rng.choice((0, 1, 3, 8)) if length > 400 else 0
-    return needles.make_sample(length, depth, rng, Tokenizer.from_file(tokenizer), rng.choice(_texts), style, distractors=distractors)
+    return needles.make_sample(
+        length, depth, rng, Tokenizer.from_file(tokenizer), rng.choice(_texts), style, distractors=distractors
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="a checkpoint directory; the shipped model if left out")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
@@ -56,8 +62,13 @@ def main() -> None:
 
     model = args.model or Path(__file__).parent.parent / "src" / "penstock" / "shipped"
     _texts[:] = haystacks(args.text, args.seed)
-    cells = [(n, d, s) for n in args.lengths for d in DEPTHS for s in args.styles for _ in range(args.samples)]
-    jobs = [(*cell, args.seed * 10**6 + number, str(model / "tokenizer.json")) for number, cell in enumerate(cells)]
+    cells = [
+        (n, d, s) for n in args.lengths for d in DEPTHS for s in args.styles for _ in range(args.samples)
+    ]
+    jobs = [
+        (*cell, args.seed * 10**6 + number, str(model / "tokenizer.json"))
+        for number, cell in enumerate(cells)
+    ]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as workers:  # before CUDA starts
         samples = workers.map(make, jobs, chunksize=4)
 
@@ -66,7 +77,8 @@ def main() -> None:
         params = SamplingParams(temperature=0, max_tokens=48)
         # The room that an answer needs comes off the longest prompts, which fill the context.
         prompts = [
-            list(sample.messages) if style == "chat" else sample.prompt for (_, _, style), sample in zip(cells, samples, strict=True)
+            list(sample.messages) if style == "chat" else sample.prompt
+            for (_, _, style), sample in zip(cells, samples, strict=True)
         ]
         completions = llm.generate(prompts, params)
         stats, booted = llm.stats(), llm.booted
@@ -76,14 +88,26 @@ def main() -> None:
     misses = []
     for cell, sample, completion in zip(cells, samples, completions, strict=True):
         length, depth, style = cell
-        found = completion.text == sample.answer if style == "chat" else completion.text.startswith(sample.answer)
+        found = (
+            completion.text == sample.answer if style == "chat" else completion.text.startswith(sample.answer)
+        )
         right[style, length, depth].append(found)
         if not found:
-            misses.append({"style": style, "length": length, "depth": depth, "expected": sample.answer, "got": completion.text[:120]})
+            misses.append(
+                {
+                    "style": style,
+                    "length": length,
+                    "depth": depth,
+                    "expected": sample.answer,
+                    "got": completion.text[:120],
+                }
+            )
     accuracy: dict[str, dict[int, dict[str, object]]] = {}
     for style in args.styles:
         print(
-            f"\n{style}: share of exact answers, by length and depth in %\n{'':>7}" + "".join(f"{d * 100:6.0f}" for d in DEPTHS) + "   all"
+            f"\n{style}: share of exact answers, by length and depth in %\n{'':>7}"
+            + "".join(f"{d * 100:6.0f}" for d in DEPTHS)
+            + "   all"
         )
         for length in args.lengths:
             row = [sum(right[style, length, depth]) / args.samples for depth in DEPTHS]
@@ -91,7 +115,10 @@ def main() -> None:
             print(f"{length:7}" + "".join(f"{share:6.2f}" for share in row) + f" {mean:6.3f}")
             accuracy.setdefault(style, {})[length] = {"by_depth": row, "all": mean}
     total = sum(sum(cell) for cell in right.values())
-    print(f"\n{total} of {len(samples)} exact; {seconds:.0f} s, {stats.computed_tokens / seconds:,.0f} tokens/s, {booted.dtype}")
+    print(
+        f"\n{total} of {len(samples)} exact; {seconds:.0f} s, {stats.computed_tokens / seconds:,.0f} "
+        f"tokens/s, {booted.dtype}"
+    )
     record = {
         "bench": "retrieval",
         "model": model.name,

@@ -1,12 +1,15 @@
-"""Random routings of a mixture through an engine's largest step, and the memory that they take, against what the budget counted for it.
+"""Random routings of a mixture through an engine's largest step, and the memory that they take, against what
+the budget counted for it.
 
-    PYTHONPATH=src python3 benchmarks/routings.py --out routings.json                    10,000 on a GPU, or on a CPU without one
+    PYTHONPATH=src python3 benchmarks/routings.py --out routings.json  10,000 on a GPU or a CPU
     PYTHONPATH=src python3 benchmarks/routings.py --device cpu --routings 200
 
-An engine is booted over random weights. Then plans of the largest size are carried out by its own runner; only the router's scores are
-replaced, layer by layer, so that tokens go to the experts that a routing names. Between them come smaller steps, which leave the allocator
-as other requests would. On a GPU torch may have no more than what was taken after boot and what the budget has for activations: one byte
-more is torch.OutOfMemoryError. On a CPU the peak of the process's RSS is read, counted from what was resident after boot.
+An engine is booted over random weights. Then plans of the largest size are carried out by its own runner;
+only the router's scores are replaced, layer by layer, so that tokens go to the experts that a routing names.
+Between them come smaller steps, which leave the allocator as other requests would. On a GPU torch may have no
+more than what was taken after boot and what the budget has for activations: one byte more is
+torch.OutOfMemoryError. On a CPU the peak of the process's RSS is read, counted from what was resident after
+boot.
 """
 
 import argparse
@@ -47,8 +50,8 @@ CLEAR = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Case:
-    """A mixture and a step. length: of the longest sequence. resident: the share of the weights that may stay on the device; the others
-    stream. plain: without kernels for experts."""
+    """A mixture and a step. length: of the longest sequence. resident: the share of the weights that may stay
+    on the device; the others stream. plain: without kernels for experts."""
 
     name: str
     hidden: int
@@ -87,7 +90,15 @@ class Case:
         }
 
 
-QWEN = {"hidden": 2048, "inner": 768, "experts": 128, "top_k": 8, "layers": 3, "tokens": 8192, "sequences": 16}
+QWEN = {
+    "hidden": 2048,
+    "inner": 768,
+    "experts": 128,
+    "top_k": 8,
+    "layers": 3,
+    "tokens": 8192,
+    "sequences": 16,
+}
 SMALL = {"hidden": 256, "inner": 96, "experts": 32, "top_k": 4, "layers": 3, "tokens": 2048, "sequences": 16}
 ON_GPU = (
     Case("small, short sequences", length=576, share=0.34, **SMALL),  # type: ignore[arg-type]
@@ -97,8 +108,26 @@ ON_GPU = (
     Case("Qwen3-30B-A3B's layers, streamed", length=576, resident=0.4, share=0.02, **QWEN),  # type: ignore[arg-type]
     Case("Qwen3-30B-A3B's layers, long sequences, streamed", length=40960, resident=0.4, share=0.02, **QWEN),  # type: ignore[arg-type]
 )
-TINY = {"hidden": 128, "inner": 96, "experts": 12, "top_k": 3, "layers": 3, "tokens": 512, "sequences": 8, "dtype": "float32"}
-WIDE = {"hidden": 256, "inner": 256, "experts": 12, "top_k": 4, "layers": 3, "tokens": 2048, "sequences": 8, "dtype": "float32"}
+TINY = {
+    "hidden": 128,
+    "inner": 96,
+    "experts": 12,
+    "top_k": 3,
+    "layers": 3,
+    "tokens": 512,
+    "sequences": 8,
+    "dtype": "float32",
+}
+WIDE = {
+    "hidden": 256,
+    "inner": 256,
+    "experts": 12,
+    "top_k": 4,
+    "layers": 3,
+    "tokens": 2048,
+    "sequences": 8,
+    "dtype": "float32",
+}
 ON_CPU = (
     Case("tiny, short sequences", length=96, share=0.48, **TINY),  # type: ignore[arg-type]
     Case("tiny, long sequences, streamed", length=2048, resident=0.5, share=0.48, **TINY),  # type: ignore[arg-type]
@@ -138,7 +167,8 @@ def zipf(case: Case, rng: torch.Generator) -> Tensor:
 
 
 def ragged(case: Case, rng: torch.Generator) -> Tensor:
-    """Most tokens take the same experts, and each of the others has one token or a few: most blocks are nearly empty."""
+    """Most tokens take the same experts, and each of the others has one token or a few: most blocks are
+    nearly empty."""
     scores = to_one(case, rng).clone()
     few = torch.randint(1, 4, (1,), generator=rng)
     for expert in range(case.experts):
@@ -160,8 +190,8 @@ NAMES = (*KINDS, "another in each layer")
 
 @dataclass
 class Found:
-    """Of one case. counted, peak: bytes that the budget has for activations, and that all steps took at most. short: how often a step was
-    refused memory beyond that."""
+    """Of one case. counted, peak: bytes that the budget has for activations, and that all steps took at most.
+    short: how often a step was refused memory beyond that."""
 
     case: str
     routings: dict[str, int]
@@ -176,9 +206,15 @@ class Found:
 
 
 def measured(case: Case, routings: int, device: torch.device, seed: int = 0) -> Found:
-    """Boot, and carry out as many largest steps, each with a routing of its own, and a smaller one before every eighth."""
+    """Boot, and carry out as many largest steps, each with a routing of its own, and a smaller one before
+    every eighth."""
     with _booted(case, device) as booted:
-        sizes = {"max_sequences": case.sequences, "max_length": case.length, "block_size": booted.limits.block_size, "past": PAST_TILE}
+        sizes = {
+            "max_sequences": case.sequences,
+            "max_length": case.length,
+            "block_size": booted.limits.block_size,
+            "past": PAST_TILE,
+        }
         whole = largest_step(max_step_tokens=case.tokens, **sizes)
         rng, counts = torch.Generator().manual_seed(seed), Counter[str]()
         booted.engine._ranks._pool.bytes.zero_()  # type: ignore[union-attr]  # On a CPU its pages would come with the steps; they are KV's.
@@ -196,7 +232,9 @@ def measured(case: Case, routings: int, device: torch.device, seed: int = 0) -> 
                     short += 1
                     print(f"{case.name}, routing {number}, {name}: {fault}", file=sys.stderr)
             highest = peak()
-        return Found(case.name, dict(counts), booted.budget.activations, highest, short, time.perf_counter() - begin)
+        return Found(
+            case.name, dict(counts), booted.budget.activations, highest, short, time.perf_counter() - begin
+        )
 
 
 def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.Generator) -> None:
@@ -207,7 +245,9 @@ def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.G
     def routed(x: Tensor, own: Tensor, moe: MoeSpec, layer: int, weights: Weights) -> Tensor:
         if name is not None:
             forced = kinds[(first + layer) % len(kinds)](case, rng) if scores is None else scores
-            own.copy_(forced[: len(own)].to(own.dtype))  # Converted on the host: nothing more is allocated on the device.
+            own.copy_(
+                forced[: len(own)].to(own.dtype)
+            )  # Converted on the host: nothing more is allocated on the device.
         return mixture(x, own, moe, layer, weights)
 
     with patch.object(decoder, "mixture", routed):
@@ -234,7 +274,9 @@ def _booted(case: Case, device: torch.device) -> Iterator[Booted]:
     with patch.object(experts, "expert_kernels", lambda: None) if case.plain else nullcontext():
         booted = boot(config, model, override=Override(limits=limits))
         try:
-            assert booted.weights.stats().streams == (case.resident < 1), "what should stream stays, or the other way round"
+            assert booted.weights.stats().streams == (case.resident < 1), (
+                "what should stream stays, or the other way round"
+            )
             assert any(layout.id.kind is GroupKind.EXPERT for layout in layouts)
             yield booted
         finally:
@@ -243,7 +285,8 @@ def _booted(case: Case, device: torch.device) -> Iterator[Booted]:
 
 @contextmanager
 def _limited(booted: Booted, device: torch.device) -> Iterator[Callable[[], int]]:
-    """No more than the budget's activations beside what is taken now; what the peak was, when it is asked for."""
+    """No more than the budget's activations beside what is taken now; what the peak was, when it is asked
+    for."""
     memory.give_back(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -265,7 +308,9 @@ def _limited(booted: Booted, device: torch.device) -> Iterator[Callable[[], int]
 
 def status(name: str) -> int:
     """Bytes that Linux has under this name for this process."""
-    return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return next(
+        int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:")
+    )
 
 
 def record(found: list[Found], out: Path) -> None:
@@ -288,7 +333,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--routings", type=int, default=10_000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have this in them; others that --out has are kept")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="cases whose names have this in them; others that --out has are kept",
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     need_commit(options.out)

@@ -1,8 +1,10 @@
-"""What the seals of KV records cost a read: the store's own reads from a disk, sealed, with CRC-32 in place of the seal, and unchecked.
+"""What the seals of KV records cost a read: the store's own reads from a disk, sealed, with CRC-32 in place
+of the seal, and unchecked.
 
     PYTHONPATH=src python3 benchmarks/seal_cost.py --directory /var/tmp --out seal_cost.json
 
-All records are read by the store's readers, past the page cache, in rounds; the three ways take turns in each, in an order drawn by lot.
+All records are read by the store's readers, past the page cache, in rounds; the three ways take turns in
+each, in an order drawn by lot.
 """
 
 import argparse
@@ -38,14 +40,21 @@ def read_all(store: BlockStore, keys: list[bytes], memories: list[memoryview]) -
     """Seconds by the clock and of processors for all records."""
     begin, used = time.perf_counter(), time.process_time()
     for at in range(0, len(keys), MEMORIES):
-        for task in [store.read(key, memory, lambda: None) for key, memory in zip(keys[at : at + MEMORIES], memories, strict=False)]:
+        for task in [
+            store.read(key, memory, lambda: None)
+            for key, memory in zip(keys[at : at + MEMORIES], memories, strict=False)
+        ]:
             task.result()
     return time.perf_counter() - begin, time.process_time() - used
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is read")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is read"
+    )
     parser.add_argument("--records", type=int, default=512, help="of 1 MiB")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
@@ -55,7 +64,9 @@ def main() -> None:
     memories = [memoryview(mmap.mmap(-1, RECORD)) for _ in range(MEMORIES)]
     random_, took = random.Random(1), {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        store = BlockStore.open(Path(folder), b"seal cost", RECORD, (2 * args.records + 256) << 20, secret=bytes(32))
+        store = BlockStore.open(
+            Path(folder), b"seal cost", RECORD, (2 * args.records + 256) << 20, secret=bytes(32)
+        )
         for key in keys:
             memories[0][:] = random_.randbytes(RECORD)
             store.write(key, memories[0], lambda: None).result()
@@ -78,9 +89,14 @@ def main() -> None:
         print(f"{way:10}", table[way], flush=True)
     apart = [sealed / crc - 1 for (sealed, _), (crc, _) in zip(took["sealed"], took["crc32"], strict=True)]
     share = round(statistics.median(apart), 4)
-    print(f"a sealed read takes {share:+.1%} by the clock beside one with CRC-32 (median of {len(apart)} pairs)")
+    print(
+        f"a sealed read takes {share:+.1%} by the clock beside one with CRC-32 (median of {len(apart)} pairs)"
+    )
     if args.out:
-        write(args.out, {"records": args.records, "rounds": args.rounds, "ways": table, "sealed_over_crc32": share})
+        write(
+            args.out,
+            {"records": args.records, "rounds": args.rounds, "ways": table, "sealed_over_crc32": share},
+        )
 
 
 if __name__ == "__main__":

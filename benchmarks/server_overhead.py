@@ -1,18 +1,22 @@
-"""What the server costs: 64 streams from `penstock serve` against the same prompts given to the engine in one call.
+"""What the server costs: 64 streams from `penstock serve` against the same prompts given to the engine in one
+call.
 
     PYTHONPATH=src python3 benchmarks/server_overhead.py --out docs/results/cpu_server_overhead.json
     PYTHONPATH=src python3 benchmarks/server_overhead.py --device cuda --shape 0.6B --rounds 6
 
-Both are warmed up first (see penstock.bench.warming). Both have one thread to compute with, so that on two cores there is one for the event
-loop and the client. They take turns, and each round is compared with what it stood beside, since a shared machine computes now faster, now
-slower: what is told is the median of these quotients, with its quartiles. The shorter the steps, the more of them is the server's; a step
-is told as the seconds of a round over its tokens, prompts included. Events are fewer than tokens where the server had no time to tell of
-each step by itself.
+Both are warmed up first (see penstock.bench.warming). Both have one thread to compute with, so that on two
+cores there is one for the event loop and the client. They take turns, and each round is compared with what it
+stood beside, since a shared machine computes now faster, now slower: what is told is the median of these
+quotients, with its quartiles. The shorter the steps, the more of them is the server's; a step is told as the
+seconds of a round over its tokens, prompts included. Events are fewer than tokens where the server had no
+time to tell of each step by itself.
 
-On a GPU both engines are there at once, with their own weights and KV; whoever is not asked waits and leaves the device alone.
+On a GPU both engines are there at once, with their own weights and KV; whoever is not asked waits and leaves
+the device alone.
 
-A shape's weights are random, in a checkpoint that is written for the run, into TMPDIR. The tokenizer is the shipped model's, and ids that
-it does not have mean made-up words, so that nearly every event has a text and the head is as large as the shape says.
+A shape's weights are random, in a checkpoint that is written for the run, into TMPDIR. The tokenizer is the
+shipped model's, and ids that it does not have mean made-up words, so that nearly every event has a text and
+the head is as large as the shape says.
 """
 
 import argparse
@@ -56,33 +60,50 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
 
 async def streamed(place: tuple[str, int], model: str, prompt: Sequence[int], tokens: int) -> int:
     """One stream, read to its end. Returns its events."""
-    fields = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    fields = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
     body = json.dumps(fields).encode()
     reader, writer = await asyncio.open_connection(*place)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
     events, last = 0, b""
     while b"data: [DONE]" not in last:
         piece = await reader.read(1 << 16)
         assert piece, last[-500:]
-        last = last[1 - len(EVENT) :] + piece  # Not so many bytes that what was counted would be counted again.
+        last = (
+            last[1 - len(EVENT) :] + piece
+        )  # Not so many bytes that what was counted would be counted again.
         events += last.count(EVENT)
     writer.close()
     return events
 
 
-async def all_streamed(place: tuple[str, int], model: str, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+async def all_streamed(
+    place: tuple[str, int], model: str, prompts: Sequence[Sequence[int]], tokens: int
+) -> int:
     return sum(await asyncio.gather(*(streamed(place, model, prompt, tokens) for prompt in prompts)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=250)
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=DTYPES, help="float32 on a CPU, otherwise bfloat16")
-    parser.add_argument("--shape", choices=SHAPES, help="random weights in this shape instead of the shipped model")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="random weights in this shape instead of the shipped model"
+    )
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     dtype = asked.dtype or ("float32" if asked.device == "cpu" else "bfloat16")
@@ -108,7 +129,9 @@ def main() -> None:
             write_checkpoint(model, SHAPES[asked.shape])
         llm = opened.enter_context(LLM(model, **settings, prefix_cache=False))
         flags += ["--port", "0", "--quiet", "--no-prefix-cache", "--queue", "8"]
-        server = opened.enter_context(serving(Path(folder), str(model), *flags, environment={"OMP_NUM_THREADS": "1"}))
+        server = opened.enter_context(
+            serving(Path(folder), str(model), *flags, environment={"OMP_NUM_THREADS": "1"})
+        )
         server.wait(STARTING)
         url = urlsplit(server.url)
         place = url.hostname or "", url.port or 0
@@ -138,7 +161,11 @@ def main() -> None:
         "streams": asked.streams,
         "tokens": asked.tokens,
         "prompt": asked.prompt,
-        "alone": {**found["alone"].record(), "tokens_per_second": work / sum(alone), "step_seconds": sum(alone) / steps},
+        "alone": {
+            **found["alone"].record(),
+            "tokens_per_second": work / sum(alone),
+            "step_seconds": sum(alone) / steps,
+        },
         "served": {
             **found["served"].record(),
             "tokens_per_second": work / sum(served),
@@ -147,8 +174,14 @@ def main() -> None:
         },
         "share": {"median": middling, "quartiles": [low, high], "of sums": sum(alone) / sum(served)},
     }
-    print(f"{work / sum(alone):,.0f} tokens/s alone, {work / sum(served):,.0f} served: {middling:.1%} ({low:.1%} to {high:.1%})")
-    print(f"a step {1e3 * sum(alone) / steps:.3f} ms alone, {1e3 * sum(served) / steps:.3f} served; {come / work:.3f} events a token")
+    print(
+        f"{work / sum(alone):,.0f} tokens/s alone, {work / sum(served):,.0f} served: {middling:.1%} "
+        f"({low:.1%} to {high:.1%})"
+    )
+    print(
+        f"a step {1e3 * sum(alone) / steps:.3f} ms alone, {1e3 * sum(served) / steps:.3f} served; "
+        f"{come / work:.3f} events a token"
+    )
     if asked.out:
         write(asked.out, found)
 

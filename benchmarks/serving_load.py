@@ -1,15 +1,18 @@
-"""`penstock serve` under the arrivals of a production service: at a rate that it can just serve, and at several times that.
+"""`penstock serve` under the arrivals of a production service: at a rate that it can just serve, and at
+several times that.
 
     PYTHONPATH=src python3 benchmarks/serving_load.py --out docs/results/cpu_serving_load.json
     PYTHONPATH=src python3 benchmarks/serving_load.py --minutes 0.5
 
-Arrivals and lengths are those of a trace (Azure LLM inference 2023, conversations), its time stretched to the rate that is asked for and
-its lengths scaled to what the shipped model does on a CPU; prompts are cut from novels. How much the server can do is measured first, with
-as many clients as it computes outputs at a time, each of which asks again when it has its answer. Then requests come when the trace says,
-whatever has become of those before. Each is a stream, and its text is held against what `LLM.generate` says to the same prompt, greedily
-or, for some, with a seed. A refusal must be a 429 that says when to come again.
+Arrivals and lengths are those of a trace (Azure LLM inference 2023, conversations), its time stretched to the
+rate that is asked for and its lengths scaled to what the shipped model does on a CPU; prompts are cut from
+novels. How much the server can do is measured first, with as many clients as it computes outputs at a time,
+each of which asks again when it has its answer. Then requests come when the trace says, whatever has become
+of those before. Each is a stream, and its text is held against what `LLM.generate` says to the same prompt,
+greedily or, for some, with a seed. A refusal must be a 429 that says when to come again.
 
-TTFT is from the moment at which a request was due to the first piece of its text, TPOT between pieces of a text, on average.
+TTFT is from the moment at which a request was due to the first piece of its text, TPOT between pieces of a
+text, on average.
 """
 
 import argparse
@@ -45,7 +48,18 @@ from servers import Server, counted, ending, until  # noqa: E402
 TEXTS = ("war_and_peace/2600-0.txt", "tinyshakespeare/input.txt")
 LENGTH, ROWS, QUEUE = 4096, 8, 24
 """Most tokens of a request, outputs at a time, and outputs that may wait."""
-FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-blocks", "300", "--max-length", str(LENGTH), "--max-sequences", str(ROWS))
+FLAGS = (
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--kv-blocks",
+    "300",
+    "--max-length",
+    str(LENGTH),
+    "--max-sequences",
+    str(ROWS),
+)
 """KV for 19,200 tokens: what comes again is not there any more."""
 DRAWN = {"temperature": 0.8, "top_p": 0.95}
 PATIENCE = 180.0
@@ -63,7 +77,13 @@ class Ask:
 
     def body(self) -> bytes:
         settings = {"temperature": 0} if self.seed is None else DRAWN | {"seed": self.seed}
-        fields = {"model": "shipped", "prompt": self.prompt, "max_tokens": self.tokens, "ignore_eos": True, "stream": True}
+        fields = {
+            "model": "shipped",
+            "prompt": self.prompt,
+            "max_tokens": self.tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         return json.dumps(fields | settings | {"stream_options": {"include_usage": True}}).encode()
 
 
@@ -99,25 +119,43 @@ def rows_of(trace: Path) -> list[Row]:
     with trace.open() as file:
         lines = list(csv.DictReader(file))
     times = [datetime.fromisoformat(line["TIMESTAMP"][:26]).timestamp() for line in lines]
-    return [Row(at - times[0], int(line["ContextTokens"]), int(line["GeneratedTokens"])) for at, line in zip(times, lines, strict=True)]
+    return [
+        Row(at - times[0], int(line["ContextTokens"]), int(line["GeneratedTokens"]))
+        for at, line in zip(times, lines, strict=True)
+    ]
 
 
 def asks_of(rows: Sequence[Row], scale: float, seeded: float, seed: int) -> list[Ask]:
     """Each with its right answer."""
     rng, found = random.Random(seed), []
-    with LLM(None, device="cpu", dtype="float32", max_length=LENGTH, max_sequences=ROWS, progress=True) as llm:
+    with LLM(
+        None, device="cpu", dtype="float32", max_length=LENGTH, max_sequences=ROWS, progress=True
+    ) as llm:
         novels = [llm.encode((DATA / name).read_text(encoding="utf-8")[5000:]) for name in TEXTS]
         for row in rows:
             novel, output = rng.choice(novels), max(round(row.output * scale), 1)
             size = min(max(round(row.prompt * scale), 1), LENGTH - output - 64)
             start = rng.randrange(len(novel) - size)
-            found.append((llm.decode(novel[start : start + size]), output, rng.randrange(1 << 30) if rng.random() < seeded else None))
+            found.append(
+                (
+                    llm.decode(novel[start : start + size]),
+                    output,
+                    rng.randrange(1 << 30) if rng.random() < seeded else None,
+                )
+            )
         params = [
-            SamplingParams(max_tokens=output, ignore_eos=True, **({"temperature": 0} if own is None else DRAWN | {"seed": own}))
+            SamplingParams(
+                max_tokens=output,
+                ignore_eos=True,
+                **({"temperature": 0} if own is None else DRAWN | {"seed": own}),
+            )
             for _, output, own in found
         ]
         answers = llm.generate([prompt for prompt, _, _ in found], params)
-    return [Ask(prompt, output, own, answer.text) for (prompt, output, own), answer in zip(found, answers, strict=True)]
+    return [
+        Ask(prompt, output, own, answer.text)
+        for (prompt, output, own), answer in zip(found, answers, strict=True)
+    ]
 
 
 # ---- the client
@@ -129,23 +167,33 @@ async def ask(place: tuple[str, int], one: Ask, told: Told) -> None:
     reader, writer = await asyncio.open_connection(*place, limit=1 << 20)
     try:
         body = one.body()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: "
+            f"{len(body)}\r\n\r\n"
+        )
         writer.write(head.encode() + body)
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         told.status = int(lines[0].split()[1])
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        headers = {
+            name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
+        }
         told.retry_after = headers.get("retry-after")
         if told.status != 200:
             await reader.read()
             return
         pieces = []
-        while line := await reader.readline():  # Sizes of chunks are lines too, and no event is more than one.
+        while (
+            line := await reader.readline()
+        ):  # Sizes of chunks are lines too, and no event is more than one.
             if line == b"data: [DONE]\n":
                 told.ended = True
             elif line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 if event.get("usage"):
-                    told.prompt_tokens, told.tokens = event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]
+                    told.prompt_tokens, told.tokens = (
+                        event["usage"]["prompt_tokens"],
+                        event["usage"]["completion_tokens"],
+                    )
                 for choice in event.get("choices", ()):
                     told.last = time.perf_counter()
                     told.first = told.first or told.last
@@ -189,7 +237,8 @@ def arrivals(rows: Sequence[Row], rate: float, seconds: float, seed: int) -> Ite
 
 @dataclass
 class Watching:
-    """The server's memory, in bytes, and the share of a core that it and the client have taken, every few seconds."""
+    """The server's memory, in bytes, and the share of a core that it and the client have taken, every few
+    seconds."""
 
     server: psutil.Process
     rss: list[int] = field(default_factory=list)
@@ -207,7 +256,9 @@ class Watching:
             self.client_cpu.append(client.cpu_percent() / 100)
 
 
-async def replay(place: tuple[str, int], asks: Sequence[Ask], times: Sequence[float], watching: Watching, every: float) -> list[Told]:
+async def replay(
+    place: tuple[str, int], asks: Sequence[Ask], times: Sequence[float], watching: Watching, every: float
+) -> list[Told]:
     begun, told, under_way = time.perf_counter() + 0.1, list[Told](), list["asyncio.Task[None]"]()
     watch = asyncio.ensure_future(watching.watch(every))
     for at, one in zip(times, itertools.cycle(asks)):
@@ -232,13 +283,18 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
         return {}
     ordered = sorted(seconds)
     return {
-        name: 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)] for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+        name: 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
     }
 
 
-def judged(told: Sequence[Told], asks: Sequence[Ask], watching: Watching, rate: float, seconds: float) -> dict[str, Any]:
+def judged(
+    told: Sequence[Told], asks: Sequence[Ask], watching: Watching, rate: float, seconds: float
+) -> dict[str, Any]:
     served = [one for one in told if one.status == 200]
-    pairs = [(one, asked) for one, asked in zip(told, itertools.cycle(asks)) if one.status == 200 and one.ended]
+    pairs = [
+        (one, asked) for one, asked in zip(told, itertools.cycle(asks)) if one.status == 200 and one.ended
+    ]
     refused = [one for one in told if one.status == 429]
     others = Counter(str(one.status) for one in told if one.status not in (200, 429))
     took = max((one.last for one in served), default=told[-1].due) - told[0].due
@@ -254,13 +310,23 @@ def judged(told: Sequence[Told], asks: Sequence[Ask], watching: Watching, rate: 
         "wrong": sum(one.text != asked.right for one, asked in pairs),
         "drawn": sum(asked.seed is not None for _, asked in pairs),
         "ttft_ms": quantiles([one.first - one.due for one, _ in pairs]),
-        "tpot_ms": quantiles([(one.last - one.first) / (one.tokens - 1) for one, _ in pairs if one.tokens > 1]),
+        "tpot_ms": quantiles(
+            [(one.last - one.first) / (one.tokens - 1) for one, _ in pairs if one.tokens > 1]
+        ),
         "whole_ms": quantiles([one.last - one.due for one, _ in pairs]),
         "prompt_tokens_per_second": sum(one.prompt_tokens for one, _ in pairs) / took,
         "output_tokens_per_second": sum(one.tokens for one, _ in pairs) / took,
         "sent_late_ms": quantiles([one.sent - one.due for one in told]),
-        "rss": {"first": watching.rss[0], "last": watching.rss[-1], "most": max(watching.rss), "all": watching.rss},
-        "cores": {"server": statistics.fmean(watching.server_cpu or [0]), "client": statistics.fmean(watching.client_cpu or [0])},
+        "rss": {
+            "first": watching.rss[0],
+            "last": watching.rss[-1],
+            "most": max(watching.rss),
+            "all": watching.rss,
+        },
+        "cores": {
+            "server": statistics.fmean(watching.server_cpu or [0]),
+            "client": statistics.fmean(watching.client_cpu or [0]),
+        },
     }
 
 
@@ -269,7 +335,9 @@ def at_rest(server: Server) -> dict[str, float]:
 
     def rests() -> bool:
         count = counted(server)
-        return not (count["num_requests_running",] or count["num_requests_waiting",] or count["kv_cache_usage_perc",])
+        return not (
+            count["num_requests_running",] or count["num_requests_waiting",] or count["kv_cache_usage_perc",]
+        )
 
     until(rests)
     count = counted(server)
@@ -284,37 +352,66 @@ def tell(found: dict[str, Any]) -> None:
     ttft, tpot, rss = found["ttft_ms"], found["tpot_ms"], found["rss"]
     row(
         f"{found['rate']:.2f} requests/s",
-        f"{found['requests']} came, {found['served']} served, {found['refused']} refused, {found['lost']} lost, {found['wrong']} wrong",
+        f"{found['requests']} came, {found['served']} served, {found['refused']} refused, {found['lost']} "
+        f"lost, {found['wrong']} wrong",
     )
     if ttft and tpot:
-        row("", f"TTFT {ttft['p50']:,.0f} / {ttft['p99']:,.0f} ms, TPOT {tpot['p50']:.1f} / {tpot['p99']:.1f} ms (p50 / p99)")
+        row(
+            "",
+            f"TTFT {ttft['p50']:,.0f} / {ttft['p99']:,.0f} ms, TPOT {tpot['p50']:.1f} / {tpot['p99']:.1f} "
+            "ms (p50 / p99)",
+        )
     row(
         "",
-        f"{found['output_tokens_per_second']:.0f} output tokens/s, cores {found['cores']['server']:.2f} + {found['cores']['client']:.2f}",
+        f"{found['output_tokens_per_second']:.0f} output tokens/s, cores {found['cores']['server']:.2f} + "
+        f"{found['cores']['client']:.2f}",
     )
-    row("", f"RSS {rss['first'] / 2**20:.0f} to {rss['last'] / 2**20:.0f} MiB, at most {rss['most'] / 2**20:.0f}")
+    row(
+        "",
+        f"RSS {rss['first'] / 2**20:.0f} to {rss['last'] / 2**20:.0f} MiB, at most {rss['most'] / 2**20:.0f}",
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="of each rate")
     parser.add_argument("--times", default="1,3", help="the rate that can be served, so many times")
-    parser.add_argument("--rate", type=float, help="requests a second that can be served; measured without it")
-    parser.add_argument("--share", type=float, default=0.75, help="of what was measured, that can be served as it comes in bursts")
+    parser.add_argument(
+        "--rate", type=float, help="requests a second that can be served; measured without it"
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.75,
+        help="of what was measured, that can be served as it comes in bursts",
+    )
     parser.add_argument("--calibrate", type=float, default=20.0, help="seconds to measure it for")
     parser.add_argument("--scale", type=float, default=1 / 8, help="of the trace's lengths")
-    parser.add_argument("--distinct", type=int, default=600, help="requests, which come again in the same order")
-    parser.add_argument("--drawn", type=float, default=0.25, help="share of requests whose answers are drawn, with a seed")
+    parser.add_argument(
+        "--distinct", type=int, default=600, help="requests, which come again in the same order"
+    )
+    parser.add_argument(
+        "--drawn", type=float, default=0.25, help="share of requests whose answers are drawn, with a seed"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of the server's arithmetic")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at the server's memory")
+    parser.add_argument(
+        "--every", type=float, default=5.0, help="seconds between two looks at the server's memory"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trace", type=Path, default=DATA / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv")
+    parser.add_argument(
+        "--trace", type=Path, default=DATA / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
+    )
     parser.add_argument("--out", type=Path, help="where to write a JSON line")
     asked = parser.parse_args()
     need_commit(asked.out)
 
     if not asked.trace.exists():
-        parser.error(f"there is no trace at {asked.trace}; give one with --trace: lines of TIMESTAMP,ContextTokens,GeneratedTokens")
+        parser.error(
+            f"there is no trace at {asked.trace}; give one with --trace: lines of "
+            "TIMESTAMP,ContextTokens,GeneratedTokens"
+        )
     rows = rows_of(asked.trace)
     start = random.Random(asked.seed).randrange(len(rows) - asked.distinct)
     torch.set_num_threads(asked.threads)
@@ -341,13 +438,20 @@ def main() -> None:
                 watching = Watching(psutil.Process(server.process.pid))
                 when = list(arrivals(rows, rate * times, 60 * asked.minutes, asked.seed + 1))
                 told = asyncio.run(replay(place, asks, when, watching, asked.every))
-                found = judged(told, asks, watching, rate * times, 60 * asked.minutes) | {"rest": at_rest(server)}
+                found = judged(told, asks, watching, rate * times, 60 * asked.minutes) | {
+                    "rest": at_rest(server)
+                }
                 result["runs"].append(found)
                 tell(found)
             assert "Traceback" not in server.said(), server.said()
     if asked.out is not None:
         asked.out.write_text(json.dumps(result | {"machine": environment()}) + "\n")
-    bad = [name for found in result["runs"] for name in ("lost", "wrong", "other_statuses", "refused_without_retry_after") if found[name]]
+    bad = [
+        name
+        for found in result["runs"]
+        for name in ("lost", "wrong", "other_statuses", "refused_without_retry_after")
+        if found[name]
+    ]
     sys.exit(f"not as it should be: {', '.join(bad)}" if bad else 0)
 
 

@@ -1,9 +1,11 @@
-"""A model on two devices beside the same on one, in the same run: tokens, decode steps, streamed layers, and what a sum over ranks costs.
+"""A model on two devices beside the same on one, in the same run: tokens, decode steps, streamed layers, and
+what a sum over ranks costs.
 
-    PYTHONPATH=src python3 benchmarks/tensor_parallel.py --out tensor_parallel.json
-    PYTHONPATH=src python3 benchmarks/tensor_parallel.py --tiny --device cpu     the same course on processes of a CPU
+    PYTHONPATH=src python3 benchmarks/tensor_parallel.py --out tensor_parallel.json PYTHONPATH=src python3
+    benchmarks/tensor_parallel.py --tiny --device cpu     the same course on processes of a CPU
 
-Parts: equal, sums, decode, stream. Random weights in real shapes, bfloat16, but for `equal`, which is float32.
+Parts: equal, sums, decode, stream. Random weights in real shapes, bfloat16, but for `equal`, which is
+float32.
 """
 
 import argparse
@@ -35,7 +37,13 @@ from penstock.parallel.launch import launch
 from penstock.parallel.seat import Seat
 from penstock.weights.shape import Shape
 
-TINY = SHAPES["100M"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
+TINY = SHAPES["100M"] | {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 256,
+    "head_dim": 16,
+}
 Found = dict[str, object]
 
 
@@ -53,21 +61,32 @@ class Place:
 
 
 def part_equal(place: Place) -> Found:
-    """Greedy tokens of the model that comes with the package, on one rank and on several, with graphs and without. Random weights would be
-    others on each rank."""
-    texts = ("Once upon a time", "The little fox", "One rainy morning", "A", "The sun was shining and all the animals " * 12)
+    """Greedy tokens of the model that comes with the package, on one rank and on several, with graphs and
+    without. Random weights would be others on each rank."""
+    texts = (
+        "Once upon a time",
+        "The little fox",
+        "One rainy morning",
+        "A",
+        "The sun was shining and all the animals " * 12,
+    )
     said = {}
     for ranks in (1, place.ranks):
         for graphs in (True, False):
             config = place.config(ranks, max_length=1024, max_sequences=8, dtype="float32", graphs=graphs)
-            settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | {"model": None}
+            settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | {
+                "model": None
+            }
             with LLM(**settings) as llm:
                 params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
                 said[ranks, graphs] = [one.tokens for one in llm.generate(texts, params)]
     one = said[1, True]
     for (ranks, graphs), tokens in said.items():
         alike = sum(a == b for a, b in zip(one, tokens, strict=True))
-        row(f"greedy tokens, {ranks} ranks, graphs {'on' if graphs else 'off'}", f"{alike} of {len(texts)} as on one")
+        row(
+            f"greedy tokens, {ranks} ranks, graphs {'on' if graphs else 'off'}",
+            f"{alike} of {len(texts)} as on one",
+        )
     return {f"{ranks} ranks, graphs {graphs}": tokens == one for (ranks, graphs), tokens in said.items()}
 
 
@@ -80,14 +99,16 @@ def often(work: Callable[[], object]) -> None:
 
 
 def sum_often(group: Group, shape: Mapping[str, object], rows: Sequence[int]) -> Found:
-    """Microseconds of a sum over ranks of so many rows, and of one with the residual sum and the norm behind it: by the group's library,
-    and as a model's ranks do it; inside a CUDA graph of many."""
+    """Microseconds of a sum over ranks of so many rows, and of one with the residual sum and the norm behind
+    it: by the group's library, and as a model's ranks do it; inside a CUDA graph of many."""
     spec, device, found = Shape.of(shape).spec, group.device, Found()
     collectives = Collectives(group, spec, torch.bfloat16)
     collectives.open()
     weight = torch.ones(spec.hidden_size, dtype=torch.bfloat16, device=device)
     for count in rows:
-        x, residual = (torch.zeros(count, spec.hidden_size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        x, residual = (
+            torch.zeros(count, spec.hidden_size, dtype=torch.bfloat16, device=device) for _ in range(2)
+        )
 
         def apart(x: Tensor = x, residual: Tensor = residual) -> None:
             group.all_reduce(x)
@@ -172,7 +193,9 @@ def part_decode(place: Place) -> Found:
         for ranks in (1, place.ranks):
             context, output = (20, 8) if place.tiny else (2048, 64)
             sequences, repeat = (2, 1) if place.tiny else (batch, 2)
-            job = run.Job(Kind.DECODE, "8B", place.shape("8B"), place.config(ranks), sequences, context, output, repeat)
+            job = run.Job(
+                Kind.DECODE, "8B", place.shape("8B"), place.config(ranks), sequences, context, output, repeat
+            )
             report = run.run(job)
             times[ranks] = report.ms
             found[f"batch {batch}, {ranks} ranks"] = json.loads(report.line())
@@ -187,32 +210,57 @@ def part_stream(place: Place) -> Found:
     times, rates = {}, {}
     for ranks in (1, place.ranks):
         config = place.config(ranks, device_memory=room, max_length=256, max_step_tokens=128)
-        job = run.Job(Kind.DECODE, "70B", place.shape("70B", num_hidden_layers=layers), config, 1, 20, 8 if place.tiny else 12, 1)
+        job = run.Job(
+            Kind.DECODE,
+            "70B",
+            place.shape("70B", num_hidden_layers=layers),
+            config,
+            1,
+            20,
+            8 if place.tiny else 12,
+            1,
+        )
         report = run.run(job)
         times[ranks] = report.ms
         found[f"{ranks} ranks"] = json.loads(report.line())
         if report.streaming is None and not place.tiny:
             sys.exit("the layers do not stream: allow less device memory")
-        if report.streaming is not None:  # Several devices hold more, so less crosses the links: what these carry is told by itself.
+        if (
+            report.streaming is not None
+        ):  # Several devices hold more, so less crosses the links: what these carry is told by itself.
             rates[ranks] = ranks * report.streaming.copied_per_pass / (report.ms.median / 1e3)
     told(f"decode, {layers} layers of a 70B, streamed", times, 1.9, found)
     if len(rates) == 2:
         found["bytes/s over all links"], found["links: times as fast"] = rates, rates[place.ranks] / rates[1]
-        row("the links alone", f"{rates[place.ranks] / rates[1]:.2f} times as fast; the rest is what several devices hold")
+        row(
+            "the links alone",
+            f"{rates[place.ranks] / rates[1]:.2f} times as fast; the rest is what several devices hold",
+        )
     return found
 
 
 def told(what: str, times: dict[int, Times], target: float, found: Found) -> None:
     (_, one), (ranks, several) = times.items()
     found[f"{what}: times as fast"] = one.median / several.median
-    row(what, f"{one} on one, {several} on {ranks}: {one.median / several.median:.2f} times as fast, target {target}")
+    row(
+        what,
+        f"{one} on one, {several} on {ranks}: {one.median / several.median:.2f} times as fast, target "
+        f"{target}",
+    )
 
 
-PARTS: dict[str, Callable[[Place], Found]] = {"equal": part_equal, "sums": part_sums, "decode": part_decode, "stream": part_stream}
+PARTS: dict[str, Callable[[Place], Found]] = {
+    "equal": part_equal,
+    "sums": part_sums,
+    "decode": part_decode,
+    "stream": part_stream,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="which, in this order")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=2)

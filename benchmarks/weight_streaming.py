@@ -1,15 +1,18 @@
-"""Weights streamed from host memory and from disk, against what the links can do and against accelerate's offloading, in one run.
+"""Weights streamed from host memory and from disk, against what the links can do and against accelerate's
+offloading, in one run.
 
-    python benchmarks/weight_streaming.py --out results.json            70B-shaped layers, random weights, on CUDA
-    python benchmarks/weight_streaming.py --tiny                        the same course on small shapes, on any device
+    python benchmarks/weight_streaming.py --out results.json        70B-shaped layers, random weights, on CUDA
+    python benchmarks/weight_streaming.py --tiny                the same course on small shapes, on any device
 
-Ceilings are measured before and after the work they are compared with, and nothing is timed before it is warm (see penstock.bench.warming).
-`--parts` takes a few of: host, disk, offload, offload_disk, machine, window, mixture. Parts may be run by several commands that write to
-one file. Where there is no git, PENSTOCK_COMMIT says which commit the sources are of.
+Ceilings are measured before and after the work they are compared with, and nothing is timed before it is warm
+(see penstock.bench.warming). `--parts` takes a few of: host, disk, offload, offload_disk, machine, window,
+mixture. Parts may be run by several commands that write to one file. Where there is no git, PENSTOCK_COMMIT
+says which commit the sources are of.
 
-`machine` is 80 layers under caps of 16 GiB of device and 100 GiB of host memory, which the process may not exceed: what the driver says of
-the device, and the most that the process had resident, stand in the results, and a run that was above them fails. It takes some 7 minutes,
-30 GiB of disk, and a device that nobody else uses.
+`machine` is 80 layers under caps of 16 GiB of device and 100 GiB of host memory, which the process may not
+exceed: what the driver says of the device, and the most that the process had resident, stand in the results,
+and a run that was above them fails. It takes some 7 minutes, 30 GiB of disk, and a device that nobody else
+uses.
 """
 
 import argparse
@@ -80,8 +83,9 @@ def shape(layers: int, tiny: bool) -> dict[str, object]:
 
 
 class Peak:
-    """The most memory that this process and the device had in use, sampled every 20 ms; the device's by what its driver says is taken, by
-    whomever. `host` is the system's own record of the most, where it keeps one."""
+    """The most memory that this process and the device had in use, sampled every 20 ms; the device's by what
+    its driver says is taken, by whomever. `host` is the system's own record of the most, where it keeps
+    one."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = self.device = 0
@@ -99,7 +103,9 @@ class Peak:
         self._thread.join()
         with suppress(OSError, StopIteration):
             lines = Path("/proc/self/status").read_text().splitlines()
-            self.host = max(self.host, next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")))
+            self.host = max(
+                self.host, next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+            )
 
     def _watch(self) -> None:
         while not self._end.wait(0.02):
@@ -112,7 +118,10 @@ class Peak:
 def link_ceiling(device: torch.device, tiny: bool) -> float:
     """Bytes/s of copies of 1 GiB from registered memory, one after another."""
     size = (16 << 20) if tiny else GIB
-    source, target = Arena(size, torch.device("cpu"), pinned_for=device), torch.empty(size, dtype=torch.uint8, device=device)
+    source, target = (
+        Arena(size, torch.device("cpu"), pinned_for=device),
+        torch.empty(size, dtype=torch.uint8, device=device),
+    )
     for _ in range(2):
         target.copy_(source.bytes, non_blocking=True)
     sync(device)
@@ -128,8 +137,11 @@ def link_ceiling(device: torch.device, tiny: bool) -> float:
 
 
 def pageable_rate(device: torch.device, tiny: bool) -> float:
-    """Bytes/s of copies of 1 GiB from memory that is not registered: what offloading without pinned memory cannot exceed."""
-    source, target = (torch.ones((16 << 20) if tiny else GIB, dtype=torch.uint8, device=place) for place in ("cpu", device))
+    """Bytes/s of copies of 1 GiB from memory that is not registered: what offloading without pinned memory
+    cannot exceed."""
+    source, target = (
+        torch.ones((16 << 20) if tiny else GIB, dtype=torch.uint8, device=place) for place in ("cpu", device)
+    )
     target.copy_(source)
     sync(device)
     begin = time.perf_counter()
@@ -172,9 +184,13 @@ def sync(device: torch.device) -> None:
 
 
 def decode(booted: Booted, batch: int, context: int, steps: int, rule: Rule = RULE) -> dict[str, object]:
-    """Seconds of single decode steps in the steady state, and what moved in them: sequences of `context` prompt tokens each."""
+    """Seconds of single decode steps in the steady state, and what moved in them: sequences of `context`
+    prompt tokens each."""
     engine, rng, weights = booted.engine, random.Random(batch), booted.weights
-    requests = [engine.submit([rng.randrange(booted.spec.vocab_size) for _ in range(context)], GREEDY) for _ in range(batch)]
+    requests = [
+        engine.submit([rng.randrange(booted.spec.vocab_size) for _ in range(context)], GREEDY)
+        for _ in range(batch)
+    ]
     got, begin = dict.fromkeys(requests, 0), time.perf_counter()
     while not all(got.values()):
         for event in engine.step():
@@ -223,9 +239,15 @@ def prefill(booted: Booted, tokens: int, times: int, rule: Rule = RULE) -> Timed
 
 @contextmanager
 def running(
-    config: dict[str, object], limits: Limits | None, device: torch.device, disk: object = None, **settings: object
+    config: dict[str, object],
+    limits: Limits | None,
+    device: torch.device,
+    disk: object = None,
+    **settings: object,
 ) -> Iterator[Booted]:
-    shape = Shape.of(config)  # In its own dtype, in which limits and what is on disk are, also where a processor has none of it.
+    shape = Shape.of(
+        config
+    )  # In its own dtype, in which limits and what is on disk are, also where a processor has none of it.
     booted = boot(
         Config(Path(), device=str(device), dtype=shape.spec.dtype, prefix_cache=False, **settings),  # type: ignore[arg-type]
         shape,
@@ -264,7 +286,8 @@ def facts(booted: Booted) -> dict[str, object]:
 
 
 def sizes(layers: int, tiny: bool, kept: int) -> tuple[int, int]:
-    """Bytes of all weights, and of embedding, head and `kept` layers: what stays on the device in both systems."""
+    """Bytes of all weights, and of embedding, head and `kept` layers: what stays on the device in both
+    systems."""
     spec = Shape.of(shape(layers, tiny))
     layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
     total = sum(map(padded, layouts))
@@ -285,7 +308,12 @@ def part_host(device: torch.device, tiny: bool) -> dict[str, object]:
     total, _ = sizes(layers, tiny, 0)
     limits = resident_limits(layers, tiny, 6, 2 * total)
     with running(
-        shape(layers, tiny), limits, device, max_step_tokens=2048 if not tiny else 64, max_sequences=16, max_length=4096
+        shape(layers, tiny),
+        limits,
+        device,
+        max_step_tokens=2048 if not tiny else 64,
+        max_sequences=16,
+        max_length=4096,
     ) as booted:
         found |= facts(booted)
         for batch in (1, 16):
@@ -293,7 +321,9 @@ def part_host(device: torch.device, tiny: bool) -> dict[str, object]:
         tokens = 2048 if not tiny else 32
         times = prefill(booted, tokens, 6).record()
         spec = Shape.of(shape(layers, tiny))
-        operations = prefill_operations(spec.spec, group_layouts(spec.spec, spec.names, spec.spec.dtype), [tokens])
+        operations = prefill_operations(
+            spec.spec, group_layouts(spec.spec, spec.names, spec.spec.dtype), [tokens]
+        )
         found["prefill"] = {"tokens": tokens, "operations": operations, **times}
     after, flops = link_ceiling(device, tiny), matmul_rate(device, torch.bfloat16)
     ceiling = (before + after) / 2
@@ -326,7 +356,9 @@ def part_disk(device: torch.device, tiny: bool, directory: Path) -> dict[str, ob
     limits = dataclasses.replace(resident_limits(layers, tiny, 2, 64 * PIECE), kept=0)
     with scratch(directory, 40 * GIB, layouts, spec.spec.dtype) as disk:
         before = disk_ceiling(disk[1], seconds=1.0 if tiny else 5.0)
-        with running(shape(layers, tiny), limits, device, disk, max_step_tokens=64, max_sequences=1, max_length=512) as booted:
+        with running(
+            shape(layers, tiny), limits, device, disk, max_step_tokens=64, max_sequences=1, max_length=512
+        ) as booted:
             found |= facts(booted)
             found["decode_1"] = decode(booted, 1, 32, 4, BRIEF)
         after = disk_ceiling(disk[1], seconds=1.0 if tiny else 5.0)
@@ -337,7 +369,8 @@ def part_disk(device: torch.device, tiny: bool, directory: Path) -> dict[str, ob
     row(
         "decode, batch 1, streamed groups on disk",
         one["mean_s"],
-        f"{share(one, ceiling)} ({format_rate(before)} before, {format_rate(after)} after); predicted {found['predicted_s']:.3f} s",
+        f"{share(one, ceiling)} ({format_rate(before)} before, {format_rate(after)} after); predicted "
+        f"{found['predicted_s']:.3f} s",
     )
     return found
 
@@ -355,14 +388,18 @@ def write_checkpoint(directory: Path, layers: int, tiny: bool) -> None:
     for layer in range(-1, layers):
         tensors = {}
         for layout in group_layouts(spec.spec, spec.names, "bfloat16"):
-            for source in (source for field in layout.fields for source in field.sources if layout.id.layer == layer):
+            for source in (
+                source for field in layout.fields for source in field.sources if layout.id.layer == layer
+            ):
                 count = math.prod(source.shape)
                 tensors[source.tensor] = block.repeat(-(-count // len(block)))[:count].view(source.shape)
         name = f"model-{layer + 1:05}.safetensors"
         save_file(tensors, directory / name, {"format": "pt"})
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": places})
+    )
 
 
 def offloaded(directory: Path, layers: int, kept: int, device: torch.device, where: str) -> "torch.nn.Module":
@@ -371,7 +408,9 @@ def offloaded(directory: Path, layers: int, kept: int, device: torch.device, whe
 
     here: int | str = 0 if device.type == "cuda" else "cpu"
     spread = {round((index + 0.5) * layers / kept) for index in range(kept)}
-    places: dict[str, int | str] = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head", "model.rotary_emb"), here)
+    places: dict[str, int | str] = dict.fromkeys(
+        ("model.embed_tokens", "model.norm", "lm_head", "model.rotary_emb"), here
+    )
     places |= {f"model.layers.{layer}": here if layer in spread else where for layer in range(layers)}
     return transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.bfloat16, device_map=places, offload_folder=str(directory / "offloaded")
@@ -379,7 +418,9 @@ def offloaded(directory: Path, layers: int, kept: int, device: torch.device, whe
 
 
 @torch.inference_mode()
-def steps_of(model: "torch.nn.Module", device: torch.device, steps: int, before: Callable[[], None], rule: Rule) -> Timed:
+def steps_of(
+    model: "torch.nn.Module", device: torch.device, steps: int, before: Callable[[], None], rule: Rule
+) -> Timed:
     """Single greedy decode steps with a KV cache, after a prompt of 32 tokens."""
     out = model(torch.arange(32, device=device)[None], use_cache=True)
     tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
@@ -404,7 +445,8 @@ def drop_cache(directory: Path) -> None:
 
 
 def part_offload(device: torch.device, tiny: bool, directory: Path, where: str) -> dict[str, object]:
-    """accelerate's offloading to the CPU's memory or to disk, beside the same layers there; 32 tokens of context, batch 1."""
+    """accelerate's offloading to the CPU's memory or to disk, beside the same layers there; 32 tokens of
+    context, batch 1."""
     layers, kept, found = 16, 6, dict[str, object]()
     folder = directory / "penstock-offload"
     shutil.rmtree(folder, ignore_errors=True)
@@ -413,10 +455,18 @@ def part_offload(device: torch.device, tiny: bool, directory: Path, where: str) 
     rule, steps = (RULE, 8) if where == "cpu" else (BRIEF, 4)
     try:
         model = offloaded(folder, layers, kept, device, where)
-        theirs = steps_of(model, device, steps, (lambda: drop_cache(folder)) if where == "disk" else (lambda: None), rule)
+        theirs = steps_of(
+            model, device, steps, (lambda: drop_cache(folder)) if where == "disk" else (lambda: None), rule
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    found |= {"context": 32, "layers": layers, "layers_kept": kept, "versions": versions(), "accelerate": theirs.record()}
+    found |= {
+        "context": 32,
+        "layers": layers,
+        "layers_kept": kept,
+        "versions": versions(),
+        "accelerate": theirs.record(),
+    }
     row(f"accelerate, {layers - kept} of {layers} layers on {where}", theirs.median, str(theirs))
     del model
     gc.collect()
@@ -425,7 +475,9 @@ def part_offload(device: torch.device, tiny: bool, directory: Path, where: str) 
     if where == "cpu":
         found |= {"link_before": link_ceiling(device, tiny), "pageable": pageable_rate(device, tiny)}
         limits = resident_limits(layers, tiny, kept, 2 * sizes(layers, tiny, kept)[0])
-        with running(shape(layers, tiny), limits, device, max_step_tokens=64, max_sequences=1, max_length=512) as booted:
+        with running(
+            shape(layers, tiny), limits, device, max_step_tokens=64, max_sequences=1, max_length=512
+        ) as booted:
             found["penstock"] = facts(booted) | decode(booted, 1, 32, steps, rule)
         found["link_after"] = link_ceiling(device, tiny)
         moved, ceilings = "streamed", (found["link_before"], found["link_after"])
@@ -435,14 +487,19 @@ def part_offload(device: torch.device, tiny: bool, directory: Path, where: str) 
         limits = dataclasses.replace(resident_limits(layers, tiny, kept, 64 * PIECE), kept=0)
         with scratch(directory, 20 * GIB, layouts, spec.spec.dtype) as disk:
             found["disk_before"] = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
-            with running(shape(layers, tiny), limits, device, disk, max_step_tokens=64, max_sequences=1, max_length=512) as booted:
+            with running(
+                shape(layers, tiny), limits, device, disk, max_step_tokens=64, max_sequences=1, max_length=512
+            ) as booted:
                 found["penstock"] = facts(booted) | decode(booted, 1, 32, steps, rule)
             found["disk_after"] = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
         moved, ceilings = "read", (found["disk_before"], found["disk_after"])
     ours = found["penstock"]
     rate, ceiling = ours[moved] / ours["mean_s"], sum(ceilings) / 2
     found |= {"ratio": theirs.median / ours["median_s"], "rate": rate, "of_ceiling": rate / ceiling}
-    text = f"{found['ratio']:.2f} times as fast as accelerate; {format_rate(rate)} of {format_rate(ceiling)} = {rate / ceiling:.1%}"
+    text = (
+        f"{found['ratio']:.2f} times as fast as accelerate; {format_rate(rate)} of {format_rate(ceiling)} = "
+        f"{rate / ceiling:.1%}"
+    )
     row(f"penstock, the same layers on {'the host' if where == 'cpu' else 'disk'}", ours["median_s"], text)
     return found
 
@@ -469,9 +526,12 @@ class Kept:
         pass
 
 
-def part_machine(device: torch.device, tiny: bool, directory: Path, batches: dict[int, int], room: int) -> dict[str, object]:
-    """80 layers, 16 GiB of device and 100 GiB of host memory, the rest on disk: batches by how many tokens of context each sequence has,
-    an engine for each, and the ceilings before and after all of them. The part fails if the process was above a cap."""
+def part_machine(
+    device: torch.device, tiny: bool, directory: Path, batches: dict[int, int], room: int
+) -> dict[str, object]:
+    """80 layers, 16 GiB of device and 100 GiB of host memory, the rest on disk: batches by how many tokens of
+    context each sequence has, an engine for each, and the ceilings before and after all of them. The part
+    fails if the process was above a cap."""
     layers, found, over = (80 if not tiny else 12), dict[str, object](), list[str]()
     config = shape(layers, tiny)
     spec = Shape.of(config)
@@ -479,7 +539,10 @@ def part_machine(device: torch.device, tiny: bool, directory: Path, batches: dic
     caps, seconds, steps = (TINY_CAPS, 1.0, 2) if tiny else (CAPS, 4.0, 3)
     with scratch(directory, room, layouts, spec.spec.dtype) as disk:
         found |= {"caps": caps, "layers": layers, "file": disk[1].stat().st_size}
-        found |= {"disk_before": disk_ceiling(disk[1], seconds=seconds), "link_before": link_ceiling(device, tiny)}
+        found |= {
+            "disk_before": disk_ceiling(disk[1], seconds=seconds),
+            "link_before": link_ceiling(device, tiny),
+        }
         operations = matmul_rate(device, torch.bfloat16)
         for batch, context in batches.items():
             give_back(device)
@@ -491,29 +554,56 @@ def part_machine(device: torch.device, tiny: bool, directory: Path, batches: dic
                 "block_size": 16,
                 "kv_blocks": batch * -(-longest // 16) + 1,
             }
-            with Peak(device) as peak, running(config, None, device, (Kept(disk[0]), disk[1]), **caps, **settings) as booted:
+            with (
+                Peak(device) as peak,
+                running(config, None, device, (Kept(disk[0]), disk[1]), **caps, **settings) as booted,
+            ):
                 one = facts(booted) | {"settings": settings}
                 if batch == 1:
-                    one["prefill"] = {"tokens": context, **prefill(booted, context, 2, Rule(window=1, most=1, least=1)).record()}
+                    one["prefill"] = {
+                        "tokens": context,
+                        **prefill(booted, context, 2, Rule(window=1, most=1, least=1)).record(),
+                    }
                 one |= decode(booted, batch, context, steps, SLOW)
                 rates = booted.weights.rates
-            one |= {"peak_device": peak.device, "peak_host": peak.host, "rate": one["read_per_pass"] / one["mean_s"]}
+            one |= {
+                "peak_device": peak.device,
+                "peak_host": peak.host,
+                "rate": one["read_per_pass"] / one["mean_s"],
+            }
             if device.type == "cuda":
-                for what, most, cap in (("device", peak.device, caps["device_memory"]), ("host", peak.host, caps["host_memory"])):
+                for what, most, cap in (
+                    ("device", peak.device, caps["device_memory"]),
+                    ("host", peak.host, caps["host_memory"]),
+                ):
                     if most > parse_size(cap):
                         over.append(f"batch {batch}: {what} {format_size(most)} of {cap}")
             found[f"batch_{batch}"] = one
             say(json.dumps(one))  # A pass takes long, and the run may be cut off.
         disk[0].close()
         give_back(device)
-        found |= {"disk_after": disk_ceiling(disk[1], seconds=seconds), "link_after": link_ceiling(device, tiny), "over": over}
+        found |= {
+            "disk_after": disk_ceiling(disk[1], seconds=seconds),
+            "link_after": link_ceiling(device, tiny),
+            "over": over,
+        }
     found["disk"] = disk_rate = (found["disk_before"] + found["disk_after"]) / 2
     for batch, context in batches.items():
         one = found[f"batch_{batch}"]
         one["of_disk"] = one["rate"] / disk_rate
-        text = f"{one['median_s'] / batch:.3f} s a token; predicted {one['predicted_s']:.2f} s a pass; disk {format_rate(one['rate'])} of "
-        text += f"{format_rate(disk_rate)} = {one['of_disk']:.1%}; peak device {format_size(one['peak_device'])}, host "
-        row(f"80 layers, batch {batch}, {context:,} tokens each", one["median_s"], text + format_size(one["peak_host"]))
+        text = (
+            f"{one['median_s'] / batch:.3f} s a token; predicted {one['predicted_s']:.2f} s a pass; disk "
+            f"{format_rate(one['rate'])} of "
+        )
+        text += (
+            f"{format_rate(disk_rate)} = {one['of_disk']:.1%}; peak device "
+            f"{format_size(one['peak_device'])}, host "
+        )
+        row(
+            f"80 layers, batch {batch}, {context:,} tokens each",
+            one["median_s"],
+            text + format_size(one["peak_host"]),
+        )
     if first := found.get("batch_1"):
         first["plan"] = planned(spec, rates, disk_rate, operations, caps, tiny)
         for name, took in (("decode", first["median_s"]), ("prefill", first["prefill"]["median_s"])):
@@ -525,8 +615,9 @@ def part_machine(device: torch.device, tiny: bool, directory: Path, batches: dic
 
 
 def part_window(device: torch.device, tiny: bool, directory: Path, room: int) -> dict[str, object]:
-    """Sliding windows over the same 80 layers, as described for them: six layers on the device, forty in host memory, all of them read
-    again in every pass. One pass is measured, after the prompt's and one that warms up."""
+    """Sliding windows over the same 80 layers, as described for them: six layers on the device, forty in host
+    memory, all of them read again in every pass. One pass is measured, after the prompt's and one that warms
+    up."""
     layers, found = (80 if not tiny else 12), dict[str, object]()
     config = shape(layers, tiny)
     spec = Shape.of(config)
@@ -534,19 +625,32 @@ def part_window(device: torch.device, tiny: bool, directory: Path, room: int) ->
     layer = sum(padded(layout) for layout in layouts if layout.id.layer == 0)
     limits = Limits(6 * layer, (40 if not tiny else 4) * layer, resident=0, kept=0, device_ring=6 * layer)
     budgets = {"device_memory": "16GiB"} if tiny else {}
-    settings = {"max_step_tokens": 2048 if not tiny else 64, "max_sequences": 1, "max_length": 2304, "block_size": 16, "kv_blocks": 160}
+    settings = {
+        "max_step_tokens": 2048 if not tiny else 64,
+        "max_sequences": 1,
+        "max_length": 2304,
+        "block_size": 16,
+        "kv_blocks": 160,
+    }
     with scratch(directory, room, layouts, spec.spec.dtype) as disk:
         found["disk_before"] = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
         with Peak(device) as peak, running(config, limits, device, disk, **budgets, **settings) as booted:
             found |= facts(booted) | decode(booted, 1, 16, 1, Rule(window=1, most=1, least=1))
         found["disk_after"] = disk_ceiling(disk[1], seconds=1.0 if tiny else 4.0)
     found |= {"layers": layers, "peak_device": peak.device, "peak_host": peak.host}
-    row("80 layers, sliding windows, batch 1, 16 tokens", found["median_s"], f"predicted {found['predicted_s']:.2f} s")
+    row(
+        "80 layers, sliding windows, batch 1, 16 tokens",
+        found["median_s"],
+        f"predicted {found['predicted_s']:.2f} s",
+    )
     return found
 
 
-def planned(spec: Shape, rates: Rates, disk: float, operations: float, budgets: dict[str, str], tiny: bool) -> dict[str, float]:
-    """Seconds of a pass that `penstock plan` forecasts for these budgets, with the disk's rate of this run."""
+def planned(
+    spec: Shape, rates: Rates, disk: float, operations: float, budgets: dict[str, str], tiny: bool
+) -> dict[str, float]:
+    """Seconds of a pass that `penstock plan` forecasts for these budgets, with the disk's rate of this
+    run."""
     device, host = (parse_size(size) for size in budgets.values())
     if tiny:  # No GPU takes of this, and no process beside it.
         device, host = device + CONTEXT + FIXED + (1 << 20), host - device + PROCESS
@@ -558,21 +662,35 @@ def planned(spec: Shape, rates: Rates, disk: float, operations: float, budgets: 
 
 
 def part_mixture(device: torch.device, tiny: bool) -> dict[str, object]:
-    """A mixture of experts with room for a third of it on the device and the rest in host memory; random weights choose evenly."""
+    """A mixture of experts with room for a third of it on the device and the rest in host memory; random
+    weights choose evenly."""
     config = json.loads((Path(__file__).parent / "shapes" / "Qwen3-30B-A3B" / "config.json").read_text())
     if tiny:
-        config |= {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_experts": 16, "vocab_size": 4096}
+        config |= {
+            "hidden_size": 256,
+            "moe_intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_experts": 16,
+            "vocab_size": 4096,
+        }
     spec = Shape.of(config)
     layouts = group_layouts(spec.spec, spec.names, spec.spec.dtype)
     total, largest = sum(map(padded, layouts)), max(map(padded, layouts))
     found: dict[str, object] = {"link": link_ceiling(device, tiny)}
     limits = Limits(total // 3 + 2 * largest, total)
-    with running(config, limits, device, max_step_tokens=256 if not tiny else 32, max_sequences=16, max_length=512) as booted:
+    with running(
+        config, limits, device, max_step_tokens=256 if not tiny else 32, max_sequences=16, max_length=512
+    ) as booted:
         found |= facts(booted)
         for batch in (1, 16):
-            one = found[f"decode_{batch}"] = decode(booted, batch, 16, 40 if not tiny else 4, Rule(least=20, most=40) if not tiny else RULE)
+            one = found[f"decode_{batch}"] = decode(
+                booted, batch, 16, 40 if not tiny else 4, Rule(least=20, most=40) if not tiny else RULE
+            )
             rate = one["copied_per_pass"] / one["mean_s"]
-            text = f"{format_size(one['copied_per_pass'])} a pass, {format_rate(rate)} of {format_rate(found['link'])}"
+            text = (
+                f"{format_size(one['copied_per_pass'])} a pass, {format_rate(rate)} of "
+                f"{format_rate(found['link'])}"
+            )
             row(f"mixture, a third on the device, batch {batch}", one["mean_s"], text)
     return found
 
@@ -586,17 +704,35 @@ def row(what: str, seconds: float, text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--directory", type=Path, default=Path("/tmp"), help="where what rests on disk is written")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("/tmp"), help="where what rests on disk is written"
+    )
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--batches", default="1:2048,32:512", help="of `machine`: how many sequences, and how many tokens each has")
-    parser.add_argument("--file", default="30GiB", help="of `machine` and `window`: at most so much of the disk; layers share its bytes")
+    parser.add_argument(
+        "--batches",
+        default="1:2048,32:512",
+        help="of `machine`: how many sequences, and how many tokens each has",
+    )
+    parser.add_argument(
+        "--file",
+        default="30GiB",
+        help="of `machine` and `window`: at most so much of the disk; layers share its bytes",
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    device, recording = torch.device(given.device), Recording(given.out, bench="weight_streaming", tiny=given.tiny)
-    batches = {int(count): int(context) for count, _, context in (one.partition(":") for one in given.batches.split(","))}
+    device, recording = (
+        torch.device(given.device),
+        Recording(given.out, bench="weight_streaming", tiny=given.tiny),
+    )
+    batches = {
+        int(count): int(context)
+        for count, _, context in (one.partition(":") for one in given.batches.split(","))
+    }
     batches = {count: context // 32 for count, context in batches.items()} if given.tiny else batches
     room, failed = parse_size(given.file), list[str]()
     work: dict[str, Callable[[], dict[str, object]]] = {

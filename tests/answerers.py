@@ -1,4 +1,5 @@
-"""Answers to the tasks of `penstock eval`, given by rules that read nothing but the prompt's text: right ones, and typical wrong ones."""
+"""Answers to the tasks of `penstock eval`, given by rules that read nothing but the prompt's text: right
+ones, and typical wrong ones."""
 
 import re
 from collections import Counter
@@ -18,7 +19,9 @@ def _form(template: str, **groups: str) -> re.Pattern[str]:
 
 
 _QUESTIONS = [_form(form, np=_KEY) for form in phrases.QUESTIONS]
-_STATEMENTS = [_form(form, np=_KEY, Np=_KEY.replace("the ", "The ", 1), v=r"(?P<v>\d+)") for form in phrases.STATEMENTS]
+_STATEMENTS = [
+    _form(form, np=_KEY, Np=_KEY.replace("the ", "The ", 1), v=r"(?P<v>\d+)") for form in phrases.STATEMENTS
+]
 
 
 def _split(prompt: str) -> tuple[str, str]:
@@ -43,7 +46,10 @@ def fact(prompt: str) -> str:
 def neighbour(prompt: str) -> str:
     """Some other fact of the text."""
     found, asked = _said(prompt)
-    return next((f"{asked.capitalize()} is {value}." for key, value in found.items() if key != asked), "I do not know.")
+    return next(
+        (f"{asked.capitalize()} is {value}." for key, value in found.items() if key != asked),
+        "I do not know.",
+    )
 
 
 def shortened(prompt: str) -> str:
@@ -53,7 +59,8 @@ def shortened(prompt: str) -> str:
 
 
 def _values(prompt: str) -> tuple[dict[str, str], str, list[str]]:
-    """The value of every name, the value that is asked for, and the names that were given a number themselves."""
+    """The value of every name, the value that is asked for, and the names that were given a number
+    themselves."""
     text, question = _split(prompt)
     told = re.findall(r"The value of (\w+) is (?:(\d+)|that of (\w+))\.", text)
     values: dict[str, str] = {}
@@ -116,10 +123,16 @@ def nothing(prompt: str) -> str:
 
 
 def script(llm: LLM, answer: Answer) -> None:
-    """Let `answer` speak for the model. It sees the prompt's tokens as text, and is cut off where a model's answer is."""
+    """Let `answer` speak for the model. It sees the prompt's tokens as text, and is cut off where a model's
+    answer is."""
 
     def generate(prompts: Sequence[list[int]], params: SamplingParams) -> list[SimpleNamespace]:
         told = [answer(llm.tokenizer.decode(prompt, skip_special=False)) for prompt in prompts]
-        return [SimpleNamespace(text=llm.tokenizer.decode(llm.tokenizer.encode(text, special=False)[: params.max_tokens])) for text in told]
+        return [
+            SimpleNamespace(
+                text=llm.tokenizer.decode(llm.tokenizer.encode(text, special=False)[: params.max_tokens])
+            )
+            for text in told
+        ]
 
     llm.generate = generate  # type: ignore[assignment,method-assign]

@@ -1,8 +1,9 @@
 """Kernels that are interpreted reach nothing but the tensors that they are given, or fail.
 
-On a GPU, what lies behind a tensor is read in silence and overwritten in silence, or, where nothing is mapped, ends the process; and
-interpreted, it is some other tensor's, and all numbers may be right nevertheless. What is checked are addresses, element by element, in
-all that a kernel reads, writes or changes. What lies between a view's rows counts as its own.
+On a GPU, what lies behind a tensor is read in silence and overwritten in silence, or, where nothing is
+mapped, ends the process; and interpreted, it is some other tensor's, and all numbers may be right
+nevertheless. What is checked are addresses, element by element, in all that a kernel reads, writes or
+changes. What lies between a view's rows counts as its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,8 @@ _within: list[tuple[int, int]] = []
 
 
 class OutsideError(AssertionError):
-    """A kernel has reached beyond what it was given. The interpreter raises its own error, which names this one."""
+    """A kernel has reached beyond what it was given. The interpreter raises its own error, which names this
+    one."""
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -68,7 +70,12 @@ def install() -> None:
 
     executor.__call__ = called
     for name, verb, at, masked in (
-        ("create_masked_load", "read", 0, 1),  # Accesses without a mask come here too, with one that leaves nothing out.
+        (
+            "create_masked_load",
+            "read",
+            0,
+            1,
+        ),  # Accesses without a mask come here too, with one that leaves nothing out.
         ("create_masked_store", "written", 0, 2),
         ("create_atomic_rmw", "changed", 1, 3),
         ("create_atomic_cas", "changed", 0, None),
@@ -79,7 +86,11 @@ def install() -> None:
 def _check(verb: str, addresses: Any, mask: Any, size: int) -> None:
     """Raises OutsideError unless each of these elements, of `size` bytes, lies in one of the tensors."""
     # What masks are made of may be integers.
-    at = addresses.reshape(-1) if mask is None else addresses[np.broadcast_to(mask, addresses.shape).astype(bool)]
+    at = (
+        addresses.reshape(-1)
+        if mask is None
+        else addresses[np.broadcast_to(mask, addresses.shape).astype(bool)]
+    )
     if not at.size:
         return
     low, high = int(at.min()), int(at.max()) + size
@@ -92,4 +103,6 @@ def _check(verb: str, addresses: Any, mask: Any, size: int) -> None:
         one = int(at[outside][0])
         near, end = min(_within, key=lambda span: max(span[0] - one, one - span[1]), default=(0, 0))
         those = f"{outside.sum()} of {at.size} elements"
-        raise OutsideError(f"{those} are {verb} outside, one at byte {one - near} of the {end - near} of the nearest tensor")
+        raise OutsideError(
+            f"{those} are {verb} outside, one at byte {one - near} of the {end - near} of the nearest tensor"
+        )

@@ -34,18 +34,33 @@ class Browser:
 
     def __init__(self, port: int, folder: Path, *more: str) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONG)
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}"]
-        flags += ["--disable-background-networking", "--disable-component-update", "--no-first-run", "--window-size=1400,900", *more]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={folder}",
+        ]
+        flags += [
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--no-first-run",
+            "--window-size=1400,900",
+            *more,
+        ]
         wanted = {
             "browserName": "chrome",
             "goog:chromeOptions": {"binary": BROWSER, "args": flags},
             "goog:loggingPrefs": {"browser": "ALL"},
         }
         self._session = ""
-        self._session = f"/session/{self._ask('POST', '/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']}"
+        made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self._session = f"/session/{made['sessionId']}"
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        self._connection.request(method, self._session + path, None if body is None else json.dumps(body).encode())
+        self._connection.request(
+            method, self._session + path, None if body is None else json.dumps(body).encode()
+        )
         answer = self._connection.getresponse()
         value = json.loads(answer.read())["value"]
         assert answer.status == 200, value
@@ -63,7 +78,13 @@ class Browser:
 
     def count(self, selector: str) -> int:
         """Of those that are seen."""
-        return int(self.run("return [...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility()).length", selector))
+        return int(
+            self.run(
+                "return [...document.querySelectorAll(arguments[0])].filter((one) => "
+                "one.checkVisibility()).length",
+                selector,
+            )
+        )
 
     def click(self, selector: str) -> None:
         [element] = self._ask("POST", "/element", {"using": "css selector", "value": selector}).values()
@@ -92,7 +113,11 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """On the console, since the last time."""
-        return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"}) if entry["level"] in ("SEVERE", "WARNING")]
+        return [
+            entry["message"]
+            for entry in self._ask("POST", "/se/log", {"type": "browser"})
+            if entry["level"] in ("SEVERE", "WARNING")
+        ]
 
     def close(self) -> None:
         self._ask("DELETE", "")
@@ -106,7 +131,9 @@ def browsing(folder: Path, *flags: str) -> Iterator[Browser]:
         pytest.skip(f"needs {'chromedriver' if BROWSER else 'chromium'}, which is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    driver = subprocess.Popen([DRIVER, f"--port={port}", "--log-level=SEVERE"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    driver = subprocess.Popen(
+        [DRIVER, f"--port={port}", "--log-level=SEVERE"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
 
         def listens() -> bool:

@@ -1,5 +1,6 @@
-"""Compiles what would be launched on a GPU, where there is none: kernels that the interpreter takes may be none to the compiler, or may
-want more than a device has. Run as a program, since Triton decides when it is imported whether it interprets.
+"""Compiles what would be launched on a GPU, where there is none: kernels that the interpreter takes may be
+none to the compiler, or may want more than a device has. Run as a program, since Triton decides when it is
+imported whether it interprets.
 
     python tests/compiling.py [--early] 89 [a case ...]
 """
@@ -30,7 +31,8 @@ from penstock.ops import (
 from penstock.ops.kernels import early_launches
 
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""By compute capability: bytes of shared memory that a program may have (CUDA C++ Programming Guide, technical specifications)."""
+"""By compute capability: bytes of shared memory that a program may have (CUDA C++ Programming Guide,
+technical specifications)."""
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB, SIZE = 32, 8, 128, 4096, 14336, 128256, 64
 
@@ -60,9 +62,19 @@ def pages(dim: int = DIM, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
 
 
 def decode(
-    batch: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, joins: bool = False, dtype: torch.dtype = BF16
+    batch: int,
+    *,
+    heads: int = HEADS,
+    dim: int = DIM,
+    window: int | None = None,
+    joins: bool = False,
+    dtype: torch.dtype = BF16,
 ) -> None:
-    q, table, lengths = empty(batch, heads, dim, dtype=dtype), empty(batch, 64, dtype=torch.int32), empty(batch, dtype=torch.int32)
+    q, table, lengths = (
+        empty(batch, heads, dim, dtype=dtype),
+        empty(batch, 64, dtype=torch.int32),
+        empty(batch, dtype=torch.int32),
+    )
     triton_attention.paged_decode(
         q,
         *pages(dim=dim, dtype=dtype),
@@ -75,11 +87,15 @@ def decode(
     )
 
 
-def run(tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, dtype: torch.dtype = BF16) -> None:
+def run(
+    tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, dtype: torch.dtype = BF16
+) -> None:
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
     triton_attention.paged_run(q, *pages(dim=dim, dtype=dtype), blocks, 2048, scale=0.1, window=window)
     where = empty(2, dtype=torch.int32)
-    triton_attention.placed_run(q, *pages(dim=dim, dtype=dtype), blocks.int(), where, scale=0.1, window=window, max_length=4096)
+    triton_attention.placed_run(
+        q, *pages(dim=dim, dtype=dtype), blocks.int(), where, scale=0.1, window=window, max_length=4096
+    )
 
 
 def merge() -> None:
@@ -88,7 +104,9 @@ def merge() -> None:
 
 
 def write() -> None:
-    triton_attention.write_kv(empty(8, KV_HEADS, DIM), empty(8, KV_HEADS, DIM), *pages(), empty(8, dtype=torch.int64))
+    triton_attention.write_kv(
+        empty(8, KV_HEADS, DIM), empty(8, KV_HEADS, DIM), *pages(), empty(8, dtype=torch.int64)
+    )
 
 
 def pointwise(*, gains: bool) -> None:
@@ -98,7 +116,13 @@ def pointwise(*, gains: bool) -> None:
     triton_pointwise.rope_(empty(8, HEADS, DIM), empty(8, KV_HEADS, DIM), *turns)
     norms = (empty(DIM), empty(DIM)) if gains else None
     triton_pointwise.project(
-        empty(8, (HEADS + 2 * KV_HEADS) * DIM), *turns, *pages(), empty(8, dtype=torch.int64), heads=HEADS, gains=norms, eps=1e-5
+        empty(8, (HEADS + 2 * KV_HEADS) * DIM),
+        *turns,
+        *pages(),
+        empty(8, dtype=torch.int64),
+        heads=HEADS,
+        gains=norms,
+        eps=1e-5,
     )
 
 
@@ -119,13 +143,17 @@ def few_rows(*classes: int) -> None:
 
 
 def draw() -> None:
-    triton_sampling.draw(empty(4, VOCAB, dtype=torch.float32), empty(4, 6, dtype=torch.float64), empty(4, dtype=torch.int64))
+    triton_sampling.draw(
+        empty(4, VOCAB, dtype=torch.float32), empty(4, 6, dtype=torch.float64), empty(4, dtype=torch.int64)
+    )
 
 
 def steps() -> None:
     newest, rates = empty(8, dtype=torch.int64), empty(DIM // 2, dtype=torch.float64)
     given = empty(4, 8, dtype=torch.int32)
-    triton_steps.place(given, empty(8, 64, dtype=torch.int32), newest, rates, empty(1, dtype=torch.float64), SIZE)
+    triton_steps.place(
+        given, empty(8, 64, dtype=torch.int32), newest, rates, empty(1, dtype=torch.float64), SIZE
+    )
     best, tokens = empty(8, dtype=torch.int64), empty(8, dtype=torch.int64)
     triton_steps.likeliest(empty(8, VOCAB), empty(8, dtype=torch.int32), newest, tokens, best)
 
@@ -144,14 +172,18 @@ def experts(tokens: int, dtype: torch.dtype = BF16) -> None:
     order, blocks, _ = triton_experts.arrange(chosen, number, tuning.rows)
     h, y = empty(tokens * top, inner, dtype=dtype), empty(tokens * top, hidden, dtype=dtype)
     table = empty(number, 2, dtype=torch.int64)
-    triton_experts.products(empty(tokens, hidden, dtype=dtype), order, blocks, table, h, y, tuning, 0, blocks.shape[1])
+    triton_experts.products(
+        empty(tokens, hidden, dtype=dtype), order, blocks, table, h, y, tuning, 0, blocks.shape[1]
+    )
     triton_experts.combine(y, shares)
 
 
 def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
     shared = triton_sums.Shared(0, 2, empty(3, dtype=torch.int64), empty(64, dtype=torch.int32), 1 << 40)
     triton_sums.sum_over_ranks(empty(8, dim, dtype=dtype), shared)
-    triton_sums.sum_rms_norm(empty(8, dim, dtype=dtype), empty(8, dim, dtype=dtype), empty(dim, dtype=dtype), 1e-5, shared)
+    triton_sums.sum_rms_norm(
+        empty(8, dim, dtype=dtype), empty(8, dim, dtype=dtype), empty(dim, dtype=dtype), 1e-5, shared
+    )
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -191,12 +223,15 @@ CASES: dict[str, Callable[[], None]] = {
 
 @contextmanager
 def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
-    """On a device of this compute capability, where kernels are compiled instead of launched; each that would be launched is shown."""
+    """On a device of this compute capability, where kernels are compiled instead of launched; each that would
+    be launched is shown."""
     driver.set_active(Driver(capability))  # type: ignore[arg-type]
     compiled = JITFunction.run
 
     def only_compiled(self: Any, *arguments: Any, grid: object, warmup: bool, **more: Any) -> Any:
-        mocked = [MockTensor(one.dtype, list(one.shape)) if isinstance(one, Tensor) else one for one in arguments]
+        mocked = [
+            MockTensor(one.dtype, list(one.shape)) if isinstance(one, Tensor) else one for one in arguments
+        ]
         if "WIDEN" in more:  # Which is for the interpreter.
             more["WIDEN"] = False
         kernel = compiled(self, *mocked, grid=grid, warmup=True, **more)
@@ -213,8 +248,8 @@ def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
 
 
 def main(capability: int, names: list[str], *, early_only: bool = False) -> None:
-    """A line of JSON with the bytes of shared memory that a program may have, and one for each kernel. Where launches may begin early,
-    kernels are compiled for that too, or only for that."""
+    """A line of JSON with the bytes of shared memory that a program may have, and one for each kernel. Where
+    launches may begin early, kernels are compiled for that too, or only for that."""
     print(SHARED[capability])
     case, early = "", False
 

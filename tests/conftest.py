@@ -1,4 +1,5 @@
-"""What every test may count on: a marker per folder, one thread for CPU arithmetic, a GPU where one is needed, real material."""
+"""What every test may count on: a marker per folder, one thread for CPU arithmetic, a GPU where one is
+needed, real material."""
 
 import gc
 import os
@@ -21,14 +22,16 @@ ALL_TOOLS = os.environ.get("PENSTOCK_ALL_TOOLS", "") not in ("", "0")
 HARDWARE = re.compile(r"\bGPU\b|\bCUDA\b|loop device|file system|O_TMPFILE|/dev/full|\.\./shared/data")
 """Reasons of skips that no installing mends: the machine's, and material that lies beside the repository."""
 
-# Triton decides when it is imported, by whichever test comes first, whether it interprets its kernels; without a GPU it must.
+# Triton decides when it is imported, by whichever test comes first, whether it interprets its kernels;
+# without a GPU it must.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell that starts something in the background lets it ignore interrupts, and all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A slow machine is no fault of the code; and whether a change is right must not hang on luck, so examples are the same every time.
+# A slow machine is no fault of the code; and whether a change is right must not hang on luck, so examples are
+# the same every time.
 settings.register_profile("penstock", deadline=None, derandomize="PENSTOCK_THOROUGH" not in os.environ)
 settings.load_profile("penstock")
 
@@ -53,13 +56,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     return _judged((yield))
 
 
 def _judged(report: Report) -> Report:
     """A failure instead of a skip, where a tool is missing that should be here."""
-    if ALL_TOOLS and report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+    if (
+        ALL_TOOLS
+        and report.skipped
+        and not hasattr(report, "wasxfail")
+        and isinstance(report.longrepr, tuple)
+    ):
         reason = str(report.longrepr[2])
         if not HARDWARE.search(reason):
             report.outcome = "failed"
@@ -68,7 +78,8 @@ def _judged(report: Report) -> Report:
 
 
 def why_no_gpu() -> str:
-    """Why tests/gpu cannot run here; empty if they can. Imports torch, so it is asked only when there are such tests."""
+    """Why tests/gpu cannot run here; empty if they can. Imports torch, so it is asked only when there are
+    such tests."""
     try:
         import torch
     except ImportError as error:
@@ -81,8 +92,9 @@ _imported, _file = 0, Path()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Several workers share the cores, and sums in one thread come out the same on every machine size. What was imported stays, and what
-    earlier files have made: every model that is loaded collects garbage, and going through all that would take longer than most tests."""
+    """Several workers share the cores, and sums in one thread come out the same on every machine size. What
+    was imported stays, and what earlier files have made: every model that is loaded collects garbage, and
+    going through all that would take longer than most tests."""
     global _imported, _file
     if len(sys.modules) > _imported + 50 or item.path != _file:
         gc.collect()
@@ -93,7 +105,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         sys.modules["torch"].manual_seed(0)
         if item.get_closest_marker("cpu"):
             sys.modules["torch"].set_num_threads(1)
-            if "triton.runtime.interpreter" in sys.modules:  # Imported where kernels are interpreted, and nowhere else.
+            if (
+                "triton.runtime.interpreter" in sys.modules
+            ):  # Imported where kernels are interpreted, and nowhere else.
                 import bounds  # Which imports torch.
 
                 bounds.install()
@@ -101,7 +115,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _first_estimate() -> Iterator[None]:
-    """What a tier assumes before anything was counted is worked out once, not for each of the thousands of tiers that tests make."""
+    """What a tier assumes before anything was counted is worked out once, not for each of the thousands of
+    tiers that tests make."""
     from penstock.kv.evict import Returns
 
     estimate, first = Returns._estimate, dict[str, object]()
@@ -122,7 +137,8 @@ def _first_estimate() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real texts, traces, tokenizers and a trained checkpoint that lies beside the repository."""
+    """The folder of real texts, traces, tokenizers and a trained checkpoint that lies beside the
+    repository."""
     folder = TESTS.parents[1] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("needs the real material in ../shared/data, which is not here")

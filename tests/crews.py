@@ -1,4 +1,5 @@
-"""What ranks do in tests: sums over all of them, and on demand whatever may befall a process. Followers import this too."""
+"""What ranks do in tests: sums over all of them, and on demand whatever may befall a process. Followers
+import this too."""
 
 import contextlib
 import os
@@ -33,8 +34,9 @@ def order(what: str, rank: int) -> Plan:
 
 
 class Sums:
-    """A rank's part: every plan sums, over the ranks, how many plans each has begun before, and ones, and is at its end as many behind as
-    it was begun behind. A transfer lands on rank r in the r-th step behind its own, in r seconds, and without its r-th block."""
+    """A rank's part: every plan sums, over the ranks, how many plans each has begun before, and ones, and is
+    at its end as many behind as it was begun behind. A transfer lands on rank r in the r-th step behind its
+    own, in r seconds, and without its r-th block."""
 
     carrier = None
     ahead = True
@@ -47,7 +49,10 @@ class Sums:
         rank = self.group.rank
         for transfer in plan.transfers:
             lost = (rank,) if rank < len(transfer.blocks) else ()
-            self._going[transfer.id] = self.ran + rank, Landed(transfer.id, float(rank), lost, tuple(b"%d" % one for one in lost))
+            self._going[transfer.id] = (
+                self.ran + rank,
+                Landed(transfer.id, float(rank), lost, tuple(b"%d" % one for one in lost)),
+            )
         for text in plan.forget:
             what, _, whom = text.decode().partition(":")
             if int(whom) == rank:
@@ -178,8 +183,8 @@ Cases = Mapping[str, Callable[[Group], None]]
 
 @contextlib.contextmanager
 def all_ranks(ranks: int, path: str, cases: Cases, device: str = "cpu") -> Iterator[Callable[[str], None]]:
-    """What has so many ranks do one of the cases of a test's file, by its name. The same is asserted on each: one that fails ends, and its
-    error is raised here."""
+    """What has so many ranks do one of the cases of a test's file, by its name. The same is asserted on each:
+    one that fails ends, and its error is raised here."""
     crew = launch(ranks, follow_cases, path, device)
     try:
         group = crew.group(_place(device, 0))

@@ -1,6 +1,8 @@
-"""Engines whose contexts do not fit their few pages, what they are asked and when, and what the same model answers with all KV in pages.
+"""Engines whose contexts do not fit their few pages, what they are asked and when, and what the same model
+answers with all KV in pages.
 
-Compute is the caller's on a CPU. Copies run on threads, which can be late, held, or deaf to the tickets of others.
+Compute is the caller's on a CPU. Copies run on threads, which can be late, held, or deaf to the tickets of
+others.
 """
 
 import atexit
@@ -28,7 +30,13 @@ LIMIT = 1e-4
 """How far log-probabilities in float32 may lie apart."""
 _HELD = 3.0
 """Seconds that a copy is held at most: a test that waits for what it holds ends, and fails."""
-SETTINGS: Mapping[str, object] = {"device": "cpu", "dtype": "float32", "max_length": 400, "beyond_trained": True, "check": True}
+SETTINGS: Mapping[str, object] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_length": 400,
+    "beyond_trained": True,
+    "check": True,
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that comes before step `at`, and is left after `leave` steps more if it has not ended by then. An `endless` one may go on
-    to the context's end; nothing is known of it beyond `tokens`."""
+    """A request that comes before step `at`, and is left after `leave` steps more if it has not ended by
+    then. An `endless` one may go on to the context's end; nothing is known of it beyond `tokens`."""
 
     prompt: tuple[int, ...]
     tokens: int = 8
@@ -76,10 +84,23 @@ class Ask:
 def opened(name: str, room: Room, **more: object) -> Iterator[LLM]:
     """An engine of the case `name` with this room."""
     layout = layout_of(name, room.block, str(more.get("dtype", "float32")))
-    sizes = {"kv_blocks": room.pages, "block_size": room.block, "max_step_tokens": room.step, "kv_tile": room.tile}
-    others = {"max_sequences": room.sequences, "prefix_cache": room.sharing, "host_kv_memory": room.host * layout.block_bytes}
+    sizes = {
+        "kv_blocks": room.pages,
+        "block_size": room.block,
+        "max_step_tokens": room.step,
+        "kv_tile": room.tile,
+    }
+    others = {
+        "max_sequences": room.sequences,
+        "prefix_cache": room.sharing,
+        "host_kv_memory": room.host * layout.block_bytes,
+    }
     if room.disk:
-        others |= {"disk_kv_memory": room.disk * layout.layers * record_bytes(layout), "kv_directory": tiny.folder(), "kv_store": "off"}
+        others |= {
+            "disk_kv_memory": room.disk * layout.layers * record_bytes(layout),
+            "kv_directory": tiny.folder(),
+            "kv_store": "off",
+        }
     with (
         patch.object(carrier, "RING", room.ring),
         patch.object(carrier, "STAGING", room.staging),
@@ -107,8 +128,11 @@ def expected(name: str, ask: Ask, dtype: str = "float32") -> Completion:
     return resident(name, dtype).generate([list(ask.prompt)], replace(ask, endless=False).params)[0]
 
 
-def answers(llm: LLM, asks: Sequence[Ask], between: Callable[[int], None] = lambda step: None) -> list[Completion]:
-    """What each gets, in steps that are interrupted wherever they may be. `between` is called before each step."""
+def answers(
+    llm: LLM, asks: Sequence[Ask], between: Callable[[int], None] = lambda step: None
+) -> list[Completion]:
+    """What each gets, in steps that are interrupted wherever they may be. `between` is called before each
+    step."""
     streams = {}
     step, interrupted = 0, False
     while True:
@@ -129,7 +153,9 @@ def answers(llm: LLM, asks: Sequence[Ask], between: Callable[[int], None] = lamb
         step += not interrupted
 
 
-def check(name: str, asks: Sequence[Ask], found: Sequence[Completion], dtype: str = "float32", limit: float = LIMIT) -> None:
+def check(
+    name: str, asks: Sequence[Ask], found: Sequence[Completion], dtype: str = "float32", limit: float = LIMIT
+) -> None:
     """That what they got is what each gets alone, or the beginning of it where it left."""
     for ask, got in zip(asks, found, strict=True):
         alone = expected(name, ask, dtype)
@@ -219,7 +245,8 @@ class Lines:
     """The streams of the engine that was made last while this is in place."""
 
     late: str = ""
-    """Which of in, out and compute starts its copies late; or "some", each of which a tenth of the time; or none."""
+    """Which of in, out and compute starts its copies late; or "some", each of which a tenth of the time; or
+    none."""
     seed: int = 0
     into: Line = field(init=False)
     out: Line = field(init=False)
@@ -246,7 +273,8 @@ def lines(late: str = "", seed: int = 0) -> Iterator[Lines]:
 
 @contextmanager
 def struck(calls: Mapping[type, Sequence[str]], gaps: Iterator[int]) -> Iterator[Callable[[], int]]:
-    """Before or behind calls of these methods an interrupt strikes, as many of them apart as `gaps` says. Lends how often it has."""
+    """Before or behind calls of these methods an interrupt strikes, as many of them apart as `gaps` says.
+    Lends how often it has."""
     strikes, left = 0, next(gaps)
 
     def strike() -> None:

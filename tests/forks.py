@@ -1,12 +1,13 @@
-"""Processes for tests that begin with torch imported: importing it takes two seconds of a core, more than most of them do afterwards.
+"""Processes for tests that begin with torch imported: importing it takes two seconds of a core, more than
+most of them do afterwards.
 
-`Popen` is subprocess's, but what runs `python -c` or `python -m` is forked from a process that has imported what is heavy and nothing of
-penstock; there is one for each environment that an interpreter would look at when it starts. The new process has the file descriptors,
-folder, environment, signal mask, session and parent that it would have had. What looks at how a process starts or at what it imports needs
-a real one.
+`Popen` is subprocess's, but what runs `python -c` or `python -m` is forked from a process that has imported
+what is heavy and nothing of penstock; there is one for each environment that an interpreter would look at
+when it starts. The new process has the file descriptors, folder, environment, signal mask, session and parent
+that it would have had. What looks at how a process starts or at what it imports needs a real one.
 
-Why it is a child of the caller's: it is forked by a child of that process which ends at once, while the caller takes in orphans
-(PR_SET_CHILD_SUBREAPER); it begins only when that has come about.
+Why it is a child of the caller's: it is forked by a child of that process which ends at once, while the
+caller takes in orphans (PR_SET_CHILD_SUBREAPER); it begins only when that has come about.
 """
 
 import atexit
@@ -39,10 +40,24 @@ _HEAVY = (
     "jinja2",
     "rich.console",
 )
-_AT_START = ("PYTHON", "MALLOC_", "LANG", "LC_", "LD_", "OMP_", "MKL_", "KMP_", "CUDA", "TORCH", "TRITON", "NCCL")
+_AT_START = (
+    "PYTHON",
+    "MALLOC_",
+    "LANG",
+    "LC_",
+    "LD_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "CUDA",
+    "TORCH",
+    "TRITON",
+    "NCCL",
+)
 """What an environment has of these, an interpreter or a library looks at when it starts."""
 _PATH = "PYTHONPATH"
-"""Of these the one that changes nothing but where modules are looked for, which is seen to in the new process."""
+"""Of these the one that changes nothing but where modules are looked for, which is seen to in the new
+process."""
 _PR_SET_CHILD_SUBREAPER = 36
 _FAR = 512
 """File descriptors above all that are passed on by their numbers."""
@@ -55,7 +70,9 @@ class _Stem:
         near, far = socket.socketpair()
         with far:
             command = [sys.executable, __file__, str(far.fileno())]
-            self._process = _Real(command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL)
+            self._process = _Real(
+                command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL
+            )
         self._line = near
 
     @property
@@ -84,15 +101,54 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """Forked if it can be: a list of this Python, `-c` or `-m`, and what is behind that."""
 
     def _execute_child(
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: bool,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        *more: Any,
     ) -> None:
-        _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, gid, gids, uid, umask, session, *others = more
+        (
+            _,
+            _,
+            shell,
+            p2cread,
+            p2cwrite,
+            c2pread,
+            c2pwrite,
+            errread,
+            errwrite,
+            _,
+            gid,
+            gids,
+            uid,
+            umask,
+            session,
+            *others,
+        ) = more
         words = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
-        plain = not shell and executable is None and preexec_fn is None and close_fds and (gid, gids, uid, umask) == (None, None, None, -1)
-        if not plain or words[:1] != [_PYTHON] or words[1:2] not in (["-c"], ["-m"]) or any(one not in (-1, None) for one in others):
+        plain = (
+            not shell
+            and executable is None
+            and preexec_fn is None
+            and close_fds
+            and (gid, gids, uid, umask) == (None, None, None, -1)
+        )
+        if (
+            not plain
+            or words[:1] != [_PYTHON]
+            or words[1:2] not in (["-c"], ["-m"])
+            or any(one not in (-1, None) for one in others)
+        ):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
             return
-        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()}
+        environment = {
+            os.fsdecode(name): os.fsdecode(value)
+            for name, value in (os.environ if env is None else env).items()
+        }
         standard = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         places = [0, 1, 2, *pass_fds]
         order = {
@@ -110,7 +166,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 def run(command: Sequence[str], **more: Any) -> "subprocess.CompletedProcess[Any]":
     """As subprocess.run with what it captures."""
-    with Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more) as process:
+    with Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
+    ) as process:
         out, err = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
@@ -141,7 +199,9 @@ def _fork(order: Mapping[str, object], files: Sequence[int], environment: Mappin
 
 def _stem(environment: Mapping[str, str]) -> _Stem:
     """What processes of this environment are forked from."""
-    kind = tuple(sorted(item for item in environment.items() if item[0].startswith(_AT_START) and item[0] != _PATH))
+    kind = tuple(
+        sorted(item for item in environment.items() if item[0].startswith(_AT_START) and item[0] != _PATH)
+    )
     stem = _stems.get(kind)
     if stem is None or not stem.alive:
         rest = {name: value for name, value in os.environ.items() if not name.startswith(_AT_START)}
@@ -163,13 +223,15 @@ def _read(line: socket.socket, size: int) -> bytes:
 
 
 def _serve(line: socket.socket) -> tuple[str, str]:
-    """Returns in each new process, which is what it was ordered to be but for its code: `-c` or `-m`, and what is behind it."""
+    """Returns in each new process, which is what it was ordered to be but for its code: `-c` or `-m`, and
+    what is behind it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal, for its whole group.
     for name in _HEAVY:
         with suppress(ImportError):
             import_module(name)
     gc.collect()
-    gc.freeze()  # As in conftest.py: what is here is there for good, and whoever collects garbage need not go through it.
+    # As in conftest.py: what is here is there for good, and whoever collects garbage need not go through it.
+    gc.freeze()
     while True:
         head, files, _, _ = socket.recv_fds(line, 8, 64)
         if not head:
@@ -206,13 +268,24 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> tuple[str, str]:
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
-    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # They look at what they are when they are made.
+    for name, number in (
+        ("stdin", 0),
+        ("stdout", 1),
+        ("stderr", 2),
+    ):  # They look at what they are when they are made.
         usual = getattr(sys, name)
         direct = number != 0 and usual.write_through
         raw = os.fdopen(number, "rb" if number == 0 else "wb", 0 if direct else -1, closefd=False)
         lines = not direct and (os.isatty(number) or number == 2)
         ends = None if number == 0 else "\n"
-        stream = io.TextIOWrapper(raw, usual.encoding, usual.errors, newline=ends, line_buffering=lines, write_through=usual.write_through)
+        stream = io.TextIOWrapper(
+            raw,
+            usual.encoding,
+            usual.errors,
+            newline=ends,
+            line_buffering=lines,
+            write_through=usual.write_through,
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,7 +1,8 @@
 """Clients that waste a server's time and memory, and what a server is like before and after them.
 
-Each crowd of clients is a function that returns what it has seen: what came back, by kind. None of them may make the server fail, and
-after each it must be at rest: nothing computed, nothing held, and as many tasks, files and threads as before.
+Each crowd of clients is a function that returns what it has seen: what came back, by kind. None of them may
+make the server fail, and after each it must be at rest: nothing computed, nothing held, and as many tasks,
+files and threads as before.
 """
 
 import json
@@ -28,7 +29,18 @@ from streams import LONG
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MIB = 1 << 20
-FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-blocks", "32", "--max-sequences", "4", "--max-length", "1024")
+FLAGS = (
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--kv-blocks",
+    "32",
+    "--max-sequences",
+    "4",
+    "--max-length",
+    "1024",
+)
 """Of a server whose KV is so small that all of it is soon in memory."""
 ENDLESS = {"model": "shipped", "prompt": "The sea", "max_tokens": 900, "ignore_eos": True, "stream": True}
 _WATCHED = """
@@ -55,7 +67,8 @@ sys.exit(main())
 
 @dataclass(frozen=True)
 class Rest:
-    """A server that does nothing. rss: bytes. held: share of the KV blocks. tasks: of its event loop, by name."""
+    """A server that does nothing. rss: bytes. held: share of the KV blocks. tasks: of its event loop, by
+    name."""
 
     rss: int
     held: float
@@ -67,21 +80,28 @@ class Rest:
 
     @property
     def busy(self) -> bool:
-        return bool(self.held or self.running or self.waiting or any("run_asgi" in task for task in self.tasks))
+        return bool(
+            self.held or self.running or self.waiting or any("run_asgi" in task for task in self.tasks)
+        )
 
 
 class Watched(Server):
-    """One that tells its tasks when asked, by a signal, and has then given back the memory that it does not need."""
+    """One that tells its tasks when asked, by a signal, and has then given back the memory that it does not
+    need."""
 
-    popen = subprocess.Popen  # Of one that was forked the memory grows by what it has of the other's and comes to use.
+    popen = (
+        subprocess.Popen
+    )  # Of one that was forked the memory grows by what it has of the other's and comes to use.
 
     def __init__(self, folder: Path, *flags: str, files: int = 0, **patience: float) -> None:
-        """files: that it may open, if not as many as others. patience: the seconds that penstock.server.connection names, where they are
-        others."""
+        """files: that it may open, if not as many as others. patience: the seconds that
+        penstock.server.connection names, where they are others."""
         self._told = folder / "tasks.json"
         self.python = (
             "-c",
-            _WATCHED.replace("PLACE", repr(str(self._told))).replace("PATIENCE", repr(patience)).replace("FILES", str(files)),
+            _WATCHED.replace("PLACE", repr(str(self._told)))
+            .replace("PATIENCE", repr(patience))
+            .replace("FILES", str(files)),
         )
         # What threads free is given back too when there is one arena.
         super().__init__(folder / "said.txt", *flags, environment={"MALLOC_ARENA_MAX": "1"})
@@ -129,7 +149,9 @@ class Watched(Server):
         def rests() -> bool:
             nonlocal last
             last = self.look()
-            return not last.busy and (before is None or (last.files <= before.files and last.tasks == before.tasks))
+            return not last.busy and (
+                before is None or (last.files <= before.files and last.tasks == before.tasks)
+            )
 
         try:
             until(rests)
@@ -143,7 +165,8 @@ class Watched(Server):
             yield connection
 
     def send(self, raw: bytes, patience: float = 0.05) -> bytes:
-        """What comes back of bytes after which the client says no more. patience: seconds until it says that."""
+        """What comes back of bytes after which the client says no more. patience: seconds until it says
+        that."""
         got = b""
         with self.connected() as connection, suppress(ConnectionError):
             connection.sendall(raw)
@@ -176,14 +199,19 @@ def seen(statuses: Sequence[int]) -> dict[str, int]:
 
 
 def leave_early(server: Watched, count: int, seed: int = 0) -> dict[str, int]:
-    """Clients that go before there is an answer, in the midst of a stream, and in the midst of their upload: by an end or a reset."""
+    """Clients that go before there is an answer, in the midst of a stream, and in the midst of their upload:
+    by an end or a reset."""
 
     def leave(number: int) -> str:
         rng = random.Random(seed * 1_000_003 + number)
         kind = ("before the answer", "in a stream", "in an upload")[number % 3]
-        prompt: Any = rng.choice((STORY, ["a", "b"], [9 + number % 999] * rng.choice((1, 100)), "far away " * rng.choice((1, 30))))
+        prompt: Any = rng.choice(
+            (STORY, ["a", "b"], [9 + number % 999] * rng.choice((1, 100)), "far away " * rng.choice((1, 30)))
+        )
         n = 1 if isinstance(prompt, list) else rng.choice((1, 2))
-        asked = json.dumps(ENDLESS | {"stream": kind == "in a stream" or rng.random() < 0.3, "n": n, "prompt": prompt}).encode()
+        asked = json.dumps(
+            ENDLESS | {"stream": kind == "in a stream" or rng.random() < 0.3, "n": n, "prompt": prompt}
+        ).encode()
         sent = post(TEXT, asked)
         if kind == "in an upload":
             sent = sent[: rng.randrange(len(sent) - 1)]
@@ -210,8 +238,9 @@ def leave_early(server: Watched, count: int, seed: int = 0) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Slow:
-    """rss: the most that the server had, in bytes. answered: right answers that others had meanwhile. whole: of the slow readers' own
-    answers, how many were right when they were read at last; the rest left. dropped: those that the server has left."""
+    """rss: the most that the server had, in bytes. answered: right answers that others had meanwhile. whole:
+    of the slow readers' own answers, how many were right when they were read at last; the rest left. dropped:
+    those that the server has left."""
 
     rss: int
     answered: int
@@ -219,10 +248,20 @@ class Slow:
     dropped: int
 
 
-def read_slowly(server: Watched, count: int, seconds: float, tokens: int, text: str, others: Callable[[], bool]) -> Slow:
-    """`count` clients that ask for `tokens` tokens with many log-probabilities, which is `text`, and read a byte a second. others: asks
-    what others would, and says whether the answer is right."""
-    body = {"model": "shipped", "prompt": STORY, "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "stream": True, "logprobs": 20}
+def read_slowly(
+    server: Watched, count: int, seconds: float, tokens: int, text: str, others: Callable[[], bool]
+) -> Slow:
+    """`count` clients that ask for `tokens` tokens with many log-probabilities, which is `text`, and read a
+    byte a second. others: asks what others would, and says whether the answer is right."""
+    body = {
+        "model": "shipped",
+        "prompt": STORY,
+        "temperature": 0,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 20,
+    }
     with ExitStack() as opened:
         slow = []
         for _ in range(count):
@@ -260,7 +299,11 @@ def _rest_of(begun: bytes, connection: socket.socket) -> tuple[str, bool]:
     head, _, chunked = raw.partition(b"\r\n\r\n")
     assert status_of(head) == 200, head
     lines = chunked.split(b"\n")
-    said = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith(b"data: {") and line.endswith(b"}")]
+    said = [
+        json.loads(line[6:])["choices"][0]["text"]
+        for line in lines
+        if line.startswith(b"data: {") and line.endswith(b"}")
+    ]
     return "".join(said), b"data: [DONE]" in lines
 
 
@@ -270,8 +313,28 @@ def _rest_of(begun: bytes, connection: socket.socket) -> tuple[str, bool]:
 def _a_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
     return rng.choice(
         [
-            (CHAT, {"model": "shipped", "messages": TALK, "max_tokens": 2, "n": 1, "stream": False, "logit_bias": {"5": 1}}),
-            (TEXT, {"model": "shipped", "prompt": STORY, "max_tokens": 2, "stop": ["a"], "temperature": 0.5, "seed": 1}),
+            (
+                CHAT,
+                {
+                    "model": "shipped",
+                    "messages": TALK,
+                    "max_tokens": 2,
+                    "n": 1,
+                    "stream": False,
+                    "logit_bias": {"5": 1},
+                },
+            ),
+            (
+                TEXT,
+                {
+                    "model": "shipped",
+                    "prompt": STORY,
+                    "max_tokens": 2,
+                    "stop": ["a"],
+                    "temperature": 0.5,
+                    "seed": 1,
+                },
+            ),
             ("/tokenize", {"prompt": STORY, "model": "shipped"}),
             ("/detokenize", {"tokens": [5, 6, 7]}),
         ]
@@ -291,19 +354,51 @@ _SAMPLING = (
     "user",
 )
 _OTHERS: dict[str, tuple[str, ...]] = {
-    CHAT: (*_SAMPLING, "logprobs", "top_logprobs", "tools", "tool_choice", "response_format", "metadata", "chat_template_kwargs", "nobody"),
-    TEXT: (*_SAMPLING, "logprobs", "echo", "best_of", "suffix", "add_special_tokens", "response_format", "logit_bias", "nobody"),
-    "/tokenize": ("messages", "add_special_tokens", "return_token_strs", "chat_template_kwargs", "tools", "nobody"),
+    CHAT: (
+        *_SAMPLING,
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "metadata",
+        "chat_template_kwargs",
+        "nobody",
+    ),
+    TEXT: (
+        *_SAMPLING,
+        "logprobs",
+        "echo",
+        "best_of",
+        "suffix",
+        "add_special_tokens",
+        "response_format",
+        "logit_bias",
+        "nobody",
+    ),
+    "/tokenize": (
+        "messages",
+        "add_special_tokens",
+        "return_token_strs",
+        "chat_template_kwargs",
+        "tools",
+        "nobody",
+    ),
     "/detokenize": ("model", "nobody"),
 }
 _ODD: list[Any] = [
-    None, True, -1, 0, 3.5, 2**63, -(2**64), 10**300, 1e308, 5e-324, "", "x" * 5000, "\x00", "\u202e", "😀" * 100,
-    [], [[]], [None], {}, {"a": {"b": []}}, [{}], [[{}]], {"": ""}, [0] * 3000, [True], ["a", 1], {"type": "x"},
+    None, True, -1, 0, 3.5, 2**63, -(2**64), 10**300, 1e308, 5e-324, "", "x" * 5000, "\x00", "\u202e",
+    "😀" * 100,
+    [], [[]], [None], {}, {"a": {"b": []}}, [{}], [[{}]], {"": ""}, [0] * 3000, [True], ["a", 1],
+    {"type": "x"},
 ]  # fmt: skip
 _RAW: list[bytes] = [
-    b"[" * 100_000, b'{"a":' * 50_000, b"1" * 100_000, b"-", b"1e999999", b"NaN", b'"\\ud800"', b"\xff\xfe{\x00}", b"\xef\xbb\xbf{}",
-    b"\x00" * 1000, b'{"model": "\xc0\xaf"}', b'{"model": "shipped", "prompt": "\xed\xa0\x80"}', b'{"model": "shipped", "prompt": 1e400}',
-    b'{"model": "shipped", "prompt": "a", "max_tokens": 1' + b"0" * 4000 + b"}", b'{"model":"shipped","model":"shipped","prompt":1}',
+    b"[" * 100_000, b'{"a":' * 50_000, b"1" * 100_000, b"-", b"1e999999", b"NaN", b'"\\ud800"',
+    b"\xff\xfe{\x00}", b"\xef\xbb\xbf{}",
+    b"\x00" * 1000, b'{"model": "\xc0\xaf"}', b'{"model": "shipped", "prompt": "\xed\xa0\x80"}',
+    b'{"model": "shipped", "prompt": 1e400}',
+    b'{"model": "shipped", "prompt": "a", "max_tokens": 1' + b"0" * 4000 + b"}",
+    b'{"model":"shipped","model":"shipped","prompt":1}',
 ]  # fmt: skip
 
 
@@ -314,7 +409,9 @@ def malformed_body(rng: random.Random) -> tuple[str, bytes]:
     if chance < 0.15:
         return path, rng.choice(_RAW)
     if chance < 0.6:
-        name = rng.choice([key for key in (*body, *_OTHERS[path]) if key != "max_tokens"])  # What is asked for stays short.
+        name = rng.choice(
+            [key for key in (*body, *_OTHERS[path]) if key != "max_tokens"]
+        )  # What is asked for stays short.
         return path, json.dumps(body | {name: rng.choice(_ODD)}).encode()
     if chance < 0.7:
         return path, json.dumps(_nested(rng, body)).encode()
@@ -361,15 +458,21 @@ def broken_framing(rng: random.Random) -> bytes:
             post(path, body, len(body) + rng.randrange(1, 1 << 40)),
             post(path, body, 0),
             post(path, body).replace(
-                b"Content-Length: ", rng.choice((b"Content-Length: -", b"Content-Length: 0x", b"Content-Length: 9" + b"9" * 30))
+                b"Content-Length: ",
+                rng.choice((b"Content-Length: -", b"Content-Length: 0x", b"Content-Length: 9" + b"9" * 30)),
             ),
             post(path, body, more=f"Content-Length: {rng.randrange(len(body))}\r\n"),
             post(path, body, more="Transfer-Encoding: chunked\r\n"),
             post(path, body, more="Transfer-Encoding: gzip, chunked\r\n"),
             post(path, body, more="Expect: 100-continue\r\n"),
             post(path, body, more="Content-Encoding: gzip\r\n"),
-            post(path, body, more="Connection: upgrade\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"),
-            chunked + rng.choice((b"zz", b"-1", b"ffffffffffffffff", b"fffffffffffffffff", b"", b"1;" + noise)) + b"\r\n" + body,
+            post(
+                path, body, more="Connection: upgrade\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+            ),
+            chunked
+            + rng.choice((b"zz", b"-1", b"ffffffffffffffff", b"fffffffffffffffff", b"", b"1;" + noise))
+            + b"\r\n"
+            + body,
             chunked + size + b"\r\n" + body,
             chunked + whole[: rng.randrange(len(whole))],
             chunked + whole + b"X-Trailer: " + noise.replace(b"\n", b"") + b"\r\n\r\n",
@@ -378,7 +481,9 @@ def broken_framing(rng: random.Random) -> bytes:
             noise,
             b"POST " + noise + b" HTTP/1.1\r\n\r\n",
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-            post(path, body).replace(b"HTTP/1.1", rng.choice((b"HTTP/0.9", b"HTTP/1.2", b"HTTP/2", b"ICY/1.1"))),
+            post(path, body).replace(
+                b"HTTP/1.1", rng.choice((b"HTTP/0.9", b"HTTP/1.2", b"HTTP/2", b"ICY/1.1"))
+            ),
             post(path, body, more="X-A: a\r\n b\r\n: c\r\nX\x00: d\r\n"),
             post(path, body) + post(path, body)[: rng.randrange(60)],
         ]
@@ -418,8 +523,8 @@ ENDLESS_ONES: dict[str, tuple[bytes, bytes]] = {
 
 
 def pour(server: Watched, kind: str, most: int) -> tuple[int, int]:
-    """Up to so many bytes of a request that does not end, or until the server closes the connection. The status that came first, and how
-    many bytes were sent."""
+    """Up to so many bytes of a request that does not end, or until the server closes the connection. The
+    status that came first, and how many bytes were sent."""
     head, piece = ENDLESS_ONES[kind]
     got, sent = b"", len(head)
     with server.connected() as connection, suppress(ConnectionError):
@@ -481,7 +586,8 @@ def send_large(server: Watched, size: int) -> dict[str, int]:
 
 
 def never_end(server: Watched, count: int) -> dict[str, int]:
-    """Connections that ask for nothing, or take for ever to: so many of each kind, until the server has closed all. What came back."""
+    """Connections that ask for nothing, or take for ever to: so many of each kind, until the server has
+    closed all. What came back."""
     begun = (
         b"",
         b"GET",
@@ -504,7 +610,8 @@ def never_end(server: Watched, count: int) -> dict[str, int]:
 
 
 def hold_uploads(server: Watched, count: int, size: int, refused: int) -> dict[str, int]:
-    """Clients that send all but the last bytes of a request, and then nothing; until so many have been refused for it."""
+    """Clients that send all but the last bytes of a request, and then nothing; until so many have been
+    refused for it."""
     raw = post("/detokenize", b'{"tokens": [' + b"5," * (size // 2) + b"5]}")
     statuses = [0] * count
     with ExitStack() as opened:
@@ -525,7 +632,8 @@ def hold_uploads(server: Watched, count: int, size: int, refused: int) -> dict[s
 
 
 def leave_behind_another(server: Watched, count: int) -> int:
-    """Clients that send a second request while the first is answered, and go; how many have been answered, and noticed to go."""
+    """Clients that send a second request while the first is answered, and go; how many have been answered,
+    and noticed to go."""
     before, answered = counted(server)["request_abandoned_total",], 0
     for _ in range(count):
         with server.connected() as connection:

@@ -1,11 +1,13 @@
-"""Makes Triton's interpreter cheaper without changing what it computes: what it does anew for each function it does once for each process.
+"""Makes Triton's interpreter cheaper without changing what it computes: what it does anew for each function
+it does once for each process.
 
-Before each launch, and before each call of a function by a kernel, Triton looks through its whole language for what interpreting must
-replace. After the first time there is nothing left to find within a launch, and what it replaces is the same in every launch. So the
-replacements stay. Nothing in these processes compiles a kernel, which alone would miss what was replaced.
+Before each launch, and before each call of a function by a kernel, Triton looks through its whole language
+for what interpreting must replace. After the first time there is nothing left to find within a launch, and
+what it replaces is the same in every launch. So the replacements stay. Nothing in these processes compiles a
+kernel, which alone would miss what was replaced.
 
-Every sum, difference and product of integers is computed once more in 64 bits, for an assertion that is only made where kernels are
-debugged; and each value wraps its shape anew. Neither is done here.
+Every sum, difference and product of integers is computed once more in 64 bits, for an assertion that is only
+made where kernels are debugged; and each value wraps its shape anew. Neither is done here.
 """
 
 import math
@@ -57,13 +59,17 @@ def _wrap_less() -> None:
             overflow(self, *of)
 
     def broadcast_if_unlike(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
-        """What has one shape already, as most has, is taken as it is. Shapes that are alike are one object; see `make_tensor`."""
+        """What has one shape already, as most has, is taken as it is. Shapes that are alike are one object;
+        see `make_tensor`."""
         return (one, other) if one.shape is other.shape else broadcast(self, one, other)
 
     def make_tensor(self: Any, handle: Any, kind: Any) -> None:
         shape = tuple(kind.shape) if kind.is_block() else ()
         if shape not in shapes:
-            shapes[shape] = core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+            shapes[shape] = (
+                core.constexpr(math.prod(shape)),
+                core.tuple([core.constexpr(size) for size in shape]),
+            )
         self.numel, self.shape = shapes[shape]
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
 

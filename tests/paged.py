@@ -1,4 +1,5 @@
-"""What decode over pages is asked, on any device: a pool full of NaN, sequences in shuffled blocks, and the answer in float64."""
+"""What decode over pages is asked, on any device: a pool full of NaN, sequences in shuffled blocks, and the
+answer in float64."""
 
 import math
 
@@ -7,12 +8,19 @@ from torch import Tensor
 
 from penstock.ops.triton_attention import DecodeTuning, paged_decode, paged_run, placed_run
 
-# Against the largest value of the answer: that of one rounding, and of the probabilities rounded before they meet V.
+# Against the largest value of the answer: that of one rounding, and of the probabilities rounded before they
+# meet V.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def pool_views(
-    blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str = "cpu", layer: int = 1
+    blocks: int,
+    block_size: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    layer: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """One layer of a pool `[blocks, layers, 2, block_size, kv_heads, dim]` in which every number is NaN."""
     pool = torch.full((blocks, 3, 2, block_size, kv_heads, dim), math.nan, dtype=dtype, device=device)
@@ -22,11 +30,14 @@ def pool_views(
 def fill(
     k_cache: Tensor, v_cache: Tensor, lengths: list[int], rng: torch.Generator, spare: int = 2
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Random tokens in shuffled blocks; table entries past a sequence's end are garbage. Returns the table and K, V per sequence."""
+    """Random tokens in shuffled blocks; table entries past a sequence's end are garbage. Returns the table
+    and K, V per sequence."""
     blocks, block_size, kv_heads, dim = k_cache.shape
     free = torch.randperm(blocks, generator=rng).to(k_cache.device)
     width = max(-(-n // block_size) for n in lengths) + spare
-    table = torch.full((len(lengths), width + 3), 2**31 - 1, dtype=torch.int32, device=k_cache.device)[:, :width]  # rows are farther apart
+    table = torch.full((len(lengths), width + 3), 2**31 - 1, dtype=torch.int32, device=k_cache.device)[
+        :, :width
+    ]  # rows are farther apart
     keys, values, used = [], [], 0
     for seq, length in enumerate(lengths):
         k, v = (torch.randn(length, kv_heads, dim, generator=rng).to(k_cache) for _ in range(2))
@@ -48,7 +59,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
         k, v = k[-window:], v[-window:]
     heads, kv_heads = q.shape[0], k.shape[1]
     if len(k) == 0:
-        return torch.zeros_like(q, dtype=torch.float64), torch.full((heads,), -math.inf, dtype=torch.float64, device=q.device)
+        return torch.zeros_like(q, dtype=torch.float64), torch.full(
+            (heads,), -math.inf, dtype=torch.float64, device=q.device
+        )
     k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     score = torch.einsum("hd,thd->ht", q.double(), k) * scale
     return torch.einsum("ht,thd->hd", score.softmax(1), v), score.logsumexp(1)
@@ -96,18 +109,24 @@ def check_decode(
 
 
 def check_run(
-    tokens: int, start: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16, window: int | None = None,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", tuning: DecodeTuning | None = None, seed: int = 0,
+    tokens: int, start: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", tuning: DecodeTuning | None = None,
+    seed: int = 0,
 ) -> None:  # fmt: skip
     """The last `tokens` of a sequence, and every one of them against the keys up to itself."""
     rng = torch.Generator().manual_seed(seed)
-    k_cache, v_cache = pool_views(-(-(start + tokens) // block_size) + 2, block_size, kv_heads, dim, dtype, device)
+    k_cache, v_cache = pool_views(
+        -(-(start + tokens) // block_size) + 2, block_size, kv_heads, dim, dtype, device
+    )
     table, [k], [v] = fill(k_cache, v_cache, [start + tokens], rng)
     q = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=rng).to(k_cache)[:, :heads]
     out = torch.full((tokens + 1, heads, dim), math.nan, dtype=dtype, device=device)
     scale = 1.3 / math.sqrt(dim)
     blocks = table[0, : -(-(start + tokens) // block_size)].to(torch.int64)
-    got, lse = paged_run(q, k_cache, v_cache, blocks, start, scale=scale, window=window, out=out[:-1], tuning=tuning)
+    got, lse = paged_run(
+        q, k_cache, v_cache, blocks, start, scale=scale, window=window, out=out[:-1], tuning=tuning
+    )
     for token in range(tokens):
         seen = start + token + 1
         check_answer(got[token], lse[token], *attend(q[token], k[:seen], v[:seen], scale, window))
@@ -115,12 +134,17 @@ def check_run(
 
 
 def check_placed_run(
-    tokens: int, start: int, padding: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16,
-    window: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu", max_length: int | None = None,
+    tokens: int, start: int, padding: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16,
+    block_size: int = 16,
+    window: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    max_length: int | None = None,
 ) -> None:  # fmt: skip
-    """As `check_run`, of a run that begins where it is told on the device, with padding behind it that answers nothing but zeros."""
+    """As `check_run`, of a run that begins where it is told on the device, with padding behind it that
+    answers nothing but zeros."""
     rng = torch.Generator().manual_seed(tokens)
-    k_cache, v_cache = pool_views(-(-(start + tokens) // block_size) + 2, block_size, kv_heads, dim, dtype, device)
+    k_cache, v_cache = pool_views(
+        -(-(start + tokens) // block_size) + 2, block_size, kv_heads, dim, dtype, device
+    )
     table, [k], [v] = fill(k_cache, v_cache, [start + tokens], rng)
     q = torch.randn(tokens + padding, heads + 2 * kv_heads, dim, generator=rng).to(k_cache)[:, :heads]
     scale, where = 1.3 / math.sqrt(dim), torch.tensor([start, tokens], dtype=torch.int32, device=device)

@@ -1,4 +1,5 @@
-"""How far an engine's completions lie from transformers' greedy decoding, as numbers: for GPU tests and for the table of families."""
+"""How far an engine's completions lie from transformers' greedy decoding, as numbers: for GPU tests and for
+the table of families."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ import tiny
 from penstock import Completion, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=-1)
-WITH_PROMPT = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+WITH_PROMPT = SamplingParams(
+    temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=-1, prompt_logprobs=-1
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Measured:
     """How many distributions were compared: those whose inputs are equal."""
     worst: float
     typical: float
-    """The median over the positions of each position's mean error: experts chosen otherwise, by a hair, do not count."""
+    """The median over the positions of each position's mean error: experts chosen otherwise, by a hair, do
+    not count."""
 
     @property
     def exact(self) -> bool:
@@ -65,5 +69,7 @@ def prompt_error(references: Sequence[tiny.Reference], exact: Sequence[tiny.Refe
     errors = []
     for got, expected in zip(references, exact, strict=True):
         prompt = slice(len(got.prompt))
-        errors.append((got.logprobs[prompt] - expected.logprobs[prompt]).abs().mean(-1) / expected.logprobs.abs().max())
+        errors.append(
+            (got.logprobs[prompt] - expected.logprobs[prompt]).abs().mean(-1) / expected.logprobs.abs().max()
+        )
     return float(torch.cat(errors).median())

@@ -1,8 +1,9 @@
-"""A disk that loses its power: of what was written in a directory and not synced, some is there afterwards and some is not.
+"""A disk that loses its power: of what was written in a directory and not synced, some is there afterwards
+and some is not.
 
-What POSIX promises and no more: bytes are on the disk after fsync or fdatasync of their file, names after fsync of their directory. Before
-that each write may have reached the disk or not, whatever came before or after it; a write that did not leaves zeros, or what was there.
-Changes of names reach it in their order.
+What POSIX promises and no more: bytes are on the disk after fsync or fdatasync of their file, names after
+fsync of their directory. Before that each write may have reached the disk or not, whatever came before or
+after it; a write that did not leaves zeros, or what was there. Changes of names reach it in their order.
 """
 
 import os
@@ -57,7 +58,8 @@ class Disk:
 
     @contextmanager
     def powered(self, until: int = 0) -> Iterator[None]:
-        """Keep account of what is done, up to the call of that number, which raises PowerCut, as do all after it."""
+        """Keep account of what is done, up to the call of that number, which raises PowerCut, as do all after
+        it."""
         self.calls = 0
         real = {name: getattr(os, name) for name in CALLS}
 
@@ -69,7 +71,10 @@ class Disk:
                     self.calls += 1
                     if until and self.calls >= until:
                         raise PowerCut
-                    synced = name in ("fsync", "fdatasync")  # The real disk is not waited for: its power stays on.
+                    synced = name in (
+                        "fsync",
+                        "fdatasync",
+                    )  # The real disk is not waited for: its power stays on.
                     result = None if synced else real[name](*given, **more)
                     self._account(name, result, given)
                     return result
@@ -103,7 +108,9 @@ class Disk:
     def _concerns(self, name: str, given: tuple[Any, ...]) -> bool:
         if name == "open":
             path, flags = Path(given[0]), given[1]
-            return path in self._changes or (path.parent in self._changes and bool(flags & (os.O_WRONLY | os.O_RDWR)))
+            return path in self._changes or (
+                path.parent in self._changes and bool(flags & (os.O_WRONLY | os.O_RDWR))
+            )
         if name in ("rename", "unlink"):
             return Path(given[0]).parent in self._changes
         held = Path(f"/proc/self/fd/{given[0]}").readlink()

@@ -21,7 +21,18 @@ from streams import LONG
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "device_memory": "600MiB", "max_sequences": 4}
 """Of an LLM that says what is right."""
-FLAGS = ("--device", "cpu", "--dtype", "float32", "--device-memory", "600MiB", "--max-sequences", "4", "--queue", "3")
+FLAGS = (
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--device-memory",
+    "600MiB",
+    "--max-sequences",
+    "4",
+    "--queue",
+    "3",
+)
 ROOM = 4 + 3
 """Outputs that such a server takes."""
 STORY, TALK = "Once upon a time", [{"role": "user", "content": "Tell me a story about a boat."}]
@@ -58,7 +69,13 @@ class Server:
 
     def wait(self, seconds: float = 3 * LONG) -> "Server":
         """Until it serves."""
-        until(lambda: self.process.poll() is not None or re.search(r"^serving \S+ at http\S+\n", self.said(), re.MULTILINE), seconds)
+        until(
+            lambda: (
+                self.process.poll() is not None
+                or re.search(r"^serving \S+ at http\S+\n", self.said(), re.MULTILINE)
+            ),
+            seconds,
+        )
         assert self.process.poll() is None, self.said()
         found = re.search(r"^serving (\S+) at (http\S+)\n", self.said(), re.MULTILINE)
         assert found is not None
@@ -69,7 +86,9 @@ class Server:
         place = urlsplit(self.url)
         return http.client.HTTPConnection(place.hostname or "", place.port, timeout=LONG)
 
-    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
         """Status, headers and body, read as JSON where it is. body: bytes, or what JSON can hold."""
         connection = self.connection()
         try:
@@ -127,10 +146,14 @@ def ending(server: S) -> Iterator[S]:
 class Stream:
     """A completion that is being streamed to a client that reads when it likes."""
 
-    def __init__(self, server: Server, body: Mapping[str, Any] = ENDLESS, path: str = "/v1/completions") -> None:
+    def __init__(
+        self, server: Server, body: Mapping[str, Any] = ENDLESS, path: str = "/v1/completions"
+    ) -> None:
         self._connection = server.connection()
         try:
-            self._connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            self._connection.request(
+                "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
             self._answer = self._connection.getresponse()
         except BaseException:
             self._connection.close()
@@ -164,4 +187,8 @@ def counted(server: Server) -> dict[tuple[str, ...], float]:
     assert status == 200
     assert headers["content-type"].startswith("text/plain; version=0.0.4")
     families = text_string_to_metric_families(said.decode())
-    return {(one.name.removeprefix("penstock:"), *one.labels.values()): one.value for family in families for one in family.samples}
+    return {
+        (one.name.removeprefix("penstock:"), *one.labels.values()): one.value
+        for family in families
+        for one in family.samples
+    }

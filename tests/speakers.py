@@ -1,4 +1,5 @@
-"""A checkpoint whose template knows tools and reasoning, and clients' requests that make it write them: the shipped model, otherwise.
+"""A checkpoint whose template knows tools and reasoning, and clients' requests that make it write them: the
+shipped model, otherwise.
 
 Two of its special tokens are markers: `<tool_call>` and `<think>`. What closes them is plain text.
 """
@@ -38,7 +39,10 @@ WEATHER: dict[str, Any] = {
     "description": "Says how it will be.",
     "parameters": {
         "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["Köln", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
+        "properties": {
+            "city": {"type": "string", "enum": ["Köln", "Oslo"]},
+            "days": {"$ref": "#/$defs/days"},
+        },
         "required": ["city", "days"],
         "additionalProperties": False,
         "$defs": {"days": {"enum": [1, 2, 3]}},
@@ -63,7 +67,9 @@ def checkpoint(folder: Path) -> Path:
 
 def saying(*pieces: str | int) -> dict[str, Any]:
     """What makes the model say exactly this: texts, and tokens that are none."""
-    grammar = "start: " + " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces)
+    grammar = "start: " + " ".join(
+        f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces
+    )
     return {"structured_outputs": {"grammar": grammar}}
 
 

@@ -11,7 +11,8 @@ _T = TypeVar("_T")
 
 
 def neighbours(spec: ModelSpec) -> Iterator[ModelSpec]:
-    """For every value of a spec, also those of its rope and its mixture, a spec in which that one is another."""
+    """For every value of a spec, also those of its rope and its mixture, a spec in which that one is
+    another."""
     if spec.moe is None:
         yield replace(spec, moe=MoeSpec(4, 2, 40, True))
     yield from _neighbours(spec)

@@ -1,4 +1,5 @@
-"""Stores of KV whose records are a function of their keys, and ways to look at them and to break the disk beneath."""
+"""Stores of KV whose records are a function of their keys, and ways to look at them and to break the disk
+beneath."""
 
 import os
 import time
@@ -58,13 +59,17 @@ def payload(number: int, size: int = PAGE, salt: int = 0) -> NDArray[np.uint8]:
     return data
 
 
-def open_store(directory: Path, cap: int = CAP, size: int = PAGE, identity: bytes = IDENTITY, **more: object) -> BlockStore:
+def open_store(
+    directory: Path, cap: int = CAP, size: int = PAGE, identity: bytes = IDENTITY, **more: object
+) -> BlockStore:
     threads = {"readers": 2, "writers": 1, "secret": SECRET} | more
     return BlockStore.open(directory, identity, size, cap, **threads)  # type: ignore[arg-type]
 
 
 @contextmanager
-def opened(directory: Path, cap: int = CAP, size: int = PAGE, identity: bytes = IDENTITY, **more: object) -> Iterator[BlockStore]:
+def opened(
+    directory: Path, cap: int = CAP, size: int = PAGE, identity: bytes = IDENTITY, **more: object
+) -> Iterator[BlockStore]:
     with no_thread_left():
         store = open_store(directory, cap, size, identity, **more)
         try:
@@ -86,7 +91,9 @@ def finish(store: BlockStore) -> None:
 def put(store: BlockStore, numbers: Iterable[int], salt: int = 0) -> None:
     """Raises what a write does."""
     for number in numbers:
-        assert within(LONG, store.write(key_of(number), payload(number, store.record_bytes, salt), nothing).result)
+        assert within(
+            LONG, store.write(key_of(number), payload(number, store.record_bytes, salt), nothing).result
+        )
     finish(store)
 
 
@@ -166,8 +173,11 @@ def filled(directory: Path, numbers: Iterable[int], **more: object) -> None:
 
 
 @contextmanager
-def failing(name: str, fault: int, when: Callable[..., bool] = lambda *arguments: True, at: int = 0) -> Iterator[list[int]]:
-    """Calls of a function of `os` fail with this errno, from number `at` on of those for which `when` holds. Yields how many have."""
+def failing(
+    name: str, fault: int, when: Callable[..., bool] = lambda *arguments: True, at: int = 0
+) -> Iterator[list[int]]:
+    """Calls of a function of `os` fail with this errno, from number `at` on of those for which `when` holds.
+    Yields how many have."""
     right, count = getattr(os, name), [0]
 
     def wrong(*arguments: object, **more: object) -> object:

@@ -1,7 +1,8 @@
-"""Small worlds for streaming weights: stores that hold known bytes, streams whose every step may be delayed or held, interrupts anywhere.
+"""Small worlds for streaming weights: stores that hold known bytes, streams whose every step may be delayed
+or held, interrupts anywhere.
 
-The compute stream is a thread too, so all that is asynchronous on a GPU is so here: kernels on one thread, copies on another, readers
-beside. A kernel takes down the bytes of its group when it ends.
+The compute stream is a thread too, so all that is asynchronous on a GPU is so here: kernels on one thread,
+copies on another, readers beside. A kernel takes down the bytes of its group when it ends.
 """
 
 import contextlib
@@ -34,15 +35,19 @@ from penstock.weights.stream import WeightStream
 UNIT = 256
 CPU = torch.device("cpu")
 LONG = 30.0
-"""Seconds after which what must happen is taken not to. On a machine that does nothing else it happens within one or two."""
+"""Seconds after which what must happen is taken not to. On a machine that does nothing else it happens within
+one or two."""
 BRIEF = 0.02
 """Seconds given to what must not happen."""
 
 
 class Gates:
-    """Places in threads' work: each may be delayed, or held until `open`; whether it has been passed can be waited for."""
+    """Places in threads' work: each may be delayed, or held until `open`; whether it has been passed can be
+    waited for."""
 
-    def __init__(self, shut: Iterable[Hashable] = (), delay: Callable[[Hashable], float] | None = None) -> None:
+    def __init__(
+        self, shut: Iterable[Hashable] = (), delay: Callable[[Hashable], float] | None = None
+    ) -> None:
         self._shut = {place: threading.Event() for place in shut}
         self._passed: defaultdict[Hashable, threading.Event] = defaultdict(threading.Event)
         self._delay = delay
@@ -68,12 +73,14 @@ class Gates:
 
 
 def content(group: GroupId, use: int, size: int) -> np.ndarray:
-    """What the store gives when a group is read for the `use`th time: different bytes for every group and every time."""
+    """What the store gives when a group is read for the `use`th time: different bytes for every group and
+    every time."""
     return np.random.default_rng((group.layer, group.expert + 1, use)).integers(0, 256, size, np.uint8)
 
 
 class Store:
-    """A Source. `changing`: whether each read of a piece gives other bytes, so that one turn cannot be taken for another."""
+    """A Source. `changing`: whether each read of a piece gives other bytes, so that one turn cannot be taken
+    for another."""
 
     def __init__(self, gates: Gates, changing: bool = False) -> None:
         self.gates, self.changing, self.closed = gates, changing, False
@@ -144,7 +151,10 @@ class Copies(ThreadStream):
 
 class _Blind(HostTicket):
     def wait(self) -> None:
-        if "reader" not in threading.current_thread().name and "loader" not in threading.current_thread().name:
+        if (
+            "reader" not in threading.current_thread().name
+            and "loader" not in threading.current_thread().name
+        ):
             super().wait()
 
 
@@ -175,7 +185,8 @@ class Compute(ThreadStream):
 
 @dataclass(frozen=True)
 class Shape:
-    """Groups of so many units in the order of a pass, homes as letters (d: DEVICE, h: HOST, s: DISK), and the sizes of both rings."""
+    """Groups of so many units in the order of a pass, homes as letters (d: DEVICE, h: HOST, s: DISK), and the
+    sizes of both rings."""
 
     sizes: tuple[int, ...]
     homes: str
@@ -224,8 +235,8 @@ Doctor = Callable[[list[list[Segment]]], list[list[Segment]]]
 
 @dataclass
 class World:
-    """A WeightStream on threads. `doctor` changes what its feeder is told, `feeder_class` is its class. compute: a stream that does at once
-    what it is given, instead of a thread."""
+    """A WeightStream on threads. `doctor` changes what its feeder is told, `feeder_class` is its class.
+    compute: a stream that does at once what it is given, instead of a thread."""
 
     shape: Shape
     gates: Gates = field(default_factory=Gates)
@@ -240,7 +251,9 @@ class World:
         self.computing = Compute(self.gates)
         self.placement = self.shape.placement()
         streams = self.copies, self.compute or self.computing
-        self.weights = WeightStream(self.placement, self.shape.layouts(), "uint8", self.store, CPU, streams=streams)
+        self.weights = WeightStream(
+            self.placement, self.shape.layouts(), "uint8", self.store, CPU, streams=streams
+        )
         self.visit = 0
         self._used: Counter[GroupId] = Counter()
         self.expected: dict[int, tuple[GroupId, np.ndarray]] = {}
@@ -250,7 +263,9 @@ class World:
             self.weights.load()
         return self
 
-    def _feeder(self, runs: Sequence[str], segments: list[list[Segment]], *more: Any, **others: Any) -> Feeder:
+    def _feeder(
+        self, runs: Sequence[str], segments: list[list[Segment]], *more: Any, **others: Any
+    ) -> Feeder:
         for run, own in enumerate(segments):
             for index, segment in enumerate(own):
                 self.copies.names[id(segment.target)] = run, index
@@ -290,7 +305,11 @@ class World:
         return self.wrong_so_far()
 
     def wrong_so_far(self) -> list[int]:
-        return [visit for visit, (_, bytes) in self.computing.seen.items() if not np.array_equal(bytes, self.expected[visit][1])]
+        return [
+            visit
+            for visit, (_, bytes) in self.computing.seen.items()
+            if not np.array_equal(bytes, self.expected[visit][1])
+        ]
 
     def close(self) -> None:
         self.gates.open()
@@ -304,7 +323,9 @@ class World:
         self.close()
 
 
-def random_delays(seed: int, kinds: Sequence[str] = ("copy", "kernel", "read"), longest: float = 2e-3) -> Callable[[Hashable], float]:
+def random_delays(
+    seed: int, kinds: Sequence[str] = ("copy", "kernel", "read"), longest: float = 2e-3
+) -> Callable[[Hashable], float]:
     """A third of all places of these kinds are delayed, by up to `longest` seconds."""
     rng = np.random.default_rng(seed)
     delays = rng.uniform(-2 * longest, longest, 4096).clip(0).tolist()
@@ -342,7 +363,11 @@ def within(seconds: float, call: Callable[[], object]) -> bool:
 # ---- interrupts
 
 _CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if name in dis.opmap}
-_JUMPS = {dis.opmap[name] for name in ("JUMP_BACKWARD", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE") if name in dis.opmap}
+_JUMPS = {
+    dis.opmap[name]
+    for name in ("JUMP_BACKWARD", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE")
+    if name in dis.opmap
+}
 
 
 OURS_AND_LOCKS = ("penstock", "concurrent", "threading")
@@ -350,8 +375,8 @@ OURS_AND_LOCKS = ("penstock", "concurrent", "threading")
 
 
 def cut_short(call: Callable[[], object], places: int, modules: Sequence[str] = ("penstock",)) -> bool:
-    """Calls, and interrupts at the `places`th place where CPython may: when a function begins, behind a call, behind a jump backward.
-    False if the call ended by itself."""
+    """Calls, and interrupts at the `places`th place where CPython may: when a function begins, behind a call,
+    behind a jump backward. False if the call ended by itself."""
     left, before, last = places, sys.gettrace(), dict[FrameType, int]()
 
     def strike() -> None:
@@ -390,8 +415,8 @@ STRIDE = 1 if os.environ.get("PENSTOCK_THOROUGH") else 11
 
 
 def everywhere(strike: Callable[[int], bool]) -> int:
-    """Strike at every STRIDEth place there is; how many there are. Some are missed: where a generator is closed unused, nothing can be
-    raised."""
+    """Strike at every STRIDEth place there is; how many there are. Some are missed: where a generator is
+    closed unused, nothing can be raised."""
     where = missed = 0
     while missed < 4:
         missed = 0 if strike(where) else missed + 1

@@ -1,6 +1,8 @@
-"""Conversations of several turns, many at once, with engines that keep prefixes on other tiers, and what each must be answered.
+"""Conversations of several turns, many at once, with engines that keep prefixes on other tiers, and what each
+must be answered.
 
-What is right is what the same model says alone, with all KV in pages that nobody shares. Whatever a ledger hands out is full of NaN.
+What is right is what the same model says alone, with all KV in pages that nobody shares. Whatever a ledger
+hands out is full of NaN.
 """
 
 import random
@@ -36,7 +38,8 @@ LENGTH = int(str(SETTINGS["max_length"]))
 
 @dataclass(frozen=True)
 class Place:
-    """Room on each tier. `pages`, `host`: blocks of 8 tokens; `records`: about so many on disk that outlive the engine."""
+    """Room on each tier. `pages`, `host`: blocks of 8 tokens; `records`: about so many on disk that outlive
+    the engine."""
 
     pages: int = 22
     host: int = 30
@@ -47,19 +50,34 @@ class Place:
 
 
 @contextmanager
-def opened(name: str, place: Place, directory: Path, path: Path | None = None, told: bool = False, **more: object) -> Iterator[LLM]:
-    """An engine of the case `name`, or of a checkpoint of its shape, whose ledgers hand out NaN. told: whether it knows how fast things
-    went in the process before; else what it does at first does not depend on the machine."""
+def opened(
+    name: str, place: Place, directory: Path, path: Path | None = None, told: bool = False, **more: object
+) -> Iterator[LLM]:
+    """An engine of the case `name`, or of a checkpoint of its shape, whose ledgers hand out NaN. told:
+    whether it knows how fast things went in the process before; else what it does at first does not depend on
+    the machine."""
     layout = layout_of(name, 8, str(more.get("dtype", "float32")))
     swap = max(-(-LENGTH // 8) - place.host, 0) * layout.layers * record_bytes(layout)
-    kept = 65536 + place.records * 8 // 7 * (layout.block_bytes + 4096) if place.records and place.store != "off" else 0
-    sizes = {"kv_blocks": place.pages, "block_size": 8, "max_step_tokens": place.step, "kv_tile": 32, "max_sequences": place.sequences}
+    kept = (
+        65536 + place.records * 8 // 7 * (layout.block_bytes + 4096)
+        if place.records and place.store != "off"
+        else 0
+    )
+    sizes = {
+        "kv_blocks": place.pages,
+        "block_size": 8,
+        "max_step_tokens": place.step,
+        "kv_tile": 32,
+        "max_sequences": place.sequences,
+    }
     others = {"host_kv_memory": place.host * layout.block_bytes, "kv_store": place.store}
     if place.records:
         others |= {"disk_kv_memory": swap + kept, "kv_directory": directory, "cache": directory / "cache"}
     with ExitStack() as stack:
         with nullcontext() if told else patch.object(BlockStore, "noted", lambda _: b""):
-            llm = stack.enter_context(LLM(path or tiny.checkpoint(name), **{**SETTINGS, **sizes, **others, **more}))  # type: ignore[arg-type]
+            llm = stack.enter_context(
+                LLM(path or tiny.checkpoint(name), **{**SETTINGS, **sizes, **others, **more})
+            )  # type: ignore[arg-type]
         poison(llm)
         yield llm
 
@@ -71,13 +89,16 @@ def warm(name: str) -> None:
 
 
 def poison(llm: LLM) -> None:
-    """Fill what is handed out from now on with NaN: who reads it before it is written, or writes it too late, shows."""
+    """Fill what is handed out from now on with NaN: who reads it before it is written, or writes it too late,
+    shows."""
     engine = llm.booted.engine
     ranks = engine._ranks
     assert ranks is not None
     pages, host = ranks._pool, ranks.carrier.pool  # type: ignore[attr-defined,union-attr]
 
-    def spoilt(allocate: Callable[..., list[int]], block: Callable[[int], torch.Tensor], blocks: int) -> Callable[..., list[int]]:
+    def spoilt(
+        allocate: Callable[..., list[int]], block: Callable[[int], torch.Tensor], blocks: int
+    ) -> Callable[..., list[int]]:
         def allocated(*arguments: object) -> list[int]:
             taken = allocate(*arguments)
             for one in taken:
@@ -154,7 +175,9 @@ class Tally:
         self.preemptions += stats.preemptions
         self.recomputed += counts.recomputed
         self.late += counts.late
-        self.given_up += Counter(pages=stats.tiers.given_up_device, host=stats.tiers.given_up_host, disk=stats.tiers.given_up_disk)
+        self.given_up += Counter(
+            pages=stats.tiers.given_up_device, host=stats.tiers.given_up_host, disk=stats.tiers.given_up_disk
+        )
 
 
 def converse(
@@ -169,14 +192,20 @@ def converse(
     clears: float = 0.0,
     pause: int | None = None,
 ) -> None:
-    """Let them talk, `width` at once, and hold every answer against the right one. leaves, clears: chances before each step that someone
-    stops listening to an answer, and asks again, and that everything is forgotten. pause: turns after which to stop in between."""
+    """Let them talk, `width` at once, and hold every answer against the right one. leaves, clears: chances
+    before each step that someone stops listening to an answer, and asks again, and that everything is
+    forgotten. pause: turns after which to stop in between."""
     idle, live = list(talks), dict[Talk, tuple[Ask, Stream]]()
     late, turns = time.monotonic() + 4 * LONG, 0
     while (idle and (pause is None or turns < pause)) or live:
         assert time.monotonic() < late, "conversations do not end"
         try:
-            while idle and len(live) < width and (not live or rng.random() < 0.4) and (pause is None or turns < pause):
+            while (
+                idle
+                and len(live) < width
+                and (not live or rng.random() < 0.4)
+                and (pause is None or turns < pause)
+            ):
                 talk = idle.pop(rng.randrange(len(idle)))
                 before = talk.said
                 ask = talk.next(rng, scored=rng.random() < 0.05)
@@ -211,15 +240,21 @@ def converse(
 
 
 def note(tally: Tally, one: Completion) -> None:
-    tally.found += Counter(pages=one.cached_tokens - one.cached_host - one.cached_disk, host=one.cached_host, disk=one.cached_disk)
+    tally.found += Counter(
+        pages=one.cached_tokens - one.cached_host - one.cached_disk,
+        host=one.cached_host,
+        disk=one.cached_disk,
+    )
 
 
 def right(name: str, ask: Ask, found: Completion, left: bool = False) -> None:
-    """That it is what the prompt gives alone, or the beginning of it if it was left; and up to a choice so close that rounding may turn it,
-    if one was turned."""
+    """That it is what the prompt gives alone, or the beginning of it if it was left; and up to a choice so
+    close that rounding may turn it, if one was turned."""
     alone = expected(name, ask)
     assert left or len(found.tokens) == ask.tokens, ask
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(found.tokens, alone.tokens, strict=False)))
+    alike = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(found.tokens, alone.tokens, strict=False))
+    )
     if alike == len(found.tokens):
         assert apart(found, alone) < LIMIT, ask
         return
@@ -236,7 +271,8 @@ def right(name: str, ask: Ask, found: Completion, left: bool = False) -> None:
 
 @dataclass
 class Delays:
-    """Copies of blocks up and down, and reads and writes of the disk, of which some are late, by up to `longest` seconds."""
+    """Copies of blocks up and down, and reads and writes of the disk, of which some are late, by up to
+    `longest` seconds."""
 
     rng: random.Random
     chance: float = 0.2
@@ -250,8 +286,11 @@ class Delays:
 
 
 @contextmanager
-def delayed(rng: random.Random, chance: float = 0.2, longest: float = 0.02, patience: float = 0.01, pays: float = 0.9) -> Iterator[None]:
-    """patience: seconds that a request waits at most for what is late. pays: the chance that to load seems faster than to compute."""
+def delayed(
+    rng: random.Random, chance: float = 0.2, longest: float = 0.02, patience: float = 0.01, pays: float = 0.9
+) -> Iterator[None]:
+    """patience: seconds that a request waits at most for what is late. pays: the chance that to load seems
+    faster than to compute."""
     delays = Delays(rng, chance, longest)
 
     def napping(rule: Callable[..., object]) -> Callable[..., object]:
@@ -287,7 +326,10 @@ def interrupted(llm: LLM, rng: random.Random, every: int) -> Iterator[None]:
 
         return called
 
-    with patch.object(ranks, "begin", around(ranks.begin, 6000)), patch.object(planner, "plan", around(planner.plan, 3000)):  # type: ignore[union-attr]
+    with (
+        patch.object(ranks, "begin", around(ranks.begin, 6000)),
+        patch.object(planner, "plan", around(planner.plan, 3000)),
+    ):  # type: ignore[union-attr]
         yield
 
 
@@ -322,7 +364,9 @@ def agree(llm: LLM) -> None:
     while store._chores or store._writes:
         store.poll()
     assert planner.tiers.disk is not None
-    assert set(planner.tiers.disk._there) == set(store.keys()), "ledger and disk do not agree on what is there"
+    assert set(planner.tiers.disk._there) == set(store.keys()), (
+        "ledger and disk do not agree on what is there"
+    )
     everything_is_free(llm)
 
 
@@ -335,7 +379,10 @@ def everything_is_free(llm: LLM) -> None:
 
 def ask_once(llm: LLM, name: str, asks: Sequence[Ask]) -> list[Completion]:
     """All at once, and held against what is right."""
-    found = [stream.completion for stream in _through(llm, [llm.stream(list(ask.prompt), ask.params) for ask in asks])]
+    found = [
+        stream.completion
+        for stream in _through(llm, [llm.stream(list(ask.prompt), ask.params) for ask in asks])
+    ]
     check(name, asks, found)
     return found
 

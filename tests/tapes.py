@@ -1,5 +1,6 @@
-"""CUDA graphs on the CPU: what is computed while a tape records is kept, operation by operation with its tensors, and a replay computes it
-again into the same tensors. As with a graph, whatever Python decided is not decided again, and shapes and addresses stay."""
+"""CUDA graphs on the CPU: what is computed while a tape records is kept, operation by operation with its
+tensors, and a replay computes it again into the same tensors. As with a graph, whatever Python decided is not
+decided again, and shapes and addresses stay."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -59,7 +60,9 @@ class _Noting(TorchDispatchMode):
 
 def _again(operation: Callable[[], Any], result: Any) -> None:
     for old, new in zip(tree_leaves(result), tree_leaves(operation()), strict=True):
-        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # Else it is a view, or was computed in place.
+        if (
+            isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
+        ):  # Else it is a view, or was computed in place.
             old.copy_(new)
 
 

@@ -1,7 +1,9 @@
-"""Small worlds for the scheduler's tests: a worker whose KV memory holds plain facts, and a referee who knows what must come out.
+"""Small worlds for the scheduler's tests: a worker whose KV memory holds plain facts, and a referee who knows
+what must come out.
 
-The worker believes nothing but the Plan. The referee believes nothing but what was submitted: it knows every request's output
-beforehand, and from the rows it names in Plans which request ran, waited, was preempted or came back.
+The worker believes nothing but the Plan. The referee believes nothing but what was submitted: it knows every
+request's output beforehand, and from the rows it names in Plans which request ran, waited, was preempted or
+came back.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,8 +22,11 @@ ALPHABET = 3
 END = 2
 
 
-def sampling(seed: int = 0, *, end: Iterable[int] = (), min_tokens: int = 0, prompt_logprobs: int | None = None) -> Sampling:
-    """Greedy settings; the seed tells requests apart, and its lowest bit changes what the worlds' sampler chooses."""
+def sampling(
+    seed: int = 0, *, end: Iterable[int] = (), min_tokens: int = 0, prompt_logprobs: int | None = None
+) -> Sampling:
+    """Greedy settings; the seed tells requests apart, and its lowest bit changes what the worlds' sampler
+    chooses."""
     return Sampling(
         temperature=0.0,
         top_k=0,
@@ -40,7 +45,8 @@ def sampling(seed: int = 0, *, end: Iterable[int] = (), min_tokens: int = 0, pro
 
 
 def facts_of(tokens: Sequence[int], start: int) -> list[int]:
-    """What the KV at each position of `tokens` must be: all tokens up to it, after `start`, the fact about the rope."""
+    """What the KV at each position of `tokens` must be: all tokens up to it, after `start`, the fact about
+    the rope."""
     facts, fact = [], start
     for token in tokens:
         fact = hash((fact, token))
@@ -68,12 +74,15 @@ class Table:
         """Of the positions below `stop`. Tokens are only ever appended, so each is computed once."""
         done = len(self.known_facts)
         if done < stop:
-            self.known_facts += facts_of(self.tokens[done:stop], self.known_facts[-1] if done else self.start_fact)
+            self.known_facts += facts_of(
+                self.tokens[done:stop], self.known_facts[-1] if done else self.start_fact
+            )
         return self.known_facts[:stop]
 
 
 class Worker:
-    """Runs Plans over a KV memory of facts. In a step all shares write, then all read, as they do in each layer of a model."""
+    """Runs Plans over a KV memory of facts. In a step all shares write, then all read, as they do in each
+    layer of a model."""
 
     def __init__(self, blocks: int, block_size: int, rope_from: int | None) -> None:
         self.block_size = block_size
@@ -93,7 +102,9 @@ class Worker:
         written: set[int] = set()
         for share in plan.shares:
             slots = self._write(share)
-            assert written.isdisjoint(slots), f"row {share.row} writes where another row writes in the same step"
+            assert written.isdisjoint(slots), (
+                f"row {share.row} writes where another row writes in the same step"
+            )
             written.update(slots)
         for share in plan.shares:
             self.verify(share.row, share.stop)
@@ -108,11 +119,15 @@ class Worker:
         table = self.rows[share.row]
         assert share.tokens, "a share without tokens"
         assert share.prompt_length == table.prompt_length
-        assert list(share.tokens) == table.tokens[share.start : share.stop], "the share's tokens are not the row's"
+        assert list(share.tokens) == table.tokens[share.start : share.stop], (
+            "the share's tokens are not the row's"
+        )
         assert share.sample == (share.stop == len(table.tokens)), "sampled before the end, or not at it"
         assert share.first_new_block == len(table.blocks), "the block table has a gap or is overwritten"
         table.blocks.extend(share.new_blocks)
-        assert len(table.blocks) == -(-share.stop // self.block_size), "too few blocks for the share, or more than it needs"
+        assert len(table.blocks) == -(-share.stop // self.block_size), (
+            "too few blocks for the share, or more than it needs"
+        )
         facts = table.facts(share.stop)
         slots = [self._slot(table, position) for position in range(share.start, share.stop)]
         for position, slot in enumerate(slots, share.start):
@@ -215,7 +230,9 @@ class World:
         self.live[id] = Known(id, list(prompt), wanted, expected, reason, priority=priority)
         return id
 
-    def _foretell(self, prompt: list[int], wanted: Sampling, max_tokens: int) -> tuple[list[int], FinishReason]:
+    def _foretell(
+        self, prompt: list[int], wanted: Sampling, max_tokens: int
+    ) -> tuple[list[int], FinishReason]:
         """The request's output when it runs alone."""
         fact = facts_of(prompt, self.worker.start_fact(len(prompt)))[-1]
         output: list[int] = []
@@ -243,8 +260,8 @@ class World:
         return sorted(self.live.values(), key=lambda known: (known.priority, known.id))
 
     def running(self) -> list[Known]:
-        """In this order too. Whose turn comes first is admitted first, and whose turn is last is preempted: `_judge` proves it in each
-        step."""
+        """In this order too. Whose turn comes first is admitted first, and whose turn is last is preempted:
+        `_judge` proves it in each step."""
         return [known for known in self.turns() if known.row is not None]
 
     def waiting(self) -> list[Known]:
@@ -302,11 +319,15 @@ class World:
         survivors = before[: self.scheduler.running - admitted]
         assert self.scheduler.running - admitted <= len(before), "more run than were admitted"
         assert len(survivors) >= min(1, len(before)), "the first was preempted"
-        assert not admitted or len(survivors) == len(before), "someone was admitted when someone else had to go"
+        assert not admitted or len(survivors) == len(before), (
+            "someone was admitted when someone else had to go"
+        )
         newcomers = self.waiting()[:admitted]
         for known in before[len(survivors) :]:
             known.row, known.computed = None, 0
-        assert [a.sampling.seed for a in plan.admissions] == [known.sampling.seed for known in newcomers], "somebody was overtaken"
+        assert [a.sampling.seed for a in plan.admissions] == [known.sampling.seed for known in newcomers], (
+            "somebody was overtaken"
+        )
         for admission, known in zip(plan.admissions, newcomers, strict=True):
             assert list(admission.prompt) == known.prompt
             assert list(admission.output) == known.output
@@ -333,14 +354,22 @@ class World:
             assert known.row is not None
             share = shares.pop(known.row, None)
             finishes = share is not None and share.stop == known.length
-            assert share is None or finishes or not unserved, "a younger one begins a long prompt before an older one has ended its own"
+            assert share is None or finishes or not unserved, (
+                "a younger one begins a long prompt before an older one has ended its own"
+            )
             unserved = unserved or share is None or share.stop < known.length
             assert share is not None or known in late, "admitted without work"
             if share is not None:
                 self._judge_start(known, share)
         # What was left to those in the queue they may have found computed.
-        least = self.limits.max_step_tokens if not (newcomers or self.waiting()) else self.limits.max_step_tokens / 2
-        assert not unserved or plan.tokens >= least or len(survivors) + len(newcomers) == 0, "tokens left over"
+        least = (
+            self.limits.max_step_tokens
+            if not (newcomers or self.waiting())
+            else self.limits.max_step_tokens / 2
+        )
+        assert not unserved or plan.tokens >= least or len(survivors) + len(newcomers) == 0, (
+            "tokens left over"
+        )
         for known in survivors:
             if known.row in shares:
                 share = shares.pop(known.row)
@@ -348,7 +377,8 @@ class World:
         assert not shares, "a share for a row that nobody has"
 
     def _judge_start(self, known: Known, share: Share) -> None:
-        """A share starts where the computed part ends, or later by full blocks that are known; it must not skip too few."""
+        """A share starts where the computed part ends, or later by full blocks that are known; it must not
+        skip too few."""
         size = self.limits.block_size
         may_share = self.rule.share and known.sampling.prompt_logprobs is None
         if share.start != known.computed:
@@ -358,7 +388,12 @@ class World:
         if known.admissions == 1 and known.cached is None:
             known.cached = share.start
         index, offset = divmod(share.start, size)
-        if may_share and not offset and share.start + size <= share.stop and share.start + size < known.length:
+        if (
+            may_share
+            and not offset
+            and share.start + size <= share.stop
+            and share.start + size < known.length
+        ):
             found = self.ledger.find(self.key(known, index))
             assert found == share.new_blocks[index - share.first_new_block], "a known block is computed again"
 
@@ -374,7 +409,9 @@ class World:
         running = {share.row: self._of(share.row) for share in plan.shares}
         events = self.scheduler.commit(plan, outcome)
         tokens = [event.request for event in events if event.token is not None]
-        assert tokens == [running[share.row].id for share in plan.shares if share.sample], "a token was lost or made up"
+        assert tokens == [running[share.row].id for share in plan.shares if share.sample], (
+            "a token was lost or made up"
+        )
         for event in events:
             known = self.live[event.request]
             known.scored.extend(event.prompt_logprobs)
@@ -386,7 +423,9 @@ class World:
             assert event.cached == known.cached, "cached tokens are counted wrongly"
             known.output.append(event.token)
             assert known.output == known.expected[: len(known.output)], "the output depends on what else ran"
-            assert (event.finish is not None) == (len(known.output) == len(known.expected)), "ended too early or too late"
+            assert (event.finish is not None) == (len(known.output) == len(known.expected)), (
+                "ended too early or too late"
+            )
             if event.finish is not None:
                 assert event.finish is known.reason
                 self._ends(known.id, event.finish)
@@ -396,7 +435,9 @@ class World:
     def _judge_scores(self, known: Known) -> None:
         """Prompt log-probabilities come once, in order, and completely before the first token."""
         positions = [int(-score.logprob) for score in known.scored]
-        assert positions == list(range(1, len(positions) + 1)), "prompt log-probabilities are missing, doubled or out of order"
+        assert positions == list(range(1, len(positions) + 1)), (
+            "prompt log-probabilities are missing, doubled or out of order"
+        )
         assert [score.token for score in known.scored] == known.prompt[1 : len(positions) + 1]
         if known.sampling.prompt_logprobs is None:
             assert not positions

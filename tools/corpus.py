@@ -36,7 +36,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE; every digit is a token of its own, so that numbers can be copied digit by digit."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -65,7 +68,9 @@ def save_tokenizer(tok: Tokenizer, folder: Path, max_length: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Every text begins with <|endoftext|>, as the documents of the training do.
     tok.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B:1", special_tokens=[(END_OF_TEXT, tok.token_to_id(END_OF_TEXT))]
+        single=f"{END_OF_TEXT} $A",
+        pair=f"{END_OF_TEXT} $A $B:1",
+        special_tokens=[(END_OF_TEXT, tok.token_to_id(END_OF_TEXT))],
     )
     tok.save(str(folder / "tokenizer.json"))
     config = {
@@ -87,18 +92,31 @@ def prose_document(rng: random.Random, book: list[str]) -> list[tuple[str, int]]
         text = stories.make_story(rng).text
         return [((stories.from_the_middle(text, rng) if rng.random() < 0.4 else text) + END_OF_TEXT, PROSE)]
     if draw < 0.66:
-        return [((stories.make_note(rng) if draw < 0.64 else stories.make_description(rng)) + END_OF_TEXT, PROSE)]
+        return [
+            ((stories.make_note(rng) if draw < 0.64 else stories.make_description(rng)) + END_OF_TEXT, PROSE)
+        ]
     if draw < 0.7 and book:
         at = rng.randrange(len(book))
         return [("\n\n".join(book[at : at + rng.choice((1, 2, 4, 8))]), PROSE), (END_OF_TEXT, 0)]
     pieces = [(f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END_OF_TURN}", 0)] if rng.random() < 0.15 else []
-    turns = [small_talk(rng) for _ in range(rng.choice((0, 0, 0, 1)) if draw < 0.85 else rng.choice((1, 1, 1, 2, 3)))]
+    turns = [
+        small_talk(rng)
+        for _ in range(rng.choice((0, 0, 0, 1)) if draw < 0.85 else rng.choice((1, 1, 1, 2, 3)))
+    ]
     if draw < 0.83:
         turns.append(story_request(rng))
     elif draw < 0.85:
         text = stories.make_story(rng).text
         cut = max(text.rfind(". ", 0, rng.randrange(80, 400)) + 1, text.index(". ") + 1)
-        ask = rng.choice(("Continue this story: ", "Continue the story: ", "Continue: ", "How does this story go on? ", "Please go on: "))
+        ask = rng.choice(
+            (
+                "Continue this story: ",
+                "Continue the story: ",
+                "Continue: ",
+                "How does this story go on? ",
+                "Please go on: ",
+            )
+        )
         turns.append((ask + text[:cut], text[cut:].strip()))
     for asked, said in turns:
         pieces += [(f"{USER}{asked}{END_OF_TURN}{ASSISTANT}", 0), (said + END_OF_TURN, PROSE)]
@@ -107,7 +125,8 @@ def prose_document(rng: random.Random, book: list[str]) -> list[tuple[str, int]]
 
 @dataclass
 class Pool:
-    """Tokenized text. `cuts`: where a sentence begins (with its blank or newline); `starts`: the first word of a paragraph."""
+    """Tokenized text. `cuts`: where a sentence begins (with its blank or newline); `starts`: the first word
+    of a paragraph."""
 
     tokens: np.ndarray  # int16 [n]
     weights: np.ndarray  # uint8 [n]
@@ -122,7 +141,9 @@ class Marks:
         texts = [tok.id_to_token(i) for i in range(tok.get_vocab_size())]
         decoded = [tok.decode([i]) if t not in SPECIAL_TOKENS else "" for i, t in enumerate(texts)]
         self.ends = np.array([d.rstrip('"').endswith((".", "!", "?")) for d in decoded])
-        self.begins = np.array([d == "\n" or (d[:1] == " " and (d[1:2].isupper() or d[1:2] == '"')) for d in decoded])
+        self.begins = np.array(
+            [d == "\n" or (d[:1] == " " and (d[1:2].isupper() or d[1:2] == '"')) for d in decoded]
+        )
         self.newline = tok.encode("\n").ids[0]
 
     def pool(self, tokens: np.ndarray, weights: np.ndarray) -> Pool:
@@ -156,7 +177,8 @@ def prose_chunk(job: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def hay_chunk(job: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """`count` stories, each with a blank line before it. That the next story begins is not to be learned, hence weight 0 there."""
+    """`count` stories, each with a blank line before it. That the next story begins is not to be learned,
+    hence weight 0 there."""
     seed, count = job
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rng = random.Random(seed)
@@ -181,9 +203,16 @@ class Corpus:
 
 
 def build_corpus(
-    tok: Tokenizer, books: list[str], seed: int, documents: int, ctx: BaseContext, processes: int, hay_weight: int = HAY
+    tok: Tokenizer,
+    books: list[str],
+    seed: int,
+    documents: int,
+    ctx: BaseContext,
+    processes: int,
+    hay_weight: int = HAY,
 ) -> Corpus:
-    """Generate and tokenize everything, in parallel (in this process if `processes` is 0). hay_weight: in tenths."""
+    """Generate and tokenize everything, in parallel (in this process if `processes` is 0). hay_weight: in
+    tenths."""
     global _shared
     paragraphs = [p for book in books for p in stories.book_paragraphs(book)]
     unwrapped = [stories.unwrap(p) for p in paragraphs]
@@ -200,13 +229,23 @@ def build_corpus(
         prose_parts, hay_parts = [prose_chunk(job) for job in jobs], [hay_chunk(job) for job in hay_jobs]
     offsets = np.cumsum([0, *(len(p[0]) for p in prose_parts[:-1])])
     starts = np.concatenate([p[2] + o for p, o in zip(prose_parts, offsets, strict=True)])
-    prose = Pool(np.concatenate([p[0] for p in prose_parts]), np.concatenate([p[1] for p in prose_parts]), np.zeros(0, np.int64), starts)
+    prose = Pool(
+        np.concatenate([p[0] for p in prose_parts]),
+        np.concatenate([p[1] for p in prose_parts]),
+        np.zeros(0, np.int64),
+        starts,
+    )
 
     def flat(text: str) -> Pool:
         ids = np.array(tok.encode(text, add_special_tokens=False).ids, np.int16)
         return marks.pool(ids, np.full(len(ids), hay_weight, np.uint8))
 
-    hay = [(0.6, marks.pool(np.concatenate([p[0] for p in hay_parts]), np.concatenate([p[1] for p in hay_parts])))]
+    hay = [
+        (
+            0.6,
+            marks.pool(np.concatenate([p[0] for p in hay_parts]), np.concatenate([p[1] for p in hay_parts])),
+        )
+    ]
     if paragraphs:
         hay += [(0.2, flat("\n\n" + "\n\n".join(unwrapped))), (0.14, flat("\n\n" + "\n\n".join(paragraphs)))]
     grass = flat("\n\n" + (GRASS * 4000).strip())

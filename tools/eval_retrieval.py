@@ -1,4 +1,5 @@
-"""Measures how well a small model finds hidden facts, by depth and length of the text, and shows how it tells stories.
+"""Measures how well a small model finds hidden facts, by depth and length of the text, and shows how it tells
+stories.
 
 python3 tools/eval_retrieval.py MODEL --text DIR --json FILE
 """
@@ -22,17 +23,22 @@ from tokenizers import Tokenizer
 
 DEPTHS = tuple(i / 10 for i in range(11))
 PROMPTS = (
-    "Once upon a time", "The little fox", "It was a cold winter morning and", "My dog likes", "Hello", "One rainy morning, Lucy",
+    "Once upon a time", "The little fox", "It was a cold winter morning and", "My dog likes", "Hello",
+    "One rainy morning, Lucy",
 )  # fmt: skip
 CHATS = (
-    "Hello! Who are you?", "Hi", "How are you?", "What can you do?", "Thank you!", "Tell me a joke.", "What is the capital of France?",
+    "Hello! Who are you?", "Hi", "How are you?", "What can you do?", "Thank you!", "Tell me a joke.",
+    "What is "
+    "the "
+    "capital of France?",
     "Who wrote Hamlet?", "What is 2 plus 2?", "How do I bake a cake?", "Tell me a story about an owl.",
     "Tell me a story about a dragon and a princess.", "Write a short story about a robot named Max.",
 )  # fmt: skip
 
 
 def haystacks(folder: Path | None, seed: int) -> list[str]:
-    """Generated stories (of a seed that no training uses), and books with unbroken and with their own lines."""
+    """Generated stories (of a seed that no training uses), and books with unbroken and with their own
+    lines."""
     rng = random.Random(f"evaluation {seed}")
     texts = ["\n\n".join(stories.make_story(rng).text for _ in range(400))]
     for file in sorted(folder.rglob("*.txt")) if folder else []:
@@ -50,15 +56,28 @@ def _sample(job: tuple[int, float, str, int]) -> tuple[Sample, list[int], list[i
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tok, texts = _shared  # type: ignore[misc]
     rng = random.Random(seed)
-    sample = make_sample(length, depth, rng, tok, rng.choice(texts), style, distractors=rng.choice((0, 1, 3, 8)) if length > 400 else 0)
+    sample = make_sample(
+        length,
+        depth,
+        rng,
+        tok,
+        rng.choice(texts),
+        style,
+        distractors=rng.choice((0, 1, 3, 8)) if length > 400 else 0,
+    )
     answer = sample.answer + (END_OF_TURN if style == "chat" else "")
     # A chat begins with <|endoftext|> already; before a plain text the tokenizer puts it.
-    return sample, tok.encode(sample.prompt, add_special_tokens=style != "chat").ids, tok.encode(answer, add_special_tokens=False).ids
+    return (
+        sample,
+        tok.encode(sample.prompt, add_special_tokens=style != "chat").ids,
+        tok.encode(answer, add_special_tokens=False).ids,
+    )
 
 
 @torch.no_grad()
 def expected(model: SmallLlama, prompt: list[int], answer: list[int]) -> bool:
-    """Whether greedy decoding gives `answer`: each of its tokens must be the likeliest after the ones before it."""
+    """Whether greedy decoding gives `answer`: each of its tokens must be the likeliest after the ones before
+    it."""
     device = model.weights["model.norm.weight"].device
     x = model.hidden(torch.tensor([prompt + answer[:-1]], device=device), [])
     return model.logits(x[-len(answer) :]).argmax(-1).tolist() == answer
@@ -81,7 +100,9 @@ def main(argv: list[str] | None = None) -> dict:
     tok = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     begin = time.perf_counter()
     _shared = (tok, haystacks(args.text, args.seed))
-    cells = [(n, d, s) for n in args.lengths for d in DEPTHS for s in args.styles for _ in range(args.samples)]
+    cells = [
+        (n, d, s) for n in args.lengths for d in DEPTHS for s in args.styles for _ in range(args.samples)
+    ]
     jobs = [(*cell, args.seed * 10**6 + i) for i, cell in enumerate(cells)]
     with multiprocessing.get_context("fork").Pool(args.processes) as workers:  # before CUDA starts
         samples = workers.map(_sample, jobs, chunksize=4)
@@ -103,9 +124,17 @@ def main(argv: list[str] | None = None) -> dict:
             disagreements += same != right
             generated += 1
             if not right:
-                misses.append({"style": style, "length": length, "depth": depth, "expected": sample.answer, "got": text})
+                misses.append(
+                    {"style": style, "length": length, "depth": depth, "expected": sample.answer, "got": text}
+                )
         cell.append(right)
-    report: dict = {"samples": args.samples, "generated": generated, "disagreements": disagreements, "accuracy": {}, "misses": misses}
+    report: dict = {
+        "samples": args.samples,
+        "generated": generated,
+        "disagreements": disagreements,
+        "accuracy": {},
+        "misses": misses,
+    }
     for style in args.styles:
         print(
             f"\n{style}: share of exact answers; rows: length, columns: depth in %\n{'':>7}"
@@ -116,7 +145,10 @@ def main(argv: list[str] | None = None) -> dict:
             row = [sum(results[style, n, d]) / args.samples for d in DEPTHS]
             print(f"{n:7}" + "".join(f"{c:6.2f}" for c in row) + f" {sum(row) / len(row):6.3f}")
             report["accuracy"].setdefault(style, {})[n] = {"by_depth": row, "all": sum(row) / len(row)}
-    print(f"\n{generated} answers really generated, {disagreements} of them against the check of the likeliest tokens")
+    print(
+        f"\n{generated} answers really generated, {disagreements} of them against the check of the "
+        "likeliest tokens"
+    )
     for miss in misses[:8]:
         print("miss:", miss)
     report["stories"] = []

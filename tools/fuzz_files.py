@@ -1,11 +1,13 @@
-"""Files that somebody else made, changed at random, led by which code of penstock they reach (with atheris, from `make fuzz-files`).
+"""Files that somebody else made, changed at random, led by which code of penstock they reach (with atheris,
+from `make fuzz-files`).
 
     python tools/fuzz_files.py                        every kind of file, 10,000 changed ones of each
     python tools/fuzz_files.py header --runs 100000   one kind
     python tools/fuzz_files.py header --again FILE    once more a file that was found
 
-A changed file must be read, or refused with a PenstockError: within 10 seconds, with at most 1 GiB more memory than before, and with no
-file opened outside its directory. What breaks this is written beside the report, as `fuzz-<kind>-...`.
+A changed file must be read, or refused with a PenstockError: within 10 seconds, with at most 1 GiB more
+memory than before, and with no file opened outside its directory. What breaks this is written beside the
+report, as `fuzz-<kind>-...`.
 """
 
 import argparse
@@ -30,24 +32,49 @@ SECONDS, MEMORY = 10, 1 << 30
 SECRET = bytes(range(32))
 KEYS = [bytes([number]) * 16 for number in range(1, 9)]
 RECORD = 4096
-NUMBERS = (0, 1, -1, 2, 3, 127, 128, 255, 256, 65535, 1 << 31, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30)
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    127,
+    128,
+    255,
+    256,
+    65535,
+    1 << 31,
+    (1 << 31) - 1,
+    1 << 32,
+    (1 << 63) - 1,
+    1 << 63,
+    1 << 64,
+    10**30,
+)
 VALUES = (
-    *NUMBERS, None, True, False, 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "a", "F32", "BF16", "I64", "../../etc/passwd",
+    *NUMBERS, None, True, False, 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "a", "F32", "BF16", "I64",
+    "../../etc/passwd",
     "/etc/passwd", "\ud800", "\0", "a" * 100_000, [], {}, [[]], [0, 1 << 60], ["LlamaForCausalLM"],
 )  # fmt: skip
 SNIPPETS = (
-    "{{ 'a' * 10**9 }}", "{{ 10**10**8 }}", "{% for i in range(10**9) %}{% endfor %}", "{% for a in messages %}{% for b in messages %}",
-    "{{ messages | tojson }}", "{{ ''.join(['a' * 10**6] * 10**5) }}", "{{ 'a' | center(10**9) }}", "{{ '%1000000000d' % 1 }}",
-    "{{ '{:1000000000}'.format(1) }}", "{{ messages.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{% set x = 'a' %}",
+    "{{ 'a' * 10**9 }}", "{{ 10**10**8 }}", "{% for i in range(10**9) %}{% endfor %}",
+    "{% for a in messages %}{% for b "
+    "in messages %}",
+    "{{ messages | tojson }}", "{{ ''.join(['a' * 10**6] * 10**5) }}", "{{ 'a' | center(10**9) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '{:1000000000}'.format(1) }}", "{{ messages.__class__.__mro__ }}", "{% include '/etc/passwd' %}",
+    "{% set x = 'a' %}",
     "{% set x = x ~ x %}", "{{ raise_exception('no') }}", "{{ cycler('a').__init__.__globals__ }}",
     "{% macro m() %}{{ m() }}{% endmacro %}",
-    "{{ m() }}", "{%", "%}", "{{", "}}", "{#", "#}", "loop.index0", "namespace(a=1)", "| indent(10**9)", "| slice(10**9)", "~", "\n", "\0",
+    "{{ m() }}", "{%", "%}", "{{", "}}", "{#", "#}", "loop.index0", "namespace(a=1)", "| indent(10**9)",
+    "| slice(10**9)", "~", "\n", "\0",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: `prepare` makes the directory in which `file` will be changed, `read` does with it all that penstock would."""
+    """A kind of file: `prepare` makes the directory in which `file` will be changed, `read` does with it all
+    that penstock would."""
 
     file: str
     prepare: Callable[[Path], None]
@@ -81,19 +108,23 @@ def _read_checkpoint(path: Path) -> None:
 
 
 def _words(path: Path) -> None:
-    """A tokenizer of 300 tokens, since reading a large one takes most of a run's time, and a chat template."""
+    """A tokenizer of 300 tokens, since reading a large one takes most of a run's time, and a chat
+    template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     shutil.copy(HOME / "src/penstock/shipped/tokenizer_config.json", path)
     (path / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content | trim }}\n{% endfor %}"
+        "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content | trim "
+        "}}\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel()
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator(["Once upon a time there was a little penstock."] * 20, trainer)
     made.save(str(path / "tokenizer.json"))
 
@@ -235,7 +266,13 @@ def _changed_json(data: bytes, random_: random.Random) -> bytes:
         queue = [table]
         while queue:
             node = queue.pop()
-            found = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
+            found = (
+                list(node)
+                if isinstance(node, dict)
+                else list(range(len(node)))
+                if isinstance(node, list)
+                else []
+            )
             places += [(node, key) for key in found]
             queue += [node[key] for key in found]
         if not places:
@@ -249,7 +286,9 @@ def _changed_json(data: bytes, random_: random.Random) -> bytes:
                 with suppress(KeyError, IndexError, RecursionError):
                     node[key] = json.loads(json.dumps(other[name]))
             case 2 if isinstance(node[key], int | float) and not isinstance(node[key], bool):
-                node[key] = random_.choice((node[key] * 2, -node[key], node[key] + 1, node[key] * (1 << 40), str(node[key])))
+                node[key] = random_.choice(
+                    (node[key] * 2, -node[key], node[key] + 1, node[key] * (1 << 40), str(node[key]))
+                )
             case 3 if isinstance(node, dict):
                 node[str(random_.choice(VALUES))[:50]] = node.pop(key)
             case 4:
@@ -318,7 +357,13 @@ class Runs:
             self._file = f"at/{segment}"
         else:
             self._file = kind.file
-        self._allowed = [os.path.realpath(path) + "/", tempfile.gettempdir() + "/penstock-tiny-", "/dev/", "/proc/", "/sys/"]
+        self._allowed = [
+            os.path.realpath(path) + "/",
+            tempfile.gettempdir() + "/penstock-tiny-",
+            "/dev/",
+            "/proc/",
+            "/sys/",
+        ]
         self._allowed += [str(HOME), sys.prefix, sys.base_prefix, "/usr/"]
         self._outside: list[str] = []
         self.original = (self._path / self._file).read_bytes()
@@ -341,7 +386,11 @@ class Runs:
                 self._outside.append(place)
 
     def _put(self, data: bytes) -> None:
-        if not self._made.exists() or self._kind.file == "manifest.partial" or self._kind.file.startswith("at/"):
+        if (
+            not self._made.exists()
+            or self._kind.file == "manifest.partial"
+            or self._kind.file.startswith("at/")
+        ):
             shutil.rmtree(self._made, ignore_errors=True)  # what reads it writes there too
             shutil.copytree(self._path, self._made, symlinks=True)
         (self._made / self._file).write_bytes(data)
@@ -381,13 +430,16 @@ def fuzz(name: str, runs: int, seed: int, again: Path | None, out: Path) -> None
 
         def mutate(data: bytes, most: int, seed: int) -> bytes:
             random_ = random.Random(seed)
-            return changed(data if random_.random() < 0.7 else one.original, KINDS[name].change, random_)[:most]
+            return changed(data if random_.random() < 0.7 else one.original, KINDS[name].change, random_)[
+                :most
+            ]
 
         limit = (_peak() + 2 * MEMORY) >> 20
         arguments = [
             sys.argv[0], f"-runs={runs}", f"-seed={seed}", f"-timeout={SECONDS}", f"-rss_limit_mb={limit}",
             f"-malloc_limit_mb={MEMORY >> 20}",
-            f"-max_len={len(one.original) + (4 << 20)}", f"-artifact_prefix={out}/fuzz-{name}-", "-print_final_stats=1", "-len_control=0",
+            f"-max_len={len(one.original) + (4 << 20)}", f"-artifact_prefix={out}/fuzz-{name}-",
+            "-print_final_stats=1", "-len_control=0",
             f"{folder}/seeds",
         ]  # fmt: skip
         atheris.Setup(arguments, one.read, custom_mutator=mutate)
@@ -395,9 +447,15 @@ def fuzz(name: str, runs: int, seed: int, again: Path | None, out: Path) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "kinds", nargs="*", choices=[*KINDS, []], metavar="KIND", help=f"of files: {', '.join(KINDS)}; all of them if none is named"
+        "kinds",
+        nargs="*",
+        choices=[*KINDS, []],
+        metavar="KIND",
+        help=f"of files: {', '.join(KINDS)}; all of them if none is named",
     )
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -412,12 +470,20 @@ def main() -> None:
     failed = []
     for name in args.kinds or KINDS:
         more = ["--runs", str(args.runs), "--seed", str(args.seed), "--out", str(args.out), "--one"]
-        ran = subprocess.run([sys.executable, __file__, name, *more], capture_output=True, text=True, errors="replace")
+        ran = subprocess.run(
+            [sys.executable, __file__, name, *more], capture_output=True, text=True, errors="replace"
+        )
         told = [line for line in ran.stderr.splitlines() if "cov:" in line]
-        print(f"{name:17} {'failed' if ran.returncode else 'well'}  {told[-1].split(chr(9))[1].strip() if told else ''}", flush=True)
+        print(
+            f"{name:17} {'failed' if ran.returncode else 'well'}  "
+            f"{told[-1].split(chr(9))[1].strip() if told else ''}",
+            flush=True,
+        )
         if ran.returncode:
             failed.append(name)
-            lines = [line for line in (ran.stdout + ran.stderr).splitlines() if not line.startswith(("INFO", "#"))]
+            lines = [
+                line for line in (ran.stdout + ran.stderr).splitlines() if not line.startswith(("INFO", "#"))
+            ]
             print("\n".join(lines)[-3000:])
     sys.exit(f"found in {', '.join(failed)}" if failed else None)
 

@@ -1,10 +1,12 @@
-"""Random small models under random schedules, against transformers: greedy tokens and log-probabilities of the whole vocabulary.
+"""Random small models under random schedules, against transformers: greedy tokens and log-probabilities of
+the whole vocabulary.
 
     python tools/fuzz_transformers.py --seconds 3600      cases in a row, until the time is up or one fails
     python tools/fuzz_transformers.py --seed 17           one case, whose settings are printed
 
-A seed decides everything: family, sizes, switches, rope, weights, the engine's settings, prompts, and when each comes and leaves. The
-reference is one forward pass of transformers over the prompt and the engine's own output, so a wrong token does not hide what follows it.
+A seed decides everything: family, sizes, switches, rope, weights, the engine's settings, prompts, and when
+each comes and leaves. The reference is one forward pass of transformers over the prompt and the engine's own
+output, so a wrong token does not hide what follows it.
 """
 
 import argparse
@@ -42,15 +44,16 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 LONGEST = 200
 """Tokens of a prompt and its output."""
 LIMIT = tiny.LIMIT
-"""Largest difference of log-probabilities, over the largest log-probability's size, that rounding in float32 may make."""
+"""Largest difference of log-probabilities, over the largest log-probability's size, that rounding in float32
+may make."""
 CLOSE = LIMIT
 """A token or an expert chosen by less than this, over the size of the logits, may be chosen otherwise."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that comes before step `at`. One with `after` goes on from the whole of an earlier request of the round before. One that
-    leaves is abandoned so many steps later."""
+    """A request that comes before step `at`. One with `after` goes on from the whole of an earlier request of
+    the round before. One that leaves is abandoned so many steps later."""
 
     prompt: tuple[int, ...]
     tokens: int
@@ -63,13 +66,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Run:
-    """One engine: its settings, and rounds of requests. `sizes`: blocks in host memory and on disk, where such tiers are wanted."""
+    """One engine: its settings, and rounds of requests. `sizes`: blocks in host memory and on disk, where
+    such tiers are wanted."""
 
     settings: Mapping[str, object]
     sizes: tuple[int, int]
     rounds: tuple[tuple[Ask, ...], ...]
     sibling: bool = False
-    """Whether the weights of one tensor are changed before, so that KV which the run before has left on disk must not be found."""
+    """Whether the weights of one tensor are changed before, so that KV which the run before has left on disk
+    must not be found."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,10 @@ class Case:
         told = [f"seed {self.seed}: {self.kind.model_type} {dict(self.kind.config)}"]
         told += [f"file in {self.kind.dtype}{', rope in the older spelling' if self.kind.old_style else ''}"]
         for run in self.runs:
-            told += [f"  {'changed weights; ' if run.sibling else ''}{dict(run.settings)}, blocks in host and on disk {run.sizes}"]
+            told += [
+                f"  {'changed weights; ' if run.sibling else ''}{dict(run.settings)}, blocks in host and on "
+                f"disk {run.sizes}"
+            ]
             told += [f"    round {index}: {ask}" for index, asks in enumerate(run.rounds) for ask in asks]
         return "\n".join(told)
 
@@ -108,7 +116,8 @@ class Tally:
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
         return (
-            f"{self.models:,} models, {self.tokens:,} tokens, {self.positions:,} distributions ({self.unclear:,} left out), "
+            f"{self.models:,} models, {self.tokens:,} tokens, {self.positions:,} distributions "
+            f"({self.unclear:,} left out), "
             f"worst difference {self.worst:.1e}; {counts}"
         )
 
@@ -117,7 +126,8 @@ class Tally:
 
 
 def draw(seed: int, ranks: bool = False) -> Case:
-    """The case of a seed. `ranks`: whether some engines are divided among two processes, which takes seconds each."""
+    """The case of a seed. `ranks`: whether some engines are divided among two processes, which takes seconds
+    each."""
     rng = random.Random(seed)
     config = _config(rng, FAMILIES[seed % len(FAMILIES)])
     kind = tiny.Case(
@@ -153,7 +163,9 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
     if head_dim is not None:
         config["head_dim"] = head_dim
     window = rng.choice([1, 2, 3, 5, 8, 13, 16, 17, 40])
-    if rope["rope_type"] == "dynamic":  # There the reference needs transformers' cache, which in a window of one token keeps all of them.
+    if (
+        rope["rope_type"] == "dynamic"
+    ):  # There the reference needs transformers' cache, which in a window of one token keeps all of them.
         window = max(window, 2)
     if family in ("mistral", "mixtral"):
         config["sliding_window"] = rng.choice([None, window, window])
@@ -164,7 +176,9 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
         elif rng.random() < 0.5:
             config["max_window_layers"] = rng.randint(0, layers)
         else:
-            config["layer_types"] = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
+            config["layer_types"] = [
+                rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)
+            ]
     if family in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = rng.random() < 0.5
     if family == "llama":
@@ -175,7 +189,10 @@ def _config(rng: random.Random, family: str) -> dict[str, object]:
         config["num_experts_per_tok"] = rng.randint(1, experts)
     if family == "qwen3_moe":
         config |= {"moe_intermediate_size": rng.choice([8, 24, 40]), "norm_topk_prob": rng.random() < 0.5}
-        config |= {"decoder_sparse_step": rng.choice([1, 1, 2]), "mlp_only_layers": rng.choice([[], [], [0], [layers - 1]])}
+        config |= {
+            "decoder_sparse_step": rng.choice([1, 1, 2]),
+            "mlp_only_layers": rng.choice([[], [], [0], [layers - 1]]),
+        }
     return config
 
 
@@ -185,11 +202,16 @@ def _rope(rng: random.Random, dim: int) -> dict[str, object]:
     if kind == "dynamic" and dim < 4:
         kind = "default"
     usual = rng.random() < 0.5
-    rope: dict[str, object] = {"rope_type": kind, "rope_theta": rng.choice([1e4, 5e5, 10000, 1e6] if usual else [1.01, 2.0, 7.5, 100, 1e9])}
+    rope: dict[str, object] = {
+        "rope_type": kind,
+        "rope_theta": rng.choice([1e4, 5e5, 10000, 1e6] if usual else [1.01, 2.0, 7.5, 100, 1e9]),
+    }
     if kind != "default":
         rope["factor"] = rng.choice([2.0, 4, 8.0] if usual else [1.0, 1, 1.37, 32.0, 40])
     if kind in ("yarn", "llama3") and rng.random() < 0.8:
-        rope["original_max_position_embeddings"] = rng.choice([32, 64, 128] if usual else [1, 3, 6, 7, 30, 201, 4096])
+        rope["original_max_position_embeddings"] = rng.choice(
+            [32, 64, 128] if usual else [1, 3, 6, 7, 30, 201, 4096]
+        )
     if kind == "llama3":
         low = rng.choice([1.0, 0.5, 2])
         rope |= {"low_freq_factor": low, "high_freq_factor": low * rng.choice([4, 1.5, 20.0])}
@@ -227,23 +249,34 @@ def _runs(rng: random.Random, vocab: int, ranks: bool) -> Iterator[Run]:
         }
         settings["kv_tile"] = rng.choice([None, 1, block, 3 * block, rng.randint(1, 100)])
         sizes = (2 * most + rng.randint(0, 3 * most), rng.randint(1, 2 * most) if tiers == "disk" else 0)
-    if ranks and rng.random() < 0.05 and not sizes[0]:  # KV beyond the device goes with a single device so far
+    if (
+        ranks and rng.random() < 0.05 and not sizes[0]
+    ):  # KV beyond the device goes with a single device so far
         settings["tensor_parallel"] = 2
     some = [_words(rng, vocab, LONGEST) for _ in range(2)]
-    yield Run(settings, sizes, tuple(_round(rng, vocab, some, index == 0, tiers == "scarce") for index in range(rng.randint(1, 3))))
+    yield Run(
+        settings,
+        sizes,
+        tuple(_round(rng, vocab, some, index == 0, tiers == "scarce") for index in range(rng.randint(1, 3))),
+    )
     if sizes[1] and settings["kv_store"] != "off" and settings["prefix_cache"]:
         for sibling in (False, True):
             yield Run(settings, sizes, (_round(rng, vocab, some, True, False),), sibling)
 
 
-def _round(rng: random.Random, vocab: int, some: list[tuple[int, ...]], first: bool, crowded: bool) -> tuple[Ask, ...]:
-    """Requests of all lengths, most of which begin as others do. Where blocks are scarce they come as a crowd that is too large."""
+def _round(
+    rng: random.Random, vocab: int, some: list[tuple[int, ...]], first: bool, crowded: bool
+) -> tuple[Ask, ...]:
+    """Requests of all lengths, most of which begin as others do. Where blocks are scarce they come as a crowd
+    that is too large."""
     asks = []
     for _ in range(6 if crowded else rng.randint(2, 6)):
         tokens = rng.randint(30, 60) if crowded else rng.randint(1, rng.choice([6, 40]))
         length = rng.randint(10, 60) if crowded else rng.randint(1, rng.choice([10, 80, 150]))
         text = rng.choice(some)
-        alike = rng.choice([0, rng.randint(0, length)] if crowded else [0, length, length, length, rng.randint(0, length)])
+        alike = rng.choice(
+            [0, rng.randint(0, length)] if crowded else [0, length, length, length, rng.randint(0, length)]
+        )
         leave = rng.randint(1, 20) if rng.random() < 0.15 else None
         asks.append(
             Ask(
@@ -300,14 +333,25 @@ def _check(case: Case, run: Run, path: Path, folder: Path, tally: Tally) -> None
     model = Reference(path)
     settings = dict(run.settings)
     if run.sizes[0]:
-        layout = kv_layout(read_spec(json.loads((path / "config.json").read_text())), "float32", int(str(settings["block_size"])))
+        layout = kv_layout(
+            read_spec(json.loads((path / "config.json").read_text())),
+            "float32",
+            int(str(settings["block_size"])),
+        )
         settings["host_kv_memory"] = run.sizes[0] * layout.block_bytes
         if run.sizes[1]:
             # What outlives the engine, and room for what long contexts put there.
             kept = 65536 + run.sizes[1] * 2 * (layout.block_bytes + 4096)
             swapped = 3 * -(-LONGEST // layout.block_size) * layout.layers * record_bytes(layout)
             settings |= {"disk_kv_memory": kept + swapped, "kv_directory": folder / "kv"}
-    common = {"device": "cpu", "dtype": "float32", "max_length": LONGEST, "beyond_trained": True, "check": True, "progress": False}
+    common = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_length": LONGEST,
+        "beyond_trained": True,
+        "check": True,
+        "progress": False,
+    }
     try:
         llm = LLM(path, **common, **settings)  # type: ignore[arg-type]
     except (BudgetError, ConfigError) as refused:
@@ -328,9 +372,13 @@ def _check(case: Case, run: Run, path: Path, folder: Path, tally: Tally) -> None
 
 @contextmanager
 def _eager_to_load(seed: int) -> Iterator[None]:
-    """What rests on lower tiers is mostly loaded: computed anew, as it would be where models are this small, it would never be tried."""
+    """What rests on lower tiers is mostly loaded: computed anew, as it would be where models are this small,
+    it would never be tried."""
     rng = random.Random(seed)
-    with patch.object(Rates, "loading_pays", lambda *_: rng.random() < 0.9), patch.object(arrivals, "_LEAST_PATIENCE", 10.0):
+    with (
+        patch.object(Rates, "loading_pays", lambda *_: rng.random() < 0.9),
+        patch.object(arrivals, "_LEAST_PATIENCE", 10.0),
+    ):
         yield
 
 
@@ -349,7 +397,11 @@ def _answers(llm: LLM, asks: tuple[Ask, ...], prompts: list[tuple[int, ...]]) ->
         for index, (ask, prompt) in enumerate(zip(asks, prompts, strict=True)):
             if ask.at == step:
                 params = SamplingParams(
-                    temperature=0, max_tokens=ask.tokens, ignore_eos=True, logprobs=-1, prompt_logprobs=-1 if ask.scored else None
+                    temperature=0,
+                    max_tokens=ask.tokens,
+                    ignore_eos=True,
+                    logprobs=-1,
+                    prompt_logprobs=-1 if ask.scored else None,
                 )
                 streams[index] = llm.stream(list(prompt), params)
             if ask.leave is not None and ask.at + ask.leave == step:
@@ -379,14 +431,19 @@ class Reference:
         def note(module: torch.nn.Module, _: object, output: tuple[Tensor, ...]) -> None:
             logits, k = output[0].double(), int(module.top_k)  # type: ignore[arg-type]
             ranked = logits.sort(-1, descending=True).values
-            lead = ranked[:, k - 1] - ranked[:, k] if k < logits.shape[1] else torch.full((len(logits),), math.inf)
+            lead = (
+                ranked[:, k - 1] - ranked[:, k]
+                if k < logits.shape[1]
+                else torch.full((len(logits),), math.inf)
+            )
             self.leads.setdefault(name, []).append(lead / logits.abs().max(-1).values.clamp(min=1e-3))
 
         return note
 
     @torch.inference_mode()
     def logprobs(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[Tensor, int]:
-        """`[positions, vocab]` in float64 after each of prompt and tokens but the last, and how many of them are clear."""
+        """`[positions, vocab]` in float64 after each of prompt and tokens but the last, and how many of them
+        are clear."""
         if self.dynamic:
             # Frequencies depend on the length, and what is in the cache keeps those it had.
             self.model(torch.tensor([[1]]))  # forgets a longer sequence
@@ -394,7 +451,9 @@ class Reference:
             output = self.model(torch.tensor([prompt]), use_cache=True)
             logits = [output.logits[0]]
             for token in tokens[:-1]:
-                output = self.model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+                output = self.model(
+                    torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True
+                )
                 logits.append(output.logits[0])
             found = torch.cat(logits)
         else:
@@ -407,7 +466,9 @@ class Reference:
         return found.double().log_softmax(-1), clear
 
 
-def _compare(model: Reference, ask: Ask, prompt: tuple[int, ...], found: Completion, where: str, tally: Tally) -> None:
+def _compare(
+    model: Reference, ask: Ask, prompt: tuple[int, ...], found: Completion, where: str, tally: Tally
+) -> None:
     tokens, entries = found.tokens, found.logprobs or ()
     tally.counts["cached tokens"] += found.cached_tokens
     tally.counts["cached from host"] += found.cached_host
@@ -415,7 +476,9 @@ def _compare(model: Reference, ask: Ask, prompt: tuple[int, ...], found: Complet
     if ask.leave is None and len(tokens) != ask.tokens:
         raise Mismatch(f"{where}: {len(tokens)} tokens instead of {ask.tokens}")
     if found.prompt_tokens != prompt or len(entries) != len(tokens):
-        raise Mismatch(f"{where}: prompt {found.prompt_tokens}, {len(entries)} log-probabilities of {len(tokens)} tokens")
+        raise Mismatch(
+            f"{where}: prompt {found.prompt_tokens}, {len(entries)} log-probabilities of {len(tokens)} tokens"
+        )
     if not tokens:
         return
     expected, clear = model.logprobs(prompt, tokens)
@@ -431,12 +494,18 @@ def _compare(model: Reference, ask: Ask, prompt: tuple[int, ...], found: Complet
         tally.worst = max(tally.worst, apart)
         tally.positions += 1
         if not apart < LIMIT:
-            raise Mismatch(f"{where}: after position {position} of {len(prompt)} + {len(tokens)}, log-probabilities differ by {apart:.1e}")
+            raise Mismatch(
+                f"{where}: after position {position} of {len(prompt)} + {len(tokens)}, log-probabilities "
+                f"differ by {apart:.1e}"
+            )
         if position >= len(prompt) - 1:
             tally.tokens += 1
             lead = float(expected[position].max() - expected[position][entry.token]) / size
             if lead > CLOSE:
-                raise Mismatch(f"{where}: after position {position}, token {entry.token} instead of {int(expected[position].argmax())}")
+                raise Mismatch(
+                    f"{where}: after position {position}, token {entry.token} instead of "
+                    f"{int(expected[position].argmax())}"
+                )
 
 
 # ---- the command
@@ -453,7 +522,9 @@ def one_thread() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=3600, help="how long to go on [3600]")
     parser.add_argument("--first", type=int, help="the first seed; the time of day if left out")
     parser.add_argument("--seed", type=int, help="run this case alone")
@@ -461,10 +532,18 @@ def main() -> None:
     given = parser.parse_args()
     begin, tally = time.monotonic(), Tally()
     again = f"python tools/fuzz_transformers.py{' --ranks' if given.ranks else ''} --seed"
-    seed = given.seed if given.seed is not None else given.first if given.first is not None else int(time.time()) * 1000
+    seed = (
+        given.seed
+        if given.seed is not None
+        else given.first
+        if given.first is not None
+        else int(time.time()) * 1000
+    )
     shown = begin
     gc.collect()
-    gc.freeze()  # Every engine collects garbage as it opens and closes, and going through all of transformers takes 0.4 s each time.
+    # Every engine collects garbage as it opens and closes, and going through all of transformers takes 0.4 s
+    # each time.
+    gc.freeze()
     with one_thread():
         while True:
             case = draw(seed, given.ranks)
@@ -474,7 +553,8 @@ def main() -> None:
                 check(case, tally)
             except BaseException as error:
                 print(
-                    f"{tally}\nseed {seed} after {time.monotonic() - begin:.0f} s: {type(error).__name__}: {error}\nagain: {again} {seed}"
+                    f"{tally}\nseed {seed} after {time.monotonic() - begin:.0f} s: {type(error).__name__}: "
+                    f"{error}\nagain: {again} {seed}"
                 )
                 if isinstance(error, Mismatch):
                     sys.exit(1)

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Keeps hashes.txt: the sha256 of every wheel of the releases that constraints.txt names, without which tools/install.py installs none.
+"""Keeps hashes.txt: the sha256 of every wheel of the releases that constraints.txt names, without which
+tools/install.py installs none.
 
     python3 tools/hashes.py                        whether both files name the same releases
     python3 tools/hashes.py --update [WHEEL ...]   asks the index that pip is set to, after constraints.txt was changed
 
-WHEEL is a file of such a release that the index does not have, as torch's build for CPUs. It stays listed until its release changes.
+WHEEL is a file of such a release that the index does not have, as torch's build for CPUs. It stays listed
+until its release changes.
 """
 
 import argparse
@@ -29,7 +31,8 @@ HEAD = f"""\
 # The sha256 of every wheel of the releases in constraints.txt, as the package index publishes them: what `make` installs has one of these.
 # Written by `{UPDATE}`.
 """
-# The index, and the certificates to believe it by, that pip itself would use: from its variables, its files, or its default.
+# The index, and the certificates to believe it by, that pip itself would use: from its variables, its files,
+# or its default.
 SETTINGS = """
 import json
 from pip._internal.commands import create_command
@@ -55,12 +58,16 @@ class Release:
 
 
 def read_pins(path: Path = CONSTRAINTS) -> dict[str, str]:
-    """Versions by name. Raises HashesError for a line that names no exact version, and for a name that stands there twice."""
+    """Versions by name. Raises HashesError for a line that names no exact version, and for a name that stands
+    there twice."""
     pins: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             if not (pin := _PIN.fullmatch(line)):
-                raise HashesError(f"{path.name} has the line {line!r}; write name==version, with the name in small letters and hyphens")
+                raise HashesError(
+                    f"{path.name} has the line {line!r}; write name==version, with the name in small "
+                    "letters and hyphens"
+                )
             if pin[1] in pins:
                 raise HashesError(f"{path.name} names {pin[1]} twice; remove one")
             pins[pin[1]] = pin[2]
@@ -68,16 +75,22 @@ def read_pins(path: Path = CONSTRAINTS) -> dict[str, str]:
 
 
 def read_hashes(path: Path = HASHES) -> dict[str, Release]:
-    """Releases by name. Raises HashesError for an entry that is not name==version with at least one sha256."""
+    """Releases by name. Raises HashesError for an entry that is not name==version with at least one
+    sha256."""
     text = path.read_text(encoding="utf-8")
     added = dict(_ADDED.findall(text))
     releases: dict[str, Release] = {}
     for line in re.sub(r" *\\\n *", " ", text).splitlines():
         if line and not line.startswith("#"):
             if not (entry := _ENTRY.fullmatch(line)) or entry[1] in releases:
-                raise HashesError(f"{path.name} has an entry that is none, or that is there twice: {line[:80]!r}; try: {UPDATE}")
+                raise HashesError(
+                    f"{path.name} has an entry that is none, or that is there twice: {line[:80]!r}; try: "
+                    f"{UPDATE}"
+                )
             name, version, hashes = entry.groups()
-            more = {file: digest for file, digest in added.items() if _name_and_version(file) == (name, version)}
+            more = {
+                file: digest for file, digest in added.items() if _name_and_version(file) == (name, version)
+            }
             releases[name] = Release(version, frozenset(re.findall(r"[0-9a-f]{64}", hashes)), more)
     return releases
 
@@ -87,7 +100,9 @@ def differences(pins: Mapping[str, str], releases: Mapping[str, Release]) -> Ite
     for name in sorted(pins.keys() | releases.keys()):
         listed = releases[name].version if name in releases else None
         if pins.get(name) != listed:
-            yield f"{name}: {pins.get(name, 'nothing')} in constraints.txt, {listed or 'nothing'} in hashes.txt"
+            yield (
+                f"{name}: {pins.get(name, 'nothing')} in constraints.txt, {listed or 'nothing'} in hashes.txt"
+            )
 
 
 def must_agree() -> None:
@@ -100,22 +115,37 @@ def written(releases: Mapping[str, Release]) -> str:
     """hashes.txt: a constraints file as pip reads it."""
     lines = [HEAD]
     for name, release in sorted(releases.items()):
-        lines += [f"# {file} sha256:{digest}, which the index does not have\n" for file, digest in sorted(release.added.items())]
-        lines.append(" \\\n    ".join([f"{name}=={release.version}", *(f"--hash=sha256:{one}" for one in sorted(release.hashes))]) + "\n")
+        lines += [
+            f"# {file} sha256:{digest}, which the index does not have\n"
+            for file, digest in sorted(release.added.items())
+        ]
+        lines.append(
+            " \\\n    ".join(
+                [f"{name}=={release.version}", *(f"--hash=sha256:{one}" for one in sorted(release.hashes))]
+            )
+            + "\n"
+        )
     return "".join(lines)
 
 
 def update(wheels: Iterable[Path]) -> None:
     """Write hashes.txt anew for what constraints.txt names today, and say which entries have changed."""
     pins, before = read_pins(), read_hashes() if HASHES.exists() else {}
-    added: dict[str, dict[str, str]] = {name: dict(old.added) for name, old in before.items() if pins.get(name) == old.version}
+    added: dict[str, dict[str, str]] = {
+        name: dict(old.added) for name, old in before.items() if pins.get(name) == old.version
+    }
     for wheel in wheels:
         name, version = _name_and_version(wheel.name)
         if pins.get(name) != version:
-            raise HashesError(f"{wheel.name} is of {name} {version}, of which constraints.txt has {pins.get(name, 'nothing')}")
+            raise HashesError(
+                f"{wheel.name} is of {name} {version}, of which constraints.txt has "
+                f"{pins.get(name, 'nothing')}"
+            )
         with wheel.open("rb") as file:
             added.setdefault(name, {})[wheel.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    index, certificates = json.loads(subprocess.run([sys.executable, "-c", SETTINGS], check=True, capture_output=True, text=True).stdout)
+    index, certificates = json.loads(
+        subprocess.run([sys.executable, "-c", SETTINGS], check=True, capture_output=True, text=True).stdout
+    )
     context = ssl.create_default_context(cafile=certificates)
 
     def asked(pin: tuple[str, str]) -> Release:
@@ -130,16 +160,27 @@ def update(wheels: Iterable[Path]) -> None:
     for name in sorted(before.keys() | releases.keys()):
         old, new = before.get(name), releases.get(name)
         if old and new and old.version == new.version and not old.hashes <= new.hashes:
-            print(f"{name} {new.version}: {len(old.hashes - new.hashes)} hashes are gone though the version is the same: find out why")
+            print(
+                f"{name} {new.version}: {len(old.hashes - new.hashes)} hashes are gone though the version "
+                "is the same: find out why"
+            )
         elif old != new:
-            print(f"{name}: {old.version if old else 'new'} -> {f'{new.version}, {len(new.hashes)} hashes' if new else 'gone'}")
+            print(
+                f"{name}: {old.version if old else 'new'} -> "
+                f"{f'{new.version}, {len(new.hashes)} hashes' if new else 'gone'}"
+            )
 
 
 def wheels_of(published: Mapping[str, object], name: str, version: str) -> list[str]:
-    """The sha256 of every wheel of a release, from an index's description of all releases. Raises HashesError if there is none."""
+    """The sha256 of every wheel of a release, from an index's description of all releases. Raises HashesError
+    if there is none."""
     files = published.get("files")
     assert isinstance(files, list)
-    mine = [file for file in files if file["filename"].endswith(".whl") and _wheel(file["filename"]) == (name, version)]
+    mine = [
+        file
+        for file in files
+        if file["filename"].endswith(".whl") and _wheel(file["filename"]) == (name, version)
+    ]
     hashes = [file["hashes"].get("sha256", "") for file in mine]
     if not hashes or not all(hashes):
         fault = "a wheel without a sha256" if hashes else "no wheel"
@@ -168,7 +209,9 @@ def _name_and_version(file: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--update", action="store_true")
     parser.add_argument("wheels", metavar="WHEEL", nargs="*", type=Path)
     arguments = parser.parse_args()

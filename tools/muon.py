@@ -1,4 +1,5 @@
-"""Muon for the matrices of a small model: momentum whose steps are made orthogonal, all matrices of one shape in one batch."""
+"""Muon for the matrices of a small model: momentum whose steps are made orthogonal, all matrices of one shape
+in one batch."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from torch import Tensor
 
 
 def orthogonal(m: Tensor, steps: int = 5) -> Tensor:
-    """Nearly the nearest orthogonal matrix of each m [batch, rows, cols], by the quintic Newton-Schulz iteration of the Muon optimizer
-    (K. Jordan et al., 2024); singular values end between about 0.7 and 1.2."""
+    """Nearly the nearest orthogonal matrix of each m [batch, rows, cols], by the quintic Newton-Schulz
+    iteration of the Muon optimizer (K. Jordan et al., 2024); singular values end between about 0.7 and
+    1.2."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = m.bfloat16()
     tall = x.shape[1] > x.shape[2]

@@ -1,4 +1,5 @@
-"""Hides facts in long texts and asks for them: the questions of the retrieval training and of the retrieval evaluation."""
+"""Hides facts in long texts and asks for them: the questions of the retrieval training and of the retrieval
+evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 USER, ASSISTANT, SYSTEM = "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT)
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | "
+    "trim + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
@@ -25,15 +27,20 @@ def distinct(*lists: list[str]) -> list[str]:
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
 PERSON_LABELS = words.listed(
-    "secret code|passkey|lucky number|ticket number|room number|locker number|phone number|badge number|house number|account number|"
-    "membership number|access code|door code|customer number|seat number|license number|favorite number|order number|PIN|passport number",
+    "secret code|passkey|lucky number|ticket number|room number|locker number|phone number|badge "
+    "number|house number|account number|"
+    "membership number|access code|door code|customer number|seat number|license number|favorite "
+    "number|order number|PIN|passport number",
     "|",
 )
 THING_LABELS = words.listed(
-    "number|code|price|serial number|weight|secret number|access code|registration number|value|key code|lock code|year", "|"
+    "number|code|price|serial number|weight|secret number|access code|registration number|value|key "
+    "code|lock code|year",
+    "|",
 )
 PLAIN_KEYS = words.listed(
-    "the passkey|the pass key|the secret number|the magic number|the secret code|the hidden number|the special number|the password|"
+    "the passkey|the pass key|the secret number|the magic number|the secret code|the hidden number|the "
+    "special number|the password|"
     "the access code|the answer code|the code word|the secret key",
     "|",
 )
@@ -41,7 +48,8 @@ ADJECTIVES = distinct(
     words.COLORS,
     words.MATERIALS,
     words.listed(
-        "big small heavy broken lost secret ancient dusty narrow bright dark empty little lonely royal quiet northern southern "
+        "big small heavy broken lost secret ancient dusty narrow bright dark empty little lonely royal "
+        "quiet northern southern "
         "eastern western hidden frozen crooked stone iron marble first second third last"
     ),
 )
@@ -51,8 +59,10 @@ NOUNS = distinct(
     words.BIRDS,
     words.FLOWERS,
     words.listed(
-        "tower bridge train ship engine wheel door window room vault cabinet chest safe garden mill ticket station library "
-        "museum machine desk bottle crown sword lamp carriage chair table painting statue clock telescope rocket robot camera "
+        "tower bridge train ship engine wheel door window room vault cabinet chest safe garden mill ticket "
+        "station library "
+        "museum machine desk bottle crown sword lamp carriage chair table painting statue clock telescope "
+        "rocket robot camera "
         "computer guitar piano violin bicycle truck tractor hotel bakery factory school market"
     ),
 )
@@ -63,12 +73,14 @@ VALUE_WORDS = distinct(
     words.TREES,
     words.MAMMALS,
     words.listed(
-        "river mountain ocean copper silver thunder winter summer morning shadow crystal falcon harbor meadow island comet "
+        "river mountain ocean copper silver thunder winter summer morning shadow crystal falcon harbor "
+        "meadow island comet "
         "dragon forest velvet amber storm candle marble garden pepper sugar"
     ),
 )
 SYLLABLES = words.listed(
-    "ka lo mi ra ven tor bel na sha dri zo ul wen fa gri pol mar tes ku ly an ro sil va jen do kir ma ne pa qui ri so ta vo xa yu ze bra el"
+    "ka lo mi ra ven tor bel na sha dri zo ul wen fa gri pol mar tes ku ly an ro sil va jen do kir ma ne pa "
+    "qui ri so ta vo xa yu ze bra el"
 )
 
 STATEMENTS = (
@@ -125,14 +137,25 @@ INSTRUCTIONS = (
     "Here is a text.",
     "Read this carefully:",
     "Text:",
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about the important "
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will "
+    "quiz you about the important "
     "information there.",
     "Answer the question with the help of the following text.",
     "Some special magic numbers are hidden within the "
     "following text. Make sure to memorize it. I will quiz you about the numbers afterwards.",
     "Remember everything that you read.",
 )
-QUESTION_LEADS = ("\n\n", "\n\n", "\n\n", "\n", " ", "\n\nQuestion: ", "\nQuestion: ", "\n\nNow the question: ", "\n\nThe text ends here. ")
+QUESTION_LEADS = (
+    "\n\n",
+    "\n\n",
+    "\n\n",
+    "\n",
+    " ",
+    "\n\nQuestion: ",
+    "\nQuestion: ",
+    "\n\nNow the question: ",
+    "\n\nThe text ends here. ",
+)
 PLAIN_LEADS = (("\n\n", " "), (" ", " "), ("\n", " "), ("\n\nQuestion: ", "\nAnswer: "), ("\nQ: ", "\nA: "))
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -177,7 +200,8 @@ class Sample:
 
 
 def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """What CHAT_TEMPLATE gives, without a template engine. It begins with <|endoftext|>, which the tokenizer must not add again."""
+    """What CHAT_TEMPLATE gives, without a template engine. It begins with <|endoftext|>, which the tokenizer
+    must not add again."""
     turns = "".join(f"<|{m['role']}|>{m['content'].strip()}{END_OF_TURN}" for m in messages)
     return END_OF_TEXT + turns + ASSISTANT * add_generation_prompt
 
@@ -191,7 +215,8 @@ def _invented(rng: random.Random) -> str:
 
 
 class FactMaker:
-    """Draws facts for one text. Keys are unique in it, and half of the texts draw from few words, so that keys look alike."""
+    """Draws facts for one text. Keys are unique in it, and half of the texts draw from few words, so that
+    keys look alike."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -205,7 +230,11 @@ class FactMaker:
 
     def _name(self) -> str:
         rng = self.rng
-        return _up(_invented(rng)) if rng.random() < 0.3 else rng.choice(words.GIRLS if rng.random() < 0.5 else words.BOYS)
+        return (
+            _up(_invented(rng))
+            if rng.random() < 0.3
+            else rng.choice(words.GIRLS if rng.random() < 0.5 else words.BOYS)
+        )
 
     def _key(self) -> tuple[str, str]:
         """Two wordings of one key; the answer uses the first."""
@@ -214,7 +243,11 @@ class FactMaker:
             name, label = rng.choice(self.names), rng.choice(self.person_labels)
             return f"the {label} of {name}", f"{name}'s {label}"
         if draw < 0.75:
-            adjective, noun, label = rng.choice(self.adjectives), rng.choice(self.nouns), rng.choice(self.thing_labels)
+            adjective, noun, label = (
+                rng.choice(self.adjectives),
+                rng.choice(self.nouns),
+                rng.choice(self.thing_labels),
+            )
             return f"the {label} of the {adjective} {noun}", f"the {adjective} {noun}'s {label}"
         if draw < 0.8:
             place = f"the {rng.choice(self.adjectives)} {rng.choice(words.PLACES).split()[-1]}"
@@ -266,7 +299,8 @@ def _count(tokenizer: Encoder, text: str) -> int:
 
 
 def haystack(tokens: int, rng: random.Random, tokenizer: Encoder, text: str) -> str:
-    """A stretch of `text` (repeated where it is too short) that starts at a paragraph and has at most `tokens` tokens, few less."""
+    """A stretch of `text` (repeated where it is too short) that starts at a paragraph and has at most
+    `tokens` tokens, few less."""
     if tokens <= 0:
         return ""
     start = text.find("\n\n", rng.randrange(max(len(text) // 2, 1)))
@@ -291,21 +325,38 @@ def hide(document: str, statements: list[str], depths: list[float]) -> str:
     """Put each statement at the sentence boundary nearest to its depth (0: before the text, 1: after it)."""
     bounds = [0, *(m.end() for m in _SENTENCE_END.finditer(document)), len(document)]
     places = sorted(
-        ((min(bounds, key=lambda b: abs(b - depth * len(document))), s) for depth, s in zip(depths, statements, strict=True)), reverse=True
+        (
+            (min(bounds, key=lambda b: abs(b - depth * len(document))), s)
+            for depth, s in zip(depths, statements, strict=True)
+        ),
+        reverse=True,
     )
     for place, statement in places:
         before, after = document[:place], document[place:]
-        document = before + (" " if before else "") + statement + (" " if after and not after[0].isspace() else "") + after
+        document = (
+            before
+            + (" " if before else "")
+            + statement
+            + (" " if after and not after[0].isspace() else "")
+            + after
+        )
     return document
 
 
 def make_sample(
-    length_tokens: int, depth: float, rng: random.Random, tokenizer: Encoder, text: str, style: str = "chat", distractors: int = 3
+    length_tokens: int,
+    depth: float,
+    rng: random.Random,
+    tokenizer: Encoder,
+    text: str,
+    style: str = "chat",
+    distractors: int = 3,
 ) -> Sample:
-    """A prompt of at most `length_tokens` tokens with one fact at `depth` (0 to 1) that is asked for, and others that are not.
+    """A prompt of at most `length_tokens` tokens with one fact at `depth` (0 to 1) that is asked for, and
+    others that are not.
 
-    style "chat": text and question are one user message. style "plain": the answer's beginning follows the question without any roles.
-    style "passkey": plain, with "the pass key" as its only fact.
+    style "chat": text and question are one user message. style "plain": the answer's beginning follows the
+    question without any roles. style "passkey": plain, with "the pass key" as its only fact.
     """
     maker = FactMaker(rng)
     fact = maker.draw(("the pass key", "the pass key") if style == "passkey" else None)

@@ -1,8 +1,10 @@
-"""README's table of numbers, made from docs/results: `python tools/numbers_table.py --write` after a file there has changed.
+"""README's table of numbers, made from docs/results: `python tools/numbers_table.py --write` after a file
+there has changed.
 
-A row says which file and which places in it its numbers come from. What they were measured under stands in the same places, and is
-read from there too where the file has it. Numbers of both sides are medians, with the least and the most of the runs where the file
-has them. Where a peer's file does not say that it was warm, the row says so.
+A row says which file and which places in it its numbers come from. What they were measured under stands in
+the same places, and is read from there too where the file has it. Numbers of both sides are medians, with the
+least and the most of the runs where the file has them. Where a peer's file does not say that it was warm, the
+row says so.
 """
 
 import argparse
@@ -43,14 +45,22 @@ class Results:
     """The files of a folder, by their names without .json."""
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Json] = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+        self._files: dict[str, Json] = {
+            path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))
+        }
 
     def __getitem__(self, name: str) -> Json:
         return self._files[name]
 
     def newest(self, bench: str, part: str, having: str) -> Json | None:
-        """Of the files that end so, the part that was measured last and has such an entry; None if no file has one."""
-        parts = [one for name in self._files if name.endswith(bench) if (one := self[name].get(part)) and having in one]
+        """Of the files that end so, the part that was measured last and has such an entry; None if no file
+        has one."""
+        parts = [
+            one
+            for name in self._files
+            if name.endswith(bench)
+            if (one := self[name].get(part)) and having in one
+        ]
         return max(parts, key=lambda one: one["environment"]["date"], default=None)
 
 
@@ -76,7 +86,11 @@ def times(ms: Json, text: Callable[[float], str]) -> Value:
 def timed(record: Json, text: Callable[[float], str]) -> Value:
     """Of a record of seconds with its runs; what was not warm says so."""
     value = many(record["seconds"], text)
-    faults = "".join(f", {word}" for word, wrong in (("not warm", not record["warm"]), ("still falling", record["falling"])) if wrong)
+    faults = "".join(
+        f", {word}"
+        for word, wrong in (("not warm", not record["warm"]), ("still falling", record["falling"]))
+        if wrong
+    )
     return Value(value.text, value.spread + faults)
 
 
@@ -126,8 +140,17 @@ def transformers_on_cpu(it: Json) -> Iterator[Row]:
         if "penstock" in one:
             tokens = one["useful_tokens"]
             ours, theirs = (timed(one[side], seconds(2)) for side in ("penstock", "transformers"))
-            rates = [f"{tokens / one[side]['median_s']:.1f} tokens/s" for side in ("penstock", "transformers")]
-            yield Row(work, where, Value(rates[0], ours.spread), "transformers", Value(rates[1], theirs.spread), f"{one['ratio']:.2f}")
+            rates = [
+                f"{tokens / one[side]['median_s']:.1f} tokens/s" for side in ("penstock", "transformers")
+            ]
+            yield Row(
+                work,
+                where,
+                Value(rates[0], ours.spread),
+                "transformers",
+                Value(rates[1], theirs.spread),
+                f"{one['ratio']:.2f}",
+            )
             continue
         ours, theirs = (many(one[f"{side}_seconds"], seconds(2)) for side in ("penstock", "transformers"))
         ours, theirs = (
@@ -139,7 +162,14 @@ def transformers_on_cpu(it: Json) -> Iterator[Row]:
     for side in [name for name in ("one by one", "padded") if name in peaks]:
         value = Value(f"{peaks['penstock']:,.0f} MiB")
         work = f"the same, peak memory of {it['requests']} requests"
-        yield Row(work, where, value, f"transformers, {side}", Value(f"{peaks[side]:,.0f} MiB"), f"{peaks['penstock'] / peaks[side]:.2f}")
+        yield Row(
+            work,
+            where,
+            value,
+            f"transformers, {side}",
+            Value(f"{peaks[side]:,.0f} MiB"),
+            f"{peaks['penstock'] / peaks[side]:.2f}",
+        )
 
 
 def server(it: Json, model: str) -> Iterator[Row]:
@@ -149,45 +179,101 @@ def server(it: Json, model: str) -> Iterator[Row]:
         took = it[side]["seconds"]
         value = timed(it[side], seconds(1)) if "warm" in it[side] else many(took, seconds(1))
         sides.append(Value(f"{made / statistics.median(took):,.0f} tokens/s", value.spread))
-    yield Row(work, machine(it.get("environment") or it["machine"]), sides[0], "the engine alone", sides[1], f"{it['share']['median']:.2f}")
+    yield Row(
+        work,
+        machine(it.get("environment") or it["machine"]),
+        sides[0],
+        "the engine alone",
+        sides[1],
+        f"{it['share']['median']:.2f}",
+    )
 
 
 def resident(results: Results) -> Iterator[Row]:
     whole = results["h200_execution"]["2026-11-23, gaps explained"]
     for name in ("8B, batch 1", "8B, batch 64", "0.6B, batch 1"):
         one = whole["decode"][name]
-        work = f"{one['model']} shape, decode, batch {one['batch']}, {length(one['context'])} of context, {one['dtype']}"
+        work = (
+            f"{one['model']} shape, decode, batch {one['batch']}, {length(one['context'])} of context, "
+            f"{one['dtype']}"
+        )
         beside = "memory bound", Value(f"{one['bound']['ms']:.2f} ms")
-        yield Row(work, machine(one["machine"], 1), times(one["ms"], millis(2)), *beside, f"{one['of_bound']:.2f}")
+        yield Row(
+            work, machine(one["machine"], 1), times(one["ms"], millis(2)), *beside, f"{one['of_bound']:.2f}"
+        )
     one = whole["prefill"]["8B"]
     work = f"{one['model']} shape, prompt of {length(one['context'])}, {one['dtype']}"
     bound = Value(f"{one['bound']['ms']:.0f} ms")
-    yield Row(work, machine(one["machine"], 1), times(one["ms"], millis(0)), "arithmetic bound", bound, f"{one['of_bound']:.2f}")
+    yield Row(
+        work,
+        machine(one["machine"], 1),
+        times(one["ms"], millis(0)),
+        "arithmetic bound",
+        bound,
+        f"{one['of_bound']:.2f}",
+    )
     for one in whole["serve, two rounds of each temperature"].values():
-        work = f"{one['model']} shape, {one['requests']} requests of 100 to 1,024 tokens in and out, temperature {one['temperature']:g}"
-        rate, spread = f"{one['output_tokens_per_second']:,.0f} tokens/s", times(one["ms"], lambda ms: f"{ms / 1e3:.2f} s").spread
+        work = (
+            f"{one['model']} shape, {one['requests']} requests of 100 to 1,024 tokens in and out, "
+            f"temperature {one['temperature']:g}"
+        )
+        rate, spread = (
+            f"{one['output_tokens_per_second']:,.0f} tokens/s",
+            times(one["ms"], lambda ms: f"{ms / 1e3:.2f} s").spread,
+        )
         bound = Value(f"{one['output_tokens_per_second'] / one['of_bound']:,.0f} tokens/s")
-        yield Row(work, machine(one["machine"], 1), Value(rate, spread), "bound of memory and arithmetic", bound, f"{one['of_bound']:.2f}")
+        yield Row(
+            work,
+            machine(one["machine"], 1),
+            Value(rate, spread),
+            "bound of memory and arithmetic",
+            bound,
+            f"{one['of_bound']:.2f}",
+        )
 
 
 def two_devices(whole: Json) -> Iterator[Row]:
     for batch in (1, 64):
         one, two = (whole["decode"][f"batch {batch}, {ranks} ranks"] for ranks in (1, 2))
-        work = f"{two['model']} shape, decode, batch {two['batch']}, {length(two['context'])} of context, on two GPUs"
+        work = (
+            f"{two['model']} shape, decode, batch {two['batch']}, {length(two['context'])} of context, on "
+            "two GPUs"
+        )
         ratio = f"{one['ms']['median'] / two['ms']['median']:.2f}"
-        yield Row(work, machine(two["machine"]), times(two["ms"], millis(2)), "on one of them", times(one["ms"], millis(2)), ratio)
+        yield Row(
+            work,
+            machine(two["machine"]),
+            times(two["ms"], millis(2)),
+            "on one of them",
+            times(one["ms"], millis(2)),
+            ratio,
+        )
     one, two = (whole["stream"][f"{ranks} ranks"] for ranks in (1, 2))
-    rates = [ranks * it["streaming"]["copied_per_pass"] / it["ms"]["median"] * 1e3 for ranks, it in ((1, one), (2, two))]
+    rates = [
+        ranks * it["streaming"]["copied_per_pass"] / it["ms"]["median"] * 1e3
+        for ranks, it in ((1, one), (2, two))
+    ]
     work = "16 layers of 70B shape, most in host memory, decode, over the links of two GPUs"
     sides = [Value(gigabytes(rate)) for rate in rates]
-    yield Row(work, machine(two["machine"]), sides[1], "over the link of one", sides[0], f"{rates[1] / rates[0]:.2f}")
+    yield Row(
+        work,
+        machine(two["machine"]),
+        sides[1],
+        "over the link of one",
+        sides[0],
+        f"{rates[1] / rates[0]:.2f}",
+    )
 
 
 def tiers(whole: Json) -> Iterator[Row]:
     where, first = machine(whole["environment"]), whole["ttft"]
     tokens = first["lengths"][-1]["tokens"]
     cold = many([one["seconds"] for one in first["cold"]], seconds(2))
-    for name, said in (("pages", "the GPU's memory"), ("host", "host memory"), ("disk, as decided", "a disk, some computed meanwhile")):
+    for name, said in (
+        ("pages", "the GPU's memory"),
+        ("host", "host memory"),
+        ("disk, as decided", "a disk, some computed meanwhile"),
+    ):
         ours = many([one["seconds"] for one in first[name]], seconds(4 if name != "disk, as decided" else 2))
         work = f"8B shape, first token behind {length(tokens)} tokens found in {said}"
         yield Row(work, where, ours, "computed", cold, f"{first[f'{name}_times']:.3g}")
@@ -195,7 +281,14 @@ def tiers(whole: Json) -> Iterator[Row]:
     for way, said in (("up", "to the GPU"), ("down", "to host memory"), ("both", "both ways at once")):
         share, ceiling = block[f"{way}_least_from_64"], copies["ceilings"][way]
         work = f"8B shape, 64 blocks of KV and more {said}, the slowest"
-        yield Row(work, where, Value(gigabytes(share * ceiling)), "large copies", Value(gigabytes(ceiling)), f"{share:.2f}")
+        yield Row(
+            work,
+            where,
+            Value(gigabytes(share * ceiling)),
+            "large copies",
+            Value(gigabytes(ceiling)),
+            f"{share:.2f}",
+        )
 
 
 def streamed(results: Results) -> Iterator[Row]:
@@ -205,11 +298,21 @@ def streamed(results: Results) -> Iterator[Row]:
     for batch in (1, 16):
         one = host[f"decode_{batch}"]
         work = f"70B-shaped layers, 10 of 16 in host memory, decode, batch {one['batch']}"
-        yield Row(work, where, Value(gigabytes(one["rate"])), "measured link", Value(gigabytes(link)), f"{one['of_ceiling']:.2f}")
+        yield Row(
+            work,
+            where,
+            Value(gigabytes(one["rate"])),
+            "measured link",
+            Value(gigabytes(link)),
+            f"{one['of_ceiling']:.2f}",
+        )
     for part, said in (("offload", "in host memory"), ("offload_disk", "on disk")):
         if one := results.newest("_weight_streaming", part, "accelerate"):
             ours, theirs = timed(one["penstock"], seconds(3)), timed(one["accelerate"], seconds(2))
-            work = f"70B-shaped layers, {one['layers'] - one['layers_kept']} of {one['layers']} {said}, decode, batch 1"
+            work = (
+                f"70B-shaped layers, {one['layers'] - one['layers_kept']} of {one['layers']} {said}, decode, "
+                "batch 1"
+            )
             yield Row(work, machine(one["environment"]), ours, "accelerate", theirs, f"{one['ratio']:.2f}")
     yield from eighty_layers(results)
 
@@ -221,17 +324,29 @@ def eighty_layers(results: Results) -> Iterator[Row]:
     for name, it in one.items():
         if name.startswith("batch_"):
             work = eighty(one["layers"], *one["caps"].values(), it)
-            yield Row(work, machine(one["environment"]), timed(it, seconds(2)), *read(it["read_per_pass"], one["disk"], it["median_s"]))
+            yield Row(
+                work,
+                machine(one["environment"]),
+                timed(it, seconds(2)),
+                *read(it["read_per_pass"], one["disk"], it["median_s"]),
+            )
 
 
 def eighty(layers: int, device: str, host: str, it: Json) -> str:
-    what = f"{layers} layers of 70B shape in {device} of device and {host} of host memory, the rest on disk, decode"
+    what = (
+        f"{layers} layers of 70B shape in {device} of device and {host} of host memory, the rest on disk, "
+        "decode"
+    )
     return f"{what}, batch {it['batch']}, {length(it['context'])} tokens of context each"
 
 
 def read(size: int, rate: float, took: float) -> tuple[str, Value, str]:
     """What a pass reads, at the disk's rate, and the ratio."""
-    return f"{size / 2**30:.1f} GiB from the disk at {gigabytes(rate)}", Value(f"{size / rate:.2f} s"), f"{size / rate / took:.2f}"
+    return (
+        f"{size / 2**30:.1f} GiB from the disk at {gigabytes(rate)}",
+        Value(f"{size / rate:.2f} s"),
+        f"{size / rate / took:.2f}",
+    )
 
 
 def long_contexts(results: Results) -> Iterator[Row]:
@@ -240,21 +355,48 @@ def long_contexts(results: Results) -> Iterator[Row]:
     host, device = again["long"]["host"], again["long"]["device"]
     for tokens, theirs in ((256 << 10, ("KV on the device", device)), (512 << 10, None)):
         one = host[f"prefill_{tokens}"]
-        work = f"8B shape, prompt of {length(tokens)}, KV in host memory, {host['peaks'][str(tokens)] / 2**30:.1f} GiB beside the weights"
+        work = (
+            f"8B shape, prompt of {length(tokens)}, KV in host memory, "
+            f"{host['peaks'][str(tokens)] / 2**30:.1f} GiB beside the weights"
+        )
         if theirs:
             other = theirs[1][f"prefill_{tokens}"]["seconds"]
-            yield Row(work, where, Value(f"{one['seconds']:.1f} s"), theirs[0], Value(f"{other:.1f} s"), f"{other / one['seconds']:.2f}")
+            yield Row(
+                work,
+                where,
+                Value(f"{one['seconds']:.1f} s"),
+                theirs[0],
+                Value(f"{other:.1f} s"),
+                f"{other / one['seconds']:.2f}",
+            )
         else:
             bound = Value(f"{one['seconds'] * one['of_bound']:.0f} s")
-            yield Row(work, where, Value(f"{one['seconds']:.0f} s"), "arithmetic bound", bound, f"{one['of_bound']:.2f}")
+            yield Row(
+                work,
+                where,
+                Value(f"{one['seconds']:.0f} s"),
+                "arithmetic bound",
+                bound,
+                f"{one['of_bound']:.2f}",
+            )
     one = host["decode"]
     rates = [gigabytes(one["rate"]), gigabytes(again["long"]["link_before"])]
     ratio = f"{one['rate'] / again['long']['link_before']:.2f}"
     yield Row("the same, decode behind it", where, Value(rates[0]), "measured link", Value(rates[1]), ratio)
     one = again["million"]
-    work = f"1B shape, prompt of {len(one['chunks']) * 16}K, {one['peak_device'] / 2**30:.1f} GiB of the device in all"
+    work = (
+        f"1B shape, prompt of {len(one['chunks']) * 16}K, {one['peak_device'] / 2**30:.1f} GiB of the device "
+        "in all"
+    )
     bound = Value(f"{one['bound_s']:.0f} s")
-    yield Row(work, where, Value(f"{one['prefill_s']:.0f} s"), "arithmetic bound", bound, f"{one['bound_s'] / one['prefill_s']:.2f}")
+    yield Row(
+        work,
+        where,
+        Value(f"{one['prefill_s']:.0f} s"),
+        "arithmetic bound",
+        bound,
+        f"{one['bound_s'] / one['prefill_s']:.2f}",
+    )
     yield from peers_of_long_contexts(results)
 
 
@@ -265,25 +407,49 @@ def peers_of_long_contexts(results: Results) -> Iterator[Row]:
             continue
         new, ours, theirs = True, one["penstock, with its memory"], one["transformers"]
         for what in ("prefill", "decode"):
-            work = f"8B shape, {length(one['tokens'])} of context {said}, {what}, {ours['peak'] / 2**30:.1f} GiB beside the weights"
+            work = (
+                f"8B shape, {length(one['tokens'])} of context {said}, {what}, {ours['peak'] / 2**30:.1f} "
+                "GiB beside the weights"
+            )
             sides = [timed(side[what], seconds(2 if what == "prefill" else 3)) for side in (ours, theirs)]
             ratio = f"{ours[f'{what}_ratio']:.2f}"
-            yield Row(work, machine(one["environment"]), sides[0], "transformers, offloaded cache", sides[1], ratio)
+            yield Row(
+                work, machine(one["environment"]), sides[0], "transformers, offloaded cache", sides[1], ratio
+            )
     if new:
         return
     whole = results["h200_long_contexts"]["peer"]
     ours, theirs = whole["ours"]["with its memory, in chunks"], whole["in chunks"]
-    work = f"8B shape, 64K of context in chunks, decode, {ours['peak'] / 2**30:.1f} GiB beside the weights, not warmed up"
+    work = (
+        f"8B shape, 64K of context in chunks, decode, {ours['peak'] / 2**30:.1f} GiB beside the weights, not "
+        "warmed up"
+    )
     sides = [many(ours["decode"]["seconds"], seconds(3)), many(theirs["decode_s"], seconds(3))]
     ratio = statistics.median(theirs["decode_s"]) / statistics.median(ours["decode"]["seconds"])
-    yield Row(work, machine(whole["environment"]), sides[0], "transformers, offloaded cache", sides[1], f"{ratio:.1f}")
+    yield Row(
+        work,
+        machine(whole["environment"]),
+        sides[0],
+        "transformers, offloaded cache",
+        sides[1],
+        f"{ratio:.1f}",
+    )
 
 
 def table(results: Results) -> str:
     head = ("work", "on", "penstock", "its runs", "beside it", "that", "its runs", "ratio")
     lines = [head, ("---",) * len(head)]
     lines += [
-        (it.work, it.machine, it.penstock.text, it.penstock.spread, it.beside, it.theirs.text, it.theirs.spread, it.ratio)
+        (
+            it.work,
+            it.machine,
+            it.penstock.text,
+            it.penstock.spread,
+            it.beside,
+            it.theirs.text,
+            it.theirs.spread,
+            it.ratio,
+        )
         for it in rows(results)
     ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -297,7 +463,9 @@ def written(readme: str, results: Results) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="into README.md; otherwise it is printed")
     given, results = parser.parse_args(), Results(ROOT / "docs" / "results")
     if given.write:

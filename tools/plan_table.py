@@ -1,4 +1,5 @@
-"""Writes docs/plans.md: what `penstock plan` forecasts for the shapes in benchmarks/shapes on every machine it knows by name.
+"""Writes docs/plans.md: what `penstock plan` forecasts for the shapes in benchmarks/shapes on every machine
+it knows by name.
 
 python tools/plan_table.py
 """
@@ -60,7 +61,11 @@ def page() -> str:
     reasons: list[str] = []
     rows = [[_name(file), *(_cell(file, machine, reasons) for machine in MACHINES)] for file in files]
     figures = [
-        [f"`{name}`", known.about, *(format_figure(figure, value.value) for figure, value in settle(name, {})[0].figures.items())]
+        [
+            f"`{name}`",
+            known.about,
+            *(format_figure(figure, value.value) for figure, value in settle(name, {})[0].figures.items()),
+        ]
         for name, known in MACHINES.items()
     ]
     columns = [name.replace("_", " ") for name in settle("cpu", {})[0].figures]
@@ -79,7 +84,8 @@ def page() -> str:
 
 
 def _measured() -> str:
-    """What was forecast beside what the engine then took, from the results of `benchmarks/plan_against_run.py`."""
+    """What was forecast beside what the engine then took, from the results of
+    `benchmarks/plan_against_run.py`."""
     rows, without = [], list[str]()
     for file in sorted(RESULTS.glob("*_plan.json")):
         name = file.name.removesuffix("_plan.json")
@@ -89,7 +95,9 @@ def _measured() -> str:
             else:
                 times = [f"{row[key]:#.3g} ms" for key in ("plan_ms", "run_ms", "without_costs_ms")]
                 rows.append([f"`{name}`", row["case"], *times[:2], f"{row['apart']:+.1%}", times[2]])
-    table = _table(["machine", "shape and work", "forecast", "measured", "apart", "without costs of steps"], rows)
+    table = _table(
+        ["machine", "shape and work", "forecast", "measured", "apart", "without costs of steps"], rows
+    )
     failed = "\n\nThese runs ended without a measurement:\n\n" + "\n".join(without) if without else ""
     return f"{MEASURED_HEAD}\n{table}{failed}"
 
@@ -101,13 +109,18 @@ def _cell(file: Path, machine: str, reasons: list[str]) -> str:
         reasons.append(f"- {file.parent.name} on `{machine}`: {error}")
         return "too small"
     decode, prefill = found.decode, found.prefill
-    return f"{format_pace(decode.tokens_per_second)} ({WORDS[decode.binding]}), {format_pace(prefill.tokens_per_second)}"
+    return (
+        f"{format_pace(decode.tokens_per_second)} ({WORDS[decode.binding]}), "
+        f"{format_pace(prefill.tokens_per_second)}"
+    )
 
 
 def _forecast(file: Path, machine: str) -> Forecast:
     _, spec, names = open_model(str(file))
     setting, step_tokens = settle(machine, {}, kept_costs(machine, CACHE, "bfloat16"))
-    return forecast(spec, names, machine_of(setting), Work("bfloat16", context=CONTEXT, step_tokens=step_tokens))
+    return forecast(
+        spec, names, machine_of(setting), Work("bfloat16", context=CONTEXT, step_tokens=step_tokens)
+    )
 
 
 def _name(file: Path) -> str:

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Plants faults, one at a time, in a copy of the project, and runs the tests that are to find each: a judge of the tests.
+"""Plants faults, one at a time, in a copy of the project, and runs the tests that are to find each: a judge
+of the tests.
 
     python tools/planted_faults.py [NAME ...] [--jobs N]      from anywhere, with the project's Python
 
-The faults are in planted_faults.toml: where each stands, what it replaces, and its tests, named as narrowly as they can be. A line of JSON
-tells of each fault whether it was caught, by which test, and how long that took. The exit code is 1 if one was not. Before any fault is
-planted all tests that are named are run as they stand: one that fails anyway would find everything.
+The faults are in planted_faults.toml: where each stands, what it replaces, and its tests, named as narrowly
+as they can be. A line of JSON tells of each fault whether it was caught, by which test, and how long that
+took. The exit code is 1 if one was not. Before any fault is planted all tests that are named are run as they
+stand: one that fails anyway would find everything.
 """
 
 import argparse
@@ -30,7 +32,9 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".hypothesis", ".*_cache", "build", "dist", "htmlcov")
+_LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", "__pycache__", ".hypothesis", ".*_cache", "build", "dist", "htmlcov"
+)
 _HEAVY = ("numpy", "torch", "torch.testing", "starlette.applications", "uvicorn", "transformers")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 """A test that failed, in the summary; a captured line of the log has more spaces."""
@@ -40,7 +44,8 @@ _TEST_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`new` stands in the place of `old` in `file`, a path from the project's root. tests: node ids, one of which has to fail."""
+    """`new` stands in the place of `old` in `file`, a path from the project's root. tests: node ids, one of
+    which has to fail."""
 
     name: str
     file: str
@@ -61,7 +66,9 @@ class Fault:
 
 def read_table(path: Path = TABLE) -> list[Fault]:
     """All faults, in the order of the file. Raises ValueError if two have one name."""
-    faults = [Fault(**{**one, "tests": tuple(one["tests"])}) for one in tomllib.loads(path.read_text())["fault"]]
+    faults = [
+        Fault(**{**one, "tests": tuple(one["tests"])}) for one in tomllib.loads(path.read_text())["fault"]
+    ]
     names = [fault.name for fault in faults]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{path.name} has several faults named {', '.join(sorted(twice))}")
@@ -112,8 +119,19 @@ class Copy:
             os.chdir(self.path)
             source = str(self.path / "src")
             os.environ["PYTHONPATH"], sys.path[:0] = source, [source]
-            options = ["-p", "no:cacheprovider", "-q", "-x", "--no-header", "--tb=line", f"--timeout={_TEST_SECONDS}"]
-            options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # Of what has been imported before.
+            options = [
+                "-p",
+                "no:cacheprovider",
+                "-q",
+                "-x",
+                "--no-header",
+                "--tb=line",
+                f"--timeout={_TEST_SECONDS}",
+            ]
+            options += [
+                "-W",
+                "ignore::pytest.PytestAssertRewriteWarning",
+            ]  # Of what has been imported before.
             code = int(pytest.main([*options, *tests]))
         except BaseException:
             traceback.print_exc()
@@ -123,7 +141,8 @@ class Copy:
 
     def _write(self, text: str) -> None:
         self._file.write_text(text)
-        # What is compiled is known by a time in whole seconds and a size: both may be those of what stood there before.
+        # What is compiled is known by a time in whole seconds and a size: both may be those of what stood
+        # there before.
         Path(cache_from_source(str(self._file))).unlink(missing_ok=True)
 
 
@@ -149,7 +168,8 @@ def planted(faults: Sequence[Fault], folder: Path, jobs: int) -> Iterator[dict[s
 
 
 def prepare() -> None:
-    """Import what most tests import and no fault is in, once for all of them: it would take longer than most tests."""
+    """Import what most tests import and no fault is in, once for all of them: it would take longer than most
+    tests."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # A copy is used for many faults.
     sys.dont_write_bytecode = False
@@ -159,11 +179,18 @@ def prepare() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Plant faults in copies of the project, and see which tests find them.")
+    parser = argparse.ArgumentParser(
+        description="Plant faults in copies of the project, and see which tests find them."
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults to plant; all if none is named")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time [1]")
     parser.add_argument("--list", action="store_true", help="print the faults, and plant none")
-    parser.add_argument("--as-they-stand", action=argparse.BooleanOptionalAction, default=True, help="run the tests without faults first")
+    parser.add_argument(
+        "--as-they-stand",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the tests without faults first",
+    )
     asked = parser.parse_args()
     every = read_table()
     unknown = set(asked.names) - {fault.name for fault in every}

@@ -1,4 +1,5 @@
-"""Assembles the training batches: rows of text with hidden facts and questions, and rows of plain prose, in worker processes."""
+"""Assembles the training batches: rows of text with hidden facts and questions, and rows of plain prose, in
+worker processes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from needles import (
 
 @dataclass
 class Batch:
-    """Rows of `length + 1` tokens. spans: 0, or the number within the row of the answer whose value the token belongs to."""
+    """Rows of `length + 1` tokens. spans: 0, or the number within the row of the answer whose value the token
+    belongs to."""
 
     tokens: np.ndarray  # int16 [rows, length + 1]
     weights: np.ndarray  # uint8 [rows, length + 1], tenths
@@ -34,8 +36,9 @@ class Batch:
 
 
 class Assembler:
-    """Draws batches from a corpus. Pieces are tokenized apart but only ever joined where the tokenizer splits anyway: before a blank
-    or newline that follows the end of a sentence, or beside a special token. So a row has the tokens of its text as a whole."""
+    """Draws batches from a corpus. Pieces are tokenized apart but only ever joined where the tokenizer splits
+    anyway: before a blank or newline that follows the end of a sentence, or beside a special token. So a row
+    has the tokens of its text as a whole."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -52,7 +55,10 @@ class Assembler:
             lead = int(rng.random() < 0.75)  # a quarter of the rows do without the <|endoftext|> at the start
             piece = slice(start, start + length + 1 - lead)
             count = len(pool.tokens[piece])
-            tokens[row, lead : lead + count], weights[row, lead : lead + count] = pool.tokens[piece], pool.weights[piece]
+            tokens[row, lead : lead + count], weights[row, lead : lead + count] = (
+                pool.tokens[piece],
+                pool.weights[piece],
+            )
         weights[:, 0] = 0
         return Batch(tokens, weights, np.zeros_like(tokens))
 
@@ -68,8 +74,11 @@ class Assembler:
             self._fill(batch, row, plan, [next(encoded) for _ in plan.texts()], length + 1, rng)
         return batch
 
-    def _fill(self, batch: Batch, row: int, plan: _Plan, ids: list[list[int]], room: int, rng: random.Random) -> None:
-        """Write one row: head, text with facts, questions and answers; drop questions, then facts, that find no room."""
+    def _fill(
+        self, batch: Batch, row: int, plan: _Plan, ids: list[list[int]], room: int, rng: random.Random
+    ) -> None:
+        """Write one row: head, text with facts, questions and answers; drop questions, then facts, that find
+        no room."""
         head, facts = ids[0], ids[1 : 1 + plan.facts]
         asked = [ids[1 + plan.facts + 3 * i :][:3] for i in range(plan.questions)]
         while asked and len(head) + sum(map(len, facts)) + sum(len(p) for a in asked for p in a) + 48 > room:
@@ -83,12 +92,16 @@ class Assembler:
             pool = max((p for _, p in self.corpus.hay), key=lambda p: len(p.tokens))
         first = max(np.searchsorted(pool.starts, len(pool.tokens) - budget - 4), 1)
         start = int(pool.starts[rng.randrange(first)])
-        begin = start - 2 if plan.joined else start  # with the blank line, where something stands before the text
+        begin = (
+            start - 2 if plan.joined else start
+        )  # with the blank line, where something stands before the text
         low, high = np.searchsorted(pool.cuts, start + 1), np.searchsorted(pool.cuts, start + budget, "right")
         cuts = pool.cuts[low:high]
         end = int(cuts[-1]) if len(cuts) else begin
         places = sorted(
-            int(cuts[min(np.searchsorted(cuts, start + rng.random() * (end - start)), len(cuts) - 1)]) if len(cuts) else end
+            int(cuts[min(np.searchsorted(cuts, start + rng.random() * (end - start)), len(cuts) - 1)])
+            if len(cuts)
+            else end
             for _ in facts[plan.fact_first :]
         )
         places = [begin] * plan.fact_first + places
@@ -131,7 +144,9 @@ class _Plan:
         chosen = rng.sample(drawn, min(len(drawn), max(6, min(64, length // 90))))
         self.questions = len(chosen)
         instruction = rng.choice(INSTRUCTIONS)
-        self.fact_first = int(rng.random() < 0.5 / (1 + self.facts) + 0.05)  # a fact before the text, which no cut of the text allows
+        self.fact_first = int(
+            rng.random() < 0.5 / (1 + self.facts) + 0.05
+        )  # a fact before the text, which no cut of the text allows
         self.joined = bool(instruction) or bool(self.fact_first)
         lead = rng.choice((" ", " ", " ", " ", "\n", "\n\n"))
         head = END_OF_TEXT if rng.random() < 0.75 else ""
@@ -158,7 +173,8 @@ class _Plan:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the curriculum: it ends when `until` of the progress is reached, or sooner when its facts are found."""
+    """A part of the curriculum: it ends when `until` of the progress is reached, or sooner when its facts are
+    found."""
 
     length: int
     until: float
@@ -171,7 +187,10 @@ def curriculum(lengths: tuple[int, ...], shares: list[float]) -> list[Stage]:
     for i, (length, share) in enumerate(zip(lengths, shares, strict=True)):
         until += share / sum(shares)
         earlier = lengths[:i][::-1]
-        mix = {length: 1.0 if not i else 0.65, **{n: 0.35 * 0.5 ** (k + (k + 1 < len(earlier))) for k, n in enumerate(earlier)}}
+        mix = {
+            length: 1.0 if not i else 0.65,
+            **{n: 0.35 * 0.5 ** (k + (k + 1 < len(earlier))) for k, n in enumerate(earlier)},
+        }
         stages.append(Stage(length, until, mix))
     return stages
 
@@ -186,7 +205,8 @@ def work(
     first: int,
     by: int,
 ) -> None:
-    """A process that makes every `by`-th batch. What a batch holds depends only on the seed, its number and its stage."""
+    """A process that makes every `by`-th batch. What a batch holds depends only on the seed, its number and
+    its stage."""
     assembler = Assembler(corpus)
     number = first
     while True:
@@ -217,7 +237,11 @@ class Feed:
         self.stage = ctx.Value("i", stage)
         self.queues = [ctx.Queue(3) for _ in range(processes)]
         self.processes = [
-            ctx.Process(target=work, args=(q, self.stage, corpus, stages, sizes, seed, step + i, processes), daemon=True)  # type: ignore[attr-defined]
+            ctx.Process(
+                target=work,
+                args=(q, self.stage, corpus, stages, sizes, seed, step + i, processes),
+                daemon=True,
+            )  # type: ignore[attr-defined]
             for i, q in enumerate(self.queues)
         ]
         for process in self.processes:
@@ -229,7 +253,9 @@ class Feed:
             try:
                 at, facts, prose = self.queues[self.turn].get(timeout=120)
             except queue.Empty:
-                raise RuntimeError("a process that makes batches has stopped; its error is printed above") from None
+                raise RuntimeError(
+                    "a process that makes batches has stopped; its error is printed above"
+                ) from None
             self.turn = (self.turn + 1) % len(self.queues)
             if at == self.stage.value:
                 return facts, prose

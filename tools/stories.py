@@ -29,7 +29,8 @@ TITLES = {
     "wish": "a wish",
     "broken": "mending something broken",
 }
-# In these stories the friend is a stranger or far away, or the object is not the hero's own: the introduction must not say otherwise.
+# In these stories the friend is a stranger or far away, or the object is not the hero's own: the introduction
+# must not say otherwise.
 STRANGER_PLOTS = {"neighbor", "journey"}
 FOREIGN_OBJECT_PLOTS = {"sharing", "gift", "honest", "wish", "race", "journey"}
 
@@ -55,7 +56,8 @@ class Story:
 
 
 def _parse(text: str, pos: int, in_choice: bool) -> tuple[Node, int]:
-    """Compile a template from `pos` up to the end, or up to the `|` or `]` that ends this branch of a choice."""
+    """Compile a template from `pos` up to the end, or up to the `|` or `]` that ends this branch of a
+    choice."""
     parts: list[str | Node] = []
     literal = ""
     while pos < len(text):
@@ -160,11 +162,38 @@ def _character(rng: random.Random, kind: str, prefix: str, avoid: str = "") -> d
     while name == avoid:
         name = rng.choice(names)
     he, him, his = ("she", "her", "her") if female else ("he", "him", "his")
-    hand = "wing" if kind in words.BIRDS else "paw" if kind in (*words.MAMMALS, "dog", "dragon", "dinosaur") else "hand"
-    if kind in ("deer", "lamb", "goat", "pony", "donkey", "elephant", "horse", "cow", "pig", "unicorn", "zebra", "giraffe"):
+    hand = (
+        "wing"
+        if kind in words.BIRDS
+        else "paw"
+        if kind in (*words.MAMMALS, "dog", "dragon", "dinosaur")
+        else "hand"
+    )
+    if kind in (
+        "deer",
+        "lamb",
+        "goat",
+        "pony",
+        "donkey",
+        "elephant",
+        "horse",
+        "cow",
+        "pig",
+        "unicorn",
+        "zebra",
+        "giraffe",
+    ):
         hand = "hoof" if kind != "elephant" else "foot"
     hands = {"hoof": "hooves", "foot": "feet"}.get(hand, hand + "s")
-    slots = {"he": he, "him": him, "his": his, "self": him + "self", "kind": kind, "hand": hand, "hands": hands}
+    slots = {
+        "he": he,
+        "him": him,
+        "his": his,
+        "self": him + "self",
+        "kind": kind,
+        "hand": hand,
+        "hands": hands,
+    }
     slots["trait"] = rng.choice(words.TRAITS)
     slots = {prefix + key: value for key, value in slots.items()}
     slots["M" if prefix else "N"] = name
@@ -198,17 +227,36 @@ def cast(rng: random.Random, kind: str = "", name: str = "", place: str = "") ->
         friend_kind = draw_kind(rng)
     slots.update(_character(rng, friend_kind, "m", slots["N"]))
     slots["trait2"] = rng.choice([t for t in words.TRAITS if t != slots["trait"]])
-    grown = slots["kind"] in words.PEOPLE or slots["kind"] in ("king", "queen", "giant", "captain", "doctor", "soldier", "wizard")
+    grown = slots["kind"] in words.PEOPLE or slots["kind"] in (
+        "king",
+        "queen",
+        "giant",
+        "captain",
+        "doctor",
+        "soldier",
+        "wizard",
+    )
     slots["size"] = "" if grown or rng.random() < 0.3 else rng.choice(words.SIZES) + " "
     slots["fingers"] = "fingers" if slots["hand"] == "hand" else slots["hands"]
     elder, elder_female = rng.choice(
-        (("mother", True), ("father", False), ("grandmother", True), ("grandfather", False), ("aunt", True), ("uncle", False))
+        (
+            ("mother", True),
+            ("father", False),
+            ("grandmother", True),
+            ("grandfather", False),
+            ("aunt", True),
+            ("uncle", False),
+        )
     )
     slots["E"], slots["E2"], slots["Ethe"] = f"{slots['his']} {elder}", f"my {elder}'s", f"your {elder}"
     slots["ehe"], slots["ehis"] = ("she", "her") if elder_female else ("he", "his")
     things = rng.sample(words.OBJECTS, 2)
     looks = rng.sample(words.COLORS + words.MATERIALS, 2)
-    slots["obj"], slots["objn"], slots["obj2"] = f"{looks[0]} {things[0]}", things[0], f"{looks[1]} {things[1]}"
+    slots["obj"], slots["objn"], slots["obj2"] = (
+        f"{looks[0]} {things[0]}",
+        things[0],
+        f"{looks[1]} {things[1]}",
+    )
     places = rng.sample(words.PLACES, 2)
     slots["place"] = "the " + (place or places[0])
     slots["place2"] = "the " + (places[1] if places[1] != place else places[0])
@@ -217,7 +265,9 @@ def cast(rng: random.Random, kind: str = "", name: str = "", place: str = "") ->
     slots["skill"] = rng.choice(words.LISTS["skill"])
     slots["home"] = _parse(rng.choice(words.LISTS["home"]), 0, False)[0](rng, slots)
     slots["homenow"] = f"near {slots['place']}"
-    slots["petcolor"] = rng.choice([c for c in words.COLORS if c not in ("blue", "green", "pink", "purple", "silver", "orange")])
+    slots["petcolor"] = rng.choice(
+        [c for c in words.COLORS if c not in ("blue", "green", "pink", "purple", "silver", "orange")]
+    )
     slots["elder"] = elder
     return slots
 
@@ -260,7 +310,11 @@ _LATER_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 def from_the_middle(text: str, rng: random.Random) -> str:
     """The text from a random sentence of its first half on."""
-    starts = [m.end() for m in _LATER_SENTENCE.finditer(text, 0, len(text) // 2) if text.count('"', 0, m.end()) % 2 == 0]
+    starts = [
+        m.end()
+        for m in _LATER_SENTENCE.finditer(text, 0, len(text) // 2)
+        if text.count('"', 0, m.end()) % 2 == 0
+    ]
     return text[rng.choice(starts) :] if starts else text
 
 

@@ -1,4 +1,5 @@
-"""penstock: an inference engine for language models larger than the GPU and contexts longer than its memory."""
+"""penstock: an inference engine for language models larger than the GPU and contexts longer than its
+memory."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,16 @@ if TYPE_CHECKING:
     from penstock.step.structure import Structure as Structure
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "Delta", "Output", "PenstockError", "SamplingParams", "Structure", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "Delta",
+    "Output",
+    "PenstockError",
+    "SamplingParams",
+    "Structure",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "penstock.api.llm",
@@ -26,7 +36,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Names are imported when they are used: LLM needs torch, which takes seconds that `penstock --help` does not have."""
+    """Names are imported when they are used: LLM needs torch, which takes seconds that `penstock --help` does
+    not have."""
     import importlib
 
     if name not in _HOMES:

@@ -1,4 +1,5 @@
-"""What every test with torch may count on: ranks that it starts here have imported torch before, and machines are measured briefly."""
+"""What every test with torch may count on: ranks that it starts here have imported torch before, and machines
+are measured briefly."""
 
 import subprocess
 import time
@@ -26,7 +27,8 @@ def _quick_followers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _brief_probes() -> Iterator[None]:
-    """Links, memory, disks and arithmetic are measured as ever, but not for long, nor in hundreds of megabytes."""
+    """Links, memory, disks and arithmetic are measured as ever, but not for long, nor in hundreds of
+    megabytes."""
     best, read = probe._best, probe._read_rate
 
     def best_of_few(work: Callable[[], object], device: torch.device, seconds: float = BRIEFLY) -> float:

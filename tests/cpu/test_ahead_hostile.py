@@ -1,4 +1,5 @@
-"""Steps that run ahead, and recorded ones: what goes wrong when a pass has no end, and when who is about to end still holds blocks."""
+"""Steps that run ahead, and recorded ones: what goes wrong when a pass has no end, and when who is about to
+end still holds blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -60,11 +61,21 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def paged_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, *, scale: float, out: Tensor, **_: object
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    out: Tensor,
+    **_: object,
 ) -> tuple[Tensor, None]:
     for row, length in enumerate(lengths.tolist()):
         groups, pages = q.shape[1] // k_cache.shape[2], table[row].long()
-        k, v = (cache[pages].flatten(0, 1)[:length].repeat_interleave(groups, 1) for cache in (k_cache, v_cache))
+        k, v = (
+            cache[pages].flatten(0, 1)[:length].repeat_interleave(groups, 1) for cache in (k_cache, v_cache)
+        )
         scores = torch.einsum("hd,khd->hk", q[row], k) * scale
         out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v) if length else 0
     return out, None
@@ -95,7 +106,9 @@ class Played:
         self._graphs, self._count = graphs, count
 
     def replay(self) -> None:
-        with patch.object(attention, "_kernels", lambda x: SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode)):
+        with patch.object(
+            attention, "_kernels", lambda x: SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode)
+        ):
             self._graphs._step.compute(self._count, Recorded(self._graphs._weights))
 
 
@@ -154,13 +167,18 @@ def served(scheduler: Scheduler, ahead: bool) -> None:
                 assert over is None
                 over = plan
         if over is not None:
-            scheduler.commit(over, Outcome(tuple(Result(1 if share.sample else None) for share in over.shares)))
+            scheduler.commit(
+                over, Outcome(tuple(Result(1 if share.sample else None) for share in over.shares))
+            )
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("first", [5, 8])
-def test_nobody_goes_for_blocks_that_are_free_when_the_step_under_way_is_over(ahead: bool, first: int) -> None:
-    """Two of two blocks each, of four: when one comes to need a third, the other has yielded its last token."""
+def test_nobody_goes_for_blocks_that_are_free_when_the_step_under_way_is_over(
+    ahead: bool, first: int
+) -> None:
+    """Two of two blocks each, of four: when one comes to need a third, the other has yielded its last
+    token."""
     scheduler = Scheduler(BlockLedger(4), Limits(4, 16, 2, 100), PrefixRule(ROOT, share=False), check=True)
     for token, most in enumerate((first, 13 - first)):
         scheduler.submit([token] * 4, sampling(), most)
@@ -170,8 +188,12 @@ def test_nobody_goes_for_blocks_that_are_free_when_the_step_under_way_is_over(ah
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_prompt_that_just_fits_becomes_long_while_there_is_a_place_for_its_newest_token(size: int, ahead: bool) -> None:
-    scheduler = Scheduler(BlockLedger(6), Limits(size, 64, 2, 100, recent=1), PrefixRule(ROOT), host=HostLedger(20), check=True)
+def test_a_prompt_that_just_fits_becomes_long_while_there_is_a_place_for_its_newest_token(
+    size: int, ahead: bool
+) -> None:
+    scheduler = Scheduler(
+        BlockLedger(6), Limits(size, 64, 2, 100, recent=1), PrefixRule(ROOT), host=HostLedger(20), check=True
+    )
     scheduler.submit([0] * (6 * size - 1), sampling())
     served(scheduler, ahead)
     assert scheduler.preemptions == 0

@@ -16,7 +16,9 @@ SIZE = 3 << 20
 
 
 def is_mapped(address: int) -> bool:
-    spans = (line.split(maxsplit=1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    spans = (
+        line.split(maxsplit=1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     return any(int(first, 16) <= address < int(end, 16) for first, end in spans)
 
 
@@ -47,7 +49,9 @@ def test_what_is_closed_is_unpinned_once(unpinned: list[tuple[int, bool]]) -> No
     assert not is_mapped(address)
 
 
-def test_what_is_dropped_is_unpinned_while_it_is_mapped_and_when_its_last_view_goes(unpinned: list[tuple[int, bool]]) -> None:
+def test_what_is_dropped_is_unpinned_while_it_is_mapped_and_when_its_last_view_goes(
+    unpinned: list[tuple[int, bool]],
+) -> None:
     made = pinned()
     address, view = made.bytes.data_ptr(), made.bytes[4096:8192]
     del made

@@ -1,4 +1,5 @@
-"""Whatever is wrong with a model, a setting or a prompt is said in one line, as an error of its kind, and nothing else suffers."""
+"""Whatever is wrong with a model, a setting or a prompt is said in one line, as an error of its kind, and
+nothing else suffers."""
 
 import json
 import logging
@@ -64,7 +65,8 @@ def damaged(tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny.checkpoint("llama"), tmp_path / "model"))
 
 
-# -- models ------------------------------------------------------------------------------------------------------------------
+# -- models
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_no_model(tmp_path: Path) -> None:
@@ -92,7 +94,11 @@ def test_config_that_is_none(damaged: Path, text: str) -> None:
         ("num_hidden_layers", -1, ""),
         ("vocab_size", 1.5, ""),
         ("rope_parameters", {"rope_type": "longrope", "factor": 2.0}, "rope_type"),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            "rope_parameters",
+            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor",
+        ),
         ("quantization_config", {"quant_method": "fp8"}, ""),
         ("dtype", "float8_e4m3fn", ""),
     ],
@@ -106,7 +112,12 @@ def test_config_of_something_else(damaged: Path, key: str, value: object, named:
 def test_config_that_the_tensors_do_not_fit(damaged: Path) -> None:
     file = damaged / "config.json"
     sound = json.loads(file.read_text())
-    for key, value in (("intermediate_size", 96), ("num_hidden_layers", 4), ("num_hidden_layers", 2), ("attention_bias", True)):
+    for key, value in (
+        ("intermediate_size", 96),
+        ("num_hidden_layers", 4),
+        ("num_hidden_layers", 2),
+        ("attention_bias", True),
+    ):
         file.write_text(json.dumps(sound | {key: value}))
         if value == 2:  # layers that nobody asks for are nobody's fault
             open_model(damaged)().close()
@@ -137,7 +148,8 @@ def test_a_damaged_tokenizer(damaged: Path) -> None:
     refused(CheckpointError, "tokenizer.json", call=open_model(damaged))
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------------
+# -- settings
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,15 +178,31 @@ def test_a_damaged_tokenizer(damaged: Path) -> None:
     ids=str,
 )
 def test_settings(settings: dict[str, object]) -> None:
-    refused(ConfigError, str(next(iter(settings.values()))), call=open_model(tiny.checkpoint("llama"), **settings))
+    refused(
+        ConfigError, str(next(iter(settings.values()))), call=open_model(tiny.checkpoint("llama"), **settings)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, 10**20) for name in ("max_length", "max_step_tokens", "max_sequences", "block_size", "kv_blocks", "kv_tile")),
+        *(
+            (name, 10**20)
+            for name in (
+                "max_length",
+                "max_step_tokens",
+                "max_sequences",
+                "block_size",
+                "kv_blocks",
+                "kv_tile",
+            )
+        ),
         *((name, value) for name in ("attention_policy", "prefill_policy") for value in (3, None)),
-        *((name, value) for name in ("attention_policy", "prefill_policy") for value in ("topk", "topk:3000000000", "window:1,²")),
+        *(
+            (name, value)
+            for name in ("attention_policy", "prefill_policy")
+            for value in ("topk", "topk:3000000000", "window:1,²")
+        ),
         ("missed_limit", "a"),
         ("kv_directory", None),
         ("kv_directory", "a\0b"),
@@ -189,7 +217,11 @@ def test_settings_that_are_none(name: str, value: object) -> None:
 
 def test_policies_for_what_has_none() -> None:
     """Whether a context is beyond the device or none can be."""
-    refused(ConfigError, "without sliding windows", call=open_model(tiny.checkpoint("mistral"), attention_policy="topk:3"))
+    refused(
+        ConfigError,
+        "without sliding windows",
+        call=open_model(tiny.checkpoint("mistral"), attention_policy="topk:3"),
+    )
 
 
 @pytest.mark.parametrize("settings", [{"device_memory": "20KB"}, {"host_memory": "20KB"}], ids=str)
@@ -248,7 +280,8 @@ def test_sampling_settings(settings: dict[str, object]) -> None:
     refused(RequestError, next(iter(settings)), call=lambda: SamplingParams(**settings))  # type: ignore[arg-type]
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------------
+# -- requests
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +311,8 @@ def test_sampling_settings(settings: dict[str, object]) -> None:
     ids=repr,
 )
 def test_prompts(llm: LLM, prompt: object, word: str) -> None:
-    """One bad prompt refuses the whole call before anything runs, and the engine goes on as if nothing had been."""
+    """One bad prompt refuses the whole call before anything runs, and the engine goes on as if nothing had
+    been."""
     steps = llm.stats().steps
     kind = LengthError if word in ("128", "500") else RequestError
     refused(kind, word, call=lambda: llm.generate(prompt, SamplingParams(max_tokens=1)))  # type: ignore[arg-type]
@@ -296,7 +330,9 @@ def test_requests_that_do_not_fit(llm: LLM) -> None:
     refused(LengthError, "128", call=lambda: llm.generate([3] * 100, SamplingParams(max_tokens=29)))
     [full] = llm.generate([3] * 100, SamplingParams(max_tokens=28, ignore_eos=True))
     assert len(full.tokens) == 28
-    with LLM(tiny.checkpoint("llama"), device="cpu", dtype="float32", max_length=128, kv_blocks=3, block_size=4) as small:
+    with LLM(
+        tiny.checkpoint("llama"), device="cpu", dtype="float32", max_length=128, kv_blocks=3, block_size=4
+    ) as small:
         refused(LengthError, "KV blocks", call=lambda: small.generate([3] * 13))
         refused(LengthError, "13", call=lambda: small.generate([3] * 10, SamplingParams(max_tokens=4)))
         assert len(small.generate([3] * 10, SamplingParams(max_tokens=3, ignore_eos=True))[0].tokens) == 3
@@ -306,8 +342,16 @@ def test_params_that_do_not_fit(llm: LLM) -> None:
     prompts = tiny.prompts()[:2]
     refused(RequestError, "2 prompts", "3 params", call=lambda: llm.generate(prompts, [GREEDY] * 3))
     refused(RequestError, "97", call=lambda: llm.generate(prompts, SamplingParams(logit_bias={97: 1.0})))
-    refused(RequestError, "stop_token_ids", call=lambda: llm.generate(prompts, SamplingParams(stop_token_ids=[1000])))
-    refused(RequestError, "stop", call=lambda: llm.generate(prompts, [GREEDY, SamplingParams(stop="no tokenizer")]))
+    refused(
+        RequestError,
+        "stop_token_ids",
+        call=lambda: llm.generate(prompts, SamplingParams(stop_token_ids=[1000])),
+    )
+    refused(
+        RequestError,
+        "stop",
+        call=lambda: llm.generate(prompts, [GREEDY, SamplingParams(stop="no tokenizer")]),
+    )
     refused(LengthError, "prompt", call=lambda: llm.stream([3] * 200))
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
 
@@ -367,16 +411,21 @@ def test_a_process_that_was_forked_has_no_engine(ranks: int) -> None:
     assert (result.stdout, result.stderr) == ("EngineClosedError True\n" * 2 + "the same\n", "")
 
 
-# -- logits that are not numbers -----------------------------------------------------------------------------------------------
+# -- logits that are not numbers
+# -----------------------------------------------------------------------------------------------
 
 BAD = 75
-"""A token whose embedding is not a number. Half of the prompts have it, and it is in the middle of a greedy answer to another."""
+"""A token whose embedding is not a number. Half of the prompts have it, and it is in the middle of a greedy
+answer to another."""
 
 
 @pytest.fixture
 def spelt(damaged: Path) -> Path:
     """A sound checkpoint with a tokenizer: three special tokens, then characters."""
-    vocabulary = {word: token for token, word in enumerate(["<pad>", "<s>", "</s>", "\u0120", *map(chr, range(33, 126))])}
+    vocabulary = {
+        word: token
+        for token, word in enumerate(["<pad>", "<s>", "</s>", "\u0120", *map(chr, range(33, 126))])
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -391,19 +440,27 @@ def wishes() -> list[SamplingParams]:
         SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20),
         SamplingParams(temperature=1.1, top_k=5, min_p=0.01, seed=4, max_tokens=20, n=2),
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1),
-        SamplingParams(temperature=0.8, seed=5, max_tokens=20, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=0),
-        SamplingParams(temperature=0, max_tokens=20, min_tokens=15, presence_penalty=0.5, logit_bias={BAD: 1.5}),
+        SamplingParams(
+            temperature=0.8, seed=5, max_tokens=20, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=0
+        ),
+        SamplingParams(
+            temperature=0, max_tokens=20, min_tokens=15, presence_penalty=0.5, logit_bias={BAD: 1.5}
+        ),
     ]
     if find_spec("llguidance") is not None:
         through = f"one{chr(33 + BAD - 4)}[a-f]{{4,9}}"
         found += [
             SamplingParams(temperature=0, max_tokens=20, structure=Structure.regex(through)),
-            SamplingParams(temperature=0.7, seed=6, max_tokens=20, structure=Structure.regex("[a-f]{4,9}|[0-9]{4,9}")),
+            SamplingParams(
+                temperature=0.7, seed=6, max_tokens=20, structure=Structure.regex("[a-f]{4,9}|[0-9]{4,9}")
+            ),
         ]
     return found
 
 
-def answers(model: Path, asked: list[tuple[list[int], SamplingParams]], **settings: object) -> list[Completion]:
+def answers(
+    model: Path, asked: list[tuple[list[int], SamplingParams]], **settings: object
+) -> list[Completion]:
     """Of an engine that holds nothing afterwards, and goes on."""
     more = {"max_length": 128, "block_size": 4, "max_sequences": 12, "max_step_tokens": 48, "check": True}
     with open_model(model, **more | settings)() as llm:
@@ -417,7 +474,8 @@ def answers(model: Path, asked: list[tuple[list[int], SamplingParams]], **settin
 
 
 def ended_early(prompt: list[int], right: Output, found: Output) -> bool:
-    """Whether the answer had to. Then it is right as far as it goes, and of the last token nothing is known; else it is right."""
+    """Whether the answer had to. Then it is right as far as it goes, and of the last token nothing is known;
+    else it is right."""
     bad = BAD in prompt or BAD in right.tokens[:-1]
     if bad:
         known = 0 if BAD in prompt else right.tokens.index(BAD) + 1
@@ -425,16 +483,25 @@ def ended_early(prompt: list[int], right: Output, found: Output) -> bool:
         assert found.tokens[:known] == right.tokens[:known]
         assert found.text == right.text[: len(found.text)]
     else:
-        assert (found.tokens, found.text, found.finish_reason) == (right.tokens, right.text, right.finish_reason)
+        assert (found.tokens, found.text, found.finish_reason) == (
+            right.tokens,
+            right.text,
+            right.finish_reason,
+        )
     if found.logprobs is not None:
         assert [entry.token for entry in found.logprobs] == list(found.tokens)
-        assert [math.isnan(entry.logprob) for entry in found.logprobs] == [False] * (len(found.tokens) - bad) + [True] * bad
+        assert [math.isnan(entry.logprob) for entry in found.logprobs] == [False] * (
+            len(found.tokens) - bad
+        ) + [True] * bad
     return bad
 
 
 @pytest.mark.parametrize(("ahead", "settings"), [(False, {}), (True, {"kv_blocks": 40})])
-def test_logits_that_are_not_numbers(spelt: Path, ahead: bool, settings: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
-    """An answer ends where the model has come to such, and the log says why; all others are what they are without it."""
+def test_logits_that_are_not_numbers(
+    spelt: Path, ahead: bool, settings: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer ends where the model has come to such, and the log says why; all others are what they are
+    without it."""
     asked = [(prompt, wish) for wish in wishes() for prompt in tiny.prompts()]
     sound = answers(spelt, asked, **settings)
     weights = load_file(spelt / "model.safetensors")
@@ -447,7 +514,11 @@ def test_logits_that_are_not_numbers(spelt: Path, ahead: bool, settings: dict[st
         for (prompt, _), right, one in zip(asked, sound, found, strict=True)
         for outputs in zip(right.outputs, one.outputs, strict=True)
     ]
-    amid = [wish for (_, wish), one in zip(asked, found, strict=True) if one.finish_reason == "error" and len(one.tokens) > 1]
+    amid = [
+        wish
+        for (_, wish), one in zip(asked, found, strict=True)
+        if one.finish_reason == "error" and len(one.tokens) > 1
+    ]
     assert any(wish.structure for wish in amid) == any(wish.structure for wish in wishes())
     assert any(wish.structure is None for wish in amid)
     for one in found:
@@ -467,7 +538,10 @@ def test_logits_that_are_not_numbers(spelt: Path, ahead: bool, settings: dict[st
 
 def test_a_model_of_which_nothing_is_a_number(spelt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has no speed, and whoever asks it for a text is told by the exit code too."""
-    weights = {name: torch.full_like(tensor, math.nan) for name, tensor in load_file(spelt / "model.safetensors").items()}
+    weights = {
+        name: torch.full_like(tensor, math.nan)
+        for name, tensor in load_file(spelt / "model.safetensors").items()
+    }
     save_file(weights, spelt / "model.safetensors", metadata={"format": "pt"})
     small = [str(spelt), "--device", "cpu", "--repeat", "1"]
     for asked in (
@@ -478,7 +552,10 @@ def test_a_model_of_which_nothing_is_a_number(spelt: Path, capsys: pytest.Captur
     ):
         assert main(["bench", *asked]) == 2, asked[0]
         streams = capsys.readouterr()
-        assert "the model's logits are not numbers (NaN), so that nothing is measured" in streams.err.splitlines()[-1]
+        assert (
+            "the model's logits are not numbers (NaN), so that nothing is measured"
+            in streams.err.splitlines()[-1]
+        )
         assert streams.out == ""
     for form in ([], ["--json"]):
         assert main(["run", str(spelt), "a b", "--device", "cpu", *form]) == 2
@@ -487,17 +564,31 @@ def test_a_model_of_which_nothing_is_a_number(spelt: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("chunk", [48, 8])
 @pytest.mark.parametrize("store", ["eager", "lazy"])
-def test_what_others_would_find_of_such_a_prompt_is_taken_back(damaged: Path, tmp_path: Path, store: str, chunk: int) -> None:
-    """In a pass what is no number spreads, also to the tokens before it, which others may share: from no tier do they get that."""
+def test_what_others_would_find_of_such_a_prompt_is_taken_back(
+    damaged: Path, tmp_path: Path, store: str, chunk: int
+) -> None:
+    """In a pass what is no number spreads, also to the tokens before it, which others may share: from no tier
+    do they get that."""
     bad = [*range(5, 20), BAD, 30]
     shared = [*bad[:15], 40, 41]
-    settings: dict[str, object] = {"max_length": 128, "block_size": 4, "max_step_tokens": chunk, "check": True}
+    settings: dict[str, object] = {
+        "max_length": 128,
+        "block_size": 4,
+        "max_step_tokens": chunk,
+        "check": True,
+    }
     with open_model(damaged, **settings)() as llm:
         right = llm.generate([shared], GREEDY)[0].tokens
     weights = load_file(damaged / "model.safetensors")
     weights["model.embed_tokens.weight"][BAD] = math.nan
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
-    kept = {"host_kv_memory": "1MiB", "disk_kv_memory": "4MiB", "kv_directory": tmp_path / "kv", "kv_store": store, "kv_blocks": 40}
+    kept = {
+        "host_kv_memory": "1MiB",
+        "disk_kv_memory": "4MiB",
+        "kv_directory": tmp_path / "kv",
+        "kv_store": store,
+        "kv_blocks": 40,
+    }
     for _ in range(2):  # Then with what the disk has kept.
         with open_model(damaged, **settings, **kept)() as llm:
             for _ in range(2):
@@ -520,7 +611,11 @@ def test_a_token_that_the_tokenizer_alone_has_ends_one_prompt_and_not_the_engine
         greedy = SamplingParams(temperature=0, max_tokens=4)
         before = llm.generate("Once upon a time", greedy)[0].tokens
         refused(
-            RequestError, "'<|mytool|>'", f"token {vocab + 1} ", f"0 to {vocab - 1}", call=lambda: llm.generate("A <|mytool|> fox", greedy)
+            RequestError,
+            "'<|mytool|>'",
+            f"token {vocab + 1} ",
+            f"0 to {vocab - 1}",
+            call=lambda: llm.generate("A <|mytool|> fox", greedy),
         )
         chat = [{"role": "user", "content": "A <|first|> fox"}]
         refused(RequestError, "'<|first|>'", f"token {vocab} ", call=lambda: llm.chat(chat, greedy))

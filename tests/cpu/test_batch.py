@@ -1,4 +1,5 @@
-"""Files of requests: every line is answered once, right, in whatever order and however often the run is ended."""
+"""Files of requests: every line is answered once, right, in whatever order and however often the run is
+ended."""
 
 import json
 import os
@@ -25,12 +26,21 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(None, device="cpu", dtype="float32", device_memory="400MiB", max_sequences=3, block_size=16) as llm:
+    with LLM(
+        None, device="cpu", dtype="float32", device_memory="400MiB", max_sequences=3, block_size=16
+    ) as llm:
         yield llm
 
 
 def line(custom_id: str, url: str = TEXT, **body: object) -> str:
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "shipped", "temperature": 0} | body})
+    return json.dumps(
+        {
+            "custom_id": custom_id,
+            "method": "POST",
+            "url": url,
+            "body": {"model": "shipped", "temperature": 0} | body,
+        }
+    )
 
 
 def requests(count: int) -> dict[str, str]:
@@ -40,14 +50,20 @@ def requests(count: int) -> dict[str, str]:
     for number in range(count):
         prompt = f"{8 * beginnings[number % 3]} and {number // 3} friends"
         own = {"prompt": prompt} if number % 4 else {"messages": [{"role": "user", "content": prompt}]}
-        asked[f"id {number}"] = line(f"id {number}", TEXT if number % 4 else CHAT, max_tokens=5 + number % 7, **own)
+        asked[f"id {number}"] = line(
+            f"id {number}", TEXT if number % 4 else CHAT, max_tokens=5 + number % 7, **own
+        )
     return asked
 
 
 def expected(llm: LLM, asked: str) -> str:
     body = json.loads(asked)["body"]
     params = SamplingParams(temperature=0, max_tokens=body["max_tokens"])
-    return llm.generate(body["prompt"], params)[0].text if "prompt" in body else llm.chat(body["messages"], params).text
+    return (
+        llm.generate(body["prompt"], params)[0].text
+        if "prompt" in body
+        else llm.chat(body["messages"], params).text
+    )
 
 
 def answers(path: Path) -> dict[str, dict[str, object]]:
@@ -73,7 +89,8 @@ def said(response: dict[str, object]) -> str:
 
 
 def test_every_line_is_answered_as_if_it_were_alone(llm: LLM, tmp_path: Path) -> None:
-    """And where prompts begin alike, what they share is computed once, though they stand apart in the file."""
+    """And where prompts begin alike, what they share is computed once, though they stand apart in the
+    file."""
     source, target, asked = tmp_path / "in", tmp_path / "out", requests(24)
     source.write_text("\n".join(asked.values()) + "\n\n")
     llm.clear_prefix_cache()
@@ -83,8 +100,12 @@ def test_every_line_is_answered_as_if_it_were_alone(llm: LLM, tmp_path: Path) ->
     assert [one.answered for one in seen] == sorted(one.answered for one in seen)
     found = answers(target)
     cached = [one["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found.values()]  # type: ignore[index]
-    assert sum(count >= 32 for count in cached) >= 24 - 2 * 3 - 3, "three beginnings of two kinds, and three at once that share the first"
-    assert {name: said(one) for name, one in found.items()} == {name: expected(llm, one) for name, one in asked.items()}
+    assert sum(count >= 32 for count in cached) >= 24 - 2 * 3 - 3, (
+        "three beginnings of two kinds, and three at once that share the first"
+    )
+    assert {name: said(one) for name, one in found.items()} == {
+        name: expected(llm, one) for name, one in asked.items()
+    }
     assert llm.stats().running == llm.stats().waiting == 0
 
 
@@ -107,14 +128,17 @@ def test_what_cannot_be_served_is_said_in_its_line(llm: LLM, tmp_path: Path) -> 
     bad = {one["custom_id"]: one["response"] for one in texts if one["response"]["status_code"] != 200}
     assert set(bad) == {*lines}, "the second line of that id among them"
     for name, part in {
-        "many": "context", "b": "max_tokens -1", "c": "/v1/embeddings", "d": "stream", "e": "modell", "f": "'another'", "line 8": "JSON",
+        "many": "context", "b": "max_tokens -1", "c": "/v1/embeddings", "d": "stream", "e": "modell",
+        "f": "'another'", "line 8": "JSON",
         "line 9": "custom_id", "a": "another line",
     }.items():  # fmt: skip
         assert part in bad[name]["body"]["error"]["message"], name
     assert sum(one["response"]["status_code"] == 200 for one in texts) == 1
 
 
-def test_a_structure_for_which_there_is_no_time_is_not_said_to_be_wrong(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_structure_for_which_there_is_no_time_is_not_said_to_be_wrong(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("llguidance")
     monkeypatch.setattr(structures, "_MOST_LATE", 0)
     source, target = tmp_path / "in", tmp_path / "out"
@@ -146,7 +170,9 @@ def test_a_run_that_was_ended_goes_on_where_it_was(llm: LLM, tmp_path: Path) -> 
     assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 1)
     found = answers(target)
     assert found.pop("bad")["status_code"] == 400
-    assert {name: said(one) for name, one in found.items()} == {name: expected(llm, one) for name, one in asked.items()}
+    assert {name: said(one) for name, one in found.items()} == {
+        name: expected(llm, one) for name, one in asked.items()
+    }
     with patch.object(LLM, "advance", side_effect=AssertionError("nothing is left to do")):
         assert Batch(llm, source, target, NAMES).run() == Tally(10, 10, 1)
 
@@ -160,14 +186,18 @@ def test_a_run_that_was_killed_goes_on(llm: LLM, tmp_path: Path) -> None:
     for _ in range(2):
         with forks.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
             late = time.monotonic() + 3 * LONG
-            while (not target.exists() or target.read_bytes().count(b"\n") <= seen) and process.poll() is None:
+            while (
+                not target.exists() or target.read_bytes().count(b"\n") <= seen
+            ) and process.poll() is None:
                 assert time.monotonic() < late
                 time.sleep(1e-3)
             process.kill()
         seen = target.read_bytes().count(b"\n")
     assert main(["batch", str(source), str(target), "--quiet", *FEW]) == 0
     found = answers(target)
-    assert {name: said(one) for name, one in found.items()} == {name: expected(llm, one) for name, one in asked.items()}
+    assert {name: said(one) for name, one in found.items()} == {
+        name: expected(llm, one) for name, one in asked.items()
+    }
 
 
 def test_the_command_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +220,12 @@ def test_the_command_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_files_are_looked_at_before_a_model_is(
-    source: str, target: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: str,
+    target: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The model is none: it is not reached."""
     monkeypatch.chdir(tmp_path)

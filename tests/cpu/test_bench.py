@@ -1,4 +1,5 @@
-"""The benchmark counts what a step must do, drives the engine over exactly that, and reports it; the comparison with transformers runs."""
+"""The benchmark counts what a step must do, drives the engine over exactly that, and reports it; the
+comparison with transformers runs."""
 
 import dataclasses
 import importlib.util
@@ -57,8 +58,9 @@ MOE = TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_
 
 
 def simulated_device(monkeypatch: pytest.MonkeyPatch, *, device: float, host: float, counters: float) -> None:
-    """An engine runs ahead of a device whose steps take `device` seconds, one after another. The host takes `host` to begin a step, and
-    `counters` to read those of weights. Its arithmetic is real; its clock is not."""
+    """An engine runs ahead of a device whose steps take `device` seconds, one after another. The host takes
+    `host` to begin a step, and `counters` to read those of weights. Its arithmetic is real; its clock is
+    not."""
     now, free, ends = 0.0, 0.0, deque[float]()
     begin, end, stats = Runner.begin, Runner.end, WeightStream.stats
 
@@ -91,8 +93,12 @@ def layouts(shape: Shape) -> tuple[GroupLayout, ...]:
 
 
 def job(kind: Kind, **changes: object) -> Job:
-    config = Config(Path(), device="cpu", dtype="float32", device_memory="64MiB", max_step_tokens=16, block_size=8)
-    return dataclasses.replace(Job(kind, "tiny", TINY, config, batch=2, context=20, output=5, repeat=2), **changes)
+    config = Config(
+        Path(), device="cpu", dtype="float32", device_memory="64MiB", max_step_tokens=16, block_size=8
+    )
+    return dataclasses.replace(
+        Job(kind, "tiny", TINY, config, batch=2, context=20, output=5, repeat=2), **changes
+    )
 
 
 @pytest.fixture
@@ -102,7 +108,8 @@ def bare(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# -- bounds ------------------------------------------------------------------------------------------------------------------
+# -- bounds
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -111,7 +118,9 @@ def test_shapes_have_the_parameters_that_transformers_counts(name: str) -> None:
         config = transformers.AutoConfig.for_model(**SHAPES[name])
         model = transformers.AutoModelForCausalLM.from_config(config)
     shape = Shape.of(SHAPES[name])
-    assert bounds.parameters(group_layouts(shape.spec, shape.names, "bfloat16")) == sum(one.numel() for one in model.parameters())
+    assert bounds.parameters(group_layouts(shape.spec, shape.names, "bfloat16")) == sum(
+        one.numel() for one in model.parameters()
+    )
 
 
 def test_prefill_operations_are_those_of_every_product_that_somebody_needs() -> None:
@@ -130,9 +139,13 @@ def test_windows_bound_what_attention_computes_and_reads() -> None:
     windowed = Shape.of(TINY | {"model_type": "mistral", "sliding_window": 6})
     whole = Shape.of(TINY | {"model_type": "mistral", "sliding_window": None})
     for length in (1, 6, 7, 40):
-        unseen = sum(1 for query in range(length) for key in range(query + 1) if key <= query - 6) + max(length - 6, 0)
+        unseen = sum(1 for query in range(length) for key in range(query + 1) if key <= query - 6) + max(
+            length - 6, 0
+        )
         less = 4 * unseen * 4 * 8
-        operations = [bounds.prefill_operations(shape.spec, layouts(shape), [length]) for shape in (whole, windowed)]
+        operations = [
+            bounds.prefill_operations(shape.spec, layouts(shape), [length]) for shape in (whole, windowed)
+        ]
         assert operations[0] - operations[1] == less
         token = bounds.kv_token_bytes(windowed.spec, "float32")
         assert token == 2 * 2 * 2 * 8 * 4
@@ -153,16 +166,21 @@ def test_the_experts_that_a_batch_reads() -> None:
     shape, rng = Shape.of(MOE), random.Random(0)
     expert = 3 * 32 * 64 * 4
     none = bounds.weight_bytes_read(shape.spec, layouts(shape), 0)
-    assert bounds.weight_bytes_read(shape.spec, layouts(shape), 1) - none == pytest.approx(2 * 2 * expert, abs=2 * 32 * 4)
+    assert bounds.weight_bytes_read(shape.spec, layouts(shape), 1) - none == pytest.approx(
+        2 * 2 * expert, abs=2 * 32 * 4
+    )
     tried = [len({one for _ in range(5) for one in rng.sample(range(8), 2)}) for _ in range(20000)]
     chosen = (bounds.weight_bytes_read(shape.spec, layouts(shape), 5) - none) / (2 * expert)
     assert chosen == pytest.approx(sum(tried) / len(tried), rel=0.02)
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------------
+# -- measuring
+# ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("batch", "context", "step_tokens"), [(1, 1, 4), (3, 20, 16), (8, 40, 16), (5, 33, 6)])
+@pytest.mark.parametrize(
+    ("batch", "context", "step_tokens"), [(1, 1, 4), (3, 20, 16), (8, 40, 16), (5, 33, 6)]
+)
 def test_decode_steps_are_timed_when_all_prompts_are_in(batch: int, context: int, step_tokens: int) -> None:
     work = Work(batch, context, output=3, repeat=2)
     length = work.room(step_tokens)
@@ -187,12 +205,24 @@ def test_every_timed_step_of_a_device_that_runs_ahead_is_a_whole_one(
 ) -> None:
     """Whatever the host does between steps, such as reading counters for 3 s. See simulated_device."""
     simulated_device(monkeypatch, device=device, host=host, counters=3.0)
-    config = Config(Path(), device="cpu", device_memory="64MiB", block_size=8, max_sequences=2, max_step_tokens=16, max_length=64)
+    config = Config(
+        Path(),
+        device="cpu",
+        device_memory="64MiB",
+        block_size=8,
+        max_sequences=2,
+        max_step_tokens=16,
+        max_length=64,
+    )
     booted = boot(config, Shape.of(TINY))
     with closing(booted.engine):
         decoded = measure.decode(booted, Work(2, 20, output=6, repeat=2))
         assert not booted.engine.busy, "a step is under way, which the next prompt would wait for"
-        assert (decoded.times.least, decoded.times.most, decoded.times.count) == (1e3 * whole, 1e3 * whole, 12)
+        assert (decoded.times.least, decoded.times.most, decoded.times.count) == (
+            1e3 * whole,
+            1e3 * whole,
+            12,
+        )
         context = measure.context(booted, 20, 6, random.Random(1))
     assert context.steps == [whole] * 6
     # Two steps of the prompt, and of those that are begun by then the host's part.
@@ -211,7 +241,15 @@ def test_copies_of_experts_are_timed_with_whole_steps(monkeypatch: pytest.Monkey
 
 def test_prefill_computes_every_prompt_every_time() -> None:
     work = Work(batch=3, context=20, output=1, repeat=2)
-    config = Config(Path(), device="cpu", device_memory="64MiB", block_size=8, max_sequences=3, max_step_tokens=16, max_length=32)
+    config = Config(
+        Path(),
+        device="cpu",
+        device_memory="64MiB",
+        block_size=8,
+        max_sequences=3,
+        max_step_tokens=16,
+        max_length=32,
+    )
     booted = boot(config, Shape.of(TINY))
     times = measure.prefill(booted, work)
     assert times.count == 2
@@ -220,7 +258,15 @@ def test_prefill_computes_every_prompt_every_time() -> None:
 
 
 def test_sequences_that_would_have_to_wait_are_refused() -> None:
-    config = Config(Path(), device="cpu", device_memory="64MiB", block_size=8, max_sequences=3, kv_blocks=11, max_length=32)
+    config = Config(
+        Path(),
+        device="cpu",
+        device_memory="64MiB",
+        block_size=8,
+        max_sequences=3,
+        kv_blocks=11,
+        max_length=32,
+    )
     with pytest.raises(BudgetError, match="12 KV blocks"):
         measure.decode(boot(config, Shape.of(TINY)), Work(3, 20, 1, 1))
 
@@ -232,7 +278,12 @@ def test_a_report(kind: Kind) -> None:
     assert len(told) == 2
     line = json.loads(report.line())
     assert "\n" not in report.line()
-    assert (line["bench"], line["model"], line["weights"], line["dtype"]) == (kind.value, "tiny", "random", "float32")
+    assert (line["bench"], line["model"], line["weights"], line["dtype"]) == (
+        kind.value,
+        "tiny",
+        "random",
+        "float32",
+    )
     assert (line["batch"], line["context"], line["step_tokens"]) == (2, 20, 16)
     assert line["ms"]["count"] == (10 if kind is Kind.DECODE else 2)
     tokens = 2 if kind is Kind.DECODE else 40
@@ -247,9 +298,12 @@ def test_a_report(kind: Kind) -> None:
 
 
 def test_ranks_share_the_bound() -> None:
-    """Each reads its part of weights and KV at the rate of one device; a bound of all bytes would be said to be beaten."""
+    """Each reads its part of weights and KV at the rate of one device; a bound of all bytes would be said to
+    be beaten."""
     alone = job(Kind.DECODE, repeat=1)
-    shared = dataclasses.replace(alone, config=dataclasses.replace(alone.config, tensor_parallel=2, host_kv_memory=0))
+    shared = dataclasses.replace(
+        alone, config=dataclasses.replace(alone.config, tensor_parallel=2, host_kv_memory=0)
+    )
     one, two = run(alone).bound, run(shared).bound
     assert (two.weight_bytes, two.kv_bytes) == (one.weight_bytes / 2, one.kv_bytes / 2)
     assert two.ms == pytest.approx(1e3 * (two.weight_bytes + two.kv_bytes) / two.per_second)
@@ -265,7 +319,9 @@ def test_the_same_work_by_transformers(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_baseline_is_timed_when_it_no_longer_gets_faster(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_is_timed_when_it_no_longer_gets_faster(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a clock that only its passes move: eight slow ones, and then all alike."""
     now, passes = [0.0], [0]
 
@@ -315,7 +371,8 @@ def test_an_unasked_context_is_what_the_model_has_room_for() -> None:
         run(job(Kind.DECODE, context=250))
 
 
-# -- shapes ------------------------------------------------------------------------------------------------------------------
+# -- shapes
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_shape_is_told_apart_by_its_numbers(bare: Path) -> None:
@@ -326,12 +383,15 @@ def test_a_shape_is_told_apart_by_its_numbers(bare: Path) -> None:
         Shape.open(bare / "nowhere")
 
 
-# -- the command -------------------------------------------------------------------------------------------------------------
+# -- the command
+# ------------------------------------------------------------------------------------------------------------
 
 SMALL = ["--device", "cpu", "--context", "12", "--repeat", "1", "--max-step-tokens", "16"]
 
 
-def test_the_command_ends_with_a_line_of_json(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_a_line_of_json(
+    bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "line.json"
     assert main(["bench", "decode", str(bare), *SMALL, "--output", "3", "--out", str(out)]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -376,7 +436,9 @@ def test_threads_are_those_asked_for(bare: Path, capsys: pytest.CaptureFixture[s
         (["context", "--out", "no/such/place.json"], "directory does not exist"),
     ],
 )
-def test_the_command_refuses_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *arguments]) == 2
     streams = capsys.readouterr()
     assert message in streams.err
@@ -384,7 +446,8 @@ def test_the_command_refuses_in_one_line(arguments: list[str], message: str, cap
     assert streams.out == ""
 
 
-# -- against transformers ----------------------------------------------------------------------------------------------------
+# -- against transformers
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -412,7 +475,9 @@ def test_both_sides_say_the_same(
     size = "--layers 2 --hidden 64 --inner 96 --heads 4 --kv-heads 2 --vocab 300"
     work = "--requests 6 --prompt 3 30 --tokens 2 9 --single-tokens 5 --repeat 2 --no-memory"
     out = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", ["against_transformers.py", *size.split(), *work.split(), "--out", str(out)])
+    monkeypatch.setattr(
+        sys, "argv", ["against_transformers.py", *size.split(), *work.split(), "--out", str(out)]
+    )
     against.main()
     found = json.loads(out.read_text())
     assert capsys.readouterr().out.splitlines()[-1] == out.read_text().strip()
@@ -420,28 +485,43 @@ def test_both_sides_say_the_same(
         "single": (1, 1), "one by one": (6, 6), "padded": (6, 6),
     }  # fmt: skip
     assert found["comparisons"]["padded"]["useful_tokens"] >= 6 * 2
-    assert all(it[side]["count"] == 2 for it in found["comparisons"].values() for side in ("penstock", "transformers"))
-    assert all(len(it[side]["warming_s"]) >= 2 for it in found["comparisons"].values() for side in ("penstock", "transformers"))
+    assert all(
+        it[side]["count"] == 2
+        for it in found["comparisons"].values()
+        for side in ("penstock", "transformers")
+    )
+    assert all(
+        len(it[side]["warming_s"]) >= 2
+        for it in found["comparisons"].values()
+        for side in ("penstock", "transformers")
+    )
 
 
-def test_every_repeat_asks_for_the_same_lengths_of_other_prompts(against: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_repeat_asks_for_the_same_lengths_of_other_prompts(
+    against: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["against_transformers.py"])
     args = against.parse()
     first, second = against.requests(args, 0, 32), against.requests(args, 1, 32)
-    assert [(len(one.prompt), one.output) for one in first] == [(len(one.prompt), one.output) for one in second]
+    assert [(len(one.prompt), one.output) for one in first] == [
+        (len(one.prompt), one.output) for one in second
+    ]
     assert all(one.prompt != other.prompt for one, other in zip(first, second, strict=True))
     assert {16 <= len(one.prompt) <= 256 and 16 <= one.output <= 128 for one in first} == {True}
     assert len({one.output for one in first}) > 16
 
 
-# -- contexts ----------------------------------------------------------------------------------------------------------------
+# -- contexts
+# ------------------------------------------------------------------------------------------------------------
 
 TOKEN = 2 * 2 * 2 * 8 * 4
 """Bytes of KV."""
 
 
 def course(*lengths: int, output: int = 3, **changes: object) -> contexts.Job:
-    config = dataclasses.replace(job(Kind.DECODE).config, **({"host_kv_memory": "1MiB", "kv_tile": 32} | changes))
+    config = dataclasses.replace(
+        job(Kind.DECODE).config, **({"host_kv_memory": "1MiB", "kv_tile": 32} | changes)
+    )
     return contexts.Job("tiny", TINY, config, lengths or None, output, repeat=2)
 
 
@@ -461,7 +541,11 @@ def test_kv_that_moves_is_counted_and_a_prompt_tells_how_far_it_is() -> None:
         reached.append((engine.progress.reached, engine.progress.computed))
         now = engine.stats().kv
         assert now is not None
-        assert (now.host, now.copied, now.sent) == (min(start + 16, 88) * TOKEN, copied, min(start + 16, 88) * TOKEN)
+        assert (now.host, now.copied, now.sent) == (
+            min(start + 16, 88) * TOKEN,
+            copied,
+            min(start + 16, 88) * TOKEN,
+        )
     assert reached == [(16, 16), (32, 32), (48, 48), (64, 64), (80, 80), (0, 90)]
     for length in range(91, 120):  # the tail goes to the host when three of its blocks are full
         engine.step()
@@ -483,10 +567,14 @@ def test_contexts_on_the_host_stream_once_for_each_token() -> None:
     assert [row["context"] for row in rows] == [72, 200, 400]
     for row in rows:
         assert row["host_kv"] == row["context"] * TOKEN
-        assert row["kv_per_step"] == row["host_kv"] - 4 * 8 * TOKEN  # what is in pages as well need not stream
+        assert (
+            row["kv_per_step"] == row["host_kv"] - 4 * 8 * TOKEN
+        )  # what is in pages as well need not stream
         assert row["weights_per_step"] == 0
         assert (row["prefill_ms"]["count"], row["decode_ms"]["count"]) == (2, 2 * 3)
-        assert row["prefill_tokens_per_second"] == pytest.approx(1e3 * row["context"] / row["prefill_ms"]["median"])
+        assert row["prefill_tokens_per_second"] == pytest.approx(
+            1e3 * row["context"] / row["prefill_ms"]["median"]
+        )
         assert (
             row["bound_ms"]
             == 1e3
@@ -494,14 +582,28 @@ def test_contexts_on_the_host_stream_once_for_each_token() -> None:
             / line["operations_per_second"]
         )
         assert row["of_bound"] == pytest.approx(row["bound_ms"] / row["prefill_ms"]["median"])
-        assert 0 < row["of_link"] < row["kv_per_step"] / (row["decode_ms"]["least"] / 1e3) / line["link_ceiling"] * 1.001
-    assert len({row["device"] for row in rows}) == 1  # the device holds as much of a long context as of a short one
-    assert (line["bench"], line["model"], line["step_tokens"], line["block_size"]) == ("context", "tiny", 16, 8)
+        assert (
+            0
+            < row["of_link"]
+            < row["kv_per_step"] / (row["decode_ms"]["least"] / 1e3) / line["link_ceiling"] * 1.001
+        )
+    assert (
+        len({row["device"] for row in rows}) == 1
+    )  # the device holds as much of a long context as of a short one
+    assert (line["bench"], line["model"], line["step_tokens"], line["block_size"]) == (
+        "context",
+        "tiny",
+        16,
+        8,
+    )
     assert line["machine"]["torch"] == torch.__version__
     assert "\n" not in report.line()
     table = str(report).splitlines()
     assert len({len(row) for row in table[2:]}) == 1
-    assert re.search(r"^ +400 .* [KM]iB +100 KiB +[\d,]+ tokens/s +[\d.]+% +\S+ s a token +92.0 KiB a step +[\d.]+%$", table[-1])
+    assert re.search(
+        r"^ +400 .* [KM]iB +100 KiB +[\d,]+ tokens/s +[\d.]+% +\S+ s a token +92.0 KiB a step +[\d.]+%$",
+        table[-1],
+    )
     assert [text.partition(" tokens: prompt in ")[0] for text in told[-3:]] == ["72", "200", "400"]
 
 
@@ -514,14 +616,19 @@ def test_contexts_that_the_device_holds_do_not_stream() -> None:
     assert re.search(r"^ +40 .* (KiB|MiB) +- .* a token +- +-$", str(mixed), re.MULTILINE)
 
 
-def test_the_usual_contexts_are_those_that_model_and_memory_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usual_contexts_are_those_that_model_and_memory_have_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert contexts._SHORTEST == 4096  # An eighth of it here, since all of them are measured.
     monkeypatch.setattr(contexts, "_SHORTEST", 512)
 
     def lengths(positions: int, **changes: object) -> list[int]:
         asked = course(**({"max_step_tokens": 64, "host_kv_memory": None} | changes), output=1)
         source = TINY | {"max_position_embeddings": positions}
-        return [row.context for row in contexts.sweep(dataclasses.replace(asked, source=source, repeat=1)).contexts]
+        return [
+            row.context
+            for row in contexts.sweep(dataclasses.replace(asked, source=source, repeat=1)).contexts
+        ]
 
     assert lengths(1500) == [512, 1024]
     assert lengths(2048, host_kv_memory=1500 * TOKEN) == [512, 1024]
@@ -532,17 +639,35 @@ def test_the_usual_contexts_are_those_that_model_and_memory_have_room_for(monkey
 
 
 def test_contexts_that_were_asked_for_and_do_not_fit_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"measuring 3 tokens after 500 takes 509 positions, but KV has room for 408; lower --lengths"):
+    with pytest.raises(
+        RequestError,
+        match=r"measuring 3 tokens after 500 takes 509 positions, but KV has room for 408; lower --lengths",
+    ):
         contexts.sweep(course(40, 100, 500, host_kv_memory=400 * TOKEN))
 
 
 def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "line.json"
-    given = ["bench", "context", str(bare), "--lengths", "600,0.7K", "--output", "2", "--device", "cpu", "--kv-tile", "64"]
+    given = [
+        "bench",
+        "context",
+        str(bare),
+        "--lengths",
+        "600,0.7K",
+        "--output",
+        "2",
+        "--device",
+        "cpu",
+        "--kv-tile",
+        "64",
+    ]
     assert main([*given, "--host-kv-memory", "50%", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     line = json.loads(printed.out.splitlines()[-1])
-    assert [(row["context"], row["kv_per_step"] > 0) for row in line["contexts"]] == [(600, True), (716, True)]
+    assert [(row["context"], row["kv_per_step"] > 0) for row in line["contexts"]] == [
+        (600, True),
+        (716, True),
+    ]
     assert "of link" in printed.out
     assert "716 tokens: prompt in" in printed.err
     assert json.loads(out.read_text()) == line
@@ -555,7 +680,21 @@ def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.Cap
         assert 0 < row["kv_per_step"] == exact["kv_per_step"] < exact["host_kv"]
         assert row["disk_kv"] > 0
     assert re.search(r"^ +716 .* KiB \+ .* KiB on disk ", printed.out, re.MULTILINE)
-    assert main([*given, "--host-kv-memory", "50%", "--host-kv-dtype", "fp8", "--attention-policy", "topk:2", "--json"]) == 0
+    assert (
+        main(
+            [
+                *given,
+                "--host-kv-memory",
+                "50%",
+                "--host-kv-dtype",
+                "fp8",
+                "--attention-policy",
+                "topk:2",
+                "--json",
+            ]
+        )
+        == 0
+    )
     some = json.loads(capsys.readouterr().out)
     for row, exact in zip(some["contexts"], line["contexts"], strict=True):
         assert 0 < row["host_kv"] < exact["host_kv"] / 1.5
@@ -567,15 +706,19 @@ def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.Cap
     assert printed.err == ""
 
 
-# -- streaming ---------------------------------------------------------------------------------------------------------------
+# -- streaming
+# ------------------------------------------------------------------------------------------------------------
 
 WIDE = TINY | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
-LITTLE = Config(Path(), device="cpu", dtype="float32", device_memory="24MiB", max_step_tokens=16, block_size=8)
+LITTLE = Config(
+    Path(), device="cpu", dtype="float32", device_memory="24MiB", max_step_tokens=16, block_size=8
+)
 
 
 @pytest.fixture
 def by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are counted by shape: what is measured of them depends on what this process has run before, and 16 MiB are few."""
+    """Activations are counted by shape: what is measured of them depends on what this process has run before,
+    and 16 MiB are few."""
     monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
 
 
@@ -608,12 +751,16 @@ def test_many_requests_at_once(bare: Path, tmp_path: Path, capsys: pytest.Captur
     assert line["prompt_tokens"] == sum(len(ask.prompt) for ask in work)
     assert line["output_tokens"] == sum(ask.output for ask in work)
     assert {(5 <= len(ask.prompt) <= 40, 3 <= ask.output <= 20) for ask in work} == {(True, True)}
-    assert line["output_tokens_per_second"] == pytest.approx(1e3 * line["output_tokens"] / line["ms"]["median"])
+    assert line["output_tokens_per_second"] == pytest.approx(
+        1e3 * line["output_tokens"] / line["ms"]["median"]
+    )
     assert (line["ms"]["count"], line["first_ms"]["count"], line["max_sequences"]) == (2, 2 * 9, 4)
     assert line["steps"] > max(ask.output for ask in work)
     assert line["baseline"] > 0
     bound = line["bound"]
-    seconds = (bound["weight_bytes"] + bound["kv_bytes"]) / bound["bytes_per_second"] + bound["operations"] / bound["operations_per_second"]
+    seconds = (bound["weight_bytes"] + bound["kv_bytes"]) / bound["bytes_per_second"] + bound[
+        "operations"
+    ] / bound["operations_per_second"]
     assert line["of_bound"] == pytest.approx(1e3 * seconds / line["ms"]["median"])
     assert "requests at once" in printed.out
 
@@ -651,7 +798,10 @@ def test_layers_share_a_scratch_file_that_may_not_hold_them_all(tmp_path: Path) 
     with scratch(tmp_path, 1, groups, "float32") as (source, file):
         sizes = {padded(layout) for layout in groups}
         assert file.stat().st_size == sum(sizes)
-        first, last = (next(layout for layout in groups if layout.id == GroupId(GroupKind.FFN, layer)) for layer in (0, 5))
+        first, last = (
+            next(layout for layout in groups if layout.id == GroupId(GroupKind.FFN, layer))
+            for layer in (0, 5)
+        )
         read = [torch.empty(padded(first), dtype=torch.uint8) for _ in range(2)]
         source.read(first, 0, read[0], False)
         source.read(last, 0, read[1], False)
@@ -673,7 +823,10 @@ def test_weights_in_host_memory_need_no_disk() -> None:
 def test_experts_that_come_are_counted(kind: Kind) -> None:
     mixture = MOE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     said: list[str] = []
-    report = run(streaming_job(kind=kind, source=mixture, config=dataclasses.replace(LITTLE, host_memory="128MiB")), said.append)
+    report = run(
+        streaming_job(kind=kind, source=mixture, config=dataclasses.replace(LITTLE, host_memory="128MiB")),
+        said.append,
+    )
     streaming, size = report.streaming, 3 * 256 * 512 * 4
     assert streaming is not None
     assert streaming.disk == streaming.read_per_pass == streaming.predicted_ms == 0
@@ -684,7 +837,9 @@ def test_experts_that_come_are_counted(kind: Kind) -> None:
     if kind is Kind.DECODE:  # Two of four layers' eight, of which some stay.
         assert streaming.experts_per_pass is not None
         assert 0 < streaming.experts_per_pass <= 2 * 4
-        assert streaming.copied_per_pass % size == pytest.approx(streaming.experts_per_pass * size % size, abs=1)
+        assert streaming.copied_per_pass % size == pytest.approx(
+            streaming.experts_per_pass * size % size, abs=1
+        )
         assert re.search(r"^  experts +\d+ came to the device in a pass$", str(report), re.MULTILINE)
         assert "predicted" not in str(report)
 
@@ -697,7 +852,12 @@ def test_a_sliding_window_reads_everything_in_every_pass(tmp_path: Path) -> None
     assert window is not None
     assert window.resident == window.host == 0
     assert window.device_ring <= 5 << 20
-    assert window.read_per_pass == window.copied_per_pass == solved.resident + solved.host + solved.disk > solved.read_per_pass
+    assert (
+        window.read_per_pass
+        == window.copied_per_pass
+        == solved.resident + solved.host + solved.disk
+        > solved.read_per_pass
+    )
 
 
 @pytest.mark.usefixtures("by_shape")
@@ -710,13 +870,28 @@ def test_the_benchmark_of_streaming_on_small_shapes(tmp_path: Path, monkeypatch:
     benchmark = script("weight_streaming", monkeypatch)
     out, scratch_files = tmp_path / "found.json", tmp_path / "scratch"
     scratch_files.mkdir()
-    # The products of a processor that has no bfloat16 take a hundred times as long as in float32. What is moved is the same.
-    monkeypatch.setattr(linear, "_few_rows_half", lambda x, weight: F.linear(x.float(), weight.float()).to(x.dtype))
+    # The products of a processor that has no bfloat16 take a hundred times as long as in float32. What is
+    # moved is the same.
+    monkeypatch.setattr(
+        linear, "_few_rows_half", lambda x, weight: F.linear(x.float(), weight.float()).to(x.dtype)
+    )
     monkeypatch.setattr(benchmark, "matmul_rate", lambda device, _: matmul_rate(device, torch.float32))
     disk_ceiling = benchmark.disk_ceiling
-    monkeypatch.setattr(benchmark, "disk_ceiling", lambda file, seconds: disk_ceiling(file, seconds=0.05 * seconds))
+    monkeypatch.setattr(
+        benchmark, "disk_ceiling", lambda file, seconds: disk_ceiling(file, seconds=0.05 * seconds)
+    )
     for parts in ("host", "disk,window", "machine"):  # What an earlier command has written stays.
-        given = ["--tiny", "--device", "cpu", "--parts", parts, "--batches", "1:1024,2:512", "--directory", str(scratch_files)]
+        given = [
+            "--tiny",
+            "--device",
+            "cpu",
+            "--parts",
+            parts,
+            "--batches",
+            "1:1024,2:512",
+            "--directory",
+            str(scratch_files),
+        ]
         monkeypatch.setattr(sys, "argv", ["weight_streaming.py", *given, "--out", str(out)])
         with pytest.raises(SystemExit) as ended:
             benchmark.main()
@@ -724,11 +899,16 @@ def test_the_benchmark_of_streaming_on_small_shapes(tmp_path: Path, monkeypatch:
     found = json.loads(out.read_text())
     assert [found[part].get("failed") for part in ("host", "disk", "window", "machine")] == [None] * 4
     assert all(found[part]["environment"]["commit"] for part in ("host", "disk", "window", "machine"))
-    assert [(found["machine"][f"batch_{batch}"][name]) for batch in (1, 2) for name in ("batch", "context")] == [1, 32, 2, 16]
+    assert [
+        (found["machine"][f"batch_{batch}"][name]) for batch in (1, 2) for name in ("batch", "context")
+    ] == [1, 32, 2, 16]
     assert found["host"]["decode_16"]["exact"]
     assert found["host"]["decode_1"]["copied_per_pass"] == found["host"]["streamed"] > 0
     # Readers are ahead of the arithmetic by up to the ring, now more, now less.
     assert found["disk"]["read"] > 0
-    assert abs(found["disk"]["decode_1"]["read_per_pass"] - found["disk"]["read"]) <= found["disk"]["host_ring"] / 4
+    assert (
+        abs(found["disk"]["decode_1"]["read_per_pass"] - found["disk"]["read"])
+        <= found["disk"]["host_ring"] / 4
+    )
     assert found["window"]["resident"] == found["window"]["host"] == 0
     assert list(scratch_files.iterdir()) == []

@@ -1,4 +1,5 @@
-"""A trace that is served by the engine is found again on every tier, is answered as without tiers, and is told in full."""
+"""A trace that is served by the engine is found again on every tier, is answered as without tiers, and is
+told in full."""
 
 import dataclasses
 import json
@@ -23,7 +24,8 @@ from penstock.sched.rates import Rates
 from penstock.weights.checkpoint import Checkpoint
 
 TALKS, TURNS, LENGTH = 6, 4, 3
-"""Conversations that take turns; each prompt is longer by so many blocks of the trace. All begin with the same two."""
+"""Conversations that take turns; each prompt is longer by so many blocks of the trace. All begin with the
+same two."""
 
 
 @pytest.fixture
@@ -37,7 +39,13 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(path: Path, prompts: Sequence[Sequence[int]], **more: object) -> Path:
     """A trace in which the last block of a prompt has 256 tokens, and a request comes every 20 ms."""
     lines = (
-        {"timestamp": 20 * at, "input_length": 512 * len(keys) - 256, "output_length": 200, "hash_ids": list(keys)} | more
+        {
+            "timestamp": 20 * at,
+            "input_length": 512 * len(keys) - 256,
+            "output_length": 200,
+            "hash_ids": list(keys),
+        }
+        | more
         for at, keys in enumerate(prompts)
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -83,7 +91,10 @@ def told(report: Report) -> dict[str, dict[str, int]]:
 
 def common(some: Sequence[int], others: Sequence[int]) -> int:
     """How many of the first are the same."""
-    return next((at for at, (one, other) in enumerate(zip(some, others, strict=False)) if one != other), min(len(some), len(others)))
+    return next(
+        (at for at, (one, other) in enumerate(zip(some, others, strict=False)) if one != other),
+        min(len(some), len(others)),
+    )
 
 
 def test_prompts_begin_alike_where_their_hashes_do(trace: Path, tmp_path: Path) -> None:
@@ -102,11 +113,25 @@ def test_prompts_begin_alike_where_their_hashes_do(trace: Path, tmp_path: Path) 
 
 def test_two_blocks_are_never_the_same_tokens(tmp_path: Path) -> None:
     rng = random.Random(0)
-    trace = write(tmp_path / "many.jsonl", [[rng.randrange(-(2**70), 2**70)] for _ in range(9000)], input_length=512)
-    work = Workload.of(Job(trace, "tiny", tmp_path, Config(tmp_path), 10000, block_tokens=2), requests(trace), 512, tiny.VOCAB)
+    trace = write(
+        tmp_path / "many.jsonl", [[rng.randrange(-(2**70), 2**70)] for _ in range(9000)], input_length=512
+    )
+    work = Workload.of(
+        Job(trace, "tiny", tmp_path, Config(tmp_path), 10000, block_tokens=2),
+        requests(trace),
+        512,
+        tiny.VOCAB,
+    )
     assert len({tuple(work.prompt(ask)) for ask in work.asks}) == 9000
-    with pytest.raises(ConfigError, match="9,000 blocks cannot all differ with 1 tokens of a vocabulary of 97 each"):
-        Workload.of(Job(trace, "tiny", tmp_path, Config(tmp_path), 10000, block_tokens=1), requests(trace), 512, tiny.VOCAB)
+    with pytest.raises(
+        ConfigError, match="9,000 blocks cannot all differ with 1 tokens of a vocabulary of 97 each"
+    ):
+        Workload.of(
+            Job(trace, "tiny", tmp_path, Config(tmp_path), 10000, block_tokens=1),
+            requests(trace),
+            512,
+            tiny.VOCAB,
+        )
 
 
 @pytest.mark.usefixtures("_patient")
@@ -116,12 +141,18 @@ def test_what_is_found_on_each_tier_and_that_answers_are_the_same(trace: Path, t
     assert without is not None
     assert (report.requests, report.equal_outputs) == (TALKS * TURNS, TALKS * TURNS)
     assert all(run.found[tier].tokens > 0 for tier in ("device", "host", "disk"))
-    assert sum(found.tokens for found in without.found.values()) == without.found["device"].tokens < report.known_tokens
+    assert (
+        sum(found.tokens for found in without.found.values())
+        == without.found["device"].tokens
+        < report.known_tokens
+    )
     assert sum(found.tokens for found in run.found.values()) + run.computed_tokens >= report.prompt_tokens
     assert sum(found.share for found in run.found.values()) == pytest.approx(
         sum(found.tokens for found in run.found.values()) / report.prompt_tokens
     )
-    assert report.known_tokens == 16 * (2 * (TALKS - 1) + TALKS * sum(2 + LENGTH * turn for turn in range(1, TURNS)))
+    assert report.known_tokens == 16 * (
+        2 * (TALKS - 1) + TALKS * sum(2 + LENGTH * turn for turn in range(1, TURNS))
+    )
     assert all(run.ways[way].bytes > 0 < run.ways[way].rate for way in ("up", "down", "inward", "outward"))
     assert not any(way.bytes for way in without.ways.values())
     assert run.given_up["device"] > 0 < run.given_up["host"]
@@ -137,7 +168,9 @@ def test_what_is_found_on_each_tier_and_that_answers_are_the_same(trace: Path, t
 
 @pytest.mark.usefixtures("_patient")
 def test_what_was_kept_is_found_by_the_next_run(trace: Path, tmp_path: Path) -> None:
-    asked = dataclasses.replace(job(trace, tmp_path / "kv", keep=True, compare=False, speed=2.0), requests=TALKS)
+    asked = dataclasses.replace(
+        job(trace, tmp_path / "kv", keep=True, compare=False, speed=2.0), requests=TALKS
+    )
     first, second = replay(asked), replay(asked)
     assert first.without is first.equal_outputs is None
     assert first.run.records_before == 0 < second.run.records_before
@@ -168,7 +201,12 @@ def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert shown.out.endswith(f"\n\n{out.read_text()}")
     assert "a block of 512 tokens in the trace is 32 here; " in shown.out
     assert "kv_store eager: 9 of 9 in " in shown.err
-    assert (line["requests"], line["block_tokens"], line["max_sequences"], line["equal_outputs"]) == (9, 32, 16, 9)
+    assert (line["requests"], line["block_tokens"], line["max_sequences"], line["equal_outputs"]) == (
+        9,
+        32,
+        16,
+        9,
+    )
     assert line["longest"] == 32 * 9 - 16 + 13 <= 512
     # Nothing is kept beyond the device, so one run is all there is.
     assert main([*asked, "--kv-store", "off", "--output", "2", "--json"]) == 0
@@ -185,20 +223,31 @@ def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--kv-blocks", "3"], "--kv-blocks goes with a model; give --model or --shape"),
         (["--shape", "100M", "--part", "whole"], "--part goes without a model; leave it"),
         (["--shape", "100M", "--model", "x"], "MODEL and --shape exclude each other; give one of them"),
-        (["--shape", "100M", "--check-output", "--no-compare"], "--check-output needs a run to compare with; leave --no-compare"),
+        (
+            ["--shape", "100M", "--check-output", "--no-compare"],
+            "--check-output needs a run to compare with; leave --no-compare",
+        ),
     ],
 )
-def test_what_does_not_go_together(arguments: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_go_together(
+    arguments: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "trace", str(trace), *arguments]) == 2
     assert capsys.readouterr().err == f"penstock: error: {message}\n"
 
 
 def test_what_cannot_be_replayed_is_refused(trace: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="the longest of 24 requests has 953 tokens of prompt and output, but tiny has 512 positions"):
+    with pytest.raises(
+        RequestError,
+        match="the longest of 24 requests has 953 tokens of prompt and output, but tiny has 512 positions",
+    ):
         replay(dataclasses.replace(job(trace, tmp_path), block_tokens=64))
     for field, message in (
         ({"output_length": None}, "request 1 of .* has no output_length; say how many tokens to answer with"),
-        ({"input_length": 9999}, "request 1 of .* has 9,999 tokens of prompt in 3 blocks, which are not blocks of 512"),
+        (
+            {"input_length": 9999},
+            "request 1 of .* has 9,999 tokens of prompt in 3 blocks, which are not blocks of 512",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             replay(job(write(tmp_path / "bad.jsonl", [[1, 2, 3]], **field), tmp_path))

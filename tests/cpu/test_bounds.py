@@ -1,4 +1,5 @@
-"""What the tests of kernels count on: that one of them cannot reach an element beside its tensors and end well."""
+"""What the tests of kernels count on: that one of them cannot reach an element beside its tensors and end
+well."""
 
 import os
 
@@ -6,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
     pytest.skip("kernels are interpreted where there is no GPU", allow_module_level=True)
 
 import triton
@@ -61,12 +64,15 @@ def _wider(x, at):  # type: ignore[no-untyped-def]
 
 
 def inner() -> tuple[Tensor, Tensor]:
-    """A tensor, and the middle of it, around which there is room: nothing that is tried here does harm if nobody prevents it."""
+    """A tensor, and the middle of it, around which there is room: nothing that is tried here does harm if
+    nobody prevents it."""
     whole = torch.arange(100, 100 + 3 * SIZE, dtype=torch.int32)
     return whole, whole[SIZE : 2 * SIZE]
 
 
-@pytest.mark.parametrize(("kind", "verb"), [("read", "read"), ("write", "written"), ("add", "changed"), ("swap", "changed")])
+@pytest.mark.parametrize(
+    ("kind", "verb"), [("read", "read"), ("write", "written"), ("add", "changed"), ("swap", "changed")]
+)
 @pytest.mark.parametrize("at", [-1, SIZE])
 def test_one_element_outside(kind: str, verb: str, at: int) -> None:
     """It is not touched; those beside it, inside, may be."""
@@ -87,7 +93,10 @@ def test_masked_elements_are_not_there() -> None:
     whole, part = inner()
     out = torch.zeros(SIZE, dtype=torch.int32)
     for first in (-3, 0, 5):
-        before, wanted = whole.clone(), [100 + SIZE + at if 0 <= at < SIZE else -1 for at in range(first, first + SIZE)]
+        before, wanted = (
+            whole.clone(),
+            [100 + SIZE + at if 0 <= at < SIZE else -1 for at in range(first, first + SIZE)],
+        )
         part.copy_(torch.arange(100 + SIZE, 100 + 2 * SIZE))
         _masked[(1,)](part, out, first, 0, SIZE, 0, SIZE)
         assert out.tolist() == wanted

@@ -1,4 +1,5 @@
-"""`penstock cache`: what it says of stores of KV is so, what it finds damaged is used no more, and what it removes are stores."""
+"""`penstock cache`: what it says of stores of KV is so, what it finds damaged is used no more, and what it
+removes are stores."""
 
 import json
 import os
@@ -17,9 +18,27 @@ from penstock.cli.main import main
 from penstock.kv import cachedir
 from penstock.kv.seal import SECRET as KEY_FILE
 from penstock.kv.segments import ABOUT, PREFIX
-from stores import IDENTITY, PAGE, SECRET, directory_of, files, flip, held, journal, key_of, known, name_of, opened, place_of, put, real
+from stores import (
+    IDENTITY,
+    PAGE,
+    SECRET,
+    directory_of,
+    files,
+    flip,
+    held,
+    journal,
+    key_of,
+    known,
+    name_of,
+    opened,
+    place_of,
+    put,
+    real,
+)
 
-OTHER = next(bytes([number] * 16) for number in range(256) if name_of(bytes([number] * 16)) > name_of(IDENTITY))
+OTHER = next(
+    bytes([number] * 16) for number in range(256) if name_of(bytes([number] * 16)) > name_of(IDENTITY)
+)
 """Which comes behind, by the names of their directories."""
 ABOUT_MODEL = {"model": "tiny\x1b[2J-7b", "dtype": "bfloat16", "block_size": 32}
 
@@ -36,7 +55,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, shown.out, shown.err
 
 
-def fill(directory: Path, numbers: Iterable[int], identity: bytes = IDENTITY, about: dict[str, object] | None = None) -> None:
+def fill(
+    directory: Path,
+    numbers: Iterable[int],
+    identity: bytes = IDENTITY,
+    about: dict[str, object] | None = None,
+) -> None:
     with opened(directory, identity=identity, about=about) as store:
         put(store, numbers)
 
@@ -112,7 +136,9 @@ def test_a_store_that_is_in_use_can_be_looked_at(stores: Path, capsys: pytest.Ca
         assert held(store, range(5)) == set(range(5))
 
 
-def test_verify_finds_what_is_damaged_and_puts_it_aside(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_what_is_damaged_and_puts_it_aside(
+    stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = run(capsys, "verify", stores)
     assert code == 0
     assert len(out.splitlines()) == 2
@@ -139,7 +165,9 @@ def test_verify_finds_what_is_damaged_and_puts_it_aside(stores: Path, capsys: py
         assert store.stats.quarantined == 2
 
 
-def test_verify_tells_damage_from_what_cannot_be_read(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_tells_damage_from_what_cannot_be_read(
+    stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with opened(stores) as store:
         path, start = place_of(store, 17)
     whole = path.read_bytes()
@@ -160,16 +188,24 @@ def test_a_lost_journal_is_said_and_mended(stores: Path, capsys: pytest.CaptureF
     flip(files(stores)[0], 2 * PAGE)
     code, out, _ = run(capsys, "verify", stores)
     assert code == 1
-    assert "1 are damaged: left, as the journal is lost; the model that the store belongs to will not use them" in out
+    assert (
+        "1 are damaged: left, as the journal is lost; the model that the store belongs to will not use them"
+        in out
+    )
     assert not journal(stores).exists()
     with opened(stores) as store:
         assert len(held(store, range(20))) == 19
     assert run(capsys, "verify", stores)[0] == 0
 
 
-@pytest.mark.parametrize("size", [None, True, PAGE // 2, PAGE // 4096, 3 * PAGE, 64 * PAGE, 10**14, 10**23, "4096"])
-def test_a_lost_journal_is_not_made_from_hearsay(stores: Path, size: object, capsys: pytest.CaptureFixture[str]) -> None:
-    """Records of a wrong size would all be damaged, and a journal that says so would keep the right model out."""
+@pytest.mark.parametrize(
+    "size", [None, True, PAGE // 2, PAGE // 4096, 3 * PAGE, 64 * PAGE, 10**14, 10**23, "4096"]
+)
+def test_a_lost_journal_is_not_made_from_hearsay(
+    stores: Path, size: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of a wrong size would all be damaged, and a journal that says so would keep the right model
+    out."""
     journal(stores).unlink()
     about = directory_of(stores, IDENTITY) / ABOUT
     about.write_text(json.dumps({"record_bytes": size}))
@@ -192,7 +228,9 @@ def test_a_link_to_a_store_is_none(stores: Path, capsys: pytest.CaptureFixture[s
     assert not directory_of(stores, IDENTITY).exists()
 
 
-def test_clear_removes_stores_and_nothing_else(stores: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_removes_stores_and_nothing_else(
+    stores: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, _, err = run(capsys, "clear", stores)
     assert code == 2
     assert "nobody to ask whether to remove 2 stores of KV" in err
@@ -235,9 +273,20 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
 
 def test_it_does_without_torch(stores: Path) -> None:
     flip(files(stores)[0], 3 * PAGE)
-    code = "import sys; from penstock.cli.main import main; a = main(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else a)"
+    code = (
+        "import sys; from penstock.cli.main import main; a = main(sys.argv[1:]); sys.exit(9 if 'torch' in "
+        "sys.modules else a)"
+    )
     for action, expected in (("ls", 0), ("stat", 0), ("verify", 1)):
-        command = [sys.executable, "-c", code, "cache", action, str(stores), *(["--cache", str(KEYS)] if action == "verify" else [])]
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "cache",
+            action,
+            str(stores),
+            *(["--cache", str(KEYS)] if action == "verify" else []),
+        ]
         assert subprocess.run(command, capture_output=True, check=False).returncode == expected
 
 

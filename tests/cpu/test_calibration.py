@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.bench.calibration import LAUNCHED, Calibration, Ceilings, Sample, calibrate, fit, predicted, work_of
+from penstock.bench.calibration import (
+    LAUNCHED,
+    Calibration,
+    Ceilings,
+    Sample,
+    calibrate,
+    fit,
+    predicted,
+    work_of,
+)
 from penstock.bench.shapes import LAYERS_OF, SHAPES
 from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_seconds
 from penstock.engine.passes import decode_step, prompt_step
@@ -21,7 +30,10 @@ TRUE = StepCosts(
     CEILINGS.link,
     CEILINGS.read,
     CEILINGS.compute,
-    (DecodeCosts(1, 1e-5, 2e-5, 4e-5, 4e12, 3e12, 2e12), DecodeCosts(16, 3e-5, 4e-5, 6e-5, 3.9e12, 2e12, 2.5e12)),
+    (
+        DecodeCosts(1, 1e-5, 2e-5, 4e-5, 4e12, 3e12, 2e12),
+        DecodeCosts(16, 3e-5, 4e-5, 6e-5, 3.9e12, 2e12, 2.5e12),
+    ),
     PROMPT,
 )
 
@@ -41,8 +53,14 @@ def samples() -> list[Sample]:
                     found.append(Sample(name, layers, one.rows, context, work, launches, seconds))
             for tokens in (LAUNCHED, 8192, 16384):
                 work = work_of(shape, "bfloat16", prompt_step(shape.spec, "bfloat16", 1, tokens, tokens))
-                launched = PROMPT.host_step + launches[0] * PROMPT.host_layer + launches[1] * PROMPT.host_moe_layer
-                found.append(Sample(name, layers, 0, tokens, work, launches, max(prompt_seconds(PROMPT, work), launched)))
+                launched = (
+                    PROMPT.host_step + launches[0] * PROMPT.host_layer + launches[1] * PROMPT.host_moe_layer
+                )
+                found.append(
+                    Sample(
+                        name, layers, 0, tokens, work, launches, max(prompt_seconds(PROMPT, work), launched)
+                    )
+                )
     return found
 
 
@@ -51,13 +69,25 @@ def test_the_costs_of_a_device_are_found_again() -> None:
     for got, true in zip(found.decode, TRUE.decode, strict=True):
         for name in ("rows", "step", "layer", "moe_layer", "weight_read", "expert_read", "kv_read"):
             assert getattr(got, name) == pytest.approx(getattr(true, name), rel=1e-3), name
-    for name in ("products", "experts", "attention", "activations", "step", "host_step", "host_layer", "host_moe_layer"):
+    for name in (
+        "products",
+        "experts",
+        "attention",
+        "activations",
+        "step",
+        "host_step",
+        "host_layer",
+        "host_moe_layer",
+    ):
         assert getattr(found.prompt, name) == pytest.approx(getattr(PROMPT, name), rel=0.02), name
     assert replace(found, decode=(), prompt=PROMPT) == replace(TRUE, decode=())
 
 
 def test_no_cost_is_negative_however_the_steps_scatter() -> None:
-    shaken = [replace(sample, seconds=sample.seconds * (1 + 0.2 * math.sin(37 * number))) for number, sample in enumerate(samples())]
+    shaken = [
+        replace(sample, seconds=sample.seconds * (1 + 0.2 * math.sin(37 * number)))
+        for number, sample in enumerate(samples())
+    ]
     found = fit(shaken, CEILINGS, "gpu", "bfloat16", "now")
     StepCosts.parse(found.line(), "here")  # Which refuses what cannot be.
     apart = sorted(abs(predicted(found, sample) / sample.seconds - 1) for sample in shaken)
@@ -67,9 +97,21 @@ def test_no_cost_is_negative_however_the_steps_scatter() -> None:
 def test_an_engine_is_measured() -> None:
     tiny = SHAPES["100M"] | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "head_dim": 16}
     mixed = tiny | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    shapes = {"narrow": (tiny, (1, 2)), "wide": (tiny | {"hidden_size": 128}, (1, 2)), "mixed": (mixed, (1, 2))}
+    shapes = {
+        "narrow": (tiny, (1, 2)),
+        "wide": (tiny | {"hidden_size": 128}, (1, 2)),
+        "mixed": (mixed, (1, 2)),
+    }
     said: list[str] = []
-    found = calibrate(torch.device("cpu"), "float32", shapes=shapes, rows=(1, 2), contexts=(16,), prompts=(), say=said.append)
+    found = calibrate(
+        torch.device("cpu"),
+        "float32",
+        shapes=shapes,
+        rows=(1, 2),
+        contexts=(16,),
+        prompts=(),
+        say=said.append,
+    )
     assert isinstance(found, Calibration)
     assert [one.rows for one in found.costs.decode] == [1, 2]
     assert {(one.shape, one.layers, one.rows) for one in found.samples if one.rows} == {

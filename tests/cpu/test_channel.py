@@ -1,4 +1,5 @@
-"""Messages come whole and in order to every reader, of any size; nobody waits for one that is gone; every wait and order is needed."""
+"""Messages come whole and in order to every reader, of any size; nobody waits for one that is gone; every
+wait and order is needed."""
 
 import os
 import random
@@ -40,7 +41,12 @@ def reading(writer: Writer, slow: float = 0.0) -> Iterator[list["subprocess.Pope
     """A process for each reader, which prints what it has read and then sleeps for `slow` seconds."""
     readers = [
         subprocess.Popen(
-            [sys.executable, "-c", READ, *map(str, (writer.memory, end.fileno(), PARTS, BYTES, slow * number))],
+            [
+                sys.executable,
+                "-c",
+                READ,
+                *map(str, (writer.memory, end.fileno(), PARTS, BYTES, slow * number)),
+            ],
             pass_fds=(writer.memory, end.fileno()),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -74,8 +80,15 @@ def world(writers: type[Writer] = Writer, readers: type[Reader] = Reader) -> Ite
 def some(seed: int, count: int) -> list[bytes]:
     """Messages of no byte to several rings, and of each size beside a part's and a ring's."""
     rng = random.Random(seed)
-    sizes = [0, 1, *(one + by for one in (BYTES, 2 * BYTES, PARTS * BYTES, 7 * BYTES) for by in (-1, 0, 1)), 20_000]
-    return [rng.randbytes(size) for size in (*sizes, *(rng.choice((5, 300, 700, 4000)) for _ in range(count)))]
+    sizes = [
+        0,
+        1,
+        *(one + by for one in (BYTES, 2 * BYTES, PARTS * BYTES, 7 * BYTES) for by in (-1, 0, 1)),
+        20_000,
+    ]
+    return [
+        rng.randbytes(size) for size in (*sizes, *(rng.choice((5, 300, 700, 4000)) for _ in range(count)))
+    ]
 
 
 def test_every_reader_gets_all_messages_as_they_were_in_order() -> None:
@@ -200,8 +213,9 @@ class SlowReader(Reader):
 
 
 def through(writers: type[Writer], readers: type[Reader], mutant: bool = False) -> tuple[bool, bool]:
-    """Whether a message of more than a ring was through while the gate was shut, and whether it was right in the end. mutant: the gate is
-    shut until a part has been taken, or one has been written over, which both should be held from."""
+    """Whether a message of more than a ring was through while the gate was shut, and whether it was right in
+    the end. mutant: the gate is shut until a part has been taken, or one has been written over, which both
+    should be held from."""
     GATE.clear()
     message, got = random.Random(2).randbytes(2 * PARTS * BYTES), []
     with world(writers, readers) as (writer, reader):
@@ -223,7 +237,9 @@ def through(writers: type[Writer], readers: type[Reader], mutant: bool = False) 
     return passed, got == [message]
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(SlowWriter, Reader), (Writer, SlowReader), (SlowWriter, SlowReader)])
+@pytest.mark.parametrize(
+    ("writers", "readers"), [(SlowWriter, Reader), (Writer, SlowReader), (SlowWriter, SlowReader)]
+)
 def test_whoever_is_held_is_waited_for(writers: type[Writer], readers: type[Reader]) -> None:
     assert through(writers, readers) == (False, True)
 
@@ -257,7 +273,9 @@ class Hasty(SlowReader):
         pass
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(EarlyNotice, Reader), (Heedless, SlowReader), (Writer, Hasty)])
+@pytest.mark.parametrize(
+    ("writers", "readers"), [(EarlyNotice, Reader), (Heedless, SlowReader), (Writer, Hasty)]
+)
 def test_each_wait_and_order_is_needed(writers: type[Writer], readers: type[Reader]) -> None:
     with suppress(Closed):
         _, right = through(writers, readers, mutant=True)

@@ -1,7 +1,8 @@
 """The command line with a real model behind it: text, JSON, chat, what bad input gets, and how it ends.
 
-The model is written here and knows nothing but which token follows which, so every output is known:
-letters go on through the alphabet and end after z, digits and capitals go round for ever, an answer in a chat is "vwxyz".
+The model is written here and knows nothing but which token follows which, so every output is known: letters
+go on through the alphabet and end after z, digits and capitals go round for ever, an answer in a chat is
+"vwxyz".
 """
 
 import fcntl
@@ -47,15 +48,20 @@ from penstock.step.params import SamplingParams
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 CALL = "import sys; from penstock.cli.main import main; sys.exit(main())"
-QUICK = "placing._DISK_SECONDS, placing._LINK_SECONDS, probe._HOST_BYTES, probe._cache_bytes = 0.05, 0.02, 16 << 20, lambda: 0"
+QUICK = (
+    "placing._DISK_SECONDS, placing._LINK_SECONDS, probe._HOST_BYTES, probe._cache_bytes = 0.05, 0.02, 16 << "
+    "20, lambda: 0"
+)
 """Links and disk are measured as ever, but not for long: only a forecast depends on it."""
 SPECIAL = ["<s>", "</s>", "<user>", "<bot>"]
 END, BOT = 1, 3
 VOCAB = len(SPECIAL) + 256
 CONTEXT = 4096
 TEMPLATE = (
-    "<s>{% for m in messages %}{% if m.role == 'system' %}{% if 'forbidden' in m.content %}{{ raise_exception('not that') }}{% endif %}"
-    "[{{ m.content }}]{% elif m.role == 'user' %}<user>{{ m.content }}{% else %}<bot>{{ m.content }}{% endif %}{% endfor %}"
+    "<s>{% for m in messages %}{% if m.role == 'system' %}{% if 'forbidden' in m.content %}{{ "
+    "raise_exception('not that') }}{% endif %}"
+    "[{{ m.content }}]{% elif m.role == 'user' %}<user>{{ m.content }}{% else %}<bot>{{ m.content }}{% "
+    "endif %}{% endfor %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
 
@@ -74,35 +80,55 @@ def successors() -> dict[int, int]:
     """What the model says after each token; after all others it ends."""
     after = {byte(letter): byte(letter + 1) for letter in range(ord("a"), ord("z"))}
     for first, last in ("AZ", "09"):
-        after |= {byte(code): byte(code + 1) for code in range(ord(first), ord(last))} | {byte(last): byte(first)}
+        after |= {byte(code): byte(code + 1) for code in range(ord(first), ord(last))} | {
+            byte(last): byte(first)
+        }
     after |= {BOT: byte("v"), byte("{"): byte(0xC3), byte(0xC3): byte(0xA9)}  # é
     return after | {byte("~"): byte(0x1B), byte(0x1B): byte("x")}
 
 
 def write_model(path: Path, *, template: str | None = TEMPLATE, layers: int = 1, inner: int = 8) -> Path:
-    """A Llama whose layers add nothing, so that the logits depend on the last token alone. `inner`: width of their MLPs."""
+    """A Llama whose layers add nothing, so that the logits depend on the last token alone. `inner`: width of
+    their MLPs."""
     weights = {"model.embed_tokens.weight": torch.eye(VOCAB), "model.norm.weight": torch.ones(VOCAB)}
     head = torch.zeros(VOCAB, VOCAB)
     after = successors()
     for token in range(VOCAB):
         head[after.get(token, END), token] = 3.0
     weights["lm_head.weight"] = head
-    shapes = {"self_attn.q_proj": (VOCAB, VOCAB), "self_attn.k_proj": (26, VOCAB), "self_attn.v_proj": (26, VOCAB)}
-    shapes |= {"mlp.gate_proj": (inner, VOCAB), "mlp.up_proj": (inner, VOCAB), "mlp.down_proj": (VOCAB, inner)}
+    shapes = {
+        "self_attn.q_proj": (VOCAB, VOCAB),
+        "self_attn.k_proj": (26, VOCAB),
+        "self_attn.v_proj": (26, VOCAB),
+    }
+    shapes |= {
+        "mlp.gate_proj": (inner, VOCAB),
+        "mlp.up_proj": (inner, VOCAB),
+        "mlp.down_proj": (VOCAB, inner),
+    }
     shapes |= {"self_attn.o_proj": (VOCAB, VOCAB)}
     for layer in range(layers):
-        weights |= {f"model.layers.{layer}.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+        weights |= {
+            f"model.layers.{layer}.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()
+        }
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(VOCAB)
     path.mkdir()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": VOCAB, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": 10, "num_key_value_heads": 1, "head_dim": 26, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": END, "torch_dtype": "float32",
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": VOCAB, "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 10, "num_key_value_heads": 1, "head_dim": 26,
+        "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": END,
+        "torch_dtype": "float32",
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level tokenizers write as themselves
+    shown = [
+        *range(33, 127),
+        *range(161, 173),
+        *range(174, 256),
+    ]  # bytes that byte-level tokenizers write as themselves
     others = iter(range(256, 512))
     alphabet = [chr(value if value in shown else next(others)) for value in range(256)]
     vocabulary = {name: token for token, name in enumerate([*SPECIAL, *alphabet])}
@@ -111,7 +137,9 @@ def write_model(path: Path, *, template: str | None = TEMPLATE, layers: int = 1,
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({} if template is None else {"chat_template": template}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({} if template is None else {"chat_template": template})
+    )
     return path
 
 
@@ -158,7 +186,8 @@ def penstock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 REST = "defghijklmnopqrstuvwxyz"
 """What the model says after abc."""
 
-# -- run ---------------------------------------------------------------------------------------------------------------------
+# -- run
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_run_continues_the_prompt_and_prints_the_sizing(penstock: Penstock, model: Path) -> None:
@@ -174,7 +203,8 @@ def test_quiet_says_nothing_else_and_verbose_adds_statistics(penstock: Penstock,
     assert penstock("run", model, "abc", "--quiet") == Result(0, f"{REST}\n", "")
     statistics = penstock("run", model, "abc", "--verbose").err.splitlines()[-1]
     assert re.fullmatch(
-        r"prompt 3 tokens \(0 cached\), [\d,]+ tokens/s; first token after \d+\.\d+ s; output 24 tokens, [\d,]+ tokens/s; ended by stop",
+        r"prompt 3 tokens \(0 cached\), [\d,]+ tokens/s; first token after \d+\.\d+ s; output 24 tokens, "
+        r"[\d,]+ tokens/s; ended by stop",
         statistics,
     )
 
@@ -189,11 +219,25 @@ def test_quiet_says_nothing_else_and_verbose_adds_statistics(penstock: Penstock,
         (["abc", "--stop", "jk", "--include-stop"], "defghijk\n"),
         (["abc", "--stop-token", str(byte("g"))], "def\n"),
         (["xyz", "--min-tokens", "2", "--max-tokens", "2", "--logit-bias", f"{byte('!')}=30"], "!!\n"),
-        (["abc", "--logit-bias", f"{byte('d')}=-100", "--logit-bias", f"{byte('Z')}=30", "--max-tokens", "2"], "ZA\n"),
+        (
+            [
+                "abc",
+                "--logit-bias",
+                f"{byte('d')}=-100",
+                "--logit-bias",
+                f"{byte('Z')}=30",
+                "--max-tokens",
+                "2",
+            ],
+            "ZA\n",
+        ),
         (["y", "--ignore-eos", "--max-tokens", "3"], "z\n"),
         (["abc", "--echo"], f"abc{REST}\n"),
         (["abc", "-n", "2"], f"--- output 1 of 2 ---\n{REST}\n--- output 2 of 2 ---\n{REST}\n"),
-        (["abc", "-n", "2", "--echo"], f"abc\n--- output 1 of 2 ---\n{REST}\n--- output 2 of 2 ---\n{REST}\n"),
+        (
+            ["abc", "-n", "2", "--echo"],
+            f"abc\n--- output 1 of 2 ---\n{REST}\n--- output 2 of 2 ---\n{REST}\n",
+        ),
         (["abc", "--chat"], "vwxyz\n"),
         (["abc", "--system", "Be brief.", "--max-tokens", "2"], "vw\n"),
     ],
@@ -202,7 +246,9 @@ def test_run_writes(penstock: Penstock, model: Path, arguments: list[str], out: 
     assert penstock("run", model, *arguments, "--quiet") == Result(0, out, "")
 
 
-def test_without_max_tokens_a_prompt_near_the_contexts_end_gets_what_is_left(penstock: Penstock, model: Path) -> None:
+def test_without_max_tokens_a_prompt_near_the_contexts_end_gets_what_is_left(
+    penstock: Penstock, model: Path
+) -> None:
     assert penstock("run", model, "-q", "--max-length", "20", "012345678901").out == "23456789\n"
 
 
@@ -223,42 +269,80 @@ def test_json_is_one_object_with_everything(penstock: Penstock, model: Path) -> 
     result = penstock("run", model, "xyz", "--json", "--logprobs", "2", "--prompt-logprobs", "0")
     record = json.loads(result.out)
     assert result.out.count("\n") == 1
-    assert {name: record[name] for name in ("model", "prompt", "text", "tokens", "finish_reason", "device", "dtype")} == {
-        "model": str(model), "prompt": "xyz", "text": "", "tokens": [END], "finish_reason": "stop", "device": "cpu", "dtype": "float32",
+    assert {name: record[name] for name in ("model", "prompt", "text", "tokens", "finish_reason", "device",
+    "dtype")} == {
+        "model": str(model), "prompt": "xyz", "text": "", "tokens": [END], "finish_reason": "stop",
+        "device": "cpu", "dtype": "float32",
     }  # fmt: skip
     assert record["usage"] == usage(3, 0, 1)
-    assert record["timings"].keys() == {"boot_s", "first_token_s", "total_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
+    assert record["timings"].keys() == {
+        "boot_s",
+        "first_token_s",
+        "total_s",
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+    }
     assert record["timings"]["decode_tokens_per_s"] is None
     assert record["timings"]["first_token_s"] > 0
     assert record["budget"]["kv_tokens"] == record["budget"]["blocks"] * 64 == CONTEXT
     [chosen] = record["logprobs"]
     assert (chosen["token"], chosen["rank"], len(chosen["top"])) == (END, 1, 2)
     assert chosen["logprob"] == pytest.approx(0, abs=1e-6)
-    assert [entry and (entry["text"], entry["rank"]) for entry in record["prompt_logprobs"]] == [None, ("y", 1), ("z", 1)]
+    assert [entry and (entry["text"], entry["rank"]) for entry in record["prompt_logprobs"]] == [
+        None,
+        ("y", 1),
+        ("z", 1),
+    ]
 
 
 def test_json_has_all_outputs(penstock: Penstock, model: Path) -> None:
     record = json.loads(penstock("run", model, "8", "--json", "-n", "3", "--max-tokens", "2").out)
     assert record["text"] == "90"
-    assert [(output["text"], output["finish_reason"]) for output in record["outputs"]] == [("90", "length")] * 3
+    assert [(output["text"], output["finish_reason"]) for output in record["outputs"]] == [
+        ("90", "length")
+    ] * 3
     assert record["usage"]["output_tokens"] == 6
 
 
 def test_engine_options_arrive(penstock: Penstock, model: Path) -> None:
-    options = ["--dtype", "bfloat16", "--block-size", "16", "--max-length", "64", "--device-memory", "256MiB", "--device", "cpu"]
+    options = [
+        "--dtype",
+        "bfloat16",
+        "--block-size",
+        "16",
+        "--max-length",
+        "64",
+        "--device-memory",
+        "256MiB",
+        "--device",
+        "cpu",
+    ]
     record = json.loads(penstock("run", model, "abc", "--json", *options).out)
     assert record["text"] == REST
     assert record["dtype"] == "bfloat16"
     assert record["budget"].items() >= {"total": 256 << 20, "block_size": 16, "blocks": 4}.items()
     record = json.loads(
-        penstock("run", model, "abc", "--json", "--kv-blocks", "3", "--max-sequences", "2", "--no-prefix-cache", "--check").out
+        penstock(
+            "run",
+            model,
+            "abc",
+            "--json",
+            "--kv-blocks",
+            "3",
+            "--max-sequences",
+            "2",
+            "--no-prefix-cache",
+            "--check",
+        ).out
     )
     assert record["budget"]["blocks"] == 3
 
 
 @pytest.mark.parametrize("options", [["-n", "70"], ["-n", "5", "--max-step-tokens", "2"]])
 def test_more_outputs_than_run_at_once(penstock: Penstock, model: Path, options: list[str]) -> None:
-    record = json.loads(penstock("run", model, "abc", "--json", "--max-tokens", "2", "--max-length", "8", *options).out)
+    record = json.loads(
+        penstock("run", model, "abc", "--json", "--max-tokens", "2", "--max-length", "8", *options).out
+    )
     assert [output["text"] for output in record["outputs"]] == ["de"] * int(options[1])
 
 
@@ -275,7 +359,8 @@ def test_the_shipped_model_is_where_the_engine_looks_for_it() -> None:
     assert prompt.SHIPPED_MODEL == SHIPPED_MODEL
 
 
-# -- models larger than memory -----------------------------------------------------------------------------------------------
+# -- models larger than memory
+# -----------------------------------------------------------------------------------------------
 
 SMALL = ["--dtype", "float32", "--max-step-tokens", "16", "--max-length", "64"]
 FROM_DISK = [*SMALL, "--device-memory", "50MB"]
@@ -297,7 +382,12 @@ def packed(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((placing, "_DISK_SECONDS"), (placing, "_LINK_SECONDS"), (probe, "_HOST_BYTES"), (probe, "_cache_bytes")):
+    for module, name in (
+        (placing, "_DISK_SECONDS"),
+        (placing, "_LINK_SECONDS"),
+        (probe, "_HOST_BYTES"),
+        (probe, "_cache_bytes"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name))
     exec(QUICK, {"placing": placing, "probe": probe})
 
@@ -311,17 +401,26 @@ def tracks(trace: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_model_larger_than_memory_is_packed_once_and_says_the_same(penstock: Penstock, deep: Path, tmp_path: Path) -> None:
+def test_a_model_larger_than_memory_is_packed_once_and_says_the_same(
+    penstock: Penstock, deep: Path, tmp_path: Path
+) -> None:
     cache, trace = tmp_path / "cache", tmp_path / "trace.json"
     resident = penstock("run", deep, "abc", *SMALL, "--quiet")
     assert resident == Result(0, f"{REST}\n", "")
     first = penstock("run", deep, "abc", *FROM_DISK, "--cache", cache, "--verbose", "--trace", trace)
     [pack] = cache.iterdir()
     assert (first.code, first.out) == (0, resident.out)
-    assert re.search(rf"^weights of 53\.\d MiB in float32 do not fit .*; packing them once into {pack}$", first.err, re.MULTILINE)
+    assert re.search(
+        rf"^weights of 53\.\d MiB in float32 do not fit .*; packing them once into {pack}$",
+        first.err,
+        re.MULTILINE,
+    )
     *_, statistics, weights, written = first.err.splitlines()
     assert statistics.endswith("ended by stop")
-    assert re.match(r"weights: device .* · disk .* \| 24 passes in .* \| link .* \| disk .* \| waits: .* bound by ", weights)
+    assert re.match(
+        r"weights: device .* · disk .* \| 24 passes in .* \| link .* \| disk .* \| waits: .* bound by ",
+        weights,
+    )
     assert written == f"{trace}: a trace, to be opened in ui.perfetto.dev"
     shown = tracks(trace)
     assert [name for name in shown if name in ("compute", "host to device")] == ["compute", "host to device"]
@@ -340,7 +439,19 @@ def test_a_model_larger_than_memory_is_packed_once_and_says_the_same(penstock: P
 def test_json_tells_what_streamed_for_each_answer(penstock: Penstock, packed: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     stdin = b"abc\n7\n"
-    result = penstock("chat", packed, "--raw", "--json", *FROM_DISK, "--max-tokens", "3", "--trace", trace, "--quiet", stdin=stdin)
+    result = penstock(
+        "chat",
+        packed,
+        "--raw",
+        "--json",
+        *FROM_DISK,
+        "--max-tokens",
+        "3",
+        "--trace",
+        trace,
+        "--quiet",
+        stdin=stdin,
+    )
     assert result.err == ""
     answers = [answer["weights"] for answer in records(result)]
     assert len(answers) == 2
@@ -351,14 +462,18 @@ def test_json_tells_what_streamed_for_each_answer(penstock: Penstock, packed: Pa
         streamed = 54 * 2**20 - weights["device"]
         assert weights["disk"] == pytest.approx(streamed, rel=0.05)
         for moved in (weights["copied"], weights["read"]):
-            assert 2 * weights["disk"] <= moved <= 4 * weights["disk"]  # what is fetched for the next pass is counted when it moves
+            assert (
+                2 * weights["disk"] <= moved <= 4 * weights["disk"]
+            )  # what is fetched for the next pass is counted when it moves
         assert weights["host"] == 0
     assert tracks(trace)[0] == "compute"
 
 
 @pytest.mark.usefixtures("quick")
 def test_what_fits_into_host_memory_needs_no_pack(penstock: Penstock, deep: Path, tmp_path: Path) -> None:
-    result = penstock("run", deep, "abc", "--json", *FROM_DISK, "--host-memory", "140MB", "--cache", tmp_path / "cache")
+    result = penstock(
+        "run", deep, "abc", "--json", *FROM_DISK, "--host-memory", "140MB", "--cache", tmp_path / "cache"
+    )
     record = json.loads(result.out)
     assert record["text"] == REST
     weights = record["weights"]
@@ -370,7 +485,9 @@ def test_what_fits_into_host_memory_needs_no_pack(penstock: Penstock, deep: Path
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("group", ["embedding", "ffn.5"])
-def test_a_flipped_bit_in_a_pack_is_found_and_named(penstock: Penstock, packed: Path, tmp_path: Path, group: str) -> None:
+def test_a_flipped_bit_in_a_pack_is_found_and_named(
+    penstock: Penstock, packed: Path, tmp_path: Path, group: str
+) -> None:
     pack = tmp_path / "pack"
     shutil.copytree(packed, pack)
     [run] = [run for run in json.loads((pack / "manifest.json").read_text())["groups"] if run["id"] == group]
@@ -384,39 +501,68 @@ def test_a_flipped_bit_in_a_pack_is_found_and_named(penstock: Penstock, packed: 
     assert f"bytes at byte {run['offset']}, is damaged: " in message
 
 
-def test_a_trace_of_what_does_not_stream_is_a_file_with_nothing_in_it(penstock: Penstock, model: Path, tmp_path: Path) -> None:
+def test_a_trace_of_what_does_not_stream_is_a_file_with_nothing_in_it(
+    penstock: Penstock, model: Path, tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.json"
     result = penstock("run", model, "abc", "--json", "--trace", trace)
     assert json.loads(result.out)["weights"] is None
-    assert result.err.splitlines()[-1] == f"{trace}: a trace with nothing in it: all weights are on the device, nothing streamed"
+    assert (
+        result.err.splitlines()[-1]
+        == f"{trace}: a trace with nothing in it: all weights are on the device, nothing streamed"
+    )
     assert tracks(trace) == []
     trace.unlink()
-    assert penstock("chat", model, "--raw", "--quiet", "--trace", trace, stdin=b"xy\n") == Result(0, "z\n", "")
+    assert penstock("chat", model, "--raw", "--quiet", "--trace", trace, stdin=b"xy\n") == Result(
+        0, "z\n", ""
+    )
     assert tracks(trace) == []
 
 
 def test_a_trace_of_kv_that_streams_has_every_copy(penstock: Penstock, model: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    far = ["--dtype", "float32", "--block-size", "16", "--kv-blocks", "4", "--kv-tile", "16", "--host-kv-memory", "1MiB"]
+    far = [
+        "--dtype",
+        "float32",
+        "--block-size",
+        "16",
+        "--kv-blocks",
+        "4",
+        "--kv-tile",
+        "16",
+        "--host-kv-memory",
+        "1MiB",
+    ]
     prompt = "0123456789" * 10
     result = penstock("run", model, prompt, "--raw", "--max-tokens", "4", "--json", *far, "--trace", trace)
     record = json.loads(result.out)
     assert record["weights"] is None
     assert result.err.splitlines()[-1] == f"{trace}: a trace, to be opened in ui.perfetto.dev"
     assert tracks(trace)[:1] == ["compute"]
-    copies = [event["args"]["bytes"] for event in json.loads(trace.read_text())["traceEvents"] if "bytes" in event.get("args", {})]
+    copies = [
+        event["args"]["bytes"]
+        for event in json.loads(trace.read_text())["traceEvents"]
+        if "bytes" in event.get("args", {})
+    ]
     assert sum(copies) == record["kv"]["copied"] > 0
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
-def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_loaded(penstock: Penstock, tmp_path: Path, command: str) -> None:
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    penstock: Penstock, tmp_path: Path, command: str
+) -> None:
     trace = tmp_path / "missing" / "trace.json"  # and the model's directory is empty
-    result = penstock(command, tmp_path, *(["abc"] if command == "run" else []), "--trace", trace, stdin=b"abc\n")
-    assert result.error().startswith(f"the trace cannot be written to {trace}: there is no directory {trace.parent}; ")
+    result = penstock(
+        command, tmp_path, *(["abc"] if command == "run" else []), "--trace", trace, stdin=b"abc\n"
+    )
+    assert result.error().startswith(
+        f"the trace cannot be written to {trace}: there is no directory {trace.parent}; "
+    )
     assert len(result.err.splitlines()) == 1
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------------
+# -- loading
+# ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -473,7 +619,8 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
         assert seen() == ""
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------------
+# -- bad input
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,7 +628,10 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
     [
         ([""], "the prompt is empty; "),
         (["caf\udce9"], "the prompt is not valid UTF-8: byte 0xe9 at offset 3; "),
-        (["9" * 5000], f"the request has 5000 tokens of prompt, but the context holds {CONTEXT} in all; shorten it"),
+        (
+            ["9" * 5000],
+            f"the request has 5000 tokens of prompt, but the context holds {CONTEXT} in all; shorten it",
+        ),
         (["abc", "--max-tokens", "5000"], "3 tokens of prompt and 5000 of output"),
         (["abc", "--temperature", "-1"], "temperature -1.0 must be from 0 to 1000; 0 is greedy"),
         (["abc", "--temperature", "hot"], "'hot' is not a valid float; see penstock run --help"),
@@ -500,11 +650,26 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
         (["abc", "--prompt-logprobs", "2"], "--prompt-logprobs are only written with --json; add it"),
         (["abc", "--quiet", "--verbose"], "--quiet and --verbose exclude each other"),
         (["abc", "--system", "x", "--raw"], "--system needs the chat template"),
-        (["abc", "--system", "forbidden"], "the model's chat template does not take these messages: not that"),
-        (["abc", "--file", "x.txt"], "a prompt was given as an argument and with --file x.txt; give one of them"),
-        (["abc", "def"], "there are 3 arguments, but run takes a model and a prompt; put the prompt in quotes"),
-        (["--file", "/nowhere/x.txt"], "the prompt cannot be read from /nowhere/x.txt: No such file or directory; name a text file"),
-        (["abc", "--temperatur", "1"], "no such option '--temperatur'. Did you mean '--temperature'? see penstock run --help"),
+        (
+            ["abc", "--system", "forbidden"],
+            "the model's chat template does not take these messages: not that",
+        ),
+        (
+            ["abc", "--file", "x.txt"],
+            "a prompt was given as an argument and with --file x.txt; give one of them",
+        ),
+        (
+            ["abc", "def"],
+            "there are 3 arguments, but run takes a model and a prompt; put the prompt in quotes",
+        ),
+        (
+            ["--file", "/nowhere/x.txt"],
+            "the prompt cannot be read from /nowhere/x.txt: No such file or directory; name a text file",
+        ),
+        (
+            ["abc", "--temperatur", "1"],
+            "no such option '--temperatur'. Did you mean '--temperature'? see penstock run --help",
+        ),
     ],
 )
 def test_bad_input_gets_one_line(penstock: Penstock, model: Path, arguments: list[str], message: str) -> None:
@@ -514,8 +679,14 @@ def test_bad_input_gets_one_line(penstock: Penstock, model: Path, arguments: lis
 def test_stdin_and_files_that_are_not_utf8_or_empty(penstock: Penstock, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "latin1.txt"
     file.write_bytes("naïve".encode("latin1"))
-    assert "the prompt on stdin is not valid UTF-8: byte 0xff at offset 2" in penstock("run", model, stdin=b"ab\xff").error()
-    assert f"the prompt in {file} is not valid UTF-8: byte 0xef at offset 2" in penstock("run", model, "--file", file).error()
+    assert (
+        "the prompt on stdin is not valid UTF-8: byte 0xff at offset 2"
+        in penstock("run", model, stdin=b"ab\xff").error()
+    )
+    assert (
+        f"the prompt in {file} is not valid UTF-8: byte 0xef at offset 2"
+        in penstock("run", model, "--file", file).error()
+    )
     assert "the prompt is empty" in penstock("run", model, "-", stdin=b"\n").error()
 
 
@@ -537,7 +708,9 @@ def test_models_that_are_not_there_or_damaged(penstock: Penstock, tmp_path: Path
     assert "this model has no chat template" in penstock("chat", plain).error()
 
 
-def test_tracebacks_are_for_those_who_ask(penstock: Penstock, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracebacks_are_for_those_who_ask(
+    penstock: Penstock, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for arguments in (["--debug", "run", model, ""], ["run", model, "", "--debug"]):
         result = penstock(*arguments)
         assert result.code == 2
@@ -552,21 +725,27 @@ def test_a_fault_of_our_own_is_one_line_too(penstock: Penstock, monkeypatch: pyt
     result = penstock("ghost")
     assert (result.code, result.out) == (1, "")
     assert result.err == (
-        "penstock: internal error: ModuleNotFoundError: No module named 'penstock.cli.ghost'; run with --debug for the traceback\n"
+        "penstock: internal error: ModuleNotFoundError: No module named 'penstock.cli.ghost'; run with "
+        "--debug for the traceback\n"
     )
 
 
-def test_a_module_that_is_cut_short_is_no_ctrl_c(penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_module_that_is_cut_short_is_no_ctrl_c(
+    penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As Python leaves one that it compiled while the disk filled."""
     (tmp_path / "penstock_cut.pyc").write_bytes(MAGIC_NUMBER + bytes(12) + b"\xe3")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(entry, "import_module", lambda name: import_module("penstock_cut"))
     result = penstock("run", "hi")
     assert (result.code, result.out) == (1, "")
-    assert re.fullmatch(r"penstock: internal error: EOFError: .*; run with --debug for the traceback\n", result.err)
+    assert re.fullmatch(
+        r"penstock: internal error: EOFError: .*; run with --debug for the traceback\n", result.err
+    )
 
 
-# -- chat --------------------------------------------------------------------------------------------------------------------
+# -- chat
+# ------------------------------------------------------------------------------------------------------------
 
 
 def records(result: Result) -> list[dict[str, object]]:
@@ -588,7 +767,13 @@ def test_chat_commands(penstock: Penstock, model: Path) -> None:
     answers = records(result)
     assert [answer["prompt"] for answer in answers] == ["hi", "hi", "/hi"]
     assert [answer["usage"]["prompt_tokens"] for answer in answers] == [5, 5 + 10, 15 + 5 + 5]
-    remarks = ["there is no system message", "a new conversation begins", "the system message is set", "Be kind.", *HELP.splitlines()]
+    remarks = [
+        "there is no system message",
+        "a new conversation begins",
+        "the system message is set",
+        "Be kind.",
+        *HELP.splitlines(),
+    ]
     assert result.err.splitlines() == remarks
 
 
@@ -601,13 +786,21 @@ def test_chat_without_a_template_writes_one_text_by_turns(penstock: Penstock, mo
 
 
 def test_a_conversation_longer_than_the_context(penstock: Penstock, model: Path) -> None:
-    result = penstock("chat", model, "--raw", "--quiet", "--max-length", "16", stdin=b"4567\n/reset\nxy\n5\n6\n")
+    result = penstock(
+        "chat", model, "--raw", "--quiet", "--max-length", "16", stdin=b"4567\n/reset\nxy\n5\n6\n"
+    )
     assert result.code == 2
     assert result.out == "890123456789\nz\n67890123456\n"
     full = "the context is full with 16 tokens; /reset begins a new conversation"
-    refused = "penstock: error: the conversation would have 18 tokens, but the context holds 16 with an answer; /reset begins a new one"
+    refused = (
+        "penstock: error: the conversation would have 18 tokens, but the context holds 16 with an answer; "
+        "/reset begins a new one"
+    )
     assert result.err.splitlines() == [full, "a new conversation begins", full, refused]
-    assert "shorten the message" in penstock("chat", model, "--quiet", "--max-length", "16", stdin=b"a" * 20).error()
+    assert (
+        "shorten the message"
+        in penstock("chat", model, "--quiet", "--max-length", "16", stdin=b"a" * 20).error()
+    )
 
 
 @pytest.mark.parametrize(
@@ -622,7 +815,8 @@ def test_a_bad_line_ends_a_piped_chat(penstock: Penstock, model: Path, stdin: by
     assert message in penstock("chat", model, "--quiet", stdin=stdin).error()
 
 
-# -- real processes ----------------------------------------------------------------------------------------------------------
+# -- real processes
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -630,11 +824,19 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
     """Starts the command as a process of its own, which does not outlive the test."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def call(*arguments: str | Path, term: str = "dumb", quick: bool = False, **streams: int) -> "subprocess.Popen[bytes]":
-        code = f"from penstock.engine import placing; from penstock.memory import probe; {QUICK}; {CALL}" if quick else CALL
+    def call(
+        *arguments: str | Path, term: str = "dumb", quick: bool = False, **streams: int
+    ) -> "subprocess.Popen[bytes]":
+        code = (
+            f"from penstock.engine import placing; from penstock.memory import probe; {QUICK}; {CALL}"
+            if quick
+            else CALL
+        )
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TERM": term}
         environment.pop("PENSTOCK_DEBUG", None)
-        started.append(forks.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, **streams))
+        started.append(
+            forks.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment, **streams)
+        )
         return started[-1]
 
     yield call
@@ -647,7 +849,9 @@ def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
 
 
 def test_a_closed_pipe_ends_it_quietly(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
-    process = start("run", model, "9", "--quiet", "--max-tokens", "4000", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(
+        "run", model, "9", "--quiet", "--max-tokens", "4000", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout.read(1) == b"0"
     process.stdout.close()
     assert process.stderr.read() == b""
@@ -672,12 +876,18 @@ print(code, "torch" in sys.modules)
 def test_ctrl_c_while_torch_is_imported_comes_behind_it() -> None:
     """Parts of it swallow an interrupt, or do not survive it."""
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    result = subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True, check=True
+    )
     assert (result.stdout, result.stderr) == ("130 True\n", "\n")
 
 
-def test_ctrl_c_ends_a_run_without_a_traceback(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
-    process = start("run", model, "9", "--quiet", "--max-tokens", "4000", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_ctrl_c_ends_a_run_without_a_traceback(
+    start: Callable[..., "subprocess.Popen[bytes]"], model: Path
+) -> None:
+    process = start(
+        "run", model, "9", "--quiet", "--max-tokens", "4000", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout.read(3) == b"012"  # long before the end: it streams
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
@@ -689,7 +899,9 @@ def test_ctrl_c_ends_a_run_without_a_traceback(start: Callable[..., "subprocess.
 class Terminal:
     """A terminal with the process's three streams in it."""
 
-    def __init__(self, start: Callable[..., "subprocess.Popen[bytes]"], *arguments: str | Path, **how: str | bool) -> None:
+    def __init__(
+        self, start: Callable[..., "subprocess.Popen[bytes]"], *arguments: str | Path, **how: str | bool
+    ) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = start(*arguments, **how, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -708,7 +920,8 @@ class Terminal:
         return before
 
     def interrupt(self) -> None:
-        """Ctrl-C for a process that waits for input. A signal between its prompt and its waiting would be lost until the next key."""
+        """Ctrl-C for a process that waits for input. A signal between its prompt and its waiting would be
+        lost until the next key."""
         state = Path(f"/proc/{self.process.pid}/stat")
         while state.read_text().rpartition(")")[2].split()[0] != "S":
             time.sleep(0.01)
@@ -721,17 +934,23 @@ class Terminal:
         os.close(self._ours)
 
 
-def test_a_terminal_shows_prompt_text_and_statistics(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
+def test_a_terminal_shows_prompt_text_and_statistics(
+    start: Callable[..., "subprocess.Popen[bytes]"], model: Path
+) -> None:
     terminal = Terminal(start, "run", model, "~", "--max-tokens", "3")
     shown = terminal.until("ended by length")
     terminal.close()
-    assert "\x1b[1m~\x1b[0m\u241bxy\r\n" in shown  # the prompt bold; the model's escape character as a picture
+    assert (
+        "\x1b[1m~\x1b[0m\u241bxy\r\n" in shown
+    )  # the prompt bold; the model's escape character as a picture
     assert "memory" in shown
     assert "output 3 tokens" in shown
     assert terminal.process.wait() == 0
 
 
-def test_ctrl_c_stops_an_answer_and_then_the_chat(start: Callable[..., "subprocess.Popen[bytes]"], model: Path) -> None:
+def test_ctrl_c_stops_an_answer_and_then_the_chat(
+    start: Callable[..., "subprocess.Popen[bytes]"], model: Path
+) -> None:
     terminal = Terminal(start, "chat", model, "--raw")
     terminal.until("> ")
     terminal.type("9\n")
@@ -754,7 +973,8 @@ def test_ctrl_c_stops_an_answer_and_then_the_chat(start: Callable[..., "subproce
 
 @contextmanager
 def slowed(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """It runs a tenth of the time: what is told of a prompt that takes long is then told of any, however fast the machine."""
+    """It runs a tenth of the time: what is told of a prompt that takes long is then told of any, however fast
+    the machine."""
     over = threading.Event()
 
     def hold() -> None:
@@ -776,7 +996,18 @@ def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
     start: Callable[..., "subprocess.Popen[bytes]"], model: Path, tmp_path: Path
 ) -> None:
     """What is asked next takes all blocks there are."""
-    room = ["--dtype", "float32", "--max-step-tokens", "2", "--block-size", "32", "--kv-blocks", "124", "--max-length", "3900"]
+    room = [
+        "--dtype",
+        "float32",
+        "--max-step-tokens",
+        "2",
+        "--block-size",
+        "32",
+        "--kv-blocks",
+        "124",
+        "--max-length",
+        "3900",
+    ]
     terminal = Terminal(start, "chat", model, "--raw", "-v", *room, term="xterm")
     for _ in range(2):
         terminal.until("> ")
@@ -795,10 +1026,24 @@ def test_ctrl_c_stops_a_long_prompt_and_what_was_computed_of_it_is_free(
     terminal.close()
 
 
-def test_ctrl_c_ends_a_run_in_the_midst_of_its_prompt(start: Callable[..., "subprocess.Popen[bytes]"], model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_in_the_midst_of_its_prompt(
+    start: Callable[..., "subprocess.Popen[bytes]"], model: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("9" * 3800)
-    terminal = Terminal(start, "run", model, "--file", file, "-v", "--dtype", "float32", "--max-step-tokens", "2", term="xterm")
+    terminal = Terminal(
+        start,
+        "run",
+        model,
+        "--file",
+        file,
+        "-v",
+        "--dtype",
+        "float32",
+        "--max-step-tokens",
+        "2",
+        term="xterm",
+    )
     terminal.until("memory ")
     with slowed(terminal.process):
         terminal.until(" of 3,800 tokens, ")
@@ -807,7 +1052,18 @@ def test_ctrl_c_ends_a_run_in_the_midst_of_its_prompt(start: Callable[..., "subp
     terminal.close()
 
 
-LONG = ["--dtype", "float32", "--max-step-tokens", "16", "--max-length", "2048", "--kv-blocks", "64", "--device-memory", "50MB"]
+LONG = [
+    "--dtype",
+    "float32",
+    "--max-step-tokens",
+    "16",
+    "--max-length",
+    "2048",
+    "--kv-blocks",
+    "64",
+    "--device-memory",
+    "50MB",
+]
 
 
 def test_ctrl_c_ends_a_run_that_streams_and_the_trace_is_written(
@@ -815,7 +1071,9 @@ def test_ctrl_c_ends_a_run_that_streams_and_the_trace_is_written(
 ) -> None:
     trace = tmp_path / "trace.json"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = start("run", packed, "9", "--quiet", "--max-tokens", "2000", *LONG, "--trace", trace, quick=True, **streams)
+    process = start(
+        "run", packed, "9", "--quiet", "--max-tokens", "2000", *LONG, "--trace", trace, quick=True, **streams
+    )
     assert process.stdout.read(3) == b"012"
     process.send_signal(signal.SIGINT)
     assert len(process.stdout.read()) < 1900

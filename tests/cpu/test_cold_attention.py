@@ -1,4 +1,5 @@
-"""Attention with tiles from elsewhere is attention: any mixture of long and short sequences, cut anywhere, against float64 arithmetic."""
+"""Attention with tiles from elsewhere is attention: any mixture of long and short sequences, cut anywhere,
+against float64 arithmetic."""
 
 import math
 import os
@@ -25,7 +26,11 @@ from penstock.worker.inputs import InputBuilder
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_both = pytest.mark.parametrize(
-    "kernels", [False, pytest.param(True, marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter"))]
+    "kernels",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")),
+    ],
 )
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 4
 
@@ -72,15 +77,20 @@ class Slot:
         return not self._lent and next(self._tiles, None) is None
 
 
-def sequences(families: list[tuple[int, list[tuple[int, int, int]]]], rng: torch.Generator, dtype: torch.dtype) -> list[list[Sequence]]:
-    """Families: how many cold blocks all share; of each member: its own cold blocks, its tokens in pages, how many it computes."""
+def sequences(
+    families: list[tuple[int, list[tuple[int, int, int]]]], rng: torch.Generator, dtype: torch.dtype
+) -> list[list[Sequence]]:
+    """Families: how many cold blocks all share; of each member: its own cold blocks, its tokens in pages, how
+    many it computes."""
     made = []
     for shared, members in families:
         common = torch.randn(2, shared * BLOCK, KV_HEADS, DIM, generator=rng).to(dtype)
         family = []
         for own, paged, count in members:
             cold = (shared + own) * BLOCK
-            rest = torch.randn(2, cold + paged + count - shared * BLOCK, KV_HEADS, DIM, generator=rng).to(dtype)
+            rest = torch.randn(2, cold + paged + count - shared * BLOCK, KV_HEADS, DIM, generator=rng).to(
+                dtype
+            )
             k, v = torch.cat((common, rest), 1)
             family.append(Sequence(k, v, cold, cold + paged, count, long=bool(cold)))
         made.append(family)
@@ -101,7 +111,9 @@ def check(
     rng = torch.Generator().manual_seed(seed)
     made = sequences(families, rng, dtype)
     everyone = [one for family in made for one in family]
-    order = sorted(torch.randperm(len(everyone), generator=rng).tolist(), key=lambda at: everyone[at].count > 1)
+    order = sorted(
+        torch.randperm(len(everyone), generator=rng).tolist(), key=lambda at: everyone[at].count > 1
+    )
     step = [everyone[at] for at in order]
     if tail_demoted:  # A row whose own token, too, is met in a tile: its tail is empty.
         for one in step:
@@ -115,7 +127,10 @@ def check(
         one.blocks = [free.pop() for _ in range(-(-tail // BLOCK))]
         where = [one.blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(tail)]
         for at, slot in enumerate(where[: one.first - one.cold]):
-            k_cache[slot // BLOCK, slot % BLOCK], v_cache[slot // BLOCK, slot % BLOCK] = one.k[one.cold + at], one.v[one.cold + at]
+            k_cache[slot // BLOCK, slot % BLOCK], v_cache[slot // BLOCK, slot % BLOCK] = (
+                one.k[one.cold + at],
+                one.v[one.cold + at],
+            )
         slots += where[max(one.first - one.cold, 0) :] or [-1] * one.count
     placed = torch.tensor([at for at, slot in enumerate(slots) if slot >= 0], dtype=torch.int64)
     where = torch.tensor(slots, dtype=torch.int64)
@@ -123,24 +138,44 @@ def check(
     rows = [one for one in step if one.count == 1]
     first, runs = len(rows), []
     for one in step[len(rows) :]:
-        runs.append(Run(first, one.count, one.first, torch.tensor(one.blocks, dtype=torch.int64), paged=not one.long))
+        runs.append(
+            Run(first, one.count, one.first, torch.tensor(one.blocks, dtype=torch.int64), paged=not one.long)
+        )
         first += one.count
     tiles, contents = [], []
     for (shared, _), family in zip(families, made, strict=True):
         spans = [(start, min(start + tile_blocks, shared), family) for start in range(0, shared, tile_blocks)]
         for one in family:
             last = one.cold // BLOCK
-            spans += [(start, min(start + tile_blocks, last), [one]) for start in range(shared, last, tile_blocks)]
+            spans += [
+                (start, min(start + tile_blocks, last), [one]) for start in range(shared, last, tile_blocks)
+            ]
         for start, stop, members in spans:
             named = [at for at, one in enumerate(step) if any(one is member for member in members)]
             tile_rows = tuple(at for at in named if at < len(rows))
             tile_runs = tuple(at - len(rows) for at in named if at >= len(rows))
-            tiles.append(ColdTile(start * BLOCK, (stop - start) * BLOCK, tile_rows, torch.tensor(tile_rows, dtype=torch.int64), tile_runs))
-            contents.append((members[0].k[start * BLOCK : stop * BLOCK], members[0].v[start * BLOCK : stop * BLOCK]))
-    cold = ColdInputs(tuple(tiles), tuple(one.first for one in rows), None if len(placed) == len(slots) else placed)
-    inputs = AttentionInputs(where[placed] // BLOCK, where[placed] % BLOCK, where, row_inputs(rows, window), tuple(runs), cold)
+            tiles.append(
+                ColdTile(
+                    start * BLOCK,
+                    (stop - start) * BLOCK,
+                    tile_rows,
+                    torch.tensor(tile_rows, dtype=torch.int64),
+                    tile_runs,
+                )
+            )
+            contents.append(
+                (members[0].k[start * BLOCK : stop * BLOCK], members[0].v[start * BLOCK : stop * BLOCK])
+            )
+    cold = ColdInputs(
+        tuple(tiles), tuple(one.first for one in rows), None if len(placed) == len(slots) else placed
+    )
+    inputs = AttentionInputs(
+        where[placed] // BLOCK, where[placed] % BLOCK, where, row_inputs(rows, window), tuple(runs), cold
+    )
 
-    heads = torch.randn(len(slots), HEADS + 2 * KV_HEADS, DIM, generator=rng).to(dtype)  # views of a fused projection
+    heads = torch.randn(len(slots), HEADS + 2 * KV_HEADS, DIM, generator=rng).to(
+        dtype
+    )  # views of a fused projection
     q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), 1)
     k.copy_(torch.cat([one.k[one.first : one.stop] for one in step]))
     v.copy_(torch.cat([one.v[one.first : one.stop] for one in step]))
@@ -153,9 +188,13 @@ def check(
     assert ring.empty
     want = [
         attend_exactly(q[at], one.k[: position + 1], one.v[: position + 1], 0.3, window)[0]
-        for at, (one, position) in enumerate((one, position) for one in step for position in range(one.first, one.stop))
+        for at, (one, position) in enumerate(
+            (one, position) for one in step for position in range(one.first, one.stop)
+        )
     ]
-    torch.testing.assert_close(got.double(), torch.stack(want), rtol=0, atol=TOLERANCE[dtype] * float(torch.stack(want).abs().max()))
+    torch.testing.assert_close(
+        got.double(), torch.stack(want), rtol=0, atol=TOLERANCE[dtype] * float(torch.stack(want).abs().max())
+    )
 
 
 def interpreted(x: Tensor) -> ModuleType | None:
@@ -171,9 +210,15 @@ def row_inputs(rows: list[Sequence], window: int | None) -> Rows | None:
     groups = []
     for at, (one, length) in enumerate(zip(rows, lengths, strict=True)):
         table[at, : len(one.blocks)] = torch.tensor(one.blocks, dtype=torch.int32)
-        mask = None if window is None or one.long else (torch.arange(length) >= length - window)[None, None, None]
+        mask = (
+            None
+            if window is None or one.long
+            else (torch.arange(length) >= length - window)[None, None, None]
+        )
         blocks = torch.tensor([one.blocks], dtype=torch.int64)
-        groups.append(RowGroup(torch.tensor([at]), blocks, length, {window: mask}, length, None, cold=one.long))
+        groups.append(
+            RowGroup(torch.tensor([at]), blocks, length, {window: mask}, length, None, cold=one.long)
+        )
     return Rows(len(rows), table, torch.tensor(lengths, dtype=torch.int32), max(lengths), tuple(groups))
 
 
@@ -206,9 +251,14 @@ def test_rows_with_nothing_in_pages(window: int | None, kernels: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_window_over_rows_that_stand_apart(seed: int) -> None:
-    """Short rows between those that share tiles; windows that end on, before and behind every edge of a tile."""
+    """Short rows between those that share tiles; windows that end on, before and behind every edge of a
+    tile."""
     for window in (*range(1, 18), None):
-        check([(2, [(0, 1, 1), (0, 2, 1), (1, 1, 1)]), (0, [(0, 7, 1), (0, 2, 1), (0, 3, 1)])], window=window, seed=seed)
+        check(
+            [(2, [(0, 1, 1), (0, 2, 1), (1, 1, 1)]), (0, [(0, 7, 1), (0, 2, 1), (0, 3, 1)])],
+            window=window,
+            seed=seed,
+        )
 
 
 def test_a_long_prompts_first_chunk_sees_itself_and_touches_no_page() -> None:
@@ -217,20 +267,28 @@ def test_a_long_prompts_first_chunk_sees_itself_and_touches_no_page() -> None:
     k_cache, v_cache = pool_views(4, BLOCK, KV_HEADS, DIM, torch.float32)
     q, k, v = torch.randn(9, HEADS + 2 * KV_HEADS, DIM, generator=rng).split((HEADS, KV_HEADS, KV_HEADS), 1)
     none = torch.empty(0, dtype=torch.int64)
-    inputs = AttentionInputs(none, none, torch.full((9,), -1), None, (Run(0, 9, 0, none, paged=False),), ColdInputs((), (), none))
+    inputs = AttentionInputs(
+        none, none, torch.full((9,), -1), None, (Run(0, 9, 0, none, paged=False),), ColdInputs((), (), none)
+    )
     for window in (None, 4):
         got = attend(q, k, v, (k_cache, v_cache), inputs, 0.3, window)
-        want = torch.stack([attend_exactly(q[at], k[: at + 1], v[: at + 1], 0.3, window)[0] for at in range(9)])
+        want = torch.stack(
+            [attend_exactly(q[at], k[: at + 1], v[: at + 1], 0.3, window)[0] for at in range(9)]
+        )
         torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
     assert k_cache.isnan().all()
     assert v_cache.isnan().all()
 
 
-members = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 8)).map(lambda m: m if m[2] == 1 else (m[0], 0, m[2]))
+members = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 8)).map(
+    lambda m: m if m[2] == 1 else (m[0], 0, m[2])
+)
 
 
 any_step = given(
-    families=st.lists(st.tuples(st.integers(0, 4), st.lists(members, min_size=1, max_size=3)), min_size=1, max_size=3),
+    families=st.lists(
+        st.tuples(st.integers(0, 4), st.lists(members, min_size=1, max_size=3)), min_size=1, max_size=3
+    ),
     window=st.none() | st.integers(1, 30),
     tile_blocks=st.integers(1, 4),
     tail_demoted=st.booleans(),
@@ -241,7 +299,11 @@ any_step = given(
 @settings(max_examples=25)
 @any_step
 def test_any_step(
-    families: list[tuple[int, list[tuple[int, int, int]]]], window: int | None, tile_blocks: int, tail_demoted: bool, seed: int
+    families: list[tuple[int, list[tuple[int, int, int]]]],
+    window: int | None,
+    tile_blocks: int,
+    tail_demoted: bool,
+    seed: int,
 ) -> None:
     check(families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, seed=seed)
 
@@ -250,9 +312,15 @@ def test_any_step(
 @settings(max_examples=25 if tiny.THOROUGH else 7)
 @any_step
 def test_any_step_with_kernels(
-    families: list[tuple[int, list[tuple[int, int, int]]]], window: int | None, tile_blocks: int, tail_demoted: bool, seed: int
+    families: list[tuple[int, list[tuple[int, int, int]]]],
+    window: int | None,
+    tile_blocks: int,
+    tail_demoted: bool,
+    seed: int,
 ) -> None:
-    check(families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, kernels=True, seed=seed)
+    check(
+        families, window=window, tile_blocks=tile_blocks, tail_demoted=tail_demoted, kernels=True, seed=seed
+    )
 
 
 def test_scratch_is_the_same_memory_where_that_is_enough() -> None:
@@ -268,7 +336,8 @@ def test_scratch_is_the_same_memory_where_that_is_enough() -> None:
 
 
 def test_what_goes_to_host_blocks_alone_has_no_place_in_pages() -> None:
-    """By either way of writing: with kernels by `slots`, -1 where nothing is written, and else by `blocks` and `offsets`."""
+    """By either way of writing: with kernels by `slots`, -1 where nothing is written, and else by `blocks`
+    and `offsets`."""
     spec = Shape.open(tiny.checkpoint("llama")).spec
     inputs = InputBuilder(spec, torch.device("cpu"), rows=2, blocks_per_row=8, block_size=BLOCK)
     pages, beyond = (BlockId(5), BlockId(3)), tuple(map(HostBlockId, range(4)))
@@ -276,8 +345,15 @@ def test_what_goes_to_host_blocks_alone_has_no_place_in_pages() -> None:
     token = Share(Row(0), 2, (7,), 0, (BlockId(6),), True, 2)
     attention = inputs.build(Plan((), (token, long), ()), torch.zeros(3, dtype=torch.int64)).inputs.attention
     own = [6 * BLOCK + 2]
-    assert attention.slots.tolist() == own + [-1] * 12 + [5 * BLOCK + at for at in range(BLOCK)] + [3 * BLOCK, 3 * BLOCK + 1]
-    assert (attention.blocks * BLOCK + attention.offsets).tolist() == [slot for slot in attention.slots.tolist() if slot >= 0]
+    assert attention.slots.tolist() == own + [-1] * 12 + [5 * BLOCK + at for at in range(BLOCK)] + [
+        3 * BLOCK,
+        3 * BLOCK + 1,
+    ]
+    assert (attention.blocks * BLOCK + attention.offsets).tolist() == [
+        slot for slot in attention.slots.tolist() if slot >= 0
+    ]
     assert attention.cold is not None
     assert attention.cold.paged is not None
-    assert attention.cold.paged.tolist() == [at for at, slot in enumerate(attention.slots.tolist()) if slot >= 0]
+    assert attention.cold.paged.tolist() == [
+        at for at, slot in enumerate(attention.slots.tolist()) if slot >= 0
+    ]

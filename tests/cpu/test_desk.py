@@ -1,4 +1,5 @@
-"""Between an event loop and the engine: who is served when, who leaves when, and what everybody is told when it ends."""
+"""Between an event loop and the engine: who is served when, who leaves when, and what everybody is told when
+it ends."""
 
 import asyncio
 import time
@@ -26,11 +27,21 @@ LONG_ONE, SHORT_ONE = list(range(10, 90)) * 10, [5, 6, 7]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(None, device="cpu", dtype="float32", device_memory="400MiB", max_sequences=6, max_step_tokens=STEP, prefix_cache=False) as llm:
+    with LLM(
+        None,
+        device="cpu",
+        dtype="float32",
+        device_memory="400MiB",
+        max_sequences=6,
+        max_step_tokens=STEP,
+        prefix_cache=False,
+    ) as llm:
         yield llm
 
 
-def at_the_desk(llm: LLM, work: Callable[[Desk], Awaitable[None]], queue: int = 8, patience: float = 100.0) -> None:
+def at_the_desk(
+    llm: LLM, work: Callable[[Desk], Awaitable[None]], queue: int = 8, patience: float = 100.0
+) -> None:
     """Nothing is left when it is closed."""
 
     async def run() -> None:
@@ -49,7 +60,10 @@ def at_the_desk(llm: LLM, work: Callable[[Desk], Awaitable[None]], queue: int = 
 
 def test_short_prompts_do_not_wait_for_long_ones_and_these_come_one_by_one(llm: LLM) -> None:
     """Whoever came first among the long ones is first; a short one comes before all of them."""
-    expected = {name: llm.generate(prompt, PARAMS)[0].tokens for name, prompt in (("long", LONG_ONE), ("short", SHORT_ONE))}
+    expected = {
+        name: llm.generate(prompt, PARAMS)[0].tokens
+        for name, prompt in (("long", LONG_ONE), ("short", SHORT_ONE))
+    }
     order: list[str] = []
 
     async def work(desk: Desk) -> None:
@@ -59,7 +73,10 @@ def test_short_prompts_do_not_wait_for_long_ones_and_these_come_one_by_one(llm: 
                     order.append(name)
             assert call.so_far().tokens == expected[name.split()[0]]
 
-        prompts = {f"long {number}": LONG_ONE for number in range(3)} | {"short 1": SHORT_ONE, "short 2": SHORT_ONE}
+        prompts = {f"long {number}": LONG_ONE for number in range(3)} | {
+            "short 1": SHORT_ONE,
+            "short 2": SHORT_ONE,
+        }
         calls = {name: desk.ask([llm.read(prompt, PARAMS)])[0] for name, prompt in prompts.items()}
         await asyncio.gather(*(answer(name, call) for name, call in calls.items()))
 
@@ -81,7 +98,9 @@ def test_who_leaves_before_its_turn_is_never_begun(llm: LLM) -> None:
         calls[0].leave()
         assert desk.outputs == 0
 
-    with patch.object(LLM, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]):
+    with patch.object(
+        LLM, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]
+    ):
         at_the_desk(llm, work)
     assert begun == [0, 3]
 
@@ -114,7 +133,10 @@ def test_when_patience_is_over_everybody_is_told(llm: LLM) -> None:
             told.append(str(closed.value))
 
         endless = SamplingParams(max_tokens=10_000, ignore_eos=True)
-        calls = [desk.ask([llm.read([number, *prompt], endless)])[0] for number, prompt in enumerate([SHORT_ONE, LONG_ONE, LONG_ONE] * 3)]
+        calls = [
+            desk.ask([llm.read([number, *prompt], endless)])[0]
+            for number, prompt in enumerate([SHORT_ONE, LONG_ONE, LONG_ONE] * 3)
+        ]
         waiting = [asyncio.ensure_future(answer(call)) for call in calls]
         while not calls[0].first:
             await asyncio.sleep(0.01)
@@ -141,7 +163,9 @@ def test_when_the_engine_fails_everybody_is_told(llm: LLM, when: str) -> None:
             with patch.object(LLM, "advance", side_effect=fault):
                 calls = [desk.ask([llm.read(SHORT_ONE, PARAMS)])[0] for _ in range(3)]
                 for call in calls:
-                    with pytest.raises(EngineClosedError, match="the engine has failed: the device is gone; send it again"):
+                    with pytest.raises(
+                        EngineClosedError, match="the engine has failed: the device is gone; send it again"
+                    ):
                         await call.completion()
                 assert await desk.failure() is fault
                 llm.abandon([call._job for call in calls if call._job is not None])
@@ -161,15 +185,22 @@ def test_of_those_that_wait_the_least_number_is_first_long_or_short(llm: LLM) ->
             await call.completion()
             order.append(number)
 
-        # Five of six rows are taken for long, so the short ones go through the last, one by one, from the engine's queue.
-        rows = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, n=n) for most, n in ((5_000, 5), (30, 1))]
+        # Five of six rows are taken for long, so the short ones go through the last, one by one, from the
+        # engine's queue.
+        rows = [
+            SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, n=n)
+            for most, n in ((5_000, 5), (30, 1))
+        ]
         taken = [desk.ask([llm.read(SHORT_ONE, params)])[0] for params in rows]
         for call in taken:
             async for _ in call.pieces():
                 break
         # The long ones wait for their turn here.
         for prompt in (SHORT_ONE, LONG_ONE):
-            calls = [(number, desk.ask([replace(llm.read(prompt, PARAMS), priority=number)])[0]) for number in (2, 0, 1)]
+            calls = [
+                (number, desk.ask([replace(llm.read(prompt, PARAMS), priority=number)])[0])
+                for number in (2, 0, 1)
+            ]
             await asyncio.gather(*(answer(number, call) for number, call in calls))
             taken[0].leave()
 
@@ -183,13 +214,18 @@ def test_who_may_take_no_longer_is_told_so_and_holds_nothing(llm: LLM) -> None:
     endless = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
 
     async def work(desk: Desk) -> None:
-        late, later, free = (llm.read(prompt, params) for prompt, params in ((SHORT_ONE, endless), (LONG_ONE, endless), (LONG_ONE, PARAMS)))
+        late, later, free = (
+            llm.read(prompt, params)
+            for prompt, params in ((SHORT_ONE, endless), (LONG_ONE, endless), (LONG_ONE, PARAMS))
+        )
         desk.most_seconds = 0.3
         calls = desk.ask([late, later], 1000.0)
         desk.most_seconds = None
         whole = desk.ask([free], 1000.0)[0]
         for call in calls:
-            with pytest.raises(DeadlineError, match=r"has taken 0\.3 seconds, which is all it may \(timeout\)"):
+            with pytest.raises(
+                DeadlineError, match=r"has taken 0\.3 seconds, which is all it may \(timeout\)"
+            ):
                 await call.completion()
         assert (await whole.completion()).tokens == alone.tokens
         assert whole._timer is not None
@@ -202,7 +238,8 @@ def test_who_may_take_no_longer_is_told_so_and_holds_nothing(llm: LLM) -> None:
 
 
 def test_what_is_taken_at_once_does_not_come_again_and_the_order_stays(llm: LLM) -> None:
-    """Taken or not by turns: together it is the answer, in its order, and only what was not taken wakes who waits."""
+    """Taken or not by turns: together it is the answer, in its order, and only what was not taken wakes who
+    waits."""
     [alone] = llm.generate(SHORT_ONE, replace(PARAMS, max_tokens=40))
     told: list[int] = []
     turns: list[bool] = []
@@ -215,7 +252,9 @@ def test_what_is_taken_at_once_does_not_come_again_and_the_order_stays(llm: LLM)
 
     async def work(desk: Desk) -> None:
         pieces = 0
-        async for deltas in desk.ask([llm.read(SHORT_ONE, replace(PARAMS, max_tokens=40))])[0].pieces(at_once):
+        async for deltas in desk.ask([llm.read(SHORT_ONE, replace(PARAMS, max_tokens=40))])[0].pieces(
+            at_once
+        ):
             told.extend(token for delta in deltas for token in delta.tokens)
             pieces += 1
             await asyncio.sleep(0.02 * (pieces % 2))  # What comes meanwhile comes after this.
@@ -353,7 +392,9 @@ def test_who_leaves_while_another_long_one_is_read_is_never_begun(llm: LLM) -> N
         calls[1].leave()
         await asyncio.gather(calls[0].completion(), calls[2].completion())
 
-    with patch.object(LLM, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]):
+    with patch.object(
+        LLM, "begin", lambda self, ready: (begun.append(ready.tokens[0]), begin(self, ready))[1]
+    ):
         at_the_desk(llm, work)
     assert begun == [0, 2]
 

@@ -27,7 +27,8 @@ def test_the_peak_is_what_was_taken_meanwhile() -> None:
 
 
 def test_the_peak_is_the_same_whatever_was_freed_before() -> None:
-    """Of pages that the process has already it would gain none, and in a heap full of holes it may need more."""
+    """Of pages that the process has already it would gain none, and in a heap full of holes it may need
+    more."""
     sizes = range(100, 200_000, 1000)
     found = set()
     for _ in range(3):
@@ -58,7 +59,9 @@ def test_a_heap_keeps_no_more_holes_than_it_may() -> None:
     blocks = [torch.ones(25_000) for _ in range(400)]
     there = private_pages()
     del blocks[::2]
-    assert private_pages() > there - (4 << 20), "what should stay in the heap went back by itself: there is nothing to test"
+    assert private_pages() > there - (4 << 20), (
+        "what should stay in the heap went back by itself: there is nothing to test"
+    )
     assert heap.tidy()
     assert private_pages() < there - (12 << 20)
     assert not heap.tidy()

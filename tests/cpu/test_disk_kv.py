@@ -1,4 +1,5 @@
-"""KV on disk comes back as it was written or not at all, whatever is late, dropped, damaged or broken off; and each wait is needed."""
+"""KV on disk comes back as it was written or not at all, whatever is late, dropped, damaged or broken off;
+and each wait is needed."""
 
 import contextlib
 import errno
@@ -39,7 +40,18 @@ from penstock.memory.disk import DirectFile
 from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket, streams_both_ways
 from penstock.memory.tasks import Task, wait
 from penstock.step.plan import HostBlockId, Plan
-from streams import BRIEF, CPU, LONG, OURS_AND_LOCKS, Gates, cut_short, everywhere, no_thread_left, random_delays, within
+from streams import (
+    BRIEF,
+    CPU,
+    LONG,
+    OURS_AND_LOCKS,
+    Gates,
+    cut_short,
+    everywhere,
+    no_thread_left,
+    random_delays,
+    within,
+)
 
 LAYOUT = KVLayout(layers=3, block_size=4, kv_heads=2, head_dim=2, dtype="float16")
 BLOCKS = 24
@@ -68,7 +80,9 @@ def opened(directory: Path, layout: KVLayout = LAYOUT, blocks: int = BLOCKS) -> 
             assert within(LONG, disk.close)
 
 
-def written(disk: DiskPool, layer: int, first: int, rows: Rows, ready: Callable[[], object] = nothing) -> list[Task]:
+def written(
+    disk: DiskPool, layer: int, first: int, rows: Rows, ready: Callable[[], object] = nothing
+) -> list[Task]:
     tasks: list[Task] = []
     disk.write(layer, first, rows, ready, tasks)
     return tasks
@@ -154,7 +168,9 @@ def slow_disk(gates: Gates) -> Iterator[None]:
         yield
 
 
-def without(mutant: bool, owner: object, name: str, instead: Callable[..., object]) -> AbstractContextManager[object]:
+def without(
+    mutant: bool, owner: object, name: str, instead: Callable[..., object]
+) -> AbstractContextManager[object]:
     return patch.object(owner, name, instead) if mutant else nullcontext()
 
 
@@ -182,8 +198,11 @@ def passes(gates: Gates, where: Hashable, mutant: bool) -> None:
     ],
     ids=["less than a page", "a page", "more than a page"],
 )
-def test_what_is_written_comes_back(tmp_path: Path, layout: KVLayout, record: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In runs of any length, in any order, in tasks of three records at most, whether or not the page cache can be passed by."""
+def test_what_is_written_comes_back(
+    tmp_path: Path, layout: KVLayout, record: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In runs of any length, in any order, in tasks of three records at most, whether or not the page cache
+    can be passed by."""
     open_file = os.open
 
     def without_direct(path: str, flags: int, *more: int) -> int:
@@ -252,7 +271,10 @@ def test_what_was_never_written_is_lost(tmp_path: Path) -> None:
     with opened(tmp_path) as disk:
         put(disk, 1, 3, memory(disk, 2, 1))
         for first, count, lost in ((5, 1, 5), (2, 2, 2), (4, 2, 5)):
-            with pytest.raises(LostKV, match=f"layer 1, block {lost} on disk, at byte {place(1, lost)}, is not what was written"):
+            with pytest.raises(
+                LostKV,
+                match=f"layer 1, block {lost} on disk, at byte {place(1, lost)}, is not what was written",
+            ):
                 got(disk, 1, first, count)
         with pytest.raises(LostKV, match="layer 0, block 3 "):
             got(disk, 0, 3, 1)
@@ -266,7 +288,9 @@ def test_a_bit_that_turns_is_noticed(tmp_path: Path, byte: int, bit: int) -> Non
         put(disk, 2, 6, rows)
         flip(disk, place(2, 8) + byte, bit)
         for first, count in ((8, 1), (6, 4)):
-            with pytest.raises(LostKV, match=f"layer 2, block 8 on disk, at byte {place(2, 8)}, is not what was written"):
+            with pytest.raises(
+                LostKV, match=f"layer 2, block 8 on disk, at byte {place(2, 8)}, is not what was written"
+            ):
                 got(disk, 2, first, count)
         assert holds(disk, 2, 6, rows[:2])
         assert holds(disk, 2, 9, rows[3:])
@@ -279,7 +303,9 @@ def test_a_file_that_is_cut_short_loses_what_lay_behind(tmp_path: Path) -> None:
         rows = memory(disk, 4, 1)
         put(disk, 1, 3, rows)
         os.ftruncate(disk._out, place(1, 5) + 8)
-        with pytest.raises(LostKV, match=f"layer 1, blocks 3 to 6 on disk: .*at byte {place(1, 5) + 8}: it ends there"):
+        with pytest.raises(
+            LostKV, match=f"layer 1, blocks 3 to 6 on disk: .*at byte {place(1, 5) + 8}: it ends there"
+        ):
             got(disk, 1, 3, 4)
         assert holds(disk, 1, 3, rows[:2])
 
@@ -307,7 +333,9 @@ def test_what_could_not_be_written_is_lost(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "there"), [(errno.EINVAL, True), (errno.EOPNOTSUPP, True), (errno.EFAULT, True), (errno.EIO, False)], ids=lambda one: str(one)
+    ("fault", "there"),
+    [(errno.EINVAL, True), (errno.EOPNOTSUPP, True), (errno.EFAULT, True), (errno.EIO, False)],
+    ids=lambda one: str(one),
 )
 def test_what_cannot_be_written_past_the_page_cache_is_written_through_it(
     tmp_path: Path, fault: int, there: bool, monkeypatch: pytest.MonkeyPatch
@@ -353,7 +381,9 @@ def test_who_cannot_have_room_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nameless", [True, False])
-def test_room_is_made_in_a_file_without_a_name(tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_made_in_a_file_without_a_name(
+    tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether or not the file system can make such: a process that is killed meanwhile leaves nothing."""
     open_file, make_room, names = os.open, os.posix_fallocate, []
 
@@ -414,7 +444,8 @@ def test_close_at_any_moment(tmp_path: Path, seed: int) -> None:
 
 
 class Line(ThreadStream):
-    """A stream under test: places are (name, number of the copy). deaf: it does not wait; blind: nobody waits for it."""
+    """A stream under test: places are (name, number of the copy). deaf: it does not wait; blind: nobody waits
+    for it."""
 
     def __init__(self, name: str, gates: Gates) -> None:
         super().__init__(f"{name} under test")
@@ -515,10 +546,19 @@ def random_wanted(rng: np.random.Generator, rows: int = 4) -> list[tuple[int, li
 @pytest.mark.parametrize("slots", [1, 2, 4])
 @pytest.mark.parametrize("late", ["nothing", "read", "copies", 1, 2])
 def test_tiles_are_read_ahead_whatever_is_late(tmp_path: Path, slots: int, late: str | int) -> None:
-    """Steps may be dropped at any visit, before or after it has been copied, and reads come in several tasks."""
-    delay = random_delays(late, ("read", "copies"), 1e-3) if isinstance(late, int) else lambda where: 3e-4 * (where[0] == late)
+    """Steps may be dropped at any visit, before or after it has been copied, and reads come in several
+    tasks."""
+    delay = (
+        random_delays(late, ("read", "copies"), 1e-3)
+        if isinstance(late, int)
+        else lambda where: 3e-4 * (where[0] == late)
+    )
     rng = np.random.default_rng((slots, len(str(late))))
-    with no_thread_left(), patch.object(diskpool, "DIRECT_BYTES", 2 * PAGE), Reading(tmp_path, slots, gates=Gates(delay=delay)) as reading:
+    with (
+        no_thread_left(),
+        patch.object(diskpool, "DIRECT_BYTES", 2 * PAGE),
+        Reading(tmp_path, slots, gates=Gates(delay=delay)) as reading,
+    ):
         for _ in range(12):
             wanted = random_wanted(rng)
             reading.ahead.begin(wanted)
@@ -552,7 +592,9 @@ def test_reads_that_have_not_begun_are_called_off_with_their_step(tmp_path: Path
     with Reading(tmp_path, len(wanted), gates=gates) as reading:
         reading.ahead.begin(wanted)
         limit = time.monotonic() + LONG
-        while any(task._work for tasks in reading.ahead._tasks[:READERS] for task in tasks):  # Or whoever wakes late is free too soon.
+        while any(
+            task._work for tasks in reading.ahead._tasks[:READERS] for task in tasks
+        ):  # Or whoever wakes late is free too soon.
             assert time.monotonic() < limit
         reading.ahead.begin([(0, [(0, 20, 1)])])
         gates.open()
@@ -563,7 +605,8 @@ def test_reads_that_have_not_begun_are_called_off_with_their_step(tmp_path: Path
 
 @pytest.mark.parametrize("broken_off", [False, True])
 def test_a_slot_must_not_be_read_into_before_it_has_been_copied(tmp_path: Path, broken_off: bool) -> None:
-    """Neither by the step that goes on, nor by one that begins when it has been broken off behind the copy."""
+    """Neither by the step that goes on, nor by one that begins when it has been broken off behind the
+    copy."""
 
     def right(mutant: bool) -> bool:
         gates, wanted = Gates([("copies", 0)]), [(0, [(0, 1, 2)]), (0, [(0, 5, 2)])]
@@ -610,7 +653,10 @@ def test_a_slot_must_not_be_copied_before_all_of_it_has_been_read(tmp_path: Path
     def right(mutant: bool) -> bool:
         gates, visit = Gates([("read", place(0, 7))]), (0, [(0, 2, 1), (1, 5, 3)])
         kind = Hasty if mutant else ReadAhead
-        with patch.object(diskpool, "DIRECT_BYTES", PAGE), Reading(tmp_path, gates=gates, kind=kind) as reading:
+        with (
+            patch.object(diskpool, "DIRECT_BYTES", PAGE),
+            Reading(tmp_path, gates=gates, kind=kind) as reading,
+        ):
             reading.ahead.begin([visit])
             assert gates.passes(("read", place(0, 6)))
             host = threading.Thread(target=reading.visit, args=(0, visit))
@@ -654,13 +700,19 @@ class Writing:
         self.sent[block] = rows.numpy()
 
     def right(self) -> bool:
-        return all(holds(self.disk, layer, block, rows) for block, rows in self.sent.items() for layer in range(2))
+        return all(
+            holds(self.disk, layer, block, rows) for block, rows in self.sent.items() for layer in range(2)
+        )
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("late", ["out", "write", 1, 2])
 def test_slots_are_written_behind_whatever_is_late(tmp_path: Path, slots: int, late: str | int) -> None:
-    delay = random_delays(late, ("write", "out"), 1e-3) if isinstance(late, int) else lambda where: 3e-4 * (where[0] == late)
+    delay = (
+        random_delays(late, ("write", "out"), 1e-3)
+        if isinstance(late, int)
+        else lambda where: 3e-4 * (where[0] == late)
+    )
     rng = np.random.default_rng((slots, len(str(late))))
     with no_thread_left(), Writing(tmp_path, slots, Gates(delay=delay)) as writing:
         for _ in range(3):
@@ -717,8 +769,9 @@ Found = list[np.ndarray]
 
 @dataclass
 class World:
-    """A pool, a disk, a ring and an outbox on threads, and what each block holds that was sent. slots: of the ring and the outbox, of what
-    is read ahead, of what is written behind. at_once: the compute stream does what it is given while it is given it."""
+    """A pool, a disk, a ring and an outbox on threads, and what each block holds that was sent. slots: of the
+    ring and the outbox, of what is read ahead, of what is written behind. at_once: the compute stream does
+    what it is given while it is given it."""
 
     directory: Path
     slots: tuple[int, int, int] = (2, 2, 2)
@@ -728,7 +781,9 @@ class World:
     def __enter__(self) -> "World":
         self._slow = slow_disk(self.gates)
         self._slow.__enter__()
-        self.copies, self.out, self.computing = (Line(name, self.gates) for name in ("copies", "out", "compute"))
+        self.copies, self.out, self.computing = (
+            Line(name, self.gates) for name in ("copies", "out", "compute")
+        )
         self.compute: Stream = CallerStream() if self.at_once else self.computing
         self.pool, self.disk = HostPool(LAYOUT, NEAR, CPU), DiskPool(LAYOUT, BLOCKS - NEAR, self.directory)
         ring, ahead, behind = self.slots
@@ -776,7 +831,10 @@ class World:
     def take(self, layer: int, tile: Tile) -> None:
         """Queue a kernel that takes down what it sees."""
         parts = [self.known[layer, block] for block in tile.blocks]
-        expected = [np.concatenate([part[half] for part in parts])[: tile.keys * HALF // LAYOUT.block_size] for half in range(2)]
+        expected = [
+            np.concatenate([part[half] for part in parts])[: tile.keys * HALF // LAYOUT.block_size]
+            for half in range(2)
+        ]
         arrays = [x.flatten().view(torch.uint8).numpy() for x in self.ring.take()]
         found: Found = []
 
@@ -805,7 +863,11 @@ class World:
     def right(self) -> bool:
         for stream in (self.computing, self.copies, self.out):
             stream.mark().wait()
-        return all(np.array_equal(one, other) for found, expected in self.seen for one, other in zip(found, expected, strict=True))
+        return all(
+            np.array_equal(one, other)
+            for found, expected in self.seen
+            for one, other in zip(found, expected, strict=True)
+        )
 
 
 def ids(blocks: Sequence[int]) -> tuple[HostBlockId, ...]:
@@ -822,7 +884,9 @@ def random_tiles(rng: np.random.Generator, blocks: Sequence[int]) -> list[Tile]:
     for _ in range(rng.integers(0, 5)):
         count = int(rng.integers(1, min(TILE, len(blocks)) + 1))
         start = int(rng.integers(len(blocks) - count + 1))
-        some = blocks[start : start + count] if rng.random() < 0.5 else rng.permutation(blocks)[:count].tolist()
+        some = (
+            blocks[start : start + count] if rng.random() < 0.5 else rng.permutation(blocks)[:count].tolist()
+        )
         tiles.append(tile(*some, short=int(rng.integers(LAYOUT.block_size))))
     return tiles
 
@@ -830,9 +894,12 @@ def random_tiles(rng: np.random.Generator, blocks: Sequence[int]) -> list[Tile]:
 @pytest.mark.parametrize("slots", [(1, 1, 1), (2, 4, 3), (3, 2, 2)], ids=str)
 @pytest.mark.parametrize("late", ["copies", "out", "kernel", "read", "write", 1, 2, 3])
 def test_what_is_sent_comes_back(tmp_path: Path, slots: tuple[int, int, int], late: str | int) -> None:
-    """Blocks of both tiers, sent layer by layer and demoted whole, written again in any order, in steps that may be broken off anywhere."""
+    """Blocks of both tiers, sent layer by layer and demoted whole, written again in any order, in steps that
+    may be broken off anywhere."""
     kinds = ("copies", "out", "kernel", "read", "write")
-    delay = random_delays(late, kinds, 1e-3) if isinstance(late, int) else lambda where: 3e-4 * (where[0] == late)
+    delay = (
+        random_delays(late, kinds, 1e-3) if isinstance(late, int) else lambda where: 3e-4 * (where[0] == late)
+    )
     rng = np.random.default_rng((*slots, len(str(late))))
     with no_thread_left(), World(tmp_path, slots, Gates(delay=delay)) as world:
         world.fill()
@@ -844,7 +911,9 @@ def test_what_is_sent_comes_back(tmp_path: Path, slots: tuple[int, int, int], la
             tiles = random_tiles(rng, [*rest, *demoted])
             world.ring.begin(tiles, range(LAYOUT.layers), world.outbox.landed())
             breaks = int(rng.integers(1, 2 * LAYOUT.layers * max(len(tiles), 1)))
-            for number, (layer, at) in enumerate((layer, at) for layer in range(LAYOUT.layers) for at in range(-1, len(tiles))):
+            for number, (layer, at) in enumerate(
+                (layer, at) for layer in range(LAYOUT.layers) for at in range(-1, len(tiles))
+            ):
                 if number == breaks:
                     break
                 if at < 0:
@@ -901,10 +970,15 @@ UNUSED = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUn
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_an_interrupt_anywhere_in_reading_ahead_does_no_harm(tmp_path: Path, slots: int) -> None:
-    """Of one and the same ReadAhead, again and again: what an interrupt leaves behind is there for the next."""
+    """Of one and the same ReadAhead, again and again: what an interrupt leaves behind is there for the
+    next."""
     wanted = [(0, [(0, 3, 2), (3, 9, 1)]), (1, [(1, 0, 3)]), (2, [(0, 20, 1)])]
     delay = random_delays(slots, ("read", "copies"), 5e-4)
-    with no_thread_left(), patch.object(diskpool, "DIRECT_BYTES", 2 * PAGE), Reading(tmp_path, slots, gates=Gates(delay=delay)) as reading:
+    with (
+        no_thread_left(),
+        patch.object(diskpool, "DIRECT_BYTES", 2 * PAGE),
+        Reading(tmp_path, slots, gates=Gates(delay=delay)) as reading,
+    ):
 
         def strike(where: int) -> bool:
             struck: bool = cut_short(partial(reading.step, wanted), where, OURS_AND_LOCKS)
@@ -919,10 +993,15 @@ def test_an_interrupt_anywhere_in_reading_ahead_does_no_harm(tmp_path: Path, slo
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_an_interrupt_anywhere_in_writing_behind_does_no_harm(tmp_path: Path, slots: int) -> None:
-    """In `claim` and in `write`, while an earlier write is late. What was interrupted has been written, or lost, or it never was: nothing
-    that came to its slot later is taken for it. And what comes later is written."""
+    """In `claim` and in `write`, while an earlier write is late. What was interrupted has been written, or
+    lost, or it never was: nothing that came to its slot later is taken for it. And what comes later is
+    written."""
     delay = random_delays(slots, ("write", "out"), 1e-3)
-    with no_thread_left(), patch.object(diskpool, "DIRECT_BYTES", PAGE), Writing(tmp_path, slots, Gates(delay=delay)) as writing:
+    with (
+        no_thread_left(),
+        patch.object(diskpool, "DIRECT_BYTES", PAGE),
+        Writing(tmp_path, slots, Gates(delay=delay)) as writing,
+    ):
         disk = writing.disk
 
         def strike(where: int) -> bool:
@@ -940,7 +1019,9 @@ def test_an_interrupt_anywhere_in_writing_behind_does_no_harm(tmp_path: Path, sl
                 assert within(LONG, partial(writing.send, block, 2))
             for layer, at in product(range(2), range(2)):
                 found = got_or_lost(disk, layer, 10 + at)
-                assert found in (None, before[layer][at], bytes(rows.numpy()[at, : LAYOUT.layer_bytes])), f"block {10 + at}"
+                assert found in (None, before[layer][at], bytes(rows.numpy()[at, : LAYOUT.layer_bytes])), (
+                    f"block {10 + at}"
+                )
             return struck
 
         assert everywhere(strike) > 50
@@ -980,8 +1061,11 @@ def test_an_interrupt_while_a_slot_is_waited_for_leaves_nothing_held(tmp_path: P
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("slots", [(1, 1, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["send", "demote"])
-def test_an_interrupt_anywhere_in_sending_does_no_harm(tmp_path: Path, name: str, slots: tuple[int, int, int]) -> None:
-    """To blocks of which some are on disk, or to one that is. They are sent again, as after a step that was broken off."""
+def test_an_interrupt_anywhere_in_sending_does_no_harm(
+    tmp_path: Path, name: str, slots: tuple[int, int, int]
+) -> None:
+    """To blocks of which some are on disk, or to one that is. They are sent again, as after a step that was
+    broken off."""
     delay, blocks = random_delays(len(name), ("write", "out", "kernel"), 1e-3), range(4, 8)
     with no_thread_left(), World(tmp_path, slots, Gates(delay=delay)) as world:
         world.fill()
@@ -1005,7 +1089,9 @@ def test_an_interrupt_anywhere_in_sending_does_no_harm(tmp_path: Path, name: str
 
 @UNUSED
 @pytest.mark.timeout(60)
-def test_an_interrupt_anywhere_in_closing_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_anywhere_in_closing_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With more under way than there are threads. Closing again ends what is left."""
     monkeypatch.setattr(diskpool, "READERS", 2)
     monkeypatch.setattr(diskpool, "WRITERS", 2)
@@ -1086,7 +1172,8 @@ SETTINGS: dict[str, object] = {
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2)
 LIMIT = 5e-5
-"""How far log-probabilities in float32 may lie apart where some of the context was computed in other pieces."""
+"""How far log-probabilities in float32 may lie apart where some of the context was computed in other
+pieces."""
 
 
 def prompts() -> list[list[int]]:
@@ -1139,7 +1226,10 @@ def check(name: str, found: Sequence[Completion]) -> None:
         assert mine.tokens == theirs.tokens
         assert mine.logprobs is not None
         assert theirs.logprobs is not None
-        assert all(abs(one.logprob - other.logprob) < LIMIT for one, other in zip(mine.logprobs, theirs.logprobs, strict=True))
+        assert all(
+            abs(one.logprob - other.logprob) < LIMIT
+            for one, other in zip(mine.logprobs, theirs.logprobs, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -1158,7 +1248,8 @@ def test_an_engine_says_the_same_with_its_kv_on_disk(tmp_path: Path, name: str) 
 
 
 def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counters of links and of far KV, as `/metrics` has them, against the bytes that the system's calls have moved."""
+    """The counters of links and of far KV, as `/metrics` has them, against the bytes that the system's calls
+    have moved."""
     pytest.importorskip("prometheus_client")
     from penstock.server.metrics import Metrics
     from penstock.server.watching.state import Watch
@@ -1190,13 +1281,19 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
         disk.readers.close()  # Reads ahead of the last step may be under way.
         disk.close()
         desk.stats = llm.booted.engine.stats()
-        found = dict(re.findall(r"^penstock:(\S+(?: \S+ \S+)?) (\S+)$", metrics.text().decode(), re.MULTILINE))
+        found = dict(
+            re.findall(r"^penstock:(\S+(?: \S+ \S+)?) (\S+)$", metrics.text().decode(), re.MULTILINE)
+        )
         state = watch.look()
         links, plan = {link.link: link for link in state.links}, state.plan
     assert 0 < moved["written"] < moved["read"]
     told = {name: float(value) for name, value in found.items()}
     assert told['link_bytes_total{link="disk to host"}'] == told["far_kv_read_bytes_total"] == moved["read"]
-    assert told['link_bytes_total{link="host to disk"}'] == told["far_kv_written_bytes_total"] == moved["written"]
+    assert (
+        told['link_bytes_total{link="host to disk"}']
+        == told["far_kv_written_bytes_total"]
+        == moved["written"]
+    )
     assert links["disk to host"].kv > 0
     passes = desk.stats.passes
     assert told['passes_total{kind="decode"}'] == passes.decode > 0
@@ -1204,7 +1301,9 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
     assert passes.decode_seconds > 0
     assert told['pass_seconds_total{kind="decode"}'] == pytest.approx(passes.decode_seconds)
     assert told['pass_predicted_seconds{kind="decode"}'] == 0, "nothing streams, and nothing was predicted"
-    assert {name for name in told if name.startswith("pass_predicted_seconds")} == {'pass_predicted_seconds{kind="decode"}'}
+    assert {name for name in told if name.startswith("pass_predicted_seconds")} == {
+        'pass_predicted_seconds{kind="decode"}'
+    }
     assert (plan.decode_seconds, plan.prefill_seconds) == pytest.approx(
         (passes.decode_seconds / passes.decode, passes.prefill_seconds / passes.prefill)
     )
@@ -1212,7 +1311,9 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_the_disk_loses_is_computed_again(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_disk_loses_is_computed_again(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """While a prompt is taken in, and while all are answered."""
     with engine(name, tmp_path) as llm, caplog.at_level(logging.WARNING, "penstock"):
         disk, near, damaged = carrier(llm).disk, carrier(llm).pool.blocks, []
@@ -1235,10 +1336,14 @@ def test_what_the_disk_loses_is_computed_again(tmp_path: Path, name: str, caplog
     assert all(one.startswith(other) for one, other in zip(lost, damaged, strict=True))
 
 
-def test_a_disk_that_goes_on_losing_ends_with_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_goes_on_losing_ends_with_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with engine("llama", tmp_path) as llm, caplog.at_level(logging.WARNING, "penstock"):
         broken_writes(carrier(llm).disk)
-        with pytest.raises(LostKV, match=r"KV of layer 0, block \d+ on disk, at byte \d+, is not what was written"):
+        with pytest.raises(
+            LostKV, match=r"KV of layer 0, block \d+ on disk, at byte \d+, is not what was written"
+        ):
             llm.generate(prompts(), PARAMS)
         with pytest.raises(EngineClosedError, match="a step failed with LostKV: KV of layer 0"):
             llm.generate(prompts(), PARAMS)
@@ -1247,7 +1352,14 @@ def test_a_disk_that_goes_on_losing_ends_with_an_error(tmp_path: Path, caplog: p
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("owner", "called"), [(ReadAhead, "begin"), (ReadAhead, "wait"), (ReadAhead, "copied"), (TileRing, "release"), (WriteBehind, "claim")]
+    ("owner", "called"),
+    [
+        (ReadAhead, "begin"),
+        (ReadAhead, "wait"),
+        (ReadAhead, "copied"),
+        (TileRing, "release"),
+        (WriteBehind, "claim"),
+    ],
 )
 def test_an_engine_that_is_interrupted_goes_on(tmp_path: Path, owner: type, called: str) -> None:
     """Where a call begins, and where it is over."""
@@ -1297,10 +1409,13 @@ def test_an_engine_that_is_interrupted_at_any_place_goes_on(tmp_path: Path, firs
         assert interrupts > 2
 
 
-# -- what was found once -----------------------------------------------------------------------------------------------------
+# -- what was found once
+# -----------------------------------------------------------------------------------------------------
 
 
-def test_a_write_that_was_interrupted_never_lands_after_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_was_interrupted_never_lands_after_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The interrupt strikes when the write has been handed to a thread and nobody has been told."""
     layout = KVLayout(1, 4, 2, 2, "float16")
     disk, going, slow = DiskPool(layout, 4, tmp_path), threading.Event(), threading.Event()
@@ -1348,8 +1463,20 @@ def test_an_interrupt_while_a_loss_is_told_is_recovered_from(tmp_path: Path) -> 
                 raise KeyboardInterrupt
 
     handler = Strike()
-    settings = {"kv_blocks": 8, "kv_tile": 32, "block_size": 8, "max_step_tokens": 24, "max_length": 400, "max_sequences": 4}
-    places = {"host_kv_memory": "13KiB", "disk_kv_memory": "4MiB", "kv_directory": tmp_path, "kv_store": "off"}
+    settings = {
+        "kv_blocks": 8,
+        "kv_tile": 32,
+        "block_size": 8,
+        "max_step_tokens": 24,
+        "max_length": 400,
+        "max_sequences": 4,
+    }
+    places = {
+        "host_kv_memory": "13KiB",
+        "disk_kv_memory": "4MiB",
+        "kv_directory": tmp_path,
+        "kv_store": "off",
+    }
     places |= {"device": "cpu", "dtype": "float32"}
     logging.getLogger("penstock").addHandler(handler)
     try:
@@ -1367,12 +1494,27 @@ def test_an_interrupt_while_a_loss_is_told_is_recovered_from(tmp_path: Path) -> 
         logging.getLogger("penstock").removeHandler(handler)
 
 
-def test_a_carrier_that_cannot_be_made_gives_the_disk_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_carrier_that_cannot_be_made_gives_the_disk_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise DeviceError("no memory")
 
     monkeypatch.setattr("penstock.kv.carrier.Slots", full)
     with pytest.raises(DeviceError, match="no memory"):
-        Carrier(KVLayout(1, 4, 2, 2, "float16"), 2, 8, 8, CPU, Streams(*streams_both_ways(CPU)), None, Disk(4, tmp_path))
-    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink() and os.path.lexists(file)]
+        Carrier(
+            KVLayout(1, 4, 2, 2, "float16"),
+            2,
+            8,
+            8,
+            CPU,
+            Streams(*streams_both_ways(CPU)),
+            None,
+            Disk(4, tmp_path),
+        )
+    links = [
+        os.readlink(file)
+        for file in Path("/proc/self/fd").iterdir()
+        if file.is_symlink() and os.path.lexists(file)
+    ]
     assert not [link for link in links if str(tmp_path) in link]

@@ -30,7 +30,8 @@ def bare(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# -- links -------------------------------------------------------------------------------------------------------------------
+# -- links
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_memory_and_arithmetic_have_rates() -> None:
@@ -59,7 +60,9 @@ def test_the_disk_is_measured_with_the_largest_file_there_is(bare: Path) -> None
     assert (shard.stat().st_size, shard.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def test_the_disk_is_measured_through_the_page_cache_where_there_is_no_other_way(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_measured_through_the_page_cache_where_there_is_no_other_way(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(os, "O_DIRECT")
     rate = disk_read(bare)
     assert not rate.direct
@@ -71,7 +74,8 @@ def test_a_disk_that_cannot_be_measured(tmp_path: Path) -> None:
         disk_read(tmp_path / "nowhere")
 
 
-# -- arithmetic --------------------------------------------------------------------------------------------------------------
+# -- arithmetic
+# ------------------------------------------------------------------------------------------------------------
 
 
 def of(name: str, room: Room, rates: Rates = GPU_RATES) -> Limits:
@@ -101,7 +105,13 @@ def test_a_small_budget_bounds_the_context() -> None:
 def test_what_does_not_fit_comes_over_the_link_and_then_from_disk() -> None:
     whole = of("8B", Room(100 * GIB, 0)).weight_bytes
     over = of("8B", Room(whole - 4 * GIB, 50 * GIB))
-    assert (over.fits, over.host_bytes, over.disk_bytes, over.longest, over.decode_longest) == (False, 4 * GIB, 0, None, None)
+    assert (over.fits, over.host_bytes, over.disk_bytes, over.longest, over.decode_longest) == (
+        False,
+        4 * GIB,
+        0,
+        None,
+        None,
+    )
     assert "host memory" in over.binding
     share = over.read_bytes / whole
     assert over.decode == pytest.approx(50e9 / (4 * GIB * share))
@@ -132,7 +142,8 @@ def test_prompts_are_bound_by_arithmetic() -> None:
     assert prefill_rate(shape.spec, shape.names, "bfloat16", 1e15) == pytest.approx(2048 / seconds)
 
 
-# -- the command -------------------------------------------------------------------------------------------------------------
+# -- the command
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkup_of_a_model_that_is_not_there_yet(bare: Path) -> None:
@@ -157,13 +168,30 @@ def test_the_command_speaks_json_in_one_line(bare: Path, capsys: pytest.CaptureF
     assert found["links"]["disk"] is None
     assert found["links"]["host_read"] == found["links"]["device_read"] > 0
     assert found["model"]["path"] == str(bare)
-    assert {one["binding"] for one in found["model"]["limits"]} == {"reading the disk, which was not measured"}
+    assert {one["binding"] for one in found["model"]["limits"]} == {
+        "reading the disk, which was not measured"
+    }
     assert found["machine"]["torch"] == torch.__version__
 
 
 def test_the_command_speaks_to_people(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bare / "config.json").write_text(json.dumps(SHAPES["100M"]))
-    assert main(["doctor", str(bare), "--quick", "--device", "cpu", "--dtype", "float32", "--device-memory", "1GiB"]) == 0
+    assert (
+        main(
+            [
+                "doctor",
+                str(bare),
+                "--quick",
+                "--device",
+                "cpu",
+                "--dtype",
+                "float32",
+                "--device-memory",
+                "1GiB",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "disk            not measured" in text
     assert "100.1M parameters" in text
@@ -171,9 +199,17 @@ def test_the_command_speaks_to_people(bare: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("config", "message"), [(None, "config.json"), ("{", "config.json"), ('{"model_type": "abacus"}', "abacus"), ("[]", "config.json")]
+    ("config", "message"),
+    [
+        (None, "config.json"),
+        ("{", "config.json"),
+        ('{"model_type": "abacus"}', "abacus"),
+        ("[]", "config.json"),
+    ],
 )
-def test_the_command_refuses_in_one_line(config: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_in_one_line(
+    config: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     assert main(["doctor", str(tmp_path), "--device", "cpu"]) == 2

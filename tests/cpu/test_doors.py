@@ -1,4 +1,5 @@
-"""Who may ask a server without keys: nobody's page but its own, by no name but its own. Over sockets, with what browsers send."""
+"""Who may ask a server without keys: nobody's page but its own, by no name but its own. Over sockets, with
+what browsers send."""
 
 import json
 import signal
@@ -21,7 +22,9 @@ JSON = ("Content-Type", "application/json")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), "--port", "0", "--allow-host", "Models.Example.org", *FLAGS) as server:
+    with serving(
+        tmp_path_factory.mktemp("server"), "--port", "0", "--allow-host", "Models.Example.org", *FLAGS
+    ) as server:
         yield server.wait()
         server.signal(signal.SIGTERM)
         assert server.ended() == 0
@@ -36,18 +39,30 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server.wait()
 
 
-def sent(server: Server, head: str, *headers: tuple[str, str], body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of a request that is written as it stands, with no header but these and the body's length."""
+def sent(
+    server: Server, head: str, *headers: tuple[str, str], body: bytes = b""
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of a request that is written as it stands, with no header but these and the
+    body's length."""
     place = urlsplit(server.url)
     with socket.create_connection((place.hostname, place.port), LONG) as connection:
-        lines = [f"{head} HTTP/1.1", *(f"{name}: {value}" for name, value in headers), f"Content-Length: {len(body)}", "Connection: close"]
+        lines = [
+            f"{head} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in headers),
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        ]
         connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         answer = b""
         while part := connection.recv(1 << 16):
             answer += part
     start, _, rest = answer.partition(b"\r\n\r\n")
     status, *told = start.decode("latin-1").split("\r\n")
-    return int(status.split()[1]), {name.lower(): value for name, _, value in (line.partition(": ") for line in told)}, rest
+    return (
+        int(status.split()[1]),
+        {name.lower(): value for name, _, value in (line.partition(": ") for line in told)},
+        rest,
+    )
 
 
 def own(server: Server) -> str:
@@ -59,9 +74,19 @@ def completed(server: Server, *headers: tuple[str, str], host: str = "", body: b
 
 
 @pytest.mark.parametrize(
-    "name", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "a" * 300, "0x7f.1"]
+    "name",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "a" * 300,
+        "0x7f.1",
+    ],
 )
-@pytest.mark.parametrize("path", ["/", "/state", "/metrics", "/health", "/v1/models", "/openapi.json", "/nowhere"])
+@pytest.mark.parametrize(
+    "path", ["/", "/state", "/metrics", "/health", "/v1/models", "/openapi.json", "/nowhere"]
+)
 def test_a_rebound_name_reads_nothing(server: Server, name: str, path: str) -> None:
     status, _, said = sent(server, f"GET {path}", ("Host", name))
     assert status == 421
@@ -104,7 +129,12 @@ def test_the_machines_own_names_are_answered(server: Server, name: str) -> None:
 )
 def test_a_request_has_one_host(server: Server, keyed: Server, hosts: list[str]) -> None:
     for one in (server, keyed):
-        assert sent(one, "GET /v1/models", *(("Host", host) for host in hosts), ("Authorization", f"Bearer {KEY}"))[0] == 400
+        assert (
+            sent(
+                one, "GET /v1/models", *(("Host", host) for host in hosts), ("Authorization", f"Bearer {KEY}")
+            )[0]
+            == 400
+        )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +155,9 @@ def test_another_sites_page_changes_nothing(server: Server, headers: list[tuple[
     said = [(name, value.format(own=server.url)) for name, value in headers]
     assert completed(server, JSON, *said) == 403
     assert sent(server, "DELETE /v1/responses/resp_1", ("Host", own(server)), *said)[0] == 403
-    assert sent(server, "POST /tokenize", ("Host", own(server)), JSON, *said, body=b'{"prompt": "a"}')[0] == 403
+    assert (
+        sent(server, "POST /tokenize", ("Host", own(server)), JSON, *said, body=b'{"prompt": "a"}')[0] == 403
+    )
 
 
 def test_the_servers_own_page_and_programs_are_served(server: Server) -> None:
@@ -161,7 +193,10 @@ def test_only_what_is_declared_as_json_is_read(server: Server, keyed: Server, ki
     assert completed(server, JSON, *headers) == 415 or kind is None
 
 
-@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/json;", "application/vnd.api+json"])
+@pytest.mark.parametrize(
+    "kind",
+    ["application/json", "Application/JSON; charset=utf-8", "application/json;", "application/vnd.api+json"],
+)
 def test_however_json_is_declared(server: Server, kind: str) -> None:
     assert completed(server, ("Content-Type", kind)) == 200
 
@@ -169,14 +204,25 @@ def test_however_json_is_declared(server: Server, kind: str) -> None:
 def test_nobody_is_sent_where_the_host_header_says(keyed: Server) -> None:
     """A path with a slash too many is not there; it is no redirect."""
     for path in ("/v1/models/", "/state/", "/health/", "//evil.example/", "/tokenize/"):
-        status, headers, _ = sent(keyed, f"GET {path}", ("Host", "evil.example"), ("Authorization", f"Bearer {KEY}"))
+        status, headers, _ = sent(
+            keyed, f"GET {path}", ("Host", "evil.example"), ("Authorization", f"Bearer {KEY}")
+        )
         assert status in (404, 405)
         assert "location" not in headers
 
 
 def test_no_answer_is_for_another_origins_page(server: Server, keyed: Server) -> None:
     """Neither may be used or shown there, whatever it is."""
-    paths = ("/", "/page/page.js", "/state", "/metrics", "/health", "/v1/models/shipped", "/v1/completions", "/nowhere")
+    paths = (
+        "/",
+        "/page/page.js",
+        "/state",
+        "/metrics",
+        "/health",
+        "/v1/models/shipped",
+        "/v1/completions",
+        "/nowhere",
+    )
     for one in (server, keyed):
         for path in paths:
             for host in (own(one), "evil.example"):

@@ -1,4 +1,5 @@
-"""`penstock eval` on the shipped model: it finds what it was trained to find, and what was found is told in full."""
+"""`penstock eval` on the shipped model: it finds what it was trained to find, and what was found is told in
+full."""
 
 import json
 import re
@@ -21,12 +22,25 @@ FEW = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 
 def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "needle.json", tmp_path / "needle.png"
-    asked = ["--lengths", "1024,512", "--depths", "3", "--samples", "1", "--out", str(out), "--picture", str(picture)]
+    asked = [
+        "--lengths",
+        "1024,512",
+        "--depths",
+        "3",
+        "--samples",
+        "1",
+        "--out",
+        str(out),
+        "--picture",
+        str(picture),
+    ]
     assert main(["eval", "needle", *asked, *FEW]) == 0
     shown = capsys.readouterr()
     report = json.loads(out.read_text())
     cells = report["cells"]
-    assert [(cell["length"], cell["depth"]) for cell in cells] == [(n, d) for n in (512, 1024) for d in (0, 0.5, 1)]
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [
+        (n, d) for n in (512, 1024) for d in (0, 0.5, 1)
+    ]
     for length in (512, 1024):
         scores = [cell["score"] for cell in cells if cell["length"] == length]
         assert sum(scores) / len(scores) >= 0.95
@@ -34,14 +48,23 @@ def test_the_shipped_model_finds_needles(tmp_path: Path, capsys: pytest.CaptureF
         assert f"single: 3 prompts of {length - 64:,} tokens\n" in shown.err
     assert report["prompts"] == 6
     assert report["prompt_tokens"] == 3 * (512 + 1024 - 2 * 64)
-    assert (report["eval"], report["text"], report["chat"], report["dtype"]) == ("needle", "generated", True, "float32")
+    assert (report["eval"], report["text"], report["chat"], report["dtype"]) == (
+        "needle",
+        "generated",
+        True,
+        "float32",
+    )
     assert report["machine"]["torch"]
     with Image.open(picture) as image:
         assert image.format == "PNG"
 
 
-@pytest.mark.parametrize("asked", [["needle", "--depths", "1"], ["ruler", "--depths", "1", "--tasks", "keys"]])
-def test_contexts_beyond_the_device_score_as_those_on_it(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "asked", [["needle", "--depths", "1"], ["ruler", "--depths", "1", "--tasks", "keys"]]
+)
+def test_contexts_beyond_the_device_score_as_those_on_it(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(*more: str) -> dict[str, object]:
         assert main(["eval", *asked, "--lengths", "640", "--samples", "1", *FEW, "--json", *more]) == 0
         found: dict[str, object] = json.loads(capsys.readouterr().out)
@@ -61,11 +84,35 @@ def test_contexts_beyond_the_device_score_as_those_on_it(asked: list[str], tmp_p
 
 
 def test_what_is_not_exact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--lengths", "512,640", "--depths", "1", "--samples", "1", "--json", "--kv-tile", "128", "--kv-blocks", "24"]
-    policy = ["--host-kv-dtype", "fp8", "--attention-policy", "topk:2", "--prefill-policy", "vertical_slash:2,4", "--missed-limit", "0.5"]
+    few = [
+        "--lengths",
+        "512,640",
+        "--depths",
+        "1",
+        "--samples",
+        "1",
+        "--json",
+        "--kv-tile",
+        "128",
+        "--kv-blocks",
+        "24",
+    ]
+    policy = [
+        "--host-kv-dtype",
+        "fp8",
+        "--attention-policy",
+        "topk:2",
+        "--prefill-policy",
+        "vertical_slash:2,4",
+        "--missed-limit",
+        "0.5",
+    ]
     found = []
     for more in ([], policy):
-        assert main(["eval", "needle", *FEW, *few, "--block-size", "16", "--host-kv-memory", "64MiB", *more]) == 0
+        assert (
+            main(["eval", "needle", *FEW, *few, "--block-size", "16", "--host-kv-memory", "64MiB", *more])
+            == 0
+        )
         found.append(json.loads(capsys.readouterr().out))
     exact, other = found
     assert exact["settings"] == {
@@ -77,28 +124,53 @@ def test_what_is_not_exact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         "block_size": 16,
         "kv_blocks": 24,
     }
-    inexact = {"host_kv_dtype": "fp8", "attention_policy": "topk:2", "prefill_policy": "vertical_slash:2,4", "missed_limit": 0.5}
+    inexact = {
+        "host_kv_dtype": "fp8",
+        "attention_policy": "topk:2",
+        "prefill_policy": "vertical_slash:2,4",
+        "missed_limit": 0.5,
+    }
     assert other["settings"] == exact["settings"] | inexact
     assert 0 < other["kv"]["sent"] < 0.6 * exact["kv"]["sent"]
     assert 0 < other["kv"]["copied"] < 0.5 * exact["kv"]["copied"]
 
 
-def test_lengths_beyond_what_the_model_was_trained_for_must_be_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_beyond_what_the_model_was_trained_for_must_be_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file in SHIPPED_MODEL.iterdir():
         shutil.copy(file, tmp_path / file.name)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 500}))
-    asked = ["eval", "needle", str(tmp_path), "--lengths", "512", "--depths", "1", "--samples", "1", "--json", *FEW]
+    asked = [
+        "eval",
+        "needle",
+        str(tmp_path),
+        "--lengths",
+        "512",
+        "--depths",
+        "1",
+        "--samples",
+        "1",
+        "--json",
+        *FEW,
+    ]
     assert main(asked) == 2
-    assert "max_length 512 is more than the 500 positions the model was trained for" in capsys.readouterr().err
+    assert (
+        "max_length 512 is more than the 500 positions the model was trained for" in capsys.readouterr().err
+    )
     assert main([*asked, "--beyond-trained"]) == 0
     assert [cell["length"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [512]
 
 
-def test_all_tasks_run_over_a_given_text_and_say_what_was_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_tasks_run_over_a_given_text_and_say_what_was_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("It was a quiet day. Nobody came, and nobody went. The river was as slow as ever.\n\n" * 40)
+    text.write_text(
+        "It was a quiet day. Nobody came, and nobody went. The river was as slow as ever.\n\n" * 40
+    )
     asked = ["--lengths", "384", "--depths", "1", "--samples", "2", "--text", str(text), "--json"]
 
     def run(*more: str) -> dict[str, object]:
@@ -153,7 +225,8 @@ def llm() -> Iterator[LLM]:
 def test_who_knows_the_answer_is_right_and_who_does_not_is_wrong(
     llm: LLM, tasks: tuple[str, ...], answer: Answer, score: float, raw: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole evaluation, but for the model: rules that read the prompt's text answer instead, within the tokens that an answer has."""
+    """The whole evaluation, but for the model: rules that read the prompt's text answer instead, within the
+    tokens that an answer has."""
     monkeypatch.setattr(llm, "generate", None)  # to be put back
     script(llm, answer)
     work = Work("ruler", tasks, lengths=(512, 4096), depths=3, samples=4, seed=2, raw=raw)
@@ -167,12 +240,17 @@ def test_who_knows_the_answer_is_right_and_who_does_not_is_wrong(
     ("arguments", "message"),
     [
         (["--lengths", "100000"], r"max_length 100000 is more than the 32768 positions"),
-        (["--lengths", "32"], r"a length of 32 tokens has no room for the question, which takes \d+, and 64 for the answer"),
+        (
+            ["--lengths", "32"],
+            r"a length of 32 tokens has no room for the question, which takes \d+, and 64 for the answer",
+        ),
         (["--lengths", "30000", "--device-memory", "200MiB"], r"30,?000"),
         (["/nowhere"], r"/nowhere"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_asked_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", "needle", *arguments, *FEW]) == 2
     out, err = capsys.readouterr()
     assert out == ""

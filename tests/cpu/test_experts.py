@@ -1,4 +1,5 @@
-"""Experts that come and go: whatever the routing, the rings and what is late, the right bytes; and each wait is needed for it."""
+"""Experts that come and go: whatever the routing, the rings and what is late, the right bytes; and each wait
+is needed for it."""
 
 import threading
 import time
@@ -66,7 +67,8 @@ def expert(layer: int, number: int) -> GroupId:
 
 @dataclass
 class World:
-    """Experts of some layers. `room`: as in ROOMS; compute: a stream that does at once what it is given, instead of a thread."""
+    """Experts of some layers. `room`: as in ROOMS; compute: a stream that does at once what it is given,
+    instead of a thread."""
 
     room: tuple[int, int, int, int]
     gates: Gates = field(default_factory=Gates)
@@ -82,13 +84,17 @@ class World:
         self.device = torch.zeros(on_device + ring, SIZE, dtype=torch.uint8)
         self.host = torch.zeros(on_host + host_ring, SIZE, dtype=torch.uint8)
         self.store, self.copies, self.computing = Store(self.gates), Copies(self.gates), Compute(self.gates)
-        self.copies.addresses = {slot.data_ptr(): ("device", number) for number, slot in enumerate(self.device)}
+        self.copies.addresses = {
+            slot.data_ptr(): ("device", number) for number, slot in enumerate(self.device)
+        }
         self.copies.addresses |= {slot.data_ptr(): ("host", number) for number, slot in enumerate(self.host)}
         self.waits = Waits(self.trace)
         room = ExpertRoom(SIZE, len(self.ids), on_device, on_host, ring, host_ring)
         streams = self.copies, self.compute or self.computing
         layouts = [layout(id, SIZE) for id in self.ids]
-        self.experts = self.experts_class(layouts, room, self.device, self.host, self.store, *streams, self.waits)
+        self.experts = self.experts_class(
+            layouts, room, self.device, self.host, self.store, *streams, self.waits
+        )
         for one, place in self.experts.places():
             place.numpy()[:] = content(one.id, 0, SIZE)
         self.visit = 0
@@ -131,7 +137,11 @@ class World:
     def wrong(self) -> list[int]:
         self.computing.mark().wait()
         assert self.computing.seen.keys() == self.expected.keys()
-        return [visit for visit, (id, bytes) in self.computing.seen.items() if not np.array_equal(bytes, content(id, 0, SIZE))]
+        return [
+            visit
+            for visit, (id, bytes) in self.computing.seen.items()
+            if not np.array_equal(bytes, content(id, 0, SIZE))
+        ]
 
     def check(self) -> None:
         """Every expert has one home, with its bytes in it, and every slot one use."""
@@ -170,7 +180,8 @@ def every(kind: str) -> Callable[[Hashable], float]:
 
 
 def routed(rng: np.random.Generator, layer: int, each: int = 4, skew: float = 0.0) -> list[GroupId]:
-    """Some experts of a layer in order, as the arithmetic takes them; with a skew, almost always the first two."""
+    """Some experts of a layer in order, as the arithmetic takes them; with a skew, almost always the first
+    two."""
     chance = np.where(np.arange(each) < 2, 0.5 + skew / 2, 0.5 - skew / 2)
     return [expert(layer, int(number)) for number in np.flatnonzero(rng.random(each) < chance)]
 
@@ -186,7 +197,10 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("late", ["nothing", "copy", "kernel", "read", 1, 2])
 def test_every_kernel_sees_its_expert(room: tuple[int, int, int, int], late: str | int) -> None:
     rng = np.random.default_rng(len(str(late)))
-    with no_thread_left(), World(room, Gates(delay=every(late) if isinstance(late, str) else random_delays(late))) as world:
+    with (
+        no_thread_left(),
+        World(room, Gates(delay=every(late) if isinstance(late, str) else random_delays(late))) as world,
+    ):
         for _ in range(12):
             for layer in range(3):
                 world.layer(routed(rng, layer, skew=0.8))
@@ -196,7 +210,9 @@ def test_every_kernel_sees_its_expert(room: tuple[int, int, int, int], late: str
 
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
 @pytest.mark.parametrize("seed", range(3))
-def test_layers_may_be_broken_off_and_experts_taken_unexpectedly(room: tuple[int, int, int, int], seed: int) -> None:
+def test_layers_may_be_broken_off_and_experts_taken_unexpectedly(
+    room: tuple[int, int, int, int], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     with World(room, Gates(delay=random_delays(seed, longest=1e-3))) as world:
         layer = 0
@@ -217,13 +233,18 @@ def test_layers_may_be_broken_off_and_experts_taken_unexpectedly(room: tuple[int
 
 @pytest.mark.parametrize("name", [name for name, room in ROOMS.items() if room[0]])
 def test_favourites_move_to_the_device(name: str) -> None:
-    """As many experts as stay there are used again and again, the others now and then. They never take the place of one of their layer."""
+    """As many experts as stay there are used again and again, the others now and then. They never take the
+    place of one of their layer."""
     with World(ROOMS[name]) as world:
-        favourites = [id for id in world.ids if world.experts.homes[id].tier is not Tier.DEVICE][: world.room[0]]
+        favourites = [id for id in world.ids if world.experts.homes[id].tier is not Tier.DEVICE][
+            : world.room[0]
+        ]
         rng = np.random.default_rng(0)
         for _ in range(60):
             for layer in range(3):
-                world.layer([id for id in world.ids if id.layer == layer and (id in favourites or rng.random() < 0.1)])
+                world.layer(
+                    [id for id in world.ids if id.layer == layer and (id in favourites or rng.random() < 0.1)]
+                )
                 world.check()
         homes = world.experts.homes
         left = {id for id in favourites if homes[id].tier is not Tier.DEVICE}
@@ -258,12 +279,17 @@ def test_reads_and_copies_are_counted() -> None:
 # ---- in waves
 
 
-@pytest.mark.parametrize("room", [*ROOMS.values(), *WIDE.values()], ids=[*ROOMS, *(f"wide, {name}" for name in WIDE)])
+@pytest.mark.parametrize(
+    "room", [*ROOMS.values(), *WIDE.values()], ids=[*ROOMS, *(f"wide, {name}" for name in WIDE)]
+)
 @pytest.mark.parametrize("late", ["nothing", "copy", "kernel", "read", 1, 2])
 def test_every_kernel_of_a_wave_sees_its_expert(room: tuple[int, int, int, int], late: str | int) -> None:
     """With exchanges, which `check` finds done."""
     rng = np.random.default_rng(len(str(late)))
-    with no_thread_left(), World(room, Gates(delay=every(late) if isinstance(late, str) else random_delays(late))) as world:
+    with (
+        no_thread_left(),
+        World(room, Gates(delay=every(late) if isinstance(late, str) else random_delays(late))) as world,
+    ):
         first = list(world.experts.homes.items())
         for _ in range(12):
             for layer in range(3):
@@ -280,14 +306,19 @@ def test_waves_may_be_broken_off(room: tuple[int, int, int, int], seed: int) -> 
     with World(room, Gates(delay=random_delays(seed, longest=1e-3))) as world:
         for turn in range(60):
             ids = routed(rng, turn % 3, skew=0.5)
-            (world.waves if rng.random() < 0.8 else lambda ids, _: world.layer(ids))(ids, lambda: bool(rng.random() < 0.05))
+            (world.waves if rng.random() < 0.8 else lambda ids, _: world.layer(ids))(
+                ids, lambda: bool(rng.random() < 0.05)
+            )
         assert world.wrong() == []
         world.check()
 
 
-@pytest.mark.parametrize("room", [*ROOMS.values(), *WIDE.values()], ids=[*ROOMS, *(f"wide, {name}" for name in WIDE)])
+@pytest.mark.parametrize(
+    "room", [*ROOMS.values(), *WIDE.values()], ids=[*ROOMS, *(f"wide, {name}" for name in WIDE)]
+)
 def test_the_next_wave_comes_while_one_is_computed(room: tuple[int, int, int, int]) -> None:
-    """Those that stay come first and count for nothing; of the others there are as many at a time as leave the next as many slots."""
+    """Those that stay come first and count for nothing; of the others there are as many at a time as leave
+    the next as many slots."""
     on_device, _, ring, host_ring = room
     with World(room, each=12, layers=1) as world:
         experts = world.experts
@@ -319,7 +350,9 @@ def test_a_copy_must_wait_for_the_kernel_on_what_it_writes_over(room: tuple[int,
     def right(mutant: bool) -> bool:
         gates = Gates([("kernel", 0)])
         with World(room, gates) as world:
-            first, *rest = [id for id in world.ids if world.experts.homes[id].tier is not Tier.DEVICE and id.layer == 0]
+            first, *rest = [
+                id for id in world.ids if world.experts.homes[id].tier is not Tier.DEVICE and id.layer == 0
+            ]
             slot = world.device.data_ptr()
             ids = [first, *rest, *([first] if len(rest) < room[2] else [])]
             world.experts.expect([first])
@@ -339,15 +372,22 @@ def test_a_copy_must_wait_for_the_kernel_on_what_it_writes_over(room: tuple[int,
 
 
 @pytest.mark.parametrize("waves", [False, True])
-@pytest.mark.parametrize("name", ["host", "all tiers", "all tiers, rings of one", "disk, the larger host ring"])
-def test_a_slot_that_is_given_up_must_not_be_written_over_while_its_expert_is_used(name: str, waves: bool) -> None:
-    """A newcomer stays in the slot it came in, and the next one comes to that of whom it has replaced, whose kernel still runs."""
+@pytest.mark.parametrize(
+    "name", ["host", "all tiers", "all tiers, rings of one", "disk, the larger host ring"]
+)
+def test_a_slot_that_is_given_up_must_not_be_written_over_while_its_expert_is_used(
+    name: str, waves: bool
+) -> None:
+    """A newcomer stays in the slot it came in, and the next one comes to that of whom it has replaced, whose
+    kernel still runs."""
 
     def right(mutant: bool) -> bool:
         gates = Gates([("kernel", 0)])
         with World(ROOMS[name], gates) as world:
             experts = world.experts
-            newcomer, *others = [id for id in world.ids if experts.homes[id].tier is not Tier.DEVICE and id.layer == 2]
+            newcomer, *others = [
+                id for id in world.ids if experts.homes[id].tier is not Tier.DEVICE and id.layer == 2
+            ]
             resident = next(id for id in world.ids if experts.homes[id].tier is Tier.DEVICE and id.layer < 2)
             left = "device", experts.homes[resident].slot
             experts._used[newcomer] = 100
@@ -409,7 +449,8 @@ def test_a_wave_must_wait_for_the_last_of_its_copies(name: str) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("name", ["host", "disk"])
 def test_no_slot_of_a_wave_is_written_over_while_any_of_it_is_computed(name: str, which: int) -> None:
-    """A kernel of the first wave is held, and so are all that come to its slot. There are more experts than slots."""
+    """A kernel of the first wave is held, and so are all that come to its slot. There are more experts than
+    slots."""
 
     class Early(Experts):
         """Leaves its marks when a wave has been taken, not when it has been computed."""
@@ -440,7 +481,11 @@ def test_no_slot_of_a_wave_is_written_over_while_any_of_it_is_computed(name: str
     assert not right(Early)
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS.values() if room[3]], ids=[name for name, room in ROOMS.items() if room[3]])
+@pytest.mark.parametrize(
+    "room",
+    [room for room in ROOMS.values() if room[3]],
+    ids=[name for name, room in ROOMS.items() if room[3]],
+)
 def test_a_copy_must_wait_until_its_expert_has_been_read(room: tuple[int, int, int, int]) -> None:
     class Hasty(Experts):
         def _bring(self, id: GroupId, coming: module._Coming) -> Ticket:
@@ -464,7 +509,11 @@ def test_a_copy_must_wait_until_its_expert_has_been_read(room: tuple[int, int, i
     assert not right(Hasty)
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS.values() if room[3]], ids=[name for name, room in ROOMS.items() if room[3]])
+@pytest.mark.parametrize(
+    "room",
+    [room for room in ROOMS.values() if room[3]],
+    ids=[name for name, room in ROOMS.items() if room[3]],
+)
 def test_a_read_must_wait_until_its_slot_has_been_copied(room: tuple[int, int, int, int]) -> None:
     """Copies are held; what is read next comes to the same slot of the host ring."""
 
@@ -488,7 +537,8 @@ def test_a_read_must_wait_until_its_slot_has_been_copied(room: tuple[int, int, i
 
 
 def test_a_read_must_wait_until_a_host_home_that_was_given_up_has_been_copied() -> None:
-    """Who stayed on HOST came to the device a moment ago, and gives its place to one from DISK; the next is read into it."""
+    """Who stayed on HOST came to the device a moment ago, and gives its place to one from DISK; the next is
+    read into it."""
 
     def right(mutant: bool) -> bool:
         gates = Gates()
@@ -497,7 +547,9 @@ def test_a_read_must_wait_until_a_host_home_that_was_given_up_has_been_copied() 
             experts.expect([])
             stays = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST)
             home = experts.homes[stays].slot
-            newcomer, second = [id for id in world.ids if experts.homes[id].tier is Tier.DISK and id.layer != stays.layer][:2]
+            newcomer, second = [
+                id for id in world.ids if experts.homes[id].tier is Tier.DISK and id.layer != stays.layer
+            ][:2]
             experts._used[newcomer] = 100
             experts._least[Tier.HOST] = [stays]
             gates.shut(("copy", ("device", experts._ring[0]), 0))
@@ -525,7 +577,9 @@ def test_a_read_must_wait_until_a_host_home_that_was_given_up_has_been_copied() 
 
 def prepared(room: tuple[int, int, int, int], *, threads: bool, seed: int) -> World:
     """On its way, with exchanges at hand on both tiers."""
-    world = World(room, Gates(delay=random_delays(seed, longest=3e-4)), compute=None if threads else CallerStream())
+    world = World(
+        room, Gates(delay=random_delays(seed, longest=3e-4)), compute=None if threads else CallerStream()
+    )
     for layer in range(2):
         world.layer([expert(layer, 0), expert(layer, 3)])
     experts = world.experts
@@ -546,12 +600,16 @@ def prepared(room: tuple[int, int, int, int], *, threads: bool, seed: int) -> Wo
         ("wide, all tiers", True),
     ],
 )
-@pytest.mark.parametrize("name", ["expect", "expect anew", "take", "take unexpectedly", "release", "take a wave", "release a wave"])
+@pytest.mark.parametrize(
+    "name", ["expect", "expect anew", "take", "take unexpectedly", "release", "take a wave", "release a wave"]
+)
 def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool) -> None:
     """Places in which an interrupt can strike, and a second one where the first is being mended."""
     place, interrupted = len(room + name) % STRIDE, True
     while interrupted:
-        world = prepared(WIDE[room[6:]] if room.startswith("wide, ") else ROOMS[room], threads=threads, seed=place)
+        world = prepared(
+            WIDE[room[6:]] if room.startswith("wide, ") else ROOMS[room], threads=threads, seed=place
+        )
         experts = world.experts
         ids = [expert(2, number) for number in range(4)]
         away = next(id for id in ids if experts.homes[id].tier is not Tier.DEVICE)
@@ -589,7 +647,8 @@ def test_an_interrupt_anywhere_does_no_harm(room: str, name: str, threads: bool)
 
 
 def test_a_read_that_an_interrupt_has_left_behind_harms_nobody() -> None:
-    """It is held until another expert has been read into its slot, if that can be; the copy of that one comes after both."""
+    """It is held until another expert has been read into its slot, if that can be; the copy of that one comes
+    after both."""
     place, interrupted = 0, True
     while interrupted:
         gates, copied = Gates(), Gates([("copy", ("device", 0), 0)])
@@ -618,7 +677,9 @@ def test_close_at_any_moment() -> None:
             world = World(ROOMS["disk"], Gates(delay=random_delays(moment, longest=3e-3)))
             world.every()
             world.experts.expect(ids)
-            steps = [step for id in ids for step in (partial(world.take, id), partial(world.experts.release, id))]
+            steps = [
+                step for id in ids for step in (partial(world.take, id), partial(world.experts.release, id))
+            ]
             for step in steps[:moment]:
                 step()
             assert within(LONG, world.close)
@@ -683,7 +744,9 @@ def test_an_expert_that_is_still_to_be_used_stays() -> None:
     with World(ROOMS["host"]) as world:
         experts = world.experts
         resident = next(id for id in world.ids if experts.homes[id].tier is Tier.DEVICE)
-        newcomer = next(id for id in world.ids if experts.homes[id].tier is Tier.HOST and id.layer == resident.layer)
+        newcomer = next(
+            id for id in world.ids if experts.homes[id].tier is Tier.HOST and id.layer == resident.layer
+        )
         experts._used[newcomer] = 100
         experts._least[Tier.DEVICE] = [resident]
         world.layer([newcomer, resident])

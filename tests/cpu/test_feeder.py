@@ -1,4 +1,5 @@
-"""Weights that stream arrive whole and in time, whatever is late; and every single wait of the protocol is needed for it."""
+"""Weights that stream arrive whole and in time, whatever is late; and every single wait of the protocol is
+needed for it."""
 
 import threading
 import time
@@ -72,7 +73,9 @@ def test_every_kernel_sees_its_group_where_the_solver_puts_them(seed: int) -> No
     device, host = int(rng.integers(max(sizes), sum(sizes) + 1)), int(rng.integers(4, 40))
     shape = Shape(sizes, "", 0)
     uses = [Use(id, size * UNIT) for id, size in zip(shape.ids, sizes, strict=True)]
-    placement = solve(uses, Limits(device * UNIT, host * UNIT), Rates(20 * UNIT, 2 * UNIT, 1000 * UNIT), piece=4 * UNIT)
+    placement = solve(
+        uses, Limits(device * UNIT, host * UNIT), Rates(20 * UNIT, 2 * UNIT, 1000 * UNIT), piece=4 * UNIT
+    )
     with World(replace(shape, solved=placement), Gates(delay=random_delays(seed)), changing=True) as world:
         world.passes(3)
         assert world.wrong() == []
@@ -83,7 +86,8 @@ def test_every_kernel_sees_its_group_where_the_solver_puts_them(seed: int) -> No
 
 @dataclass(frozen=True)
 class Needed:
-    """A wait of the device ring: the `index`th of run `writer`, for run `user`, by their numbers in the ring."""
+    """A wait of the device ring: the `index`th of run `writer`, for run `user`, by their numbers in the
+    ring."""
 
     shape: Shape
     writer: int
@@ -97,7 +101,9 @@ class Needed:
     def segment(self) -> int:
         """Which segment of the writer has it."""
         with World(self.shape) as world:
-            return [n for n, segment in enumerate(world.feeder._segments[self.writer]) if segment.wait is not None][self.index]
+            return [
+                n for n, segment in enumerate(world.feeder._segments[self.writer]) if segment.wait is not None
+            ][self.index]
 
     def without(self, segments: list[list[Segment]]) -> list[list[Segment]]:
         at = [n for n, segment in enumerate(segments[self.writer]) if segment.wait is not None][self.index]
@@ -113,15 +119,17 @@ def waits_of(shape: Shape) -> list[Needed]:
         Needed(shape, number, index, wait.run)
         for number, run in enumerate(runs)
         for index, wait in enumerate(run.waits)
-        if placement.homes[shape.order[run.use]] is Tier.DISK or shape.order[runs[wait.run].use] != shape.order[run.use]
+        if placement.homes[shape.order[run.use]] is Tier.DISK
+        or shape.order[runs[wait.run].use] != shape.order[run.use]
     ]
 
 
 @pytest.mark.parametrize("needed", [needed for shape in SHAPES for needed in waits_of(shape)], ids=str)
 @pytest.mark.parametrize("side", ["host", "stream"])
 def test_every_wait_of_the_ring_is_needed(needed: Needed, side: str) -> None:
-    """Held up in the midst of a use, the writer of its bytes waits; without the wait it does not. On the side of the host, the use is not
-    over because it has not been released; on the side of the stream, because the kernel still runs."""
+    """Held up in the midst of a use, the writer of its bytes waits; without the wait it does not. On the side
+    of the host, the use is not over because it has not been released; on the side of the stream, because the
+    kernel still runs."""
     shape = needed.shape
     runs = shape.placement().device_ring.runs
     visit = len(shape.order) + runs[needed.user].use
@@ -158,7 +166,8 @@ def test_every_wait_of_the_ring_is_needed(needed: Needed, side: str) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """A piece of the host ring, by the run of the device ring that it is part of, and whatever is read into its slot next."""
+    """A piece of the host ring, by the run of the device ring that it is part of, and whatever is read into
+    its slot next."""
 
     shape: Shape
     number: int
@@ -181,16 +190,24 @@ class Read:
             laps -= ring.runs[number].offset == slot
         run = ring.runs[number]
         group = self.shape.order[run.use]
-        before = sum(other.use < run.use and self.shape.order[other.use] == group for other in ring.runs if other.start == run.start)
+        before = sum(
+            other.use < run.use and self.shape.order[other.use] == group
+            for other in ring.runs
+            if other.start == run.start
+        )
         times = self.shape.order.count(group)
         return "read", str(group), run.start, turn * times + before
 
     def copies(self, world: World) -> list[Hashable]:
         """Of the second pass, out of its slot."""
         runs = world.placement.device_ring.runs
-        run = next(run for run, one in enumerate(runs) if one.use == world.placement.host_ring.runs[self.number].use)
+        run = next(
+            run for run, one in enumerate(runs) if one.use == world.placement.host_ring.runs[self.number].use
+        )
         own = world.feeder._segments[run]
-        return [("copy", (run, index), 1) for index, segment in enumerate(own) if segment.piece == self.number]
+        return [
+            ("copy", (run, index), 1) for index, segment in enumerate(own) if segment.piece == self.number
+        ]
 
 
 READS = [Read(shape, number) for shape in SHAPES for number in range(len(shape.placement().host_ring.runs))]
@@ -304,7 +321,9 @@ def test_a_loader_must_wait_until_its_slot_has_been_copied(monkeypatch: pytest.M
         copies = Copies(gates)
         copies.blind = mutant
         place = target.as_subclass(Elsewhere)
-        thread = threading.Thread(target=lambda: loading.load([(group, place)], Store(gates), [slot], copies, None))
+        thread = threading.Thread(
+            target=lambda: loading.load([(group, place)], Store(gates), [slot], copies, None)
+        )
         thread.start()
         assert gates.passes(("read", "ffn.0", 4 * UNIT, 0), LONG if mutant else BRIEF) == mutant
         gates.open()
@@ -386,7 +405,9 @@ def test_what_a_reader_meets_is_raised_where_the_group_is_taken(shape: Shape) ->
     fault = CheckpointError(f"ffn.{damaged} is damaged")
     with no_thread_left(), World(shape) as world:
         world.passes(1)
-        world.store.faults = {(shape.ids[damaged], start): fault for start in range(0, shape.sizes[damaged] * UNIT, UNIT)}
+        world.store.faults = {
+            (shape.ids[damaged], start): fault for start in range(0, shape.sizes[damaged] * UNIT, UNIT)
+        }
         # What was read ahead may still be used, but then no more, and never with a wrong byte.
         for _ in range(3):
             with pytest.raises(CheckpointError, match=f"ffn.{damaged} is damaged"):
@@ -399,7 +420,9 @@ def test_the_first_read_is_checked_until_it_has_succeeded() -> None:
     with World(shape) as world:
         world.passes(3)
         world.weights.close()  # Readers are ahead.
-        assert all(world.store.reads[piece] - world.store.unchecked[piece] == 1 for piece in world.store.reads)
+        assert all(
+            world.store.reads[piece] - world.store.unchecked[piece] == 1 for piece in world.store.reads
+        )
 
 
 # ---- counts
@@ -430,17 +453,25 @@ def settle(feeder: Feeder) -> None:
 
 
 def full(feeder: Feeder) -> bool:
-    """Whether the next copy waits for a release, all that has been claimed has landed, and nothing more can be claimed."""
+    """Whether the next copy waits for a release, all that has been claimed has landed, and nothing more can
+    be claimed."""
     with feeder._lock:
         count, pieces = len(feeder._runs), feeder._pieces
         visit, index = feeder._place
         wait = feeder._segments[visit % count][index].wait
-        if wait is None or visit // count * count + wait - (0 if wait < visit % count else count) < feeder._released:
+        if (
+            wait is None
+            or visit // count * count + wait - (0 if wait < visit % count else count) < feeder._released
+        ):
             return False
         if not pieces:
             return True
         owner = feeder._owner[pieces[feeder._claimed % len(pieces)].slot]
-        return feeder._claimed == sum(turn + 1 for turn in feeder._landed) and owner >= 0 and feeder._after(owner) > feeder._place
+        return (
+            feeder._claimed == sum(turn + 1 for turn in feeder._landed)
+            and owner >= 0
+            and feeder._after(owner) > feeder._place
+        )
 
 
 # ---- interrupts
@@ -460,17 +491,24 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("threads", "anew"), [(True, 0), (False, 3)], ids=["threads", "at_once"])
 def test_an_interrupt_anywhere_in_take_and_release_does_no_harm(name: str, threads: bool, anew: int) -> None:
-    """Afterwards groups are taken from number `anew` on, and all is as ever; nothing hangs, also not on closing."""
+    """Afterwards groups are taken from number `anew` on, and all is as ever; nothing hangs, also not on
+    closing."""
     used, taken = CALLS[name]
     shape, place, interrupted = AT_ONCE, len(name) % STRIDE, True
     while interrupted:
-        world = World(shape, Gates(delay=random_delays(place, longest=3e-4)), compute=None if threads else CallerStream()).load()
+        world = World(
+            shape,
+            Gates(delay=random_delays(place, longest=3e-4)),
+            compute=None if threads else CallerStream(),
+        ).load()
         for group in [*shape.order, *shape.order[:2]]:
             world.use(group)
         if used is not None:
             world.take(shape.order[used])
         take, release = world.weights.take, world.weights.release
-        call = partial(release, shape.order[used or 0]) if taken is None else partial(take, shape.order[taken])
+        call = (
+            partial(release, shape.order[used or 0]) if taken is None else partial(take, shape.order[taken])
+        )
         interrupted = cut_short(call, place, ("penstock", "threading"))
         uses = partial(use_all, world, [*shape.order[anew:], *shape.order * 2])
         assert within(LONG, uses)

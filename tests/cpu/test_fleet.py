@@ -1,4 +1,5 @@
-"""A desk whose calls replicas carry out: whatever is lost when, clients have the answer that one engine would have given.
+"""A desk whose calls replicas carry out: whatever is lost when, clients have the answer that one engine would
+have given.
 
 The replicas here are desks in this process, on one model, and what is lost is what comes of them.
 """
@@ -27,24 +28,31 @@ from penstock.server.metrics import Metrics
 from penstock.step.structure import Structure
 
 SIZE, ROWS = 16, 4
-STORY = "Once upon a time there was a boat that could not swim. One day it asked the sea about it, and the sea said"
+STORY = (
+    "Once upon a time there was a boat that could not swim. One day it asked the sea about it, and the sea "
+    "said"
+)
 """More than a block."""
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=1.5, seed=7, n=2, logprobs=2)
 STOPPED = SamplingParams(temperature=0, max_tokens=30, stop=["."])
-NUMBERED = SamplingParams(temperature=1.5, seed=3, max_tokens=10, structure=Structure.regex("[a-z]{4} [0-9]{20}"))
+NUMBERED = SamplingParams(
+    temperature=1.5, seed=3, max_tokens=10, structure=Structure.regex("[a-z]{4} [0-9]{20}")
+)
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(device="cpu", dtype="float32", device_memory="400MiB", max_sequences=ROWS, block_size=SIZE) as llm:
+    with LLM(
+        device="cpu", dtype="float32", device_memory="400MiB", max_sequences=ROWS, block_size=SIZE
+    ) as llm:
         yield llm
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a replica is lost with: after so many messages, without a word if it is `silent`, and with all that it waits for if it `hangs`.
-    Instead of the seeds that were decided it may have drawn with others."""
+    """What a replica is lost with: after so many messages, without a word if it is `silent`, and with all
+    that it waits for if it `hangs`. Instead of the seeds that were decided it may have drawn with others."""
 
     after: int = 1 << 30
     silent: bool = False
@@ -68,12 +76,16 @@ class Crew:
         loss = self._losses[len(self.sent)] if len(self.sent) < len(self._losses) else Loss()
         self.sent.append(keys)
         if loss.seed is not None:
-            samplings = self._llm.read(errand.prompt, replace(errand.params or GREEDY, seed=loss.seed)).samplings
+            samplings = self._llm.read(
+                errand.prompt, replace(errand.params or GREEDY, seed=loss.seed)
+            ).samplings
             errand = replace(errand, decided=errand.decided | {"samplings": samplings})
         self.open += 1
         try:
             count = 0
-            async with aclosing(carried_out(self._llm, self.desk, f"replica {len(self.sent) - 1}", errand)) as messages:
+            async with aclosing(
+                carried_out(self._llm, self.desk, f"replica {len(self.sent) - 1}", errand)
+            ) as messages:
                 async for message in messages:
                     for part in _parts(message):
                         if count == loss.after:
@@ -93,13 +105,19 @@ class Crew:
 
 def _parts(message: Message) -> list[Message]:
     """Token by token, however many have come at a time."""
-    return [replace(message, deltas=(delta,)) for delta in message.deltas] if isinstance(message, Came) else [message]
+    return (
+        [replace(message, deltas=(delta,)) for delta in message.deltas]
+        if isinstance(message, Came)
+        else [message]
+    )
 
 
 Work = Callable[[FarLLM, Fleet, Crew], Awaitable[None]]
 
 
-def with_a_fleet(llm: LLM, work: Work, *losses: Loss, affinity: Affinity | None = None, patience: float = 30.0) -> Crew:
+def with_a_fleet(
+    llm: LLM, work: Work, *losses: Loss, affinity: Affinity | None = None, patience: float = 30.0
+) -> Crew:
     """Nothing is left when it is closed."""
     crew = Crew(llm, losses)
 
@@ -128,7 +146,8 @@ async def streamed(call: Call) -> list[Delta]:
 
 
 def same(found: Completion, expected: Completion) -> None:
-    """But for what was found of the prompt, which depends on who asked before, and the last digits of what is computed beside others."""
+    """But for what was found of the prompt, which depends on who asked before, and the last digits of what is
+    computed beside others."""
 
     def bare(completion: Completion) -> Completion:
         outputs = tuple(replace(output, logprobs=None) for output in completion.outputs)
@@ -140,11 +159,17 @@ def same(found: Completion, expected: Completion) -> None:
 
     assert bare(found) == bare(expected)
     assert [token for token, _ in likely(found)] == [token for token, _ in likely(expected)]
-    assert [share for _, share in likely(found)] == pytest.approx([share for _, share in likely(expected)], abs=1e-3)
+    assert [share for _, share in likely(found)] == pytest.approx(
+        [share for _, share in likely(expected)], abs=1e-3
+    )
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN, STOPPED, NUMBERED], ids=["greedy", "drawn", "stopped", "structured"])
-def test_wherever_replicas_are_lost_a_stream_goes_on_with_what_is_next(llm: LLM, params: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "params", [GREEDY, DRAWN, STOPPED, NUMBERED], ids=["greedy", "drawn", "stopped", "structured"]
+)
+def test_wherever_replicas_are_lost_a_stream_goes_on_with_what_is_next(
+    llm: LLM, params: SamplingParams
+) -> None:
     [expected] = llm.generate(STORY, params)
     for losses in ([0], [1], [2], [7], [3, 5], [5, 3, 1]):
 
@@ -155,7 +180,9 @@ def test_wherever_replicas_are_lost_a_stream_goes_on_with_what_is_next(llm: LLM,
                 own = [delta for delta in deltas if delta.index == output.index]
                 assert [token for delta in own for token in delta.tokens] == list(output.tokens)
                 assert "".join(delta.text for delta in own) == output.text
-                assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [output.finish_reason]
+                assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [
+                    output.finish_reason
+                ]
             same(call.so_far(), expected)
             assert call.counts[0] == sum(len(output.tokens) for output in expected.outputs)
             assert call.reasons == [output.finish_reason.value for output in expected.outputs]
@@ -223,9 +250,13 @@ def test_a_request_that_replicas_are_lost_with_again_and_again_is_given_up(llm: 
 
 def test_what_no_replica_can_answer_is_not_asked_twice(llm: LLM) -> None:
     async def work(far: FarLLM, desk: Desk, crew: Crew) -> None:
-        with pytest.raises(LengthError, match=f"a replica holds {llm.booted.engine.scheduler.longest} in all"):
+        with pytest.raises(
+            LengthError, match=f"a replica holds {llm.booted.engine.scheduler.longest} in all"
+        ):
             far.read(STORY, SamplingParams(max_tokens=1 << 20))
-        with pytest.raises(LengthError, match=r"the request has at least \d+ tokens of prompt, but a replica holds"):
+        with pytest.raises(
+            LengthError, match=r"the request has at least \d+ tokens of prompt, but a replica holds"
+        ):
             far.read("word " * 500_000, GREEDY)
         with pytest.raises(RequestError, match="the prompt is empty"):
             far.read([], GREEDY)
@@ -237,7 +268,9 @@ def test_what_no_replica_can_answer_is_not_asked_twice(llm: LLM) -> None:
     assert len(with_a_fleet(llm, work).sent) == 1
 
 
-def test_an_answer_that_nothing_can_come_of_any_more_is_asked_of_another_replica(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_nothing_can_come_of_any_more_is_asked_of_another_replica(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its machine has stopped without a word: all that is known is that the replica is not there any more."""
     monkeypatch.setattr(far, "_LOOK", 0.02)
     [expected] = llm.generate(STORY, GREEDY)
@@ -268,7 +301,10 @@ def test_who_leaves_takes_its_errand_along_and_there_is_room_again(llm: LLM) -> 
         assert desk.outputs == 0
         while crew.open:
             await asyncio.sleep(0.01)
-        same((await desk.ask([far.read("The sea", GREEDY)])[0].completion()), llm.generate("The sea", GREEDY)[0])
+        same(
+            (await desk.ask([far.read("The sea", GREEDY)])[0].completion()),
+            llm.generate("The sea", GREEDY)[0],
+        )
 
     with_a_fleet(llm, work)
 
@@ -320,12 +356,17 @@ def test_prompts_of_different_salts_share_nothing_wherever_they_go(llm: LLM) -> 
     with_a_fleet(llm, work, affinity=affinity)
 
 
-def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_ray_it_is_said_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in [name for name in sys.modules if name.startswith("penstock.server.fleet.replicas")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "--replicas", "1:2", "--port", "0", "--quiet"]) == 2
-    assert capsys.readouterr().err == "penstock: error: replicas need ray, which is not installed; pip install 'penstock[ray]'\n"
+    assert (
+        capsys.readouterr().err
+        == "penstock: error: replicas need ray, which is not installed; pip install 'penstock[ray]'\n"
+    )
 
 
 def test_what_is_for_replicas_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,7 +376,9 @@ def test_what_is_for_replicas_needs_them(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("text", ["0", "2:1", "1:2:3", "-1", "", ":", "1:", "two", "1.5"])
 def test_numbers_of_replicas_that_cannot_be(text: str) -> None:
-    with pytest.raises(ConfigError, match="are not a number, or the least and the most of them; write 2, or 1:4"):
+    with pytest.raises(
+        ConfigError, match="are not a number, or the least and the most of them; write 2, or 1:4"
+    ):
         bounds(text)
 
 

@@ -1,4 +1,5 @@
-"""A process that was forked from one with torch is what it would be if it had been started, but for the time that it takes."""
+"""A process that was forked from one with torch is what it would be if it had been started, but for the time
+that it takes."""
 
 import json
 import os
@@ -18,7 +19,8 @@ TELLS = """
 import json, os, signal, sys
 files = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
 def look(stream):
-    return stream.encoding, stream.errors, stream.line_buffering, stream.write_through, stream.isatty(), stream.fileno()
+    how = stream.encoding, stream.errors, stream.line_buffering, stream.write_through
+    return *how, stream.isatty(), stream.fileno()
 print(json.dumps({
     "kind": sys.argv[0], "main": __name__, "module": sys.modules["__main__"].__dict__ is globals(),
     "folder": os.getcwd(), "first": sys.path[0], "found": [path for path in sys.path if "elsewhere" in path],
@@ -44,7 +46,8 @@ def test_it_is_what_it_would_be_if_it_were_started(session: bool, tmp_path: Path
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         try:
             process = popen(
-                [sys.executable, "-c", TELLS, str(reading)], cwd=tmp_path, env=environment, pass_fds=(reading,), start_new_session=session,
+                [sys.executable, "-c", TELLS, str(reading)], cwd=tmp_path, env=environment,
+                pass_fds=(reading,), start_new_session=session,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
         finally:
@@ -75,7 +78,10 @@ def test_it_may_be_forked_on_any_thread_and_killed() -> None:
 
 
 def test_torch_is_there_and_nothing_of_the_package() -> None:
-    code = "import sys; print('torch' in sys.modules, [name for name in sys.modules if name.startswith('penstock')])"
+    code = (
+        "import sys; print('torch' in sys.modules, [name for name in sys.modules if "
+        "name.startswith('penstock')])"
+    )
     assert forks.run([sys.executable, "-c", code], text=True).stdout == "True []\n"
 
 

@@ -1,4 +1,5 @@
-"""KV that rests in fp8: what rounding costs, and that nothing else costs anything, near, far and in a whole engine."""
+"""KV that rests in fp8: what rounding costs, and that nothing else costs anything, near, far and in a whole
+engine."""
 
 import contextlib
 import functools
@@ -43,22 +44,27 @@ MIB = 1 << 20
 
 CODES = torch.arange(127, dtype=torch.float64)
 E4M3 = torch.where(CODES < 8, CODES * 2.0**-9, (8 + CODES % 8) * 2.0 ** (CODES // 8 - 10))
-"""Every finite magnitude, by its code: the step of each binade is an eighth, and below 2^-6 there is one step."""
+"""Every finite magnitude, by its code: the step of each binade is an eighth, and below 2^-6 there is one
+step."""
 MIDDLES = (E4M3[1:] + E4M3[:-1]) / 2
 
 
 def scales(blocks: Tensor) -> Tensor:
-    """`[..., 1, kv_heads, 1]`: the least power of two, and no less than a normal float32, that brings a head's numbers to 448 or below."""
+    """`[..., 1, kv_heads, 1]`: the least power of two, and no less than a normal float32, that brings a
+    head's numbers to 448 or below."""
     largest = blocks.double().abs().amax((-3, -1), keepdim=True)
     return torch.where(largest > 0, torch.exp2(torch.log2(largest / 448).ceil()).clamp(min=2.0**-126), 1.0)
 
 
 def rounded(blocks: Tensor) -> Tensor:
-    """Blocks `[..., block_size, kv_heads, head_dim]` as they should come back: the nearest, of two the one with an even code."""
+    """Blocks `[..., block_size, kv_heads, head_dim]` as they should come back: the nearest, of two the one
+    with an even code."""
     scale = scales(blocks)
     size = blocks.double().abs() / scale
     below, above = torch.bucketize(size, MIDDLES), torch.bucketize(size, MIDDLES, right=True)
-    return (E4M3[torch.where(below % 2 == 0, below, above)] * scale).copysign(blocks.double()).to(blocks.dtype)
+    return (
+        (E4M3[torch.where(below % 2 == 0, below, above)] * scale).copysign(blocks.double()).to(blocks.dtype)
+    )
 
 
 def passed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,9 +78,12 @@ def passed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise(*shape: int, dtype: str, seed: int = 0) -> Tensor:
-    """Numbers of many sizes within a head, and of others in other heads (the last but one dimension) and blocks (the first)."""
+    """Numbers of many sizes within a head, and of others in other heads (the last but one dimension) and
+    blocks (the first)."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 1, shape, generator=generator).float())
+    x = torch.randn(shape, generator=generator) * torch.exp2(
+        torch.randint(-12, 1, shape, generator=generator).float()
+    )
     sizes = torch.randint(-9, 10, (shape[0], *[1] * (len(shape) - 3), shape[-2], 1), generator=generator)
     return (x * torch.exp2(sizes.float())).to(getattr(torch, dtype))
 
@@ -103,7 +112,10 @@ def test_strides_do_not_matter(dtype: str) -> None:
         blocks = fused[:, heads].unflatten(0, (6, 8))
         assert not blocks.is_contiguous()
         assert torch.equal(passed(blocks)[0], passed(blocks.contiguous())[0])
-        wide, count = torch.zeros(6, 2, 8 * blocks.shape[2] * 14, dtype=torch.uint8), blocks[0].numel() + 4 * blocks.shape[2]
+        wide, count = (
+            torch.zeros(6, 2, 8 * blocks.shape[2] * 14, dtype=torch.uint8),
+            blocks[0].numel() + 4 * blocks.shape[2],
+        )
         to_fp8(blocks, wide[:, 1, :count])
         assert not wide[:, 0].any()
         assert not wide[:, 1, count:].any()
@@ -113,7 +125,8 @@ def test_strides_do_not_matter(dtype: str) -> None:
 
 
 def test_a_scale_is_the_least_that_suffices() -> None:
-    """At every power of two of float32: 448 of it stays what it is, and the next number takes twice the scale."""
+    """At every power of two of float32: 448 of it stays what it is, and the next number takes twice the
+    scale."""
     powers = torch.exp2(torch.arange(-126, 120).double())
     edge = (448 * powers).float()[:, None, None, None].expand(-1, 1, 1, 4)
     back, kept = passed(edge)
@@ -127,7 +140,9 @@ def test_a_scale_is_the_least_that_suffices() -> None:
 def test_the_least_and_the_largest_numbers_stay_finite(dtype: str) -> None:
     info = torch.finfo(getattr(torch, dtype))
     for largest in (0.0, info.smallest_normal / 64, info.tiny, 1.0, info.max / 3, info.max):
-        blocks = torch.tensor([[largest, -largest], [largest / 3, -0.0]], dtype=getattr(torch, dtype))[:, None, :, None].expand(2, 2, 2, 1)
+        blocks = torch.tensor([[largest, -largest], [largest / 3, -0.0]], dtype=getattr(torch, dtype))[
+            :, None, :, None
+        ].expand(2, 2, 2, 1)
         back, kept = passed(blocks)
         assert back.isfinite().all()
         assert kept.isfinite().all()
@@ -195,22 +210,35 @@ def ids(blocks: Sequence[int]) -> tuple[HostBlockId, ...]:
 @KINDS
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_come_back_rounded_once(dtype: str, seed: int, tmp_path: Path) -> None:
-    """Chunks sent layer by layer from fused projections, and blocks demoted from pages, to host and disk, whatever is late; pages and
-    projections are written over at once."""
-    exact = KVLayout(**{**{name: getattr(EXACT, name) for name in ("layers", "block_size", "kv_heads", "head_dim")}, "dtype": dtype})
+    """Chunks sent layer by layer from fused projections, and blocks demoted from pages, to host and disk,
+    whatever is late; pages and projections are written over at once."""
+    exact = KVLayout(
+        **{
+            **{name: getattr(EXACT, name) for name in ("layers", "block_size", "kv_heads", "head_dim")},
+            "dtype": dtype,
+        }
+    )
     size, rng = exact.block_size, np.random.default_rng(seed)
     truth = noise(NEAR + FAR, exact.layers, 2, size, exact.kv_heads, exact.head_dim, dtype=dtype, seed=seed)
     expected = rounded(truth)
-    pages, fused = KVPool(exact, 2, CPU), torch.zeros(CHUNK * size, 3 * exact.kv_heads, exact.head_dim, dtype=truth.dtype)
+    pages, fused = (
+        KVPool(exact, 2, CPU),
+        torch.zeros(CHUNK * size, 3 * exact.kv_heads, exact.head_dim, dtype=truth.dtype),
+    )
     k, v = fused[:, : exact.kv_heads], fused[:, 2 * exact.kv_heads :]
     free, blocks = rng.permutation(NEAR + FAR).tolist(), list[int]()
-    with carrying(exact.in_fp8, tmp_path, Gates(delay=random_delays(seed, ("copies", "out"), 1e-3))) as carrier:
+    with carrying(
+        exact.in_fp8, tmp_path, Gates(delay=random_delays(seed, ("copies", "out"), 1e-3))
+    ) as carrier:
         while len(free) > CHUNK + 2:
             demoted, new = [free.pop(), free.pop()], [free.pop() for _ in range(rng.integers(1, CHUNK + 1))]
             for page, block in enumerate(demoted):
                 pages.block(BlockId(page)).copy_(truth[block].flatten().view(torch.uint8))
             blocks += demoted
-            tiles = [Tile(ids(part), len(part) * size - 1) for part in np.array_split(blocks, -(-len(blocks) // TILE))]
+            tiles = [
+                Tile(ids(part), len(part) * size - 1)
+                for part in np.array_split(blocks, -(-len(blocks) // TILE))
+            ]
             orders = [Order(BlockId(page), HostBlockId(block)) for page, block in enumerate(demoted)]
             every = [range(len(tiles))] * exact.layers
             carrier.begin(orders, pages, [Send(0, ids(new))], tiles, range(exact.layers), every)
@@ -223,7 +251,9 @@ def test_blocks_come_back_rounded_once(dtype: str, seed: int, tmp_path: Path) ->
                 for tile in tiles:
                     for half, lent in enumerate(carrier.take()):
                         assert lent.is_contiguous()
-                        assert torch.equal(lent, expected[list(tile.blocks), layer, half].flatten(0, 1)[: tile.keys])
+                        assert torch.equal(
+                            lent, expected[list(tile.blocks), layer, half].flatten(0, 1)[: tile.keys]
+                        )
                         assert lent.dtype == truth.dtype
                     carrier.release()
             blocks += new
@@ -236,7 +266,9 @@ def test_the_device_memory_is_what_is_counted(tmp_path: Path) -> None:
         with carrying(layout, tmp_path, Gates()) as carrier:
             tensors = [*carrier.ring._slots, *carrier.ring._views, *carrier.outbox._slots]
             held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-            assert sum(held.values()) == carrier_bytes(layout, TILE * layout.block_size, CHUNK * layout.block_size)
+            assert sum(held.values()) == carrier_bytes(
+                layout, TILE * layout.block_size, CHUNK * layout.block_size
+            )
             assert len(held) == (3 if layout.rounded_from else 2)
 
 
@@ -249,7 +281,10 @@ def one_slot(gates: Gates) -> Iterator[tuple[Compute, TileRing, Outbox]]:
     compute, copies, out = Compute(), Late("copies", gates), Late("out", gates)
     pool = HostPool(EXACT.in_fp8, NEAR, CPU)
     pool._arena.bytes.zero_()
-    ring, outbox = (kind(pool, 1, EXACT.block_size, CPU, stream, compute, None) for kind, stream in ((TileRing, copies), (Outbox, out)))
+    ring, outbox = (
+        kind(pool, 1, EXACT.block_size, CPU, stream, compute, None)
+        for kind, stream in ((TileRing, copies), (Outbox, out))
+    )
     assert isinstance(ring, TileRing)
     assert isinstance(outbox, Outbox)
     try:
@@ -294,7 +329,10 @@ def test_nothing_is_rounded_into_staging_before_it_is_empty(how: str, mutant: bo
             if how == "send":
                 outbox.send(1, KV[block], KV[block], ids([block]))
             else:
-                outbox.demote(KV[block].expand(EXACT.layers, 2, -1, -1, -1).flatten().view(torch.uint8), HostBlockId(block))
+                outbox.demote(
+                    KV[block].expand(EXACT.layers, 2, -1, -1, -1).flatten().view(torch.uint8),
+                    HostBlockId(block),
+                )
 
         def both() -> None:
             send(3)
@@ -307,7 +345,9 @@ def test_nothing_is_rounded_into_staging_before_it_is_empty(how: str, mutant: bo
         assert sent.wait(LONG)
         compute.deaf = False
         first = {"send": 1, "demote": 0}[how]
-        found = [torch.equal(lent(ring, block, outbox.landed(), first), rounded(KV[block])) for block in (3, 4)]
+        found = [
+            torch.equal(lent(ring, block, outbox.landed(), first), rounded(KV[block])) for block in (3, 4)
+        ]
         assert found == [not mutant, True]
 
 
@@ -341,13 +381,25 @@ def test_an_interrupt_anywhere_does_no_harm(name: str) -> None:
 
 
 SPEC = Shape.of(dict(SHAPES["100M"])).spec
-LAYOUT = KVLayout(layers=SPEC.layers, block_size=32, kv_heads=SPEC.kv_heads, head_dim=SPEC.head_dim, dtype="bfloat16")
+LAYOUT = KVLayout(
+    layers=SPEC.layers, block_size=32, kv_heads=SPEC.kv_heads, head_dim=SPEC.head_dim, dtype="bfloat16"
+)
 
 
 def room(layout: KVLayout = LAYOUT, **settings: object) -> LongRoom:
     """On a machine with two budgets, so that host memory is beside the device's."""
-    config = Config(Path(), device_memory="64MiB", host_memory="192MiB", block_size=layout.block_size, **settings)  # type: ignore[arg-type]
-    found = long_room(config, SPEC, Limits(layout.block_size, 512, 4, config.max_length or 4096), layout, CPU, 64 * MIB, 60 * MIB)
+    config = Config(
+        Path(), device_memory="64MiB", host_memory="192MiB", block_size=layout.block_size, **settings
+    )  # type: ignore[arg-type]
+    found = long_room(
+        config,
+        SPEC,
+        Limits(layout.block_size, 512, 4, config.max_length or 4096),
+        layout,
+        CPU,
+        64 * MIB,
+        60 * MIB,
+    )
     assert found is not None
     return found
 
@@ -437,7 +489,9 @@ def test_an_engine_computes_with_what_was_rounded_and_nothing_else(dtype: str) -
     def demote_rounded(self: Outbox, block: Tensor, target: HostBlockId) -> None:
         layout = self._pool.layout
         shape = layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim
-        demote(self, rounded(block.view(getattr(torch, dtype)).view(shape)).flatten().view(torch.uint8), target)
+        demote(
+            self, rounded(block.view(getattr(torch, dtype)).view(shape)).flatten().view(torch.uint8), target
+        )
 
     with patch.object(Outbox, "send", send_rounded), patch.object(Outbox, "demote", demote_rounded):
         expected = asked(dtype)
@@ -445,8 +499,9 @@ def test_an_engine_computes_with_what_was_rounded_and_nothing_else(dtype: str) -
 
 
 APART, DIVERGENCE = 0.51, 0.073
-"""Twice what was found: the mean difference of log-probabilities of a prompt's tokens, and the mean divergence of distributions, in nats.
-The model is random and its attention sharp: bfloat16 alone, against float32, makes 0.074 and 0.0028."""
+"""Twice what was found: the mean difference of log-probabilities of a prompt's tokens, and the mean
+divergence of distributions, in nats. The model is random and its attention sharp: bfloat16 alone, against
+float32, makes 0.074 and 0.0028."""
 
 
 @KINDS
@@ -463,7 +518,9 @@ def test_an_engine_says_nearly_the_same(dtype: str) -> None:
 def test_disk_changes_nothing(tmp_path: Path) -> None:
     """Four blocks of a context on the host and the rest on disk give what the host alone gives."""
     near = 4 * KVLayout(3, 8, 2, 16, "bfloat16").in_fp8.block_bytes
-    found = asked("bfloat16", host_kv_dtype="fp8", host_kv_memory=near, disk_kv_memory="1MiB", kv_directory=tmp_path)
+    found = asked(
+        "bfloat16", host_kv_dtype="fp8", host_kv_memory=near, disk_kv_memory="1MiB", kv_directory=tmp_path
+    )
     assert list(map(everything, found)) == list(map(everything, answers("bfloat16", "fp8")))
 
 
@@ -475,6 +532,18 @@ def test_a_policy_that_chooses_everything_changes_nothing() -> None:
 
 
 def test_the_command_line_passes_it_on(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["--device", "cpu", "--kv-blocks", "8", "--host-kv-memory", "2MiB", "--host-kv-dtype", "fp8", "--max-tokens", "1", "-v"]
+    flags = [
+        "--device",
+        "cpu",
+        "--kv-blocks",
+        "8",
+        "--host-kv-memory",
+        "2MiB",
+        "--host-kv-dtype",
+        "fp8",
+        "--max-tokens",
+        "1",
+        "-v",
+    ]
     assert main(["run", *flags, "hello"]) == 0
     assert "hold KV in fp8" in capfd.readouterr().err

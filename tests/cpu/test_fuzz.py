@@ -1,4 +1,5 @@
-"""Random models under random schedules say what transformers says; and faults that are planted in the engine are found."""
+"""Random models under random schedules say what transformers says; and faults that are planted in the engine
+are found."""
 
 import gc
 import inspect
@@ -76,8 +77,18 @@ def planted(function: Callable[..., object], there: str, instead: str) -> Iterat
 
 FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     "yarn: a falling ramp is a step": (50, rope._yarn, "high - low or 0.001", "max(high - low, 0.001)"),
-    "yarn: a ramp over one pair more": (2, rope._yarn, "min(high, rope.dim - 1)", "min(high, rope.dim - 1) + 1"),
-    "yarn: factor of attention forgotten": (38, rope.attention_scale, "return rope.attention_factor", "return 1.0"),
+    "yarn: a ramp over one pair more": (
+        2,
+        rope._yarn,
+        "min(high, rope.dim - 1)",
+        "min(high, rope.dim - 1) + 1",
+    ),
+    "yarn: factor of attention forgotten": (
+        38,
+        rope.attention_scale,
+        "return rope.attention_factor",
+        "return 1.0",
+    ),
     "llama3: blended the wrong way": (
         3,
         rope._llama3,
@@ -85,11 +96,26 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
         "keep * frequency / rope.factor + (1 - keep)",
     ),
     "dynamic: stretched too far": (15, rope.inverse_frequencies, " - (rope.factor - 1)", ""),
-    "window: one token more": (1, InputBuilder._group, "key >= lengths_here - window", "key >= lengths_here - window - 1"),
-    "window: one token less in chunks": (8, attention._add_past, "distance - window + 1", "distance - window + 2"),
+    "window: one token more": (
+        1,
+        InputBuilder._group,
+        "key >= lengths_here - window",
+        "key >= lengths_here - window - 1",
+    ),
+    "window: one token less in chunks": (
+        8,
+        attention._add_past,
+        "distance - window + 1",
+        "distance - window + 2",
+    ),
     "window: tiles hidden too soon": (8, InputBuilder._seen, "start - window + 1", "start"),
     "window: left out": (1, families._window, 'config.whole("sliding_window")', "None"),
-    "softmax: scaled by the width of all heads": (0, Decoder.__init__, "spec.head_dim**-0.5", "(spec.hidden_size / spec.heads)**-0.5"),
+    "softmax: scaled by the width of all heads": (
+        0,
+        Decoder.__init__,
+        "spec.head_dim**-0.5",
+        "(spec.hidden_size / spec.heads)**-0.5",
+    ),
     "norm: an epsilon of its own": (
         0,
         norm.rms_norm,
@@ -98,24 +124,45 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     ),
     "router: normalised where it should not be": (17, moe.mixture, "if moe.normalise", "if True"),
     "router: not normalised where it should be": (4, moe.mixture, "if moe.normalise", "if False"),
-    "preemption: positions of what was sent back": (0, Scheduler._let_go, "request.computed = request.sealed", "request.sealed"),
-    "merge: sums of exponentials forgotten": (8, attention.merge, "torch.logaddexp(lse, other_lse, out=lse)", "pass"),
+    "preemption: positions of what was sent back": (
+        0,
+        Scheduler._let_go,
+        "request.computed = request.sealed",
+        "request.sealed",
+    ),
+    "merge: sums of exponentials forgotten": (
+        8,
+        attention.merge,
+        "torch.logaddexp(lse, other_lse, out=lse)",
+        "pass",
+    ),
     "KV: shared whatever comes before": (0, keys.block_keys, "digest.update(parent)", "pass"),
-    "KV: shared but for the last token": (0, keys.block_keys, "start : start + width]", "start : start + width - 4]"),
+    "KV: shared but for the last token": (
+        0,
+        keys.block_keys,
+        "start : start + width]",
+        "start : start + width - 4]",
+    ),
     "KV: shared between lengths under dynamic rope": (
         15,
         PrefixRule.root_of,
         "return root_key(root, prompt_length)",
         "return root",
     ),
-    "KV: shared with another model": (3, boot._root, "fingerprint = model.fingerprint()", "model.fingerprint()"),
+    "KV: shared with another model": (
+        3,
+        boot._root,
+        "fingerprint = model.fingerprint()",
+        "model.fingerprint()",
+    ),
 }
 """The first seed that finds each, what is planted where, and what stands there."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name: str) -> None:
-    """Within the cases that the test above runs. It begins with the one that is known to; the others are for when cases change."""
+    """Within the cases that the test above runs. It begins with the one that is known to; the others are for
+    when cases change."""
     first, function, there, instead = FAULTS[name]
     every = range(CASES * len(fuzz.FAMILIES))
     assert first in every

@@ -15,7 +15,8 @@ import fuzz_files as fuzz
 from penstock.base.errors import CheckpointError
 
 COUNT = 12
-"""Of each kind: a second. `make fuzz-files` makes ten thousand, where the code that they reach leads to the next ones."""
+"""Of each kind: a second. `make fuzz-files` makes ten thousand, where the code that they reach leads to the
+next ones."""
 
 
 @pytest.mark.parametrize("name", fuzz.KINDS)

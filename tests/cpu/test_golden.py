@@ -1,4 +1,5 @@
-"""A trained model end to end: its recorded greedy tokens, its text, stop strings, streams of text, conversations."""
+"""A trained model end to end: its recorded greedy tokens, its text, stop strings, streams of text,
+conversations."""
 
 import json
 import shutil
@@ -12,7 +13,13 @@ from penstock import LLM, SamplingParams
 from penstock.base.errors import RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
-OTHERS = ["Once upon a time", "Tom and his dog", "The end", "Lily", "One day, a big bear saw a little red bird in the park and"]
+OTHERS = [
+    "Once upon a time",
+    "Tom and his dog",
+    "The end",
+    "Lily",
+    "One day, a big bear saw a little red bird in the park and",
+]
 TEMPLATE = """\
 {% for message in messages %}<{{ message.role }}>{{ message.content }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
@@ -66,19 +73,27 @@ def test_in_a_batch_with_others(golden: Golden, llm: LLM) -> None:
     completions = llm.generate([*OTHERS, golden.prompt, *OTHERS], [hot] * 5 + [GREEDY] + [hot] * 5)
     assert list(completions[5].tokens) == golden.tokens
     assert [completion.prompt for completion in completions] == [*OTHERS, None, *OTHERS]
-    assert [completion.tokens for completion in completions[:5]] == [completion.tokens for completion in completions[6:]]
+    assert [completion.tokens for completion in completions[:5]] == [
+        completion.tokens for completion in completions[6:]
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 32])
 def test_chunked_after_a_prefix_hit_and_preempted(golden: Golden, size: int) -> None:
-    """The story so far is the prompt, in steps of seven tokens, beside requests that take the blocks away from each other."""
+    """The story so far is the prompt, in steps of seven tokens, beside requests that take the blocks away
+    from each other."""
     begun = golden.prompt + golden.tokens[:100]
     with engine(golden, block_size=size, max_step_tokens=7, max_sequences=5, kv_blocks=256 // size) as llm:
         [alone] = llm.generate(begun, replace(GREEDY, max_tokens=100))
         assert list(alone.tokens) == golden.tokens[100:]
         assert alone.cached_tokens == 0
-        rest, others = SamplingParams(temperature=0, max_tokens=100), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        completions = llm.generate([begun, golden.prompt, begun, *OTHERS], [rest, GREEDY, rest] + [others] * 5)
+        rest, others = (
+            SamplingParams(temperature=0, max_tokens=100),
+            SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+        )
+        completions = llm.generate(
+            [begun, golden.prompt, begun, *OTHERS], [rest, GREEDY, rest] + [others] * 5
+        )
         assert list(completions[0].tokens) == list(completions[2].tokens) == golden.tokens[100:]
         assert list(completions[1].tokens) == golden.tokens
         assert completions[0].cached_tokens == 100 // size * size
@@ -100,7 +115,9 @@ def test_prompt_as_text(golden: Golden, llm: LLM) -> None:
         assert completion.prompt == begun
         assert list(completion.prompt_tokens) == tokens
         assert list(completion.tokens) == golden.tokens[len(tokens) - 1 : most - 1]
-        assert begun + completion.text == (golden.text if most == whole else llm.decode(golden.prompt + golden.tokens[: most - 1]))
+        assert begun + completion.text == (
+            golden.text if most == whole else llm.decode(golden.prompt + golden.tokens[: most - 1])
+        )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +136,9 @@ def test_prompt_as_text(golden: Golden, llm: LLM) -> None:
 )
 def test_stop_strings(golden: Golden, llm: LLM, stop: str | list[str], include: bool) -> None:
     strings = [stop] if isinstance(stop, str) else stop
-    end, string = min((golden.text.find(string) + len(string), string) for string in strings if string in golden.text)
+    end, string = min(
+        (golden.text.find(string) + len(string), string) for string in strings if string in golden.text
+    )
     expected = golden.text[: end if include else end - len(string)]
     params = replace(GREEDY, stop=stop, include_stop=include)
     [completion] = llm.generate(golden.prompt, params)
@@ -197,7 +216,9 @@ def test_chat(chatty: LLM) -> None:
     assert list(completion.prompt_tokens) == expected
     [plain] = chatty.generate(expected, params)
     assert (completion.tokens, completion.text) == (plain.tokens, plain.text)
-    assert [other.tokens for other in chatty.generate([messages, "Lily", messages], params)][::2] == [completion.tokens] * 2
+    assert [other.tokens for other in chatty.generate([messages, "Lily", messages], params)][::2] == [
+        completion.tokens
+    ] * 2
     [single] = chatty.generate(messages, params)
     assert single.tokens == completion.tokens
 

@@ -1,5 +1,6 @@
-"""Decode steps over inputs at fixed addresses, as graphs record them, here computed instead of replayed: what they say must be what steps
-with inputs of their own say. In place of kernels that read pages there is plain arithmetic that takes tables and lengths as they do."""
+"""Decode steps over inputs at fixed addresses, as graphs record them, here computed instead of replayed: what
+they say must be what steps with inputs of their own say. In place of kernels that read pages there is plain
+arithmetic that takes tables and lengths as they do."""
 
 import gc
 import weakref
@@ -31,7 +32,14 @@ from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program, row_count
 from penstock.worker.runner import Runner
 from tapes import launched, taped
 
-SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 7}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "check": True,
+    "max_step_tokens": 24,
+    "block_size": 4,
+    "max_sequences": 7,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
 SOME = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -51,20 +59,41 @@ def paged_decode(
         assert length <= max_length
         first = max(0, length - window) if window else 0
         groups, pages = q.shape[1] // k_cache.shape[2], table[row].long()
-        k, v = (cache[pages].flatten(0, 1)[first:length].repeat_interleave(groups, 1) for cache in (k_cache, v_cache))
+        k, v = (
+            cache[pages].flatten(0, 1)[first:length].repeat_interleave(groups, 1)
+            for cache in (k_cache, v_cache)
+        )
         scores = torch.einsum("hd,khd->hk", q[row], k) * scale
         out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v) if length else 0
     return out, None
 
 
 def placed_run(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, where: Tensor, *, scale: float, window: int | None, max_length: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    blocks: Tensor,
+    where: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    max_length: int,
 ) -> tuple[Tensor, None]:
     start, count = where.tolist()
     assert start + count <= max_length
     lengths = torch.tensor([start + at + 1 if at < count else 0 for at in range(len(q))])
     table = blocks[None].expand(len(q), -1)
-    return paged_decode(q, k_cache, v_cache, table, lengths, scale=scale, window=window, max_length=max_length, out=torch.zeros_like(q))
+    return paged_decode(
+        q,
+        k_cache,
+        v_cache,
+        table,
+        lengths,
+        scale=scale,
+        window=window,
+        max_length=max_length,
+        out=torch.zeros_like(q),
+    )
 
 
 KERNELS = SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode, placed_run=placed_run)
@@ -121,7 +150,9 @@ def test_greedy_tokens_are_the_same(name: str, ahead: bool) -> None:
     references = tiny.references(name)
     with patch.object(Runner, "ahead", ahead), opened(name) as llm:
         for params in (GREEDY, SOME):  # Then by way of the prefix cache.
-            for one, reference in zip(llm.generate([one.prompt for one in references], params), references, strict=True):
+            for one, reference in zip(
+                llm.generate([one.prompt for one in references], params), references, strict=True
+            ):
                 assert list(one.tokens) == reference.tokens[: params.max_tokens]
     assert len(set(Played.seen)) > 1, "no padding was needed"
     assert len(Played.seen) > tiny.OUTPUT
@@ -157,7 +188,8 @@ def test_what_recorded_runs_do_not_do() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prompts_that_read_what_their_own_step_writes(ahead: bool) -> None:
-    """Of one step: a prompt, two that go on behind it, by one token and by several, and rows that are under way."""
+    """Of one step: a prompt, two that go on behind it, by one token and by several, and rows that are under
+    way."""
     prompt = list(range(2, 14))
     asked = [prompt, [*prompt, 40], [*prompt, 41, 42, 43], [*prompt[:8], 50]]
     settings = {"block_size": 4, "max_step_tokens": 24}
@@ -190,13 +222,19 @@ def test_what_is_sampled_is_the_same() -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens
         assert len(one.logprobs or ()) == len(other.logprobs or ())
-        assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in zip(one.logprobs or (), other.logprobs or (), strict=True))
+        assert all(
+            abs(a.logprob - b.logprob) < 1e-4
+            for a, b in zip(one.logprobs or (), other.logprobs or (), strict=True)
+        )
 
 
 def test_rows_that_change_hands_and_blocks_that_do() -> None:
     """Few blocks, few rows: requests are preempted, rows given to others, block tables overwritten."""
     references = tiny.references("llama")
-    with patch.object(Runner, "ahead", True), opened("llama", kv_blocks=30, max_sequences=4, max_length=110) as llm:
+    with (
+        patch.object(Runner, "ahead", True),
+        opened("llama", kv_blocks=30, max_sequences=4, max_length=110) as llm,
+    ):
         found = llm.generate([one.prompt for one in references] * 3, GREEDY)
         assert llm.stats().preemptions > 0
     for one, reference in zip(found, references * 3, strict=True):
@@ -231,7 +269,9 @@ def test_row_counts(most: int) -> None:
     assert all(larger <= max(1.5 * smaller, smaller + 1) for larger, smaller in pairwise(counts))
 
 
-@pytest.mark.parametrize(("most", "counts"), [(8, ()), (16, (16,)), (100, (64, 32, 16)), (8192, (512, 256, 128, 64, 32, 16))])
+@pytest.mark.parametrize(
+    ("most", "counts"), [(8, ()), (16, (16,)), (100, (64, 32, 16)), (8192, (512, 256, 128, 64, 32, 16))]
+)
 def test_run_counts(most: int, counts: tuple[int, ...]) -> None:
     assert run_counts(spec_of("llama"), most) == counts
     assert run_counts(spec_of("mixtral"), most) == ()
@@ -283,7 +323,8 @@ class Lent:
 
 @pytest.mark.parametrize("held", [False, True])
 def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(held: bool) -> None:
-    """Collections do not run in steps, and what a graph has recorded of the ranks' library keeps that from ending."""
+    """Collections do not run in steps, and what a graph has recorded of the ranks' library keeps that from
+    ending."""
     said: list[str] = []
 
     class Graph:
@@ -311,8 +352,19 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(he
                     program.release(GroupId(kind, layer))
             program.end()
         program.replay()
-        # What was released is given back before the rest of its layer is computed: the ring has room for what comes next.
-        assert said == ["piece 0", "take 0", "piece 1", "release 0", "piece 2", "take 1", "piece 3", "release 1", "piece 4"]
+        # What was released is given back before the rest of its layer is computed: the ring has room for what
+        # comes next.
+        assert said == [
+            "piece 0",
+            "take 0",
+            "piece 1",
+            "release 0",
+            "piece 2",
+            "take 1",
+            "piece 3",
+            "release 1",
+            "piece 4",
+        ]
         graph = weakref.ref(program._graph)
         if held:
             program.close()
@@ -343,7 +395,8 @@ STEPS = {name: getattr(DecodeStep, name) for name in ("compute", "compute_run")}
 
 @contextmanager
 def recorded(name: str, **more: object) -> Iterator[LLM]:
-    """An engine whose steps are recorded on tapes, in pieces where weights stream, and replayed. Its kernels are stand-ins."""
+    """An engine whose steps are recorded on tapes, in pieces where weights stream, and replayed. Its kernels
+    are stand-ins."""
 
     def with_kernels(name: str) -> Callable[..., None]:
         def compute(*args: object) -> None:
@@ -367,7 +420,8 @@ def graphs_of(llm: LLM) -> DecodeGraphs:
 
 @contextmanager
 def watched(llm: LLM) -> Iterator[list[tuple[int, int]]]:
-    """Of each step that is replayed meanwhile: its rows, or its run's tokens as a negative number, and those it was recorded for."""
+    """Of each step that is replayed meanwhile: its rows, or its run's tokens as a negative number, and those
+    it was recorded for."""
     graphs, run = graphs_of(llm), DecodeGraphs.run
     found: list[tuple[int, int]] = []
     played = list[int]()
@@ -391,7 +445,11 @@ def test_a_recording_of_the_size_next_above_is_replayed(name: str) -> None:
     """For every number of rows, and for runs; each computes what it was recorded for and no other."""
     references = (tiny.references(name) * 2)[:7]
     params = [SamplingParams(temperature=0, max_tokens=3 * (at + 1), ignore_eos=True) for at in range(7)]
-    with patch.object(Runner, "ahead", True), recorded(name, max_step_tokens=40) as llm, watched(llm) as found:
+    with (
+        patch.object(Runner, "ahead", True),
+        recorded(name, max_step_tokens=40) as llm,
+        watched(llm) as found,
+    ):
         counts, runs = graphs_of(llm).counts, graphs_of(llm).runs
         completions = llm.generate([one.prompt for one in references], params)
         for at, (one, reference) in enumerate(zip(completions, references, strict=True)):
@@ -402,13 +460,20 @@ def test_a_recording_of_the_size_next_above_is_replayed(name: str) -> None:
     assert {used for used, _ in found if used > 0} == set(range(1, 8))
     assert any(used < 0 for used, _ in found)
     for used, size in found:
-        least = min(count for count in counts if count >= used) if used > 0 else -min(count for count in runs if count >= -used)
+        least = (
+            min(count for count in counts if count >= used)
+            if used > 0
+            else -min(count for count in runs if count >= -used)
+        )
         assert size == least
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
-def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also behind a pass that ended before its last group: a piece of a prompt that draws nothing. A tied embedding passes twice."""
+def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind a pass that ended before its last group: a piece of a prompt that draws nothing. A tied
+    embedding passes twice."""
     references = tiny.references(name)
     with Checkpoint.open(tiny.checkpoint(name)) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
@@ -422,7 +487,9 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(na
             after = reference.tokens[length - len(reference.prompt) :]
             assert list(llm.generate([known], FEW)[0].tokens) == after[:4]
         assert any(used < 0 for used, _ in found)
-        for one, reference in zip(llm.generate([one.prompt for one in references], FEW), references, strict=True):
+        for one, reference in zip(
+            llm.generate([one.prompt for one in references], FEW), references, strict=True
+        ):
             assert list(one.tokens) == reference.tokens[:4]
         assert llm.booted.weights.stats().copied > 0
 
@@ -459,7 +526,8 @@ HOST = (HostBlockId(3),)
     ],
 )
 def test_which_steps_are_replayed(shares: Sequence[Share], fits: bool) -> None:
-    """No others: KV beyond the pages, more than one new page or positions without a draw are nothing that a recorded step looks at."""
+    """No others: KV beyond the pages, more than one new page or positions without a draw are nothing that a
+    recorded step looks at."""
     step = Mock(spec=spec_of("llama"), suits=lambda share: True)
     step.spec = spec_of("llama")
     assert DecodeGraphs(step, Mock(), 7, 30).fits(Plan((), tuple(shares))) == fits

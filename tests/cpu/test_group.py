@@ -29,7 +29,10 @@ Case = Callable[[Group], None]
 
 def parts(ranks: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """One for each rank, the same on every rank; small whole numbers, which every dtype adds exactly."""
-    return [torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(ranks)]
+    return [
+        torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for rank in range(ranks)
+    ]
 
 
 def sums(group: Group) -> None:
@@ -45,7 +48,10 @@ def sums(group: Group) -> None:
 def rounded_sums(group: Group) -> None:
     """Halves that do not add exactly: the same bits on each rank, near the sum."""
     for dtype in (torch.bfloat16, torch.float16):
-        every = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(group.ranks)]
+        every = [
+            torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            for rank in range(group.ranks)
+        ]
         mine = every[group.rank].clone()
         group.all_reduce(mine)
         torch.testing.assert_close(mine.float(), torch.stack(every).float().sum(0), atol=0.05, rtol=0.02)
@@ -55,8 +61,15 @@ def rounded_sums(group: Group) -> None:
 def gathers(group: Group) -> None:
     for dtype in DTYPES:
         for rows in ((), (3,), (2, 4), (0,)):
-            for widths in ([5] * group.ranks, [4 - rank for rank in range(group.ranks)], [7 * (rank == 1) for rank in range(group.ranks)]):
-                every = [part[..., :width] for part, width in zip(parts(group.ranks, *rows, 9, dtype=dtype), widths, strict=True)]
+            for widths in (
+                [5] * group.ranks,
+                [4 - rank for rank in range(group.ranks)],
+                [7 * (rank == 1) for rank in range(group.ranks)],
+            ):
+                every = [
+                    part[..., :width]
+                    for part, width in zip(parts(group.ranks, *rows, 9, dtype=dtype), widths, strict=True)
+                ]
                 for given in (None, widths):
                     whole = group.gather(every[group.rank], given)
                     assert whole.dtype == dtype
@@ -118,7 +131,8 @@ def messages(group: Group) -> None:
 
 
 CASES: dict[str, Case] = {
-    case.__name__: case for case in (sums, rounded_sums, gathers, copies, draws, within_inference, agreements, messages)
+    case.__name__: case
+    for case in (sums, rounded_sums, gathers, copies, draws, within_inference, agreements, messages)
 }
 
 
@@ -172,7 +186,9 @@ def test_who_aborts_does_not_wait_for_graphs() -> None:
     assert not group._ending.is_alive()
 
 
-def test_what_does_not_end_is_left_to_itself(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_end_is_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("penstock.parallel.group._ENDING", 0.05)
     group, recorded = alone()
     group.close()

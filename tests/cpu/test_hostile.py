@@ -29,7 +29,11 @@ def llm() -> Iterator[LLM]:
 @pytest.mark.parametrize(
     "settings",
     [
-        *({name: sign * HUGE} for name in ("temperature", "top_k", "top_p", "seed", "n", "max_tokens", "min_tokens") for sign in (1, -1)),
+        *(
+            {name: sign * HUGE}
+            for name in ("temperature", "top_k", "top_p", "seed", "n", "max_tokens", "min_tokens")
+            for sign in (1, -1)
+        ),
         {"logit_bias": {3: HUGE}},
         {"logit_bias": {HUGE: 1.0}},
         {"logit_bias": [3]},
@@ -57,7 +61,11 @@ def test_params_that_are_none(llm: LLM, params: Any) -> None:
         llm.generate([[3]], params)
 
 
-@pytest.mark.parametrize("prompt", [None, 5, {"role": "user", "content": "x"}, {3}, b"x", [HUGE]], ids=lambda prompt: type(prompt).__name__)
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, {"role": "user", "content": "x"}, {3}, b"x", [HUGE]],
+    ids=lambda prompt: type(prompt).__name__,
+)
 def test_stream_of_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError):
         llm.stream(prompt)
@@ -91,17 +99,29 @@ def test_a_stop_string_far_longer_than_the_text() -> None:
 
 @pytest.mark.parametrize(
     ("where", "code", "words"),
-    [("> /dev/full", 2, "output cannot be written"), (">&-", 2, "stdout, which is closed"), ("2> /dev/full", 0, "")],
+    [
+        ("> /dev/full", 2, "output cannot be written"),
+        (">&-", 2, "stdout, which is closed"),
+        ("2> /dev/full", 0, ""),
+    ],
 )
 def test_output_that_cannot_be_written(where: str, code: int, words: str) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
     command = [sys.executable, "-m", "penstock", "run", "hi", "--max-tokens", "2", "--quiet"]
     if where == ">&-":  # Of a Python that finds it closed when it starts.
-        done = subprocess.run(["sh", "-c", f"exec {shlex.join(command)} {where}"], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            ["sh", "-c", f"exec {shlex.join(command)} {where}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     else:
         with open("/dev/full", "wb") as none:
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {"stderr" if where[0] == "2" else "stdout": none}
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {
+                "stderr" if where[0] == "2" else "stdout": none
+            }
             with forks.Popen(command, stdin=subprocess.DEVNULL, text=True, **streams) as process:
                 out, err = process.communicate(timeout=120)
         done = subprocess.CompletedProcess(command, process.returncode, out or "", err or "")

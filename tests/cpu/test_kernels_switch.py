@@ -1,4 +1,5 @@
-"""Our kernels can be done without: every function then finds its reference in plain torch, on every thread that computes."""
+"""Our kernels can be done without: every function then finds its reference in plain torch, on every thread
+that computes."""
 
 from collections.abc import Callable, Iterator
 from threading import Thread
@@ -20,8 +21,12 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def _triton() -> Iterator[None]:
-    """Kernels that can be found, also where there is no Triton, and without the time that it takes to load them."""
-    with patch.object(kernels, "_loaded", lambda name: name), patch.object(kernels, "find_spec", lambda name: name):
+    """Kernels that can be found, also where there is no Triton, and without the time that it takes to load
+    them."""
+    with (
+        patch.object(kernels, "_loaded", lambda name: name),
+        patch.object(kernels, "find_spec", lambda name: name),
+    ):
         yield
 
 
@@ -54,7 +59,8 @@ def test_nothing_of_ours_is_found_meanwhile_and_all_of_it_afterwards() -> None:
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_computes_by_what_it_was_asked_for(wanted: bool, ranks: int) -> None:
-    """While its largest step is measured, in steps, and while tokens are drawn. Of several ranks this process sees the first."""
+    """While its largest step is measured, in steps, and while tokens are drawn. Of several ranks this process
+    sees the first."""
     seen: dict[str, set[bool]] = {"attend": set(), "linear": set()}
 
     def noting(name: str, function: Callable[..., object]) -> Callable[..., object]:
@@ -68,7 +74,13 @@ def test_an_engine_computes_by_what_it_was_asked_for(wanted: bool, ranks: int) -
         patch.object(decoder, "attend", noting("attend", decoder.attend)),
         patch.object(decoder, "linear", noting("linear", decoder.linear)),
     ):
-        settings = {"device": "cpu", "kernels": wanted, "kv_blocks": 16, "max_step_tokens": 64, "tensor_parallel": ranks}
+        settings = {
+            "device": "cpu",
+            "kernels": wanted,
+            "kv_blocks": 16,
+            "max_step_tokens": 64,
+            "tensor_parallel": ranks,
+        }
         with LLM(tiny.checkpoint("llama"), **settings) as llm:  # type: ignore[arg-type]
             llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3))
     assert seen == {"attend": {wanted}, "linear": {wanted}}

@@ -1,4 +1,5 @@
-"""KV, packs and whole engines are of one model, to the last bit: what differs in anything never shares anything."""
+"""KV, packs and whole engines are of one model, to the last bit: what differs in anything never shares
+anything."""
 
 import json
 import shutil
@@ -33,7 +34,12 @@ from penstock.weights.packing import PackError, write_pack
 from safetensor_files import flip
 
 CPU = torch.device("cpu")
-KV: dict[str, object] = {"device": "cpu", "max_length": 256, "host_kv_memory": "8MiB", "disk_kv_memory": "32MiB"}
+KV: dict[str, object] = {
+    "device": "cpu",
+    "max_length": 256,
+    "host_kv_memory": "8MiB",
+    "disk_kv_memory": "32MiB",
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = [3 + (7 * at) % 89 for at in range(100)]
 
@@ -42,7 +48,9 @@ PROMPT = [3 + (7 * at) % 89 for at in range(100)]
 def _old(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as changed long ago: what can be remembered is, and is found again where it must not be."""
     monkeypatch.setattr(identity, "RECENT_NS", -(10**18))
-    monkeypatch.setattr(BlockStore, "noted", lambda _: b"")  # Else what is computed anew depends on how fast things went before.
+    monkeypatch.setattr(
+        BlockStore, "noted", lambda _: b""
+    )  # Else what is computed anew depends on how fast things went before.
 
 
 def tensor_at(model: Path, name: str) -> tuple[Path, int, int]:
@@ -103,17 +111,25 @@ def test_under_a_policy_what_it_reads_is_part_of_the_root(tmp_path: Path) -> Non
         assert known.far is not None
         roots = [boot._root(config, checkpoint, known, blocks=blocks) for blocks in (14, 400)]
         roots.append(boot._root(replace(config, sketch_bits=8), checkpoint, known, blocks=14))
-        roots.append(boot._root(config, checkpoint, replace(known, far=replace(known.far, tile_tokens=7)), blocks=14))
-        roots.append(boot._root(config, checkpoint, replace(known, far=replace(known.far, chunk_tokens=7)), blocks=14))
+        roots.append(
+            boot._root(config, checkpoint, replace(known, far=replace(known.far, tile_tokens=7)), blocks=14)
+        )
+        roots.append(
+            boot._root(config, checkpoint, replace(known, far=replace(known.far, chunk_tokens=7)), blocks=14)
+        )
         steps = replace(known.limits, max_step_tokens=known.limits.max_step_tokens + 1)
         roots.append(boot._root(config, checkpoint, replace(known, limits=steps), blocks=14))
         assert len(set(roots)) == len(roots)
         exact = replace(config, prefill_policy="full")
         known = settled(exact, checkpoint)
-        assert boot._root(exact, checkpoint, known, blocks=14) == boot._root(exact, checkpoint, known, blocks=400)
+        assert boot._root(exact, checkpoint, known, blocks=14) == boot._root(
+            exact, checkpoint, known, blocks=400
+        )
 
 
-def test_where_nothing_outlives_the_process_nothing_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_outlives_the_process_nothing_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "Hashing", lambda *_: pytest.fail("the weights were hashed"))
     kept = {"host_kv_memory": "8MiB", "kv_directory": tmp_path, "cache": tmp_path}
     for more in ({}, kept, kept | {"disk_kv_memory": "32MiB", "kv_store": "off"}):
@@ -128,7 +144,12 @@ def test_where_nothing_outlives_the_process_nothing_is_hashed(tmp_path: Path, mo
 
 def answers(model: Path, folder: Path, prompt: Sequence[int] = PROMPT, **more: object) -> Completion:
     """What a process says of a prompt that keeps its KV in `folder`."""
-    place = {"kv_directory": folder / "kv", "cache": folder / "cache", "beyond_trained": True, "block_size": 16}
+    place = {
+        "kv_directory": folder / "kv",
+        "cache": folder / "cache",
+        "beyond_trained": True,
+        "block_size": 16,
+    }
     with LLM(model, **{**KV, **place, **more}) as llm:  # type: ignore[arg-type]
         [completion] = llm.generate([list(prompt)], GREEDY)
     return completion
@@ -147,7 +168,10 @@ def test_float16_and_bfloat16_share_no_kv(tmp_path: Path) -> None:
 
 
 def test_what_a_policy_has_left_out_is_not_given_to_who_reads_everything(tmp_path: Path) -> None:
-    model, sparse = tiny.checkpoint("llama"), {"attention_policy": "window:1,16", "prefill_policy": "window:1,16"}
+    model, sparse = (
+        tiny.checkpoint("llama"),
+        {"attention_policy": "window:1,16", "prefill_policy": "window:1,16"},
+    )
     answers(model, tmp_path, **sparse)
     assert answers(model, tmp_path).cached_tokens == 0
     assert answers(model, tmp_path, **sparse).cached_disk == 96
@@ -163,7 +187,9 @@ def test_one_bit_in_any_tensor_and_no_kv_is_shared(tmp_path: Path) -> None:
         file, first, size = tensor_at(model, name)
         flip(file, first + size // 2)
         if count % 4:  # An engine for every fourth; for all of them, the name of the store.
-            config = Config(model, **{**KV, "kv_directory": tmp_path, "beyond_trained": True, "block_size": 16})  # type: ignore[arg-type]
+            config = Config(
+                model, **{**KV, "kv_directory": tmp_path, "beyond_trained": True, "block_size": 16}
+            )  # type: ignore[arg-type]
             with Checkpoint.open(model, tmp_path / "cache") as checkpoint:
                 root = boot._root(config, checkpoint, settled(config, checkpoint))
             assert f"{root.hex()}" not in " ".join(path.name for path in (tmp_path / "kv").iterdir())
@@ -210,13 +236,19 @@ def test_a_pack_is_what_its_manifest_proves(tmp_path: Path) -> None:
         write_pack(checkpoint, tmp_path / "one", "float32")
         write_pack(checkpoint, tmp_path / "two", "float32", store=tmp_path / "elsewhere")
         write_pack(checkpoint, tmp_path / "half", "bfloat16")
-    with Pack.open(tmp_path / "one") as one, Pack.open(tmp_path / "two") as two, Pack.open(tmp_path / "half") as half:
+    with (
+        Pack.open(tmp_path / "one") as one,
+        Pack.open(tmp_path / "two") as two,
+        Pack.open(tmp_path / "half") as half,
+    ):
         assert one.fingerprint() == two.fingerprint() != half.fingerprint()
         before, run = one.fingerprint(), one.manifest.runs[2]
     flip(tmp_path / "one" / "weights.bin", run.offset + 100)
     data = (tmp_path / "one" / "weights.bin").read_bytes()[run.offset : run.end]
     old = parse((tmp_path / "one" / MANIFEST).read_bytes(), "manifest")
-    runs = tuple(replace(each, digests=piece_digest(data)) if each.id == run.id else each for each in old.runs)
+    runs = tuple(
+        replace(each, digests=piece_digest(data)) if each.id == run.id else each for each in old.runs
+    )
     edited = Manifest(old.fingerprint, old.config, old.dtype, old.store, old.files, runs)
     (tmp_path / "one" / MANIFEST).write_bytes(edited.text())
     with Pack.open(tmp_path / "one") as one:
@@ -232,7 +264,8 @@ def test_a_pack_is_what_its_manifest_proves(tmp_path: Path) -> None:
 
 
 def test_a_pack_of_a_model_whose_tokenizer_was_edited(tmp_path: Path) -> None:
-    """The cached pack serves the model's own; `penstock pack` does not pass for done what holds the old one."""
+    """The cached pack serves the model's own; `penstock pack` does not pass for done what holds the old
+    one."""
     model = tmp_path / "model"
     shutil.copytree(SHIPPED_MODEL, model)
     with Checkpoint.open(model) as checkpoint:
@@ -249,7 +282,8 @@ def test_a_pack_of_a_model_whose_tokenizer_was_edited(tmp_path: Path) -> None:
 
 
 def test_the_shipped_model_with_some_rows_edited(tmp_path: Path) -> None:
-    """As who patches the rows of a few special tokens does it: same names, same sizes. In memory, and streamed from disk."""
+    """As who patches the rows of a few special tokens does it: same names, same sizes. In memory, and
+    streamed from disk."""
     first, other = tmp_path / "first" / "model", tmp_path / "other" / "model"
     for path in (first, other):
         shutil.copytree(SHIPPED_MODEL, path)
@@ -305,7 +339,11 @@ def test_a_model_that_changes_while_it_starts(tmp_path: Path, when: str) -> None
         change()
         return found
 
-    place = (Checkpoint, "read_piece", read_piece) if when == "while it is loaded" else (Hashing, "result", result)
+    place = (
+        (Checkpoint, "read_piece", read_piece)
+        if when == "while it is loaded"
+        else (Hashing, "result", result)
+    )
     with patch.object(*place), pytest.raises(CheckpointError, match="changed while it was read"):
         answers(model, tmp_path)
     assert not (tmp_path / "kv").exists() or not any((tmp_path / "kv").iterdir())
@@ -313,7 +351,8 @@ def test_a_model_that_changes_while_it_starts(tmp_path: Path, when: str) -> None
 
 
 def test_weights_are_hashed_while_they_are_loaded(tmp_path: Path) -> None:
-    """Their files are looked at before the first byte is loaded, and nobody waits for the digests before the last one is."""
+    """Their files are looked at before the first byte is loaded, and nobody waits for the digests before the
+    last one is."""
     told: list[str] = []
 
     def noted(owner: type, name: str) -> Any:
@@ -351,7 +390,8 @@ def test_a_store_that_is_written_while_it_is_served_is_checked_again(tmp_path: P
 
 
 def test_two_models_of_one_shape_beside_each_other(tmp_path: Path) -> None:
-    """Neither says a word of the other's: what is kept in a process is kept by shape, and holds no weights."""
+    """Neither says a word of the other's: what is kept in a process is kept by shape, and holds no
+    weights."""
     one, other = copied("llama", tmp_path / "one"), copied("llama", tmp_path / "other")
     file, first, size = tensor_at(other, "model.embed_tokens.weight")
     for at in range(first, first + size, 4):

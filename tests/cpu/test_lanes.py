@@ -1,4 +1,5 @@
-"""Threads that read requests: keys in turns, whoever goes leaves its place, and a thread is free only when its work has ended."""
+"""Threads that read requests: keys in turns, whoever goes leaves its place, and a thread is free only when
+its work has ended."""
 
 import asyncio
 import threading
@@ -25,7 +26,10 @@ def test_keys_come_in_turns_and_each_in_its_order() -> None:
         first = asyncio.ensure_future(lane.run(b"a", gate.wait))
         await asyncio.sleep(0)
         asked = [(b"a", "a0"), (b"a", "a1"), (b"a", "a2"), (b"b", "b0"), (b"c", "c0"), (b"b", "b1")]
-        rest = [asyncio.ensure_future(lane.run(owner, lambda name=name: order.append(name))) for owner, name in asked]
+        rest = [
+            asyncio.ensure_future(lane.run(owner, lambda name=name: order.append(name)))
+            for owner, name in asked
+        ]
         await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(first, *rest)
@@ -41,7 +45,10 @@ def test_whoever_goes_leaves_its_place() -> None:
         lane, gate = Lane(1), threading.Event()
         first = asyncio.ensure_future(lane.run(b"a", gate.wait))
         await asyncio.sleep(0)
-        gone, stays = (asyncio.ensure_future(lane.run(b"a", lambda name=name: order.append(name))) for name in ("gone", "stays"))
+        gone, stays = (
+            asyncio.ensure_future(lane.run(b"a", lambda name=name: order.append(name)))
+            for name in ("gone", "stays")
+        )
         await asyncio.sleep(0)
         gone.cancel()
         gate.set()
@@ -146,7 +153,8 @@ def test_what_the_work_raises_is_raised() -> None:
 
 
 def test_alone_all_wait_at_the_threads() -> None:
-    """Nobody takes turns, so a thread goes on to the next without a word from the loop, which may be busy; who is cancelled is left out."""
+    """Nobody takes turns, so a thread goes on to the next without a word from the loop, which may be busy;
+    who is cancelled is left out."""
     order: list[int] = []
     done = threading.Event()
 
@@ -160,7 +168,9 @@ def test_alone_all_wait_at_the_threads() -> None:
             if number == 4:
                 done.set()
 
-        rest = [asyncio.ensure_future(lane.run(b"a", lambda number=number: work(number))) for number in range(5)]
+        rest = [
+            asyncio.ensure_future(lane.run(b"a", lambda number=number: work(number))) for number in range(5)
+        ]
         await asyncio.sleep(0)
         rest[2].cancel()
         await asyncio.sleep(0)

@@ -1,4 +1,5 @@
-"""The step that boot measures is as large as any that the scheduler may plan, and a mixture takes no more, whatever its routing."""
+"""The step that boot measures is as large as any that the scheduler may plan, and a mixture takes no more,
+whatever its routing."""
 
 import importlib.util
 import random
@@ -38,14 +39,22 @@ MIXTURE = {
 
 def budget(**changes: object) -> Budget:
     """What a boot has decided, and closed again."""
-    settings = {"device": "cpu", "dtype": "float32", "device_memory": "64MiB", "max_step_tokens": 96, "max_sequences": 4, "kv_blocks": 4}
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "device_memory": "64MiB",
+        "max_step_tokens": 96,
+        "max_sequences": 4,
+        "kv_blocks": 4,
+    }
     booted = boot(Config(Path(), **(settings | changes)), Shape.of(MIXTURE))  # type: ignore[arg-type]
     booted.engine.close()
     return booted.budget
 
 
 def test_the_same_memory_always_boots_or_never() -> None:
-    """Whatever this process has allocated and freed before: as much as the first boot counted is enough for any, and less for none."""
+    """Whatever this process has allocated and freed before: as much as the first boot counted is enough for
+    any, and less for none."""
     far = {"max_length": 1024, "host_kv_memory": "8MiB"}
     first, long = budget(), budget(**far)
     least = first.weights + first.activations + first.kv
@@ -66,32 +75,50 @@ def test_it_has_as_many_tokens_and_sequences_as_a_step_may_have() -> None:
         tokens = sequences + rng.choice((0, 1, 5, 100, 8192))
         length = rng.choice((1, 2, 3, 17, 100, 600, 40960))
         plan = largest_step(
-            max_step_tokens=tokens, max_sequences=sequences, max_length=length, block_size=16, past=8192, cold=rng.random() < 0.2
+            max_step_tokens=tokens,
+            max_sequences=sequences,
+            max_length=length,
+            block_size=16,
+            past=8192,
+            cold=rng.random() < 0.2,
         )
         assert plan.tokens == min(tokens, sequences * length)
         rows = [share.row for share in plan.shares]
         assert rows == list(range(len(rows)))
         assert len(rows) <= sequences
         assert all(share.start >= 0 and share.stop <= length and share.tokens for share in plan.shares)
-        assert [len(share.tokens) > 1 for share in plan.shares] == sorted(len(share.tokens) > 1 for share in plan.shares)
+        assert [len(share.tokens) > 1 for share in plan.shares] == sorted(
+            len(share.tokens) > 1 for share in plan.shares
+        )
 
 
 @pytest.mark.skipif(not STATM.exists(), reason="Linux tells a process's pages")
 def test_holes_that_steps_leave_go_back_before_they_outgrow_the_count() -> None:
-    settings = {"device": "cpu", "dtype": "float32", "device_memory": "64MiB", "max_step_tokens": 96, "max_sequences": 4, "kv_blocks": 4}
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "device_memory": "64MiB",
+        "max_step_tokens": 96,
+        "max_sequences": 4,
+        "kv_blocks": 4,
+    }
     booted = boot(Config(Path(), **settings), Shape.of(MIXTURE))  # type: ignore[arg-type]
     try:
         blocks = [torch.ones(25_000) for _ in range(4 * booted.budget.activations // 100_000)]
         there = private_pages()
         del blocks[::2]
-        booted.engine.submit([1, 2, 3], Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None))
+        booted.engine.submit(
+            [1, 2, 3], Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
+        )
         booted.engine.step()
         assert private_pages() < there - booted.budget.activations
     finally:
         booted.engine.close()
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process can be reset on Linux alone")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak of a process can be reset on Linux alone"
+)
 def test_no_routing_takes_more_than_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     spec = importlib.util.spec_from_file_location("routings", ROOT / "benchmarks" / "routings.py")

@@ -1,4 +1,5 @@
-"""What the last layer makes of tokens that nobody reads is not computed; their KV is, and answers are the same."""
+"""What the last layer makes of tokens that nobody reads is not computed; their KV is, and answers are the
+same."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,7 +49,13 @@ def counted() -> Iterator[Counted]:
 
 
 def engine(name: str, **more: object) -> LLM:
-    settings: dict[str, object] = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 16, "block_size": 4}
+    settings: dict[str, object] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "check": True,
+        "max_step_tokens": 16,
+        "block_size": 4,
+    }
     return LLM(tiny.checkpoint(name), **settings | more)
 
 
@@ -97,7 +104,10 @@ def test_a_prompt_whose_log_probabilities_are_wanted_beside_one_whose_are_not(co
     """Few positions of the step are read, but not only the newest of each prompt."""
     references = tiny.references("llama")
     scored, long = prompt_of("llama", 5), max((one.prompt for one in references), key=len)[:32]
-    params = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), SamplingParams(temperature=0, max_tokens=1)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+        SamplingParams(temperature=0, max_tokens=1),
+    ]
     with engine("llama", prefix_cache=False, max_step_tokens=64) as llm:
         alone = [llm.generate(prompt, one)[0] for prompt, one in zip((scored, long), params, strict=True)]
         counted.feed_forward.clear()
@@ -124,7 +134,9 @@ def test_what_a_prompt_leaves_is_whole(name: str) -> None:
         assert found > 0
 
 
-@pytest.mark.parametrize(("tokens", "sequences", "length"), [(2048, 64, 4096), (16, 4, 60), (2, 1, 9), (1, 1, 1), (64, 64, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "length"), [(2048, 64, 4096), (16, 4, 60), (2, 1, 9), (1, 1, 1), (64, 64, 3)]
+)
 def test_steps_for_which_kernels_are_compiled(tokens: int, sequences: int, length: int) -> None:
     """They run in a pool of one block, within what steps may have."""
     shape = Shape.open(tiny.checkpoint("llama"))
@@ -133,7 +145,9 @@ def test_steps_for_which_kernels_are_compiled(tokens: int, sequences: int, lengt
     inputs = InputBuilder(spec, device, rows=sequences, blocks_per_row=-(-length // 16), block_size=16)
     runner = Runner(decoder.Decoder(spec), inputs, Sampler(spec.vocab_size, sequences, device), device)
     runner.attach(Blank(layouts, "float32", device), KVPool(kv_layout(spec, "float32", 16), 1, device))
-    for plan in small_steps(max_step_tokens=tokens, max_sequences=sequences, max_length=length, block_size=16):
+    for plan in small_steps(
+        max_step_tokens=tokens, max_sequences=sequences, max_length=length, block_size=16
+    ):
         assert sum(len(share.tokens) for share in plan.shares) <= tokens
         assert len(plan.shares) <= sequences
         assert all(share.stop <= length for share in plan.shares)

@@ -12,13 +12,16 @@ from penstock.server.run import Listening, _bind
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_no_piece_of_an_answer_waits_until_the_one_before_is_acknowledged(host: str) -> None:
-    """A client acknowledges after 40 ms what it has no answer to, and a kept connection would wait for that in every answer."""
+    """A client acknowledges after 40 ms what it has no answer to, and a kept connection would wait for that
+    in every answer."""
 
     async def seen() -> int:
         found = asyncio.get_running_loop().create_future()
 
         async def come(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            found.set_result(
+                writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            )
             writer.close()
 
         bound = _bind(Listening(host, 0))

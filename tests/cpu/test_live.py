@@ -1,7 +1,9 @@
-"""The line at the bottom of a real pseudo-terminal, seen through a small emulation of what is on the other side of it.
+"""The line at the bottom of a real pseudo-terminal, seen through a small emulation of what is on the other
+side of it.
 
-The proof that text stays whole: a terminal that saw text and line shows in the end what one shows that saw only the text. It may be
-forgetful, as tmux and the Linux console are: restoring a cursor that stood behind a full row puts it on the last column.
+The proof that text stays whole: a terminal that saw text and line shows in the end what one shows that saw
+only the text. It may be forgetful, as tmux and the Linux console are: restoring a cursor that stood behind a
+full row puts it on the last column.
 """
 
 import codecs
@@ -76,7 +78,8 @@ NEVER = 3600.0
 
 
 class Screen:
-    """A terminal of `rows` by `columns`: cells, what has scrolled out at the top, and the sequences that the line uses."""
+    """A terminal of `rows` by `columns`: cells, what has scrolled out at the top, and the sequences that the
+    line uses."""
 
     def __init__(self, rows: int, columns: int, *, forgetful: bool = False) -> None:
         self.rows, self.columns, self.forgetful = rows, columns, forgetful
@@ -107,7 +110,8 @@ class Screen:
         return rows
 
     def resize(self, rows: int, columns: int) -> None:
-        """Rows are cut or filled at the right; those below the cursor go first, then the topmost scroll out."""
+        """Rows are cut or filled at the right; those below the cursor go first, then the topmost scroll
+        out."""
         while len(self.cells) > rows:
             if self.row < len(self.cells) - 1:
                 self.cells.pop()
@@ -142,7 +146,9 @@ class Screen:
             case "\r":
                 self.column, self.full = 0, False
             case "\t":
-                self.column = self.column if self.full else min(self.column - self.column % 8 + 8, self.columns - 1)
+                self.column = (
+                    self.column if self.full else min(self.column - self.column % 8 + 8, self.columns - 1)
+                )
             case "\x05":
                 self.marks += 1
             case _ if combining(char):
@@ -186,7 +192,11 @@ class Screen:
             case "A", [number]:
                 self.row, self.full = max(self.row - max(number, 1), 0), False
             case "H", [row, column]:
-                self.row, self.column, self.full = min(row, self.rows) - 1, min(column, self.columns) - 1, False
+                self.row, self.column, self.full = (
+                    min(row, self.rows) - 1,
+                    min(column, self.columns) - 1,
+                    False,
+                )
             case "r", [top, bottom]:
                 self.top, self.bottom, self.row, self.column, self.full = top - 1, bottom - 1, 0, 0, False
                 assert 0 <= self.top < self.bottom < self.rows
@@ -210,7 +220,8 @@ class Screen:
 
 
 class Terminal:
-    """A pseudo-terminal with a screen. Whoever writes to it must not wait for more than it takes unread: a few thousand bytes."""
+    """A pseudo-terminal with a screen. Whoever writes to it must not wait for more than it takes unread: a
+    few thousand bytes."""
 
     def __init__(self, rows: int = 8, columns: int = 60, *, forgetful: bool = False) -> None:
         self.screen = Screen(rows, columns, forgetful=forgetful)
@@ -256,7 +267,10 @@ def only(text: str, *sizes: tuple[int, int]) -> list[str]:
 @contextmanager
 def standing_in(terminal: Terminal, term: str | None = "xterm", out: int | None = None) -> Iterator[None]:
     """This process's stdout and stderr are the terminal's; or stdout is the file `out`."""
-    with pytest.MonkeyPatch.context() as patch, open(terminal.theirs, "w", encoding="utf-8", closefd=False) as stderr:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        open(terminal.theirs, "w", encoding="utf-8", closefd=False) as stderr,
+    ):
         patch.delenv("TERM", raising=False)
         if term is not None:
             patch.setenv("TERM", term)
@@ -283,12 +297,17 @@ def at_rest(columns: int) -> str:
     return fitting(weight_forms(STATS, STATS.since(STATS).flow(1.0), 0.0), columns - 1).rstrip()
 
 
-PIECES = st.lists(st.text("abcdefgh  \n\té€漢字", min_size=1, max_size=9) | st.sampled_from(["e\u0301", "\n\n", "0" * 45]), max_size=25)
+PIECES = st.lists(
+    st.text("abcdefgh  \n\té€漢字", min_size=1, max_size=9) | st.sampled_from(["e\u0301", "\n\n", "0" * 45]),
+    max_size=25,
+)
 
 
 @settings(max_examples=150)
 @given(PIECES, st.integers(4, 7), st.integers(20, 24), st.booleans())
-def test_text_is_whole_whatever_is_drawn_in_between(pieces: list[str], rows: int, columns: int, forgetful: bool) -> None:
+def test_text_is_whole_whatever_is_drawn_in_between(
+    pieces: list[str], rows: int, columns: int, forgetful: bool
+) -> None:
     text = "".join(pieces)
     terminal = Terminal(rows, columns, forgetful=forgetful)
     with standing_in(terminal), LiveLine(lambda: STATS, period=NEVER) as live:
@@ -315,7 +334,8 @@ def patience(seconds: float) -> Iterator[None]:
 def test_text_is_whole_whatever_is_computed_in_between(
     pieces: list[str], rows: int, columns: int, forgetful: bool, stats: WeightStats
 ) -> None:
-    """Each piece is taken for the first of an answer: before it there is a bar, unless the cursor is behind a full row, and then none."""
+    """Each piece is taken for the first of an answer: before it there is a bar, unless the cursor is behind a
+    full row, and then none."""
     text, terminal, computed = "", Terminal(rows, columns, forgetful=forgetful), count(40)
     line = LiveLine(lambda: stats, progress=lambda: Progress(40, next(computed)), period=NEVER)
     with patience(0.0), standing_in(terminal), line as live:
@@ -337,7 +357,13 @@ def test_text_is_whole_whatever_is_computed_in_between(
 def test_the_line_shows_what_has_changed_but_not_behind_a_full_row() -> None:
     terminal, stats = Terminal(8, 100), STATS
     with standing_in(terminal), LiveLine(lambda: stats, period=NEVER) as live:
-        for text, predicted, shown in (("0" * 99, 1.0, 1.0), ("0", 2.0, 1.0), ("0", 3.0, 3.0), ("\n👍\ufe0f", 4.0, 3.0), ("\n", 5.0, 5.0)):
+        for text, predicted, shown in (
+            ("0" * 99, 1.0, 1.0),
+            ("0", 2.0, 1.0),
+            ("0", 3.0, 3.0),
+            ("\n👍\ufe0f", 4.0, 3.0),
+            ("\n", 5.0, 5.0),
+        ):
             stats = replace(STATS, disk_rate=0.0, predicted=predicted)
             live.write(text)
             live.redraw()
@@ -347,7 +373,10 @@ def test_the_line_shows_what_has_changed_but_not_behind_a_full_row() -> None:
 
 def test_the_line_tells_a_pass_once_it_has_seen_two_begin(terminal: Terminal) -> None:
     passes = iter([12, 12, 13, 14, 15])
-    with standing_in(terminal), LiveLine(lambda: replace(STATS, passes=next(passes), disk_rate=0.0), period=NEVER) as live:
+    with (
+        standing_in(terminal),
+        LiveLine(lambda: replace(STATS, passes=next(passes), disk_rate=0.0), period=NEVER) as live,
+    ):
         assert terminal.settle().last_row.endswith("first pass")
         live.redraw()
         assert terminal.settle().last_row.endswith("first pass")
@@ -425,7 +454,9 @@ def test_the_line_moves_with_the_bottom(terminal: Terminal, size: tuple[int, int
 
 
 @pytest.mark.parametrize("size", [(12, 60), (5, 60), (8, 90)])
-def test_the_line_is_gone_also_if_the_size_changed_at_the_very_end(terminal: Terminal, size: tuple[int, int]) -> None:
+def test_the_line_is_gone_also_if_the_size_changed_at_the_very_end(
+    terminal: Terminal, size: tuple[int, int]
+) -> None:
     with standing_in(terminal), LiveLine(lambda: STATS, period=NEVER) as live:
         live.write("one\ntwo\n")
         terminal.settle()
@@ -464,7 +495,9 @@ def test_a_terminal_too_small_has_no_line_until_it_grows(size: tuple[int, int]) 
     ],
     ids=["quiet", "dumb", "no TERM", "nothing streams"],
 )
-def test_only_text_is_written_where_no_line_is_wanted(terminal: Terminal, stats: WeightStats, quiet: bool, term: str | None) -> None:
+def test_only_text_is_written_where_no_line_is_wanted(
+    terminal: Terminal, stats: WeightStats, quiet: bool, term: str | None
+) -> None:
     # A prompt is under way, but of the model of which nothing streams not for long.
     line = LiveLine(lambda: stats, progress=lambda: Progress(40, 40), quiet=quiet, period=0.001)
     with patience(0.0 if stats.streams else NEVER), standing_in(terminal, term), line as live:
@@ -497,7 +530,13 @@ def test_a_pipe_may_lead_to_the_same_terminal_and_a_file_cannot(terminal: Termin
 
 def test_nothing_is_written_where_stderr_is_no_terminal(terminal: Terminal, tmp_path: Path) -> None:
     err = (tmp_path / "err").open("w")
-    with err, patience(0.0), standing_in(terminal), redirect_stderr(err), LiveLine(lambda: STATS, period=0.001) as live:
+    with (
+        err,
+        patience(0.0),
+        standing_in(terminal),
+        redirect_stderr(err),
+        LiveLine(lambda: STATS, period=0.001) as live,
+    ):
         live.compute(100)
         live.redraw()
         live.write("text")
@@ -519,7 +558,11 @@ stats = lambda: WeightStats(1 << 30, 0, 0, 1 << 20, 0, 1, 10**9, 0, 1.0, 0.0, 1e
 @contextmanager
 def running(terminal: Terminal, script: str, **more: object) -> Iterator["subprocess.Popen[bytes]"]:
     """A Python of its own, with the three standard streams in the terminal."""
-    environment: Mapping[str, str] = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
+    environment: Mapping[str, str] = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TERM": "xterm",
+        "PYTHONIOENCODING": "utf-8",
+    }
     streams = {"stdin": terminal.theirs, "stdout": terminal.theirs, "stderr": terminal.theirs} | more
     process = forks.Popen([sys.executable, "-c", PROLOGUE + script], env=environment, **streams)  # type: ignore[call-overload]
     try:
@@ -570,9 +613,13 @@ print("after")
         ("input(); live.write('\\n')", None, 0),
     ],
 )
-def test_the_terminal_is_given_back_at_every_end(terminal: Terminal, does: str, sent: signal.Signals | None, code: int) -> None:
+def test_the_terminal_is_given_back_at_every_end(
+    terminal: Terminal, does: str, sent: signal.Signals | None, code: int
+) -> None:
     with running(terminal, HELD.format(does), stdin=subprocess.PIPE) as process:
-        terminal.until(lambda screen: screen.region == (0, 6) and screen.shown()[:3] == ["one", "two", "half a row"])
+        terminal.until(
+            lambda screen: screen.region == (0, 6) and screen.shown()[:3] == ["one", "two", "half a row"]
+        )
         terminal.until(lambda screen: screen.last_row.startswith("link"))
         if sent is None:
             assert process.stdin is not None
@@ -590,7 +637,9 @@ def test_the_terminal_is_given_back_at_every_end(terminal: Terminal, does: str, 
 
 
 def test_what_was_never_left_is_left_when_the_process_ends(terminal: Terminal) -> None:
-    with running(terminal, "live = LiveLine(stats, period=0.001).__enter__(); live.write('text\\n'); time.sleep(0.01)") as process:
+    with running(
+        terminal, "live = LiveLine(stats, period=0.001).__enter__(); live.write('text\\n'); time.sleep(0.01)"
+    ) as process:
         assert process.wait() == 0
     assert terminal.settle().shown() == ["text"]
     assert terminal.screen.saved != (0, 0, False)  # there was a line
@@ -679,10 +728,15 @@ def test_a_line_leaves_out_what_is_not_used_and_what_is_not_yet() -> None:
     flow = stats.since(BEFORE).flow(10.0)
     links = "link 800 KB/s of 53.4 GB/s (0%) | waits: link 2%"
     homes = "device 14.1 GiB + ring 1.60 GiB · host 98.0 GiB"
-    assert fitting(weight_forms(stats, flow, 0.0), 200) == f"{homes} | {links} | first pass (decode predicted 7.51)"
+    assert (
+        fitting(weight_forms(stats, flow, 0.0), 200)
+        == f"{homes} | {links} | first pass (decode predicted 7.51)"
+    )
     assert fitting(weight_forms(stats, flow, 0.0), 60) == "link 800 KB/s 0% | waits 2% | first pass"
     bare = replace(stats, host=0, link_rate=0.0)
-    assert fitting(weight_forms(bare, bare.flow(10.0), 0.0), 200).startswith(f"{homes[:31]} | link 800 KB/s | waits")
+    assert fitting(weight_forms(bare, bare.flow(10.0), 0.0), 200).startswith(
+        f"{homes[:31]} | link 800 KB/s | waits"
+    )
     assert fitting([], 200) == ""
 
 
@@ -696,7 +750,9 @@ def test_kv_stands_beside_weights_where_there_is_room_for_both() -> None:
     assert fitting(forms, len(SHORT) + len(KV_SHORT) + 3) == f"{SHORT} | {KV_SHORT}"
     assert beside([], kv) == kv == [KV_LONG, KV_SHORT]
     assert beside(weights, []) == weights
-    assert kv_forms(replace(KV, disk=GIB), 21e9)[0].startswith("KV host 3.00 GiB of 8.00 GiB · disk 1.00 GiB, ")
+    assert kv_forms(replace(KV, disk=GIB), 21e9)[0].startswith(
+        "KV host 3.00 GiB of 8.00 GiB · disk 1.00 GiB, "
+    )
 
 
 def test_the_line_of_kv_counts_from_where_it_began() -> None:
@@ -716,7 +772,10 @@ def test_a_bar_tells_how_far_a_prompt_is_and_how_long_it_still_takes() -> None:
     assert bar(prompt, 11.0, 79) == f"prompt {'─' * 30} 0 of 65,536 tokens"
     prompt.see(14.0, reached=24_576, computed=500 + 8192)  # 16,384 were found
     assert prompt.rate == 2048.0
-    assert bar(prompt, 14.0, 99) == f"prompt {'━' * 11}{'─' * 19} 24,576 of 65,536 tokens, 2,048 tokens/s, 0:20 left"
+    assert (
+        bar(prompt, 14.0, 99)
+        == f"prompt {'━' * 11}{'─' * 19} 24,576 of 65,536 tokens, 2,048 tokens/s, 0:20 left"
+    )
     assert bar(prompt, 19.0, 99).endswith("0:15 left")
     assert bar(prompt, 60.0, 99).endswith("0:00 left")
     assert bar(prompt, 14.0, 66).startswith("prompt ━━━───── 24,576")
@@ -729,10 +788,19 @@ def test_a_bar_tells_how_far_a_prompt_is_and_how_long_it_still_takes() -> None:
 
 
 def test_a_summary_has_the_whole_run_in_a_line() -> None:
-    for passes, told, each in ((12, "12 passes", "0.833 s each"), (1, "1 pass", "10 s each"), (0, "0 passes", "none begun")):
+    for passes, told, each in (
+        (12, "12 passes", "0.833 s each"),
+        (1, "1 pass", "10 s each"),
+        (0, "0 passes", "none begun"),
+    ):
         whole = summary(replace(STATS, passes=passes), 10.0)
-        assert whole == f"weights: {HOMES} | {told} in 10 s | {LINKS} | {each} (decode predicted 7.51, bound by disk)"
-    told = "KV: host 3.00 GiB of 8.00 GiB | to the device 120 GiB in 10 s (12.9 GB/s) | from the device 3.00 GiB"
+        assert (
+            whole
+            == f"weights: {HOMES} | {told} in 10 s | {LINKS} | {each} (decode predicted 7.51, bound by disk)"
+        )
+    told = (
+        "KV: host 3.00 GiB of 8.00 GiB | to the device 120 GiB in 10 s (12.9 GB/s) | from the device 3.00 GiB"
+    )
     assert kv_summary(KV, 10.0) == told
 
 
@@ -755,19 +823,32 @@ from penstock.cli.main import main
 LiveLine.__init__.__kwdefaults__["period"] = 0.001
 from penstock.memory import probe
 best = probe._best
-probe._best = lambda work, device, seconds=0: best(work, device, 0.02)  # what is measured then does not matter
+probe._best = lambda work, device, seconds=0: best(work, device, 0.02)
 probe._HOST_BYTES, probe._cache_bytes = 16 << 20, lambda: 0
 sys.exit(main({!r}))
 """
 
 
 def test_a_run_that_streams_writes_the_text_of_one_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["run", "Once upon a time", "--temperature", "0", "--max-tokens", "60", "--dtype", "float32", "--max-step-tokens", "16"]
+    arguments = [
+        "run",
+        "Once upon a time",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "60",
+        "--dtype",
+        "float32",
+        "--max-step-tokens",
+        "16",
+    ]
     arguments += ["--max-length", "128"]
     assert main([*arguments, "--quiet"]) == 0
     text = capsys.readouterr().out
     large = Terminal(16, 60)
-    with running(large, COMMAND.format([*arguments, "--device-memory", "26MB", "--host-memory", "80MB"])) as process:
+    with running(
+        large, COMMAND.format([*arguments, "--device-memory", "26MB", "--host-memory", "80MB"])
+    ) as process:
         large.until(lambda screen: screen.region == (0, 14) and screen.last_row.startswith("link"))
         large.until(lambda screen: screen.region == (0, 15) and "bound by" in "".join(screen.shown()))
         assert process.wait() == 0
@@ -793,7 +874,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_a_long_prompt_has_a_bar_until_the_first_text(story: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_prompt_has_a_bar_until_the_first_text(
+    story: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["run", "--file", str(story), *LONG_PROMPT]
     assert main([*arguments, "--quiet"]) == 0
     text = capsys.readouterr().out
@@ -802,7 +885,11 @@ def test_a_long_prompt_has_a_bar_until_the_first_text(story: Path, capsys: pytes
     assert piped.out == text
     assert "\x1b" not in piped.err
     assert "━" not in piped.err
-    assert re.search(r"^KV: host \S+ MiB of 64\.0 MiB \| to the device \S+ MiB in .* \| from the device \S+ MiB$", piped.err, re.MULTILINE)
+    assert re.search(
+        r"^KV: host \S+ MiB of 64\.0 MiB \| to the device \S+ MiB in .* \| from the device \S+ MiB$",
+        piped.err,
+        re.MULTILINE,
+    )
     large = Terminal(24, 90)
     script = f"from penstock.cli import live; live.PATIENCE = 0.0{COMMAND.format([*arguments, *BESIDE])}"
     with running(large, script) as process:
@@ -821,7 +908,11 @@ def test_a_long_prompt_has_a_bar_until_the_first_text(story: Path, capsys: pytes
 def test_chat_has_it_too(story: Path) -> None:
     large = Terminal(24, 90)
     arguments = ["chat", "--raw", *LONG_PROMPT, *BESIDE]
-    with running(large, f"from penstock.cli import live; live.PATIENCE = 0.0{COMMAND.format(arguments)}", stdin=subprocess.PIPE) as process:
+    with running(
+        large,
+        f"from penstock.cli import live; live.PATIENCE = 0.0{COMMAND.format(arguments)}",
+        stdin=subprocess.PIPE,
+    ) as process:
         assert process.stdin is not None
         process.stdin.write(story.read_bytes() + b"\n")
         process.stdin.close()
@@ -834,11 +925,14 @@ def test_chat_has_it_too(story: Path) -> None:
 
 
 def test_json_has_what_moved(story: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every step reads all blocks that are full and not in pages: exactly so much comes to the device, and each goes to the host once."""
+    """Every step reads all blocks that are full and not in pages: exactly so much comes to the device, and
+    each goes to the host once."""
     assert main(["run", "--file", str(story), *LONG_PROMPT, "--json", "--max-tokens", "1", *BESIDE]) == 0
     found = json.loads(capsys.readouterr().out)
     prompt, block = found["usage"]["prompt_tokens"], found["budget"]["block_bytes"]
-    near = 4  # of eight pages, those that a tail may not need: the last full blocks are there as well, for the steps that follow
+    # of eight pages, those that a tail may not need: the last full blocks are there as well, for the steps
+    # that follow
+    near = 4
     assert found["kv"] == {
         "host": prompt // 16 * block,
         "disk": 0,

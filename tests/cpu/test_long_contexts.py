@@ -1,5 +1,6 @@
-"""Contexts that do not fit the device's pages give what they give when they do: whatever the sizes, whoever else is there, whatever is late
-or interrupted. And every wait on the way that a CPU's streams can miss is needed."""
+"""Contexts that do not fit the device's pages give what they give when they do: whatever the sizes, whoever
+else is there, whatever is late or interrupted. And every wait on the way that a CPU's streams can miss is
+needed."""
 
 import random
 import threading
@@ -18,7 +19,23 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import tiny
-from far import LIMIT, SETTINGS, Ask, Caller, Line, Room, answers, apart, check, expected, layout_of, lines, opened, resident, struck
+from far import (
+    LIMIT,
+    SETTINGS,
+    Ask,
+    Caller,
+    Line,
+    Room,
+    answers,
+    apart,
+    check,
+    expected,
+    layout_of,
+    lines,
+    opened,
+    resident,
+    struck,
+)
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineClosedError, RequestError
@@ -126,7 +143,10 @@ def brought(llm: LLM) -> int:
 @pytest.mark.parametrize("seed", range(100 if tiny.THOROUGH else 10))
 def test_whatever_the_sizes_and_whoever_comes_and_goes(seed: int) -> None:
     rng = random.Random(seed)
-    name, room = rng.choice(["llama", "mistral", "qwen2_windows", "llama_dynamic", "qwen3_moe_window"]), some_room(rng)
+    name, room = (
+        rng.choice(["llama", "mistral", "qwen2_windows", "llama_dynamic", "qwen3_moe_window"]),
+        some_room(rng),
+    )
     with lines("some", seed), opened(name, room) as llm:
         asks = some_asks(rng, min(longest(llm), 120))
         found = answers(llm, asks)
@@ -191,7 +211,9 @@ def test_several_outputs_and_several_threads() -> None:
         everything_is_free(llm)
     for index, completions in found.items():
         alone = expected("qwen3", asks[index])
-        assert all(output.tokens == alone.tokens for completion in completions for output in completion.outputs)
+        assert all(
+            output.tokens == alone.tokens for completion in completions for output in completion.outputs
+        )
         assert max(apart(completion, alone) for completion in completions) < LIMIT
     assert len(found) == 3
 
@@ -222,10 +244,15 @@ def test_contexts_of_one_length_that_follow_each_other_are_not_mistaken() -> Non
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2_windows", "qwen3_windows"])
 def test_a_tile_is_there_for_all_who_share_it_however_far_apart_they_are(name: str) -> None:
-    """A window hides it from the one that is far ahead, and not from those that have just read it: a chunk, and a row."""
+    """A window hides it from the one that is far ahead, and not from those that have just read it: a chunk,
+    and a row."""
     rng = random.Random(name)
     common = words(rng, 64)
-    asks = [Ask((*common, *words(rng, 46)), 20), Ask((*common, *words(rng, 19)), 6, 9), Ask((*common, *words(rng, 1)), 6, 10)]
+    asks = [
+        Ask((*common, *words(rng, 46)), 20),
+        Ask((*common, *words(rng, 19)), 6, 9),
+        Ask((*common, *words(rng, 1)), 6, 10),
+    ]
     with opened(name, Room(pages=14, block=4, step=40, tile=16)) as llm:
         found = answers(llm, asks)
     check(name, asks, found)
@@ -241,7 +268,8 @@ def test_in_half_precision_the_error_is_that_of_half_precision(name: str) -> Non
         found = answers(llm, asks)
         assert brought(llm) > 0
     exact, half, streamed = (
-        scores(some) for some in ([expected(name, a) for a in asks], [expected(name, a, "bfloat16") for a in asks], found)
+        scores(some)
+        for some in ([expected(name, a) for a in asks], [expected(name, a, "bfloat16") for a in asks], found)
     )
     error = float((half - exact).abs().median())
     assert 0 < float((streamed - exact).abs().median()) < 1.3 * error
@@ -250,7 +278,9 @@ def test_in_half_precision_the_error_is_that_of_half_precision(name: str) -> Non
 
 def scores(completions: list[Completion]) -> Tensor:
     """Log-probabilities of their prompts' tokens."""
-    return torch.tensor([entry.logprob for one in completions for entry in (one.prompt_logprobs or ())[1:] if entry])
+    return torch.tensor(
+        [entry.logprob for one in completions for entry in (one.prompt_logprobs or ())[1:] if entry]
+    )
 
 
 # ---- weights that stream as well
@@ -277,13 +307,19 @@ def run_once(run: Callable[[], object]) -> int:
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
 def test_weights_may_stream_at_the_same_time(name: str, tmp_path: Path) -> None:
-    """From host memory and from disk, through what else the two budgets hold: bit for bit what the same steps give with weights that stay.
-    Interrupts lose nothing then either."""
+    """From host memory and from disk, through what else the two budgets hold: bit for bit what the same steps
+    give with weights that stay. Interrupts lose nothing then either."""
     rng = random.Random(name)
-    room, asks = Room(), [Ask(tuple(words(rng, size)), 6, at, scored=size == 99) for at, size in enumerate((99, 80, 10))]
+    room, asks = (
+        Room(),
+        [Ask(tuple(words(rng, size)), 6, at, scored=size == 99) for at, size in enumerate((99, 80, 10))],
+    )
     with opened(name, room) as llm:
         stays = answers(llm, asks)
-        budget, groups = llm.booted.budget, {layout.id: layout.size for layout in llm.booted.weights._layouts.values()}
+        budget, groups = (
+            llm.booted.budget,
+            {layout.id: layout.size for layout in llm.booted.weights._layouts.values()},
+        )
     largest = max(size for id, size in groups.items() if id.expert < 0) + 2 * max(
         (size for id, size in groups.items() if id.expert >= 0), default=0
     )
@@ -306,7 +342,14 @@ def test_weights_may_stream_at_the_same_time(name: str, tmp_path: Path) -> None:
 def test_a_length_that_needs_the_host_gets_it_unasked(tmp_path: Path) -> None:
     """Beside two budgets, of which the first holds no such context."""
     ask = Ask(tuple(words(random.Random(0), 1500)), 4)
-    settings = {**SETTINGS, "max_length": 4160, "block_size": 16, "max_step_tokens": 128, "max_sequences": 2, "cache": tmp_path}
+    settings = {
+        **SETTINGS,
+        "max_length": 4160,
+        "block_size": 16,
+        "max_step_tokens": 128,
+        "max_sequences": 2,
+        "cache": tmp_path,
+    }
     with LLM(tiny.checkpoint("llama"), **settings, kv_blocks=260) as llm:  # type: ignore[arg-type]
         [alone] = answers(llm, [ask])
         fixed = llm.booted.budget.weights + llm.booted.budget.activations
@@ -327,7 +370,9 @@ def test_a_length_that_needs_the_host_gets_it_unasked(tmp_path: Path) -> None:
 def test_whatever_is_late(name: str, late: str) -> None:
     rng = random.Random(late)
     common = words(rng, 60)
-    asks = [Ask((*common, *words(rng, size)), 7, at, scored=at == 2) for size, at in ((50, 0), (33, 2), (4, 9))] + [Ask((1, 2, 3), 14)]
+    asks = [
+        Ask((*common, *words(rng, size)), 7, at, scored=at == 2) for size, at in ((50, 0), (33, 2), (4, 9))
+    ] + [Ask((1, 2, 3), 14)]
     for ring, staging, block in ((1, 1, 8), (3, 2, 4)):
         with lines(late), opened(name, Room(block=block, ring=ring, staging=staging)) as llm:
             found = answers(llm, asks)
@@ -336,7 +381,8 @@ def test_whatever_is_late(name: str, late: str) -> None:
 
 # ---- without one of the waits that kv.tiles lists
 #
-# Of 3, and of the mark in 2, a CPU has no need: its arithmetic is done when it is queued. 6 is no wait, but follows from 1 and 3.
+# Of 3, and of the mark in 2, a CPU has no need: its arithmetic is done when it is queued. 6 is no wait, but
+# follows from 1 and 3.
 
 LONG = Ask(tuple(words(random.Random(9), 100)), 6)
 
@@ -359,7 +405,9 @@ def test_arithmetic_must_wait_for_its_tile(mutant: bool) -> None:
 
 
 @pytest.mark.parametrize("mutant", [False, True])
-def test_a_slot_must_not_be_filled_before_its_tile_was_read(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_must_not_be_filled_before_its_tile_was_read(
+    mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """2. A tile is released when it is taken, and the next copied to its slot before it is read."""
     with lines() as made, opened("llama", Room(ring=1)) as llm:
         if mutant:
@@ -377,8 +425,11 @@ def test_a_slot_must_not_be_filled_before_its_tile_was_read(mutant: bool, monkey
 
 
 @pytest.mark.parametrize("mutant", [False, True])
-def test_staging_must_not_be_filled_before_it_was_emptied(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4. What a step sends is copied out when all of it has gone through the same slot; or compute waits each time."""
+def test_staging_must_not_be_filled_before_it_was_emptied(
+    mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4. What a step sends is copied out when all of it has gone through the same slot; or compute waits each
+    time."""
     with lines() as made, opened("llama", Room(staging=1)) as llm:
         if mutant:
             begin = Carrier.begin
@@ -408,7 +459,8 @@ def test_a_block_must_not_be_read_before_it_has_landed(mutant: bool, monkeypatch
                 made.into.mark().wait()
                 made.out.open.set()
                 made.out.mark().wait()
-                # In the first step compute waits for all that is on its way out: it does not know yet when each slot was emptied.
+                # In the first step compute waits for all that is on its way out: it does not know yet when
+                # each slot was emptied.
                 if next(steps):
                     made.out.open.clear()
 
@@ -420,7 +472,8 @@ def test_a_block_must_not_be_read_before_it_has_landed(mutant: bool, monkeypatch
 
 
 def test_copies_wait_for_what_lands_late() -> None:
-    """5 without a mutant: what a step sends is on its way for longer than the next one takes until it brings it back."""
+    """5 without a mutant: what a step sends is on its way for longer than the next one takes until it brings
+    it back."""
     with lines() as made, opened("llama", Room(staging=3)) as llm:
         made.out.late = lambda: 0.02
         assert right(answers(llm, [LONG]))
@@ -439,7 +492,13 @@ def test_nothing_of_a_request_is_left_for_the_next(name: str, sharing: bool) -> 
         for turn in range(14):
             alike = rng.choice([0, 30, 100])
             prompt = (*common[:alike], *words(rng, rng.randint(1, 40)))
-            ask = Ask(prompt, rng.randint(1, 9), leave=rng.choice([None, None, 6]), scored=turn % 4 == 0, sampled=turn % 5 == 0)
+            ask = Ask(
+                prompt,
+                rng.randint(1, 9),
+                leave=rng.choice([None, None, 6]),
+                scored=turn % 4 == 0,
+                sampled=turn % 5 == 0,
+            )
             check(name, [ask], answers(llm, [ask]))
             everything_is_free(llm)
 
@@ -450,9 +509,19 @@ def test_interrupts_lose_nothing(calls: dict[type, list[str]], seed: int) -> Non
     rng = random.Random(seed)
     name, common = rng.choice(["llama", "qwen2_windows", "mixtral"]), words(rng, 60)
     room = Room(
-        pages=rng.randint(6, 9), block=4, step=20, tile=rng.choice([8, 100]), host=70, ring=rng.randint(1, 3), staging=rng.randint(1, 2)
+        pages=rng.randint(6, 9),
+        block=4,
+        step=20,
+        tile=rng.choice([8, 100]),
+        host=70,
+        ring=rng.randint(1, 3),
+        staging=rng.randint(1, 2),
     )
-    asks = [Ask((*common, *words(rng, 30)), 8, scored=True), Ask((*common, *words(rng, 9)), 12, 3, sampled=True), Ask((7, 8), 20, 1)]
+    asks = [
+        Ask((*common, *words(rng, 30)), 8, scored=True),
+        Ask((*common, *words(rng, 9)), 12, 3, sampled=True),
+        Ask((7, 8), 20, 1),
+    ]
     asks.append(Ask(tuple(words(rng, 50)), 9, 2, leave=7))
     gaps = [rng.choice([rng.randint(1, 9), rng.randint(1, 120)]) for _ in range(12)]
     with lines("some", seed), opened(name, room) as llm:
@@ -489,17 +558,24 @@ def boots(**settings: object) -> LLM:
 
 def test_more_host_memory_than_there_is_is_refused() -> None:
     with pytest.raises(
-        BudgetError, match=r"^100 TiB of host memory were asked for KV, but half of the budget is [\d.]+ [GM]iB; ask for less$"
+        BudgetError,
+        match=r"^100 TiB of host memory were asked for KV, but half of the budget is [\d.]+ [GM]iB; ask for "
+        r"less$",
     ):
         boots(host_kv_memory="100TiB")
-    with pytest.raises(BudgetError, match=r"65\.0 MiB of host memory were asked for KV, but there are 64\.0 MiB; ask for less"):
+    with pytest.raises(
+        BudgetError,
+        match=r"65\.0 MiB of host memory were asked for KV, but there are 64\.0 MiB; ask for less",
+    ):
         boots(host_kv_memory="65MiB", device_memory="64MiB", host_memory="128MiB")
     boots(host_kv_memory="30MiB", device_memory="64MiB", host_memory="128MiB").close()
 
 
 def test_less_host_memory_than_a_block_is_refused() -> None:
     block = layout_of("llama", 8).block_bytes
-    with pytest.raises(BudgetError, match=r"6\.00 KiB of host memory for KV are less than a block of 8 tokens, 6\.00 KiB"):
+    with pytest.raises(
+        BudgetError, match=r"6\.00 KiB of host memory for KV are less than a block of 8 tokens, 6\.00 KiB"
+    ):
         boots(host_kv_memory=block - 1)
     with boots(host_kv_memory=block, kv_blocks=4) as llm:
         assert llm.booted.engine.scheduler.host.blocks == 1
@@ -510,7 +586,10 @@ def test_without_host_memory_a_prompt_must_fit_the_pages(none: object) -> None:
     with boots(host_kv_memory=none, kv_blocks=8) as llm:
         assert llm.booted.engine.scheduler.host.blocks == 0
         assert longest(llm) == 65
-        with pytest.raises(RequestError, match=r"the request has 90 tokens of prompt and 4 of output, but the KV blocks hold 65 in all; "):
+        with pytest.raises(
+            RequestError,
+            match=r"the request has 90 tokens of prompt and 4 of output, but the KV blocks hold 65 in all; ",
+        ):
             llm.generate([[1] * 90], SamplingParams(max_tokens=4))
         with pytest.raises(RequestError, match=r"90 tokens of prompt, but the KV blocks hold 65"):
             llm.generate([[1] * 90])
@@ -521,7 +600,10 @@ def test_without_host_memory_a_prompt_must_fit_the_pages(none: object) -> None:
 def test_a_request_that_host_memory_does_not_hold_is_told_what_would_hold_it() -> None:
     block = layout_of("llama", 8).block_bytes
     ask = Ask(tuple(words(random.Random(0), 130)), 6)
-    said = r"130 tokens of prompt and 6 of output, but KV has room for 88 in all; .* host memory .*for 128 tokens of KV \(80 now\)$"
+    said = (
+        r"130 tokens of prompt and 6 of output, but KV has room for 88 in all; .* host memory .*for 128 "
+        r"tokens of KV \(80 now\)$"
+    )
     with boots(host_kv_memory=10 * block, kv_blocks=4) as llm, pytest.raises(RequestError, match=said):
         llm.generate([list(ask.prompt)], ask.params)
     with boots(host_kv_memory=16 * block, kv_blocks=4) as llm:
@@ -534,7 +616,10 @@ def test_a_request_that_host_memory_does_not_hold_is_told_what_would_hold_it() -
 
 
 def test_a_length_beyond_the_models_positions_must_be_allowed() -> None:
-    said = r"max_length 1280 is more than the 512 positions the model was trained for; .* rope scaling by 2\.5, or allow it with beyond_"
+    said = (
+        r"max_length 1280 is more than the 512 positions the model was trained for; .* rope scaling by 2\.5, "
+        r"or allow it with beyond_"
+    )
     with pytest.raises(ConfigError, match=said):
         boots(max_length=1280, beyond_trained=False, host_kv_memory="2MiB")
     boots(max_length=512, beyond_trained=False, host_kv_memory="2MiB").close()
@@ -549,14 +634,23 @@ def test_a_length_beyond_the_models_positions_must_be_allowed() -> None:
 
 
 def test_dynamic_rope_has_no_end_to_go_beyond() -> None:
-    settings = {**SETTINGS, "max_length": 300, "beyond_trained": False, "block_size": 8, "host_kv_memory": "2MiB"}
+    settings = {
+        **SETTINGS,
+        "max_length": 300,
+        "beyond_trained": False,
+        "block_size": 8,
+        "host_kv_memory": "2MiB",
+    }
     with LLM(tiny.checkpoint("llama_dynamic"), **settings, kv_blocks=8, max_step_tokens=24) as llm:  # type: ignore[arg-type]
         ask = Ask(tuple(words(random.Random(0), 290)), 10)
         check("llama_dynamic", [ask], answers(llm, [ask]))
 
 
 def test_a_step_must_hold_a_block() -> None:
-    with pytest.raises(ConfigError, match=r"max_step_tokens 7 must be at least a block, 8 tokens, for contexts in host memory"):
+    with pytest.raises(
+        ConfigError,
+        match=r"max_step_tokens 7 must be at least a block, 8 tokens, for contexts in host memory",
+    ):
         boots(max_step_tokens=7, host_kv_memory="2MiB")
     ask = Ask(tuple(words(random.Random(0), 90)), 4)
     with boots(max_step_tokens=8, kv_blocks=4, host_kv_memory="2MiB") as llm:
@@ -576,7 +670,9 @@ def test_nothing_is_left_behind(end: str, monkeypatch: pytest.MonkeyPatch) -> No
     pinned: list[arena.Arena] = []
     make, close = arena.Arena.__init__, arena.Arena.close
 
-    def made(self: arena.Arena, size: int, device: torch.device, *, pinned_for: torch.device | None = None) -> None:
+    def made(
+        self: arena.Arena, size: int, device: torch.device, *, pinned_for: torch.device | None = None
+    ) -> None:
         make(self, size, device, pinned_for=pinned_for)
         if pinned_for is not None and size:
             pinned.append(self)
@@ -584,7 +680,9 @@ def test_nothing_is_left_behind(end: str, monkeypatch: pytest.MonkeyPatch) -> No
     def closed(self: arena.Arena) -> None:
         close(self)
         if self in pinned:
-            assert not any("under test" in name for name in threads()), "unpinned while copies may be under way"
+            assert not any("under test" in name for name in threads()), (
+                "unpinned while copies may be under way"
+            )
             pinned.remove(self)
 
     monkeypatch.setattr(arena.Arena, "__init__", made)
@@ -625,7 +723,11 @@ def test_pages_that_cannot_be_had_leave_nothing_of_what_was_made_before() -> Non
             raise DeviceError("not as much")
         return KVPool(layout, blocks, device)
 
-    with no_thread_left(), patch.object(boot, "KVPool", none), pytest.raises(DeviceError, match="not as much"):
+    with (
+        no_thread_left(),
+        patch.object(boot, "KVPool", none),
+        pytest.raises(DeviceError, match="not as much"),
+    ):
         boots(host_kv_memory="8MiB")
 
 
@@ -640,7 +742,8 @@ def test_host_memory_is_given_back() -> None:
         assert process.memory_info().rss - before < 0.2 * size
 
 
-# -- what was found once -----------------------------------------------------------------------------------------------------
+# -- what was found once
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_the_prefix_cache_is_cleared_beyond_the_device_too() -> None:

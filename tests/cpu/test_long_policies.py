@@ -19,7 +19,14 @@ from penstock.kv.hostpool import HostPool
 from penstock.kv.tiles import from_fp8
 from penstock.ops.policies import Choice
 
-SETTINGS = {"device": "cpu", "dtype": "float32", "max_length": 300, "beyond_trained": True, "max_step_tokens": 48, "block_size": 8}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_length": 300,
+    "beyond_trained": True,
+    "max_step_tokens": 48,
+    "block_size": 8,
+}
 FAR = {"kv_blocks": 8, "host_kv_memory": "4MiB", "kv_tile": 32, "max_sequences": 4, "check": True}
 PROMPTS = [[token % 90 for token in range(3, 200)], [token * 7 % 90 for token in range(120)], [5, 6, 7]]
 WANTED = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
@@ -32,13 +39,16 @@ def answer(name: str, **settings: Any) -> tuple[list[Completion], MissedStats | 
 
 
 def apart(one: list[Completion], other: list[Completion]) -> float:
-    pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)]
+    pairs = [
+        pair for a, b in zip(one, other, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)
+    ]
     return max(abs(a.logprob - b.logprob) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_everything_is_exact(name: str, tmp_path: Path) -> None:
-    """By a policy that takes all blocks, or by falling back to all: rows, runs, and both with blocks on disk."""
+    """By a policy that takes all blocks, or by falling back to all: rows, runs, and both with blocks on
+    disk."""
     exact, nothing = answer(name)
     assert nothing == MissedStats()
     disk = {"disk_kv_memory": "2MiB", "kv_store": "off", "kv_directory": tmp_path, "host_kv_memory": "13KiB"}
@@ -48,7 +58,12 @@ def test_everything_is_exact(name: str, tmp_path: Path) -> None:
             {"attention_policy": "topk:3", "missed_limit": 0.0},
             {"attention_policy": "window:8,16", "missed_limit": 0.0},
             {"prefill_policy": "vertical_slash:2,1", "missed_limit": 0.0},
-            {"attention_policy": "topk:3", "prefill_policy": "vertical_slash:2,1", "missed_limit": 0.0, **disk},
+            {
+                "attention_policy": "topk:3",
+                "prefill_policy": "vertical_slash:2,1",
+                "missed_limit": 0.0,
+                **disk,
+            },
         )
     ):
         if name != "llama" and number % 4:
@@ -86,9 +101,11 @@ def test_what_is_missed_is_told() -> None:
     ],
     ids=str,
 )
-def test_no_more_is_missed_than_is_said(settings: dict[str, object], least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every bound of every choice against the share itself, of all keys as they rest, by float64. least: queries whose bounds are told in
-    one choice at least once, where a limit asks for all of a run's."""
+def test_no_more_is_missed_than_is_said(
+    settings: dict[str, object], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every bound of every choice against the share itself, of all keys as they rest, by float64. least:
+    queries whose bounds are told in one choice at least once, where a limit asks for all of a run's."""
     choosing, bounding = Chosen.choose, Choice.missed
     told: list[tuple[Tensor, Tensor]] = []
     asked: list[Tensor] = []
@@ -111,7 +128,9 @@ def test_no_more_is_missed_than_is_said(settings: dict[str, object], least: int,
         keep, bound = told.pop()
         keys = torch.stack([keys_of(pool, layer, int(block)) for block in blocks]).double()
         group = q.shape[1] // keys.shape[2]
-        scores = torch.einsum("qhd,bthd->qhbt", q.double() * scale, keys.repeat_interleave(group, 2)).logsumexp(3)
+        scores = torch.einsum(
+            "qhd,bthd->qhbt", q.double() * scale, keys.repeat_interleave(group, 2)
+        ).logsumexp(3)
         everything = torch.logaddexp(before, scores.logsumexp(2))
         share = (scores.masked_fill(keep, -torch.inf).logsumexp(2) - everything).exp()
         some = slice(None) if len(bound) == len(q) else torch.linspace(0, len(q) - 1, 16).long()
@@ -129,7 +148,9 @@ def test_no_more_is_missed_than_is_said(settings: dict[str, object], least: int,
     at = np.searchsorted(SHARES, [float(bound.max()) for bound in asked])
     assert found.worst_buckets[1:] == tuple(np.bincount(at, minlength=len(SHARES) + 1)[1:])
     if settings.get("sketch_bits", 4):
-        assert found.worst < 1.3 * sum(float(share) for share in seen) / found.choices, "far more than there is"
+        assert found.worst < 1.3 * sum(float(share) for share in seen) / found.choices, (
+            "far more than there is"
+        )
 
 
 def keys_of(pool: HostPool, layer: int, block: int) -> Tensor:
@@ -160,7 +181,19 @@ def test_dense_layers_read_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "top", "topk", "topk:", "topk:-1", "topk:1,2,3", "window:1", "window:a,b", "vertical_slash", "full:1"]
+    "text",
+    [
+        "",
+        "top",
+        "topk",
+        "topk:",
+        "topk:-1",
+        "topk:1,2,3",
+        "window:1",
+        "window:a,b",
+        "vertical_slash",
+        "full:1",
+    ],
 )
 def test_policies_nobody_knows(text: str) -> None:
     with pytest.raises(ConfigError, match="is not known; write full"):

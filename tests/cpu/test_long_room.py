@@ -31,11 +31,15 @@ from penstock.weights.shape import Shape
 
 CPU = torch.device("cpu")
 SPEC = Shape.of(dict(SHAPES["100M"])).spec
-LAYOUT = KVLayout(layers=SPEC.layers, block_size=32, kv_heads=SPEC.kv_heads, head_dim=SPEC.head_dim, dtype="bfloat16")
+LAYOUT = KVLayout(
+    layers=SPEC.layers, block_size=32, kv_heads=SPEC.kv_heads, head_dim=SPEC.head_dim, dtype="bfloat16"
+)
 MIB = 1 << 20
 
 
-def room(*, total: int = 64 * MIB, resident: int = 0, tokens: int = 512, **settings: object) -> LongRoom | None:
+def room(
+    *, total: int = 64 * MIB, resident: int = 0, tokens: int = 512, **settings: object
+) -> LongRoom | None:
     """On a machine with two budgets, so that host memory is beside the device's."""
     config = Config(Path(), **settings)  # type: ignore[arg-type]
     limits = Limits(32, tokens, 4, config.max_length or 4096)
@@ -64,20 +68,31 @@ def test_no_more_than_the_host_has() -> None:
     found = room(**BOTH, max_length=100_000)
     assert found is not None
     assert found.blocks == 128 * MIB // LAYOUT.block_bytes
-    with pytest.raises(BudgetError, match=r"1\.00 GiB of host memory were asked for KV, but there are 128 MiB"):
+    with pytest.raises(
+        BudgetError, match=r"1\.00 GiB of host memory were asked for KV, but there are 128 MiB"
+    ):
         room(**BOTH, host_kv_memory="1GiB")
 
 
 def test_policies_hold_sketches_of_all_blocks_in_host_memory() -> None:
     """Of those on disk too."""
-    found = room(**BOTH, host_kv_memory="128MiB", disk_kv_memory="1GiB", kv_tile=64, kv_store="off", attention_policy="topk:4")
+    found = room(
+        **BOTH,
+        host_kv_memory="128MiB",
+        disk_kv_memory="1GiB",
+        kv_tile=64,
+        kv_store="off",
+        attention_policy="topk:4",
+    )
     assert found is not None
     assert found.policies is not None
     assert found.disk is not None
     sketch = sketch_layout(LAYOUT, found.policies.bits).bytes * LAYOUT.layers
     fewer_on_disk = replace(found, disk=replace(found.disk, blocks=found.on_disk - 100))
     assert found.host_bytes - fewer_on_disk.host_bytes == 100 * sketch
-    assert found.host_bytes - replace(found, blocks=found.blocks - 10).host_bytes == 10 * (LAYOUT.block_bytes + sketch)
+    assert found.host_bytes - replace(found, blocks=found.blocks - 10).host_bytes == 10 * (
+        LAYOUT.block_bytes + sketch
+    )
     assert found.host_bytes <= 128 * MIB
 
 
@@ -112,8 +127,11 @@ def test_a_chunk_in_balance_takes_as_long_to_attend_as_to_bring() -> None:
     assert attend == pytest.approx(bring)
 
 
-def test_memory_that_cannot_be_pinned_serves_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """As with a limit of locked memory: the driver refuses, the pool is there all the same, and somebody says so."""
+def test_memory_that_cannot_be_pinned_serves_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a limit of locked memory: the driver refuses, the pool is there all the same, and somebody says
+    so."""
 
     def refuse(*_: object) -> None:
         raise PinningError("cannot pin 6 MiB of host memory for cuda (CUDA error 304); allow less")
@@ -129,7 +147,13 @@ def test_memory_that_cannot_be_pinned_serves_as_it_is(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("memory", "asked", "ranks", "tokens"),
-    [(80, None, 1, 16384), (48, None, 1, 8192), (80, "24GiB", 1, 8192), (141, "64GiB", 1, 16384), (80, None, 2, 8192)],
+    [
+        (80, None, 1, 16384),
+        (48, None, 1, 8192),
+        (80, "24GiB", 1, 8192),
+        (141, "64GiB", 1, 16384),
+        (80, None, 2, 8192),
+    ],
 )
 def test_steps_are_longer_where_there_is_room(
     memory: int, asked: str | None, ranks: int, tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -139,11 +163,19 @@ def test_steps_are_longer_where_there_is_room(
     spec = Shape.of(SHAPES["8B"]).spec
     config = Config(Path(), device="cuda", device_memory=asked, tensor_parallel=ranks)
     assert settling.choose_limits(config, spec, torch.device("cuda")).max_step_tokens == tokens
-    assert settling.choose_limits(replace(config, max_step_tokens=512), spec, torch.device("cuda")).max_step_tokens == 512
+    assert (
+        settling.choose_limits(
+            replace(config, max_step_tokens=512), spec, torch.device("cuda")
+        ).max_step_tokens
+        == 512
+    )
 
 
-def boots(layouts: Sequence[GroupLayout], spec: ModelSpec, layout: KVLayout, total: int, **settings: object) -> bool:
-    """Whether all arithmetic of a start on a CPU finds room: for KV, for the store of blocks, and for weights beside them."""
+def boots(
+    layouts: Sequence[GroupLayout], spec: ModelSpec, layout: KVLayout, total: int, **settings: object
+) -> bool:
+    """Whether all arithmetic of a start on a CPU finds room: for KV, for the store of blocks, and for weights
+    beside them."""
     config = Config(Path(), device="cpu", **settings)  # type: ignore[arg-type]
     limits = Limits(layout.block_size, config.max_step_tokens or 512, 4, config.max_length or 4096)
     activations = least_activations(spec, "float32", limits.max_step_tokens, limits.max_sequences)
@@ -170,19 +202,27 @@ def boots(layouts: Sequence[GroupLayout], spec: ModelSpec, layout: KVLayout, tot
 
 KIB = 1 << 10
 SIZES = {
-    "host_kv_memory": [32 * KIB << power for power in range(13)] + [3 * MIB, 5 * MIB + 1, 20 * MIB, 33 * MIB, 100 * MIB],
-    "disk_kv_memory": [32 * KIB << power for power in range(16)] + [200_000_000, 64 * MIB + 300 * KIB, 64 * MIB + 1, 7 * MIB + 1, 10**13],
+    "host_kv_memory": [32 * KIB << power for power in range(13)]
+    + [3 * MIB, 5 * MIB + 1, 20 * MIB, 33 * MIB, 100 * MIB],
+    "disk_kv_memory": [32 * KIB << power for power in range(16)]
+    + [200_000_000, 64 * MIB + 300 * KIB, 64 * MIB + 1, 7 * MIB + 1, 10**13],
     "kv_blocks": [1, 2, 3, 5, 8, 16, 64, 1000, None],
     "max_length": [100, 4096, 4097, 8192, 20_000, 32_768, 131_072],
 }
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"kv_store": "off"}, {"attention_policy": "topk:4"}, {"attention_policy": "topk:4", "kv_store": "off"}]
+    "more",
+    [
+        {},
+        {"kv_store": "off"},
+        {"attention_policy": "topk:4"},
+        {"attention_policy": "topk:4", "kv_store": "off"},
+    ],
 )
 def test_no_size_between_two_that_start_is_refused(more: dict[str, object]) -> None:
-    """For 40 machines, one size after another goes through all its values: those that start are neighbours, and of the disk's
-    every one beyond the least, unless policies hold bounds of its blocks in memory."""
+    """For 40 machines, one size after another goes through all its values: those that start are neighbours,
+    and of the disk's every one beyond the least, unless policies hold bounds of its blocks in memory."""
     spec = Shape.of(dict(SHAPES["100M"])).spec
     layouts = group_layouts(spec, None, "float32")
     weights, rng = sum(map(padded, layouts)), random.Random(0)
@@ -196,12 +236,18 @@ def test_no_size_between_two_that_start_is_refused(more: dict[str, object]) -> N
         chosen = {name: rng.choice(values) for name, values in SIZES.items()}
         for name, values in SIZES.items():
             values = sorted(values, key=lambda value: float("inf") if value is None else value)
-            found = [boots(layouts, spec, layout, total, **machine, **chosen | {name: value}, **more) for value in values if value]
+            found = [
+                boots(layouts, spec, layout, total, **machine, **chosen | {name: value}, **more)
+                for value in values
+                if value
+            ]
             first = found.index(True) if True in found else len(found)
             last = len(found) - found[::-1].index(True) if True in found else len(found)
             if name == "disk_kv_memory" and "attention_policy" not in more:
                 last = len(found)
-            assert all(found[first:last]), f"{name}: {found} of {values}, {chosen}, {machine}, {total}, {layout}"
+            assert all(found[first:last]), (
+                f"{name}: {found} of {values}, {chosen}, {machine}, {total}, {layout}"
+            )
             started += sum(found)
     assert started > 530
 
@@ -211,7 +257,12 @@ def test_what_long_contexts_leave_of_the_disk_may_be_too_little_for_a_store(tmp_
     needed, host = 400 // 8, 3
     own = (needed - host) * layout.layers * record_bytes(layout)
     said = list[str]()
-    for more, store in ((0, False), (1000, False), (least_cap(layout.block_bytes) - 1, False), (least_cap(layout.block_bytes), True)):
+    for more, store in (
+        (0, False),
+        (1000, False),
+        (least_cap(layout.block_bytes) - 1, False),
+        (least_cap(layout.block_bytes), True),
+    ):
         config = Config(
             tiny.checkpoint("llama"),
             device="cpu",

@@ -22,7 +22,12 @@ from servers import FLAGS, ROOM, STORY, TALK, Server, Stream, serving, until
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 Json = Mapping[str, Any]
 SHORT = {"model": "shipped", "max_tokens": 3}
-PLACE = {"type": "object", "properties": {"at": {"enum": ["sea"]}}, "required": ["at"], "additionalProperties": False}
+PLACE = {
+    "type": "object",
+    "properties": {"at": {"enum": ["sea"]}},
+    "required": ["at"],
+    "additionalProperties": False,
+}
 CALL = {
     "parallel_tool_calls": False,
     "tools": [{"type": "function", "function": {"name": "look", "parameters": PLACE}}],
@@ -34,7 +39,8 @@ TEMPLATE = """{% if tools %}<|user|>{{ tools[0].function.name }} in a <tool_call
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Whatever is asked of it, its answers are short. Its model is the shipped one, with a template that takes tools."""
+    """Whatever is asked of it, its answers are short. Its model is the shipped one, with a template that
+    takes tools."""
     folder = tmp_path_factory.mktemp("server")
     model = folder / "model"
     model.mkdir()
@@ -42,7 +48,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         shutil.copy(file, model / file.name)
     settings = json.loads((SHIPPED_MODEL / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").unlink()
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE + settings["chat_template"]}))
+    (model / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": TEMPLATE + settings["chat_template"]})
+    )
     flags = ("--port", "0", "--name", "shipped", *FLAGS, "--max-length", "128", "--max-body", "100000")
     with serving(folder, str(model), *flags) as server:
         yield server.wait()
@@ -59,10 +67,16 @@ def document(server: Server) -> Json:
 
 def test_every_route_is_described_and_nothing_else() -> None:
     app: Any = application(House(Settings(("mine",))))
-    there = {(route.path.replace(":path}", "}"), method.lower()) for route in app._app._app.routes for method in route.methods - {"HEAD"}}
+    there = {
+        (route.path.replace(":path}", "}"), method.lower())
+        for route in app._app._app.routes
+        for method in route.methods - {"HEAD"}
+    }
     document = json.loads(described(keys=False))
     assert there == {(path, method) for path, methods in document["paths"].items() for method in methods}
-    assert len({told["operationId"] for methods in document["paths"].values() for told in methods.values()}) == len(OPERATIONS)
+    assert len(
+        {told["operationId"] for methods in document["paths"].values() for told in methods.values()}
+    ) == len(OPERATIONS)
     assert "security" not in json.dumps(document)
 
 
@@ -148,7 +162,13 @@ ASKED: list[tuple[str, str, str, Any, int]] = [
     ("POST", TEXT, TEXT, SHORT | {"prompt": [5] * 200}, 400),
     ("POST", TEXT, TEXT, b"[", 400),
     ("POST", RESPONSES, RESPONSES, {"model": "shipped", "input": "Hello", "max_output_tokens": 3}, 200),
-    ("POST", RESPONSES, RESPONSES, {"model": "shipped", "input": "Hello", "previous_response_id": "resp_none"}, 404),
+    (
+        "POST",
+        RESPONSES,
+        RESPONSES,
+        {"model": "shipped", "input": "Hello", "previous_response_id": "resp_none"},
+        404,
+    ),
     ("GET", "/v1/responses/{name}", "/v1/responses/resp_none", None, 404),
     ("GET", "/v1/responses/{name}", "/v1/responses/resp_none?stream=true", None, 400),
     ("DELETE", "/v1/responses/{name}", "/v1/responses/resp_none", None, 404),
@@ -160,7 +180,9 @@ ASKED: list[tuple[str, str, str, Any, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "place", "body", "status"), ASKED, ids=[str(number) for number in range(len(ASKED))])
+@pytest.mark.parametrize(
+    ("method", "path", "place", "body", "status"), ASKED, ids=[str(number) for number in range(len(ASKED))]
+)
 def test_an_answer_is_as_it_is_described(
     server: Server, document: Json, method: str, path: str, place: str, body: Any, status: int
 ) -> None:
@@ -173,20 +195,44 @@ def test_an_answer_is_as_it_is_described(
     ]
     if kind == "application/json":
         conforms(document, content["schema"], said)
-    assert not (isinstance(body, dict) and "tools" in body) or said["choices"][0]["finish_reason"] == "tool_calls"
+    assert (
+        not (isinstance(body, dict) and "tools" in body)
+        or said["choices"][0]["finish_reason"] == "tool_calls"
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, SHORT | {"messages": TALK, "n": 2, "logprobs": True, "top_logprobs": 1, "stream_options": {"include_usage": True}}),
+        (
+            CHAT,
+            SHORT
+            | {
+                "messages": TALK,
+                "n": 2,
+                "logprobs": True,
+                "top_logprobs": 1,
+                "stream_options": {"include_usage": True},
+            },
+        ),
         (CHAT, SHORT | CALL | {"messages": TALK}),
-        (TEXT, SHORT | {"prompt": [STORY, "The sea"], "logprobs": 1, "echo": False, "stream_options": {"include_usage": True}}),
+        (
+            TEXT,
+            SHORT
+            | {
+                "prompt": [STORY, "The sea"],
+                "logprobs": 1,
+                "echo": False,
+                "stream_options": {"include_usage": True},
+            },
+        ),
         (RESPONSES, {"model": "shipped", "input": "Hello", "max_output_tokens": 5, "temperature": 0}),
     ],
 )
 def test_events_are_as_they_are_described(server: Server, document: Json, path: str, body: Json) -> None:
-    data = answer_of(document, "POST", path, 200)["content"]["text/event-stream"]["schema"]["properties"]["data"]
+    data = answer_of(document, "POST", path, 200)["content"]["text/event-stream"]["schema"]["properties"][
+        "data"
+    ]
     schema = data["anyOf"][0]["contentSchema"]
     with Stream(server, {**body, "stream": True}, path) as stream:
         assert stream.status == 200
@@ -198,7 +244,9 @@ def test_events_are_as_they_are_described(server: Server, document: Json, path: 
 
 
 def test_a_response_that_is_kept_is_as_it_is_described(server: Server, document: Json) -> None:
-    _, _, first = server.ask("POST", RESPONSES, {"model": "shipped", "input": "Hello", "max_output_tokens": 3})
+    _, _, first = server.ask(
+        "POST", RESPONSES, {"model": "shipped", "input": "Hello", "max_output_tokens": 3}
+    )
     for method, kind in (("GET", "Response"), ("DELETE", "DeletedResponse")):
         status, _, said = server.ask(method, f"{RESPONSES}/{first['id']}")
         assert status == 200
@@ -222,7 +270,8 @@ def test_a_refusal_for_want_of_room_is_as_it_is_described(server: Server, docume
 
 
 def narrowed(document: Json, model: str) -> Json:
-    """With the model's name, so that most requests get to it, and without a deadline, which is a 504 where it is short."""
+    """With the model's name, so that most requests get to it, and without a deadline, which is a 504 where it
+    is short."""
     copy = json.loads(json.dumps(document))
     for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         fields = copy["components"]["schemas"][name]["properties"]
@@ -231,12 +280,30 @@ def narrowed(document: Json, model: str) -> Json:
     return copy  # type: ignore[no-any-return]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="needs schemathesis: pip install schemathesis")
+@pytest.mark.skipif(
+    importlib.util.find_spec("schemathesis") is None, reason="needs schemathesis: pip install schemathesis"
+)
 def test_generated_requests_are_answered_as_described(server: Server, document: Json, tmp_path: Path) -> None:
     (tmp_path / "openapi.json").write_text(json.dumps(narrowed(document, server.name)))
-    command = [str(Path(sys.executable).with_name("st")), "run", "openapi.json", "--url", server.url, "--generation-deterministic"]
+    command = [
+        str(Path(sys.executable).with_name("st")),
+        "run",
+        "openapi.json",
+        "--url",
+        server.url,
+        "--generation-deterministic",
+    ]
     # What a schema cannot say, such as which fields go together, is refused all the same.
-    command += ["--phases", "fuzzing", "--max-examples", "3", "--include-method", "POST", "--exclude-checks", "positive_data_acceptance"]
+    command += [
+        "--phases",
+        "fuzzing",
+        "--max-examples",
+        "3",
+        "--include-method",
+        "POST",
+        "--exclude-checks",
+        "positive_data_acceptance",
+    ]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:]
     assert "5 passed" in found.stdout

@@ -1,4 +1,5 @@
-"""What those who run a server are told of it: ids, logs, traces and metrics of the real command, and the files that name them."""
+"""What those who run a server are told of it: ids, logs, traces and metrics of the real command, and the
+files that name them."""
 
 import http.client
 import json
@@ -25,7 +26,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-collected = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs OpenTelemetry")
+collected = pytest.importorskip(
+    "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs OpenTelemetry"
+)
 
 import forks  # noqa: E402
 from penstock.cli.main import main  # noqa: E402
@@ -77,7 +80,9 @@ class Collector:
         """The spans of a trace by their names, when its last has come."""
 
         def whole() -> bool:
-            return any(span.kind == span.SPAN_KIND_SERVER for span in self.spans if span.trace_id.hex() == trace)
+            return any(
+                span.kind == span.SPAN_KIND_SERVER for span in self.spans if span.trace_id.hex() == trace
+            )
 
         with self.news:
             assert self.news.wait_for(whole, LONG)
@@ -118,24 +123,37 @@ class Server:
         self.place = place.hostname or "", place.port or 0
         return self
 
-    def open(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> http.client.HTTPConnection:
+    def open(
+        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
+    ) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(*self.place, timeout=LONG)
         raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         usual = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         connection.request(method, path, raw, usual | dict(headers or {}))
         return connection
 
-    def ask(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Answer:
+    def ask(
+        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
         connection = self.open(method, path, body, headers)
         try:
             answer = connection.getresponse()
             said = answer.read()
-            return answer.status, answer.headers, json.loads(said) if answer.headers["content-type"] == "application/json" else said
+            return (
+                answer.status,
+                answer.headers,
+                json.loads(said) if answer.headers["content-type"] == "application/json" else said,
+            )
         finally:
             connection.close()
 
     def complete(self, headers: Mapping[str, str] | None = None, **fields: object) -> Answer:
-        return self.ask("POST", TEXT, {"model": "shipped", "prompt": PROMPT, "max_tokens": 6, "temperature": 0} | fields, headers)
+        return self.ask(
+            "POST",
+            TEXT,
+            {"model": "shipped", "prompt": PROMPT, "max_tokens": 6, "temperature": 0} | fields,
+            headers,
+        )
 
     def told(self, id: str) -> dict[str, Any]:
         """What is logged of a request."""
@@ -152,7 +170,11 @@ class Server:
     def counted(self) -> dict[tuple[str, ...], float]:
         """Each sample by its name and the values of its labels."""
         families = text_string_to_metric_families(self.ask("GET", "/metrics")[2].decode())
-        return {(one.name.removeprefix("penstock:"), *one.labels.values()): one.value for family in families for one in family.samples}
+        return {
+            (one.name.removeprefix("penstock:"), *one.labels.values()): one.value
+            for family in families
+            for one in family.samples
+        }
 
 
 def until(happens: Callable[[], object], seconds: float = LONG) -> None:
@@ -200,13 +222,20 @@ def server(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
         log-format = "json"
         log-level = "debug"
         """)
-    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "20", "NO_PROXY": "127.0.0.1"}
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+        "OTEL_BSP_SCHEDULE_DELAY": "20",
+        "NO_PROXY": "127.0.0.1",
+    }
     server = Server(folder, "--config", str(folder / "settings.toml"), environment=environment)
     try:
         yield server.wait()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(LONG) == 0
-        assert [event["event"] for event in map(json.loads, server.log.read_text().splitlines())][-2:] == ["stopping", "stopped"]
+        assert [event["event"] for event in map(json.loads, server.log.read_text().splitlines())][-2:] == [
+            "stopping",
+            "stopped",
+        ]
         assert server.events("settings")[0]["file"] == str(folder / "settings.toml")
         assert KEY not in server.log.read_text()
     finally:
@@ -235,13 +264,18 @@ def test_every_response_tells_its_request_id(server: Server) -> None:
         assert (status, headers["x-request-id"]) == (expected, f'mine-{number}/"#{{}}~')
         assert len(headers.get_all("x-request-id")) == 1  # type: ignore[attr-defined]
         assert server.told(f'mine-{number}/"#{{}}~')["status"] == expected
-    status, headers, _ = server.ask("GET", "/v1/models", headers={"Authorization": "Bearer wrong", "X-Request-Id": "refused"})
+    status, headers, _ = server.ask(
+        "GET", "/v1/models", headers={"Authorization": "Bearer wrong", "X-Request-Id": "refused"}
+    )
     assert (status, headers["x-request-id"]) == (401, "refused")
     assert server.told("refused")["error"] == "401"
 
 
 def test_an_id_that_cannot_be_written_anywhere_is_replaced(server: Server) -> None:
-    sent: list[dict[str, str]] = [{}, *({"X-Request-Id": wrong} for wrong in ("", " ", "a b", "a" * 129, "caf\xe9", "a\tb"))]
+    sent: list[dict[str, str]] = [
+        {},
+        *({"X-Request-Id": wrong} for wrong in ("", " ", "a b", "a" * 129, "caf\xe9", "a\tb")),
+    ]
     found = [server.ask("GET", "/health", headers=headers)[1]["x-request-id"] for headers in sent]
     assert all(re.fullmatch("req-[0-9a-f]{32}", id) for id in found)
     assert len(set(found)) == len(found)
@@ -253,19 +287,32 @@ def test_an_id_that_cannot_be_written_anywhere_is_replaced(server: Server) -> No
 
 def test_a_request_is_told_in_a_line_without_any_of_its_text(server: Server) -> None:
     begin = datetime.now(UTC)
-    status, headers, said = server.complete(n=2, seed=1, temperature=1, prompt=f"{PROMPT} " * 20, ignore_eos=True)
+    status, headers, said = server.complete(
+        n=2, seed=1, temperature=1, prompt=f"{PROMPT} " * 20, ignore_eos=True
+    )
     assert status == 200
     event = server.told(headers["x-request-id"])
     when = datetime.fromisoformat(event["time"])
     assert event["time"].endswith("Z")
     assert begin - timedelta(seconds=1) <= when <= datetime.now(UTC) + timedelta(seconds=1)
-    assert (event["level"], event["method"], event["route"], event["status"], event["model"]) == ("info", "POST", TEXT, 200, "shipped")
+    assert (event["level"], event["method"], event["route"], event["status"], event["model"]) == (
+        "info",
+        "POST",
+        TEXT,
+        200,
+        "shipped",
+    )
     usage = said["usage"]
-    assert (event["prompt_tokens"], event["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert (event["prompt_tokens"], event["output_tokens"]) == (
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+    )
     assert event["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
     assert (event["finish_reason"], event["stream"], "error" in event) == ("length", False, False)
     assert 0 <= event["queue_seconds"] <= event["first_token_seconds"] <= event["seconds"]
-    again = server.told(server.complete(n=2, seed=1, temperature=1, prompt=f"{PROMPT} " * 20)[1]["x-request-id"])
+    again = server.told(
+        server.complete(n=2, seed=1, temperature=1, prompt=f"{PROMPT} " * 20)[1]["x-request-id"]
+    )
     assert again["cached_tokens"] >= 64
     log = server.log.read_text()
     assert PROMPT not in log
@@ -326,9 +373,17 @@ def attributes(span: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_request_is_a_span_with_its_parts_in_its_clients_trace(server: Server, collector: Collector) -> None:
+def test_a_request_is_a_span_with_its_parts_in_its_clients_trace(
+    server: Server, collector: Collector
+) -> None:
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    body = {"model": "shipped", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0.5, "seed": 3}
+    body = {
+        "model": "shipped",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "seed": 3,
+    }
     headers = {"traceparent": f"00-{trace}-{parent}-01", "X-Request-Id": "traced"}
     before = time.time_ns()
     status, _, said = server.ask("POST", CHAT, body, headers)
@@ -361,11 +416,16 @@ def test_a_request_is_a_span_with_its_parts_in_its_clients_trace(server: Server,
     }
     assert found | expected == found
     assert server.told("traced")["trace_id"] == trace
-    assert (collector.service["service.name"], bool(collector.service["service.version"])) == ("penstock", True)
+    assert (collector.service["service.name"], bool(collector.service["service.version"])) == (
+        "penstock",
+        True,
+    )
     assert PROMPT not in str(spans) + str(whole)
 
 
-def test_what_is_refused_has_a_span_and_what_asks_for_no_tokens_has_none(server: Server, collector: Collector) -> None:
+def test_what_is_refused_has_a_span_and_what_asks_for_no_tokens_has_none(
+    server: Server, collector: Collector
+) -> None:
     event = server.told(server.complete(temperature=-1)[1]["x-request-id"])
     [span] = collector.of(event["trace_id"]).values()
     assert attributes(span)["error.type"] == event["error"]
@@ -393,7 +453,9 @@ def test_without_a_place_for_traces_nothing_is_imported(caplog: pytest.LogCaptur
         with telemetry.traced({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a"}) as tellers:
             assert tellers == []
     assert "pip install 'penstock[otel]'" in caplog.text
-    with telemetry.traced({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}) as tellers:
+    with telemetry.traced(
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    ) as tellers:
         assert tellers == []
     assert "only sent by http/protobuf" in caplog.text
 
@@ -421,7 +483,11 @@ def test_metrics_tell_where_a_request_spent_its_time(server: Server) -> None:
     assert more["time_to_first_token_seconds_sum",] == pytest.approx(sum(parts[:2]))
     assert more["inter_token_latency_seconds_sum",] == pytest.approx(parts[2])
     assert 1 <= more["inter_token_latency_seconds_count",] <= 10
-    assert more["request_prompt_tokens_sum",] == more["prompt_tokens_total",] == more["prefix_cache_queries_total",]
+    assert (
+        more["request_prompt_tokens_sum",]
+        == more["prompt_tokens_total",]
+        == more["prefix_cache_queries_total",]
+    )
     assert more["request_generation_tokens_sum",] == more["generation_tokens_total",] == 12
     assert 64 <= more["prefix_cache_hits_total", "device"] < more["prefix_cache_queries_total",]
     assert after["process_resident_memory_bytes",] > 10**7
@@ -432,7 +498,12 @@ def test_metrics_tell_where_a_request_spent_its_time(server: Server) -> None:
     assert after["kv_room_bytes", "host"] == 64 << 20
     assert 0 < after["kv_kept_bytes", "host"] <= after["kv_room_bytes", "host"]
     assert after["kv_kept_bytes", "disk"] > 0
-    assert after["kv_checksum_failures_total",] == after["kv_io_failures_total",] == after["kv_lost_blocks_total", "down"] == 0
+    assert (
+        after["kv_checksum_failures_total",]
+        == after["kv_io_failures_total",]
+        == after["kv_lost_blocks_total", "down"]
+        == 0
+    )
 
 
 def test_rates_are_those_between_two_looks() -> None:
@@ -451,7 +522,10 @@ def test_gaps_that_are_told_together_are_counted_as_one_by_one() -> None:
     from penstock.server.metrics import _SECONDS_EACH, _Gaps
 
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    gaps, each = _Gaps("gap", "What lies between.", _SECONDS_EACH), Histogram("penstock:gap", "", buckets=_SECONDS_EACH, registry=theirs)
+    gaps, each = (
+        _Gaps("gap", "What lies between.", _SECONDS_EACH),
+        Histogram("penstock:gap", "", buckets=_SECONDS_EACH, registry=theirs),
+    )
     ours.register(gaps)
     for value, times in ((0.0, 3), (0.001, 2), (0.0011, 1), (0.25, 5), (30.0, 1), (31.0, 4), (0.25, 1)):
         gaps.observe(value, times)
@@ -461,7 +535,9 @@ def test_gaps_that_are_told_together_are_counted_as_one_by_one() -> None:
     def samples(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
         families = text_string_to_metric_families(generate_latest(registry).decode())
         every = [sample for family in families for sample in family.samples]
-        return {(one.name, *one.labels.values()): one.value for one in every if not one.name.endswith("_created")}
+        return {
+            (one.name, *one.labels.values()): one.value for one in every if not one.name.endswith("_created")
+        }
 
     assert samples(ours) == pytest.approx(samples(theirs))
 
@@ -498,7 +574,9 @@ def test_the_dashboard_asks_for_what_is_exported(server: Server) -> None:
     ids = [panel["id"] for panel in board["panels"]]
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
     assert len(set(ids)) == len(places) == len(ids)
-    assert all(panel["description"] and panel["targets"] for panel in board["panels"] if panel["type"] != "row")
+    assert all(
+        panel["description"] and panel["targets"] for panel in board["panels"] if panel["type"] != "row"
+    )
 
 
 # ---- the same without a server
@@ -517,14 +595,17 @@ def test_lines_are_one_each_and_their_fields_can_be_told_apart() -> None:
         if formatter == "json":
             event, remark, other = map(json.loads, lines)
             assert {name: event[name] for name in event if name != "time"} == {
-                "level": "info", "event": "request", "request_id": 'a"=\\', "route": "/x", "seconds": 0.333333, "stream": True,
+                "level": "info", "event": "request", "request_id": 'a"=\\', "route": "/x",
+                "seconds": 0.333333, "stream": True,
             }  # fmt: skip
             assert (remark["event"], remark["message"]) == ("remark", "a remark\nof 2 lines")
             assert (other["logger"], other["level"], other["message"]) == ("elsewhere", "warning", "bad")
             assert all("\n" not in line for line in lines)
         else:
             assert re.fullmatch(
-                r'\d{4}-\d\d-\d\dT[\d:.]{12}Z info request request_id="a\\"=\\\\" route=/x seconds=0.333333 stream=true', lines[0]
+                r'\d{4}-\d\d-\d\dT[\d:.]{12}Z info request request_id="a\\"=\\\\" route=/x seconds=0.333333 '
+                r"stream=true",
+                lines[0],
             )
     fault = logging.LogRecord("penstock", logging.ERROR, "", 0, "failed", (), None)
     try:
@@ -541,7 +622,21 @@ def test_what_ends_a_server_is_an_event_too(debug: bool, capsys: pytest.CaptureF
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert main(["serve", "--device", "cpu", "--port", port, "--log-format", "json", *(["--debug"] if debug else [])]) == 2
+        assert (
+            main(
+                [
+                    "serve",
+                    "--device",
+                    "cpu",
+                    "--port",
+                    port,
+                    "--log-format",
+                    "json",
+                    *(["--debug"] if debug else []),
+                ]
+            )
+            == 2
+        )
     [event] = map(json.loads, capsys.readouterr().err.splitlines())
     assert (event["event"], event["level"]) == ("ended", "error")
     assert "cannot be listened at" in event["message"]
@@ -577,7 +672,15 @@ def test_what_was_found_is_counted_once_by_where_it_was() -> None:
 
     metrics = Metrics()
     output = Output(0, "a", (1,), FinishReason.STOP)
-    metrics.completed(Times(0.0, 0.0, 0.0), Completion(None, tuple(range(100)), (output,), None, 60, cached_host=30, cached_disk=10))
+    metrics.completed(
+        Times(0.0, 0.0, 0.0),
+        Completion(None, tuple(range(100)), (output,), None, 60, cached_host=30, cached_disk=10),
+    )
     families = text_string_to_metric_families(generate_latest(metrics._registry).decode())
-    found = {one.labels["tier"]: one.value for family in families for one in family.samples if one.name.endswith("prefix_cache_hits_total")}
+    found = {
+        one.labels["tier"]: one.value
+        for family in families
+        for one in family.samples
+        if one.name.endswith("prefix_cache_hits_total")
+    }
     assert found == {"device": 20, "host": 30, "disk": 10}

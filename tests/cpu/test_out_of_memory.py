@@ -1,6 +1,8 @@
-"""A step for which there is too little memory: smaller ones take its place, and a request that fits into none of them ends alone.
+"""A step for which there is too little memory: smaller ones take its place, and a request that fits into none
+of them ends alone.
 
-What runs out is real: in the midst of a pass more is asked for than any machine has, and torch's allocator refuses it.
+What runs out is real: in the midst of a pass more is asked for than any machine has, and torch's allocator
+refuses it.
 """
 
 import logging
@@ -70,7 +72,9 @@ def right(found: Sequence[Completion], name: str) -> None:
     ("name", "tokens", "rows", "ahead"),
     [("llama", 5, 99, False), ("llama", 99, 2, True), ("qwen3_moe", 3, 2, False), ("llama", 5, 1, True)],
 )
-def test_smaller_steps_take_its_place(name: str, tokens: int, rows: int, ahead: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_smaller_steps_take_its_place(
+    name: str, tokens: int, rows: int, ahead: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with patch.object(Runner, "ahead", ahead), LLM(tiny.checkpoint(name), **SETTINGS) as llm:  # type: ignore[arg-type]
         with too_large(lambda plan: plan.tokens > tokens or len(plan.shares) > rows) as failed:
             right(answers(llm, name), name)
@@ -89,14 +93,18 @@ def test_smaller_steps_take_its_place(name: str, tokens: int, rows: int, ahead: 
 
 
 def test_a_request_that_fits_into_no_step_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """The last one, when it comes to its fiftieth token: what it has said by then is right, and so is all that others say."""
+    """The last one, when it comes to its fiftieth token: what it has said by then is right, and so is all
+    that others say."""
     references = tiny.references("llama")
     longest = max(range(len(references)), key=lambda index: len(references[index].prompt))
     most = len(references[longest].prompt) + 9
     assert most > max(len(one.prompt) for index, one in enumerate(references) if index != longest) + 5
 
     def judge(plan: Plan) -> bool:
-        return any(share.prompt_length == len(references[longest].prompt) and share.stop > most for share in plan.shares)
+        return any(
+            share.prompt_length == len(references[longest].prompt) and share.stop > most
+            for share in plan.shares
+        )
 
     with LLM(tiny.checkpoint("llama"), **SETTINGS) as llm:  # type: ignore[arg-type]
         with too_large(judge) as failed, caplog.at_level(logging.ERROR):
@@ -106,10 +114,16 @@ def test_a_request_that_fits_into_no_step_ends_alone(caplog: pytest.LogCaptureFi
         assert output.finish_reason is FinishReason.ERROR
         assert list(output.tokens) == references[longest].tokens[: len(output.tokens)]
         assert len(output.tokens) == 10
-        for sign in ("cpu has too little memory for a step", "allow more device memory", "does not fit alone"):
+        for sign in (
+            "cpu has too little memory for a step",
+            "allow more device memory",
+            "does not fit alone",
+        ):
             assert sign in output.error
             assert sign in caplog.text
-        for one, reference in zip(found, [one for index, one in enumerate(references) if index != longest], strict=True):
+        for one, reference in zip(
+            found, [one for index, one in enumerate(references) if index != longest], strict=True
+        ):
             assert list(one.tokens) == reference.tokens[:TOKENS]
             assert not one.outputs[0].error
         scheduler = llm.booted.engine.scheduler
@@ -131,7 +145,10 @@ def test_contexts_in_host_memory_go_on_in_smaller_chunks() -> None:
 
 def test_of_several_ranks_all_end() -> None:
     with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2) as llm:  # type: ignore[arg-type]
-        with too_large(lambda plan: plan.tokens > 5), pytest.raises(DeviceError, match="rank 0 of 2 failed with StepMemoryError: cpu has"):
+        with (
+            too_large(lambda plan: plan.tokens > 5),
+            pytest.raises(DeviceError, match="rank 0 of 2 failed with StepMemoryError: cpu has"),
+        ):
             answers(llm, "llama")
         with pytest.raises(EngineClosedError):
             answers(llm, "llama")
@@ -147,7 +164,14 @@ def test_a_largest_step_that_does_not_fit_is_refused_at_the_start() -> None:
 
 
 def test_other_faults_are_none_of_it() -> None:
-    for fault in (ValueError("out of memory"), RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError(1)):
+    for fault in (
+        ValueError("out of memory"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        KeyError(1),
+    ):
         assert not shortage(fault, torch.device("cpu"))
-    for fault in (MemoryError("Unable to allocate 8.00 EiB for an array"), torch.OutOfMemoryError("Tried to allocate 2.00 GiB. 3 GiB")):
+    for fault in (
+        MemoryError("Unable to allocate 8.00 EiB for an array"),
+        torch.OutOfMemoryError("Tried to allocate 2.00 GiB. 3 GiB"),
+    ):
         assert "too little memory" in shortage(fault, torch.device("cpu"))

@@ -1,4 +1,5 @@
-"""Packs hold exactly what their checkpoints do, survive a kill at any instruction, and whatever is wrong with one is said in one line."""
+"""Packs hold exactly what their checkpoints do, survive a kill at any instruction, and whatever is wrong with
+one is said in one line."""
 
 import json
 import os
@@ -53,7 +54,11 @@ def check_equal(model: Path, path: Path, dtype: str) -> None:
     """Every group of the pack is what Checkpoint.read_group gives, and what lies between groups is zero."""
     with Checkpoint.open(model) as checkpoint, Pack.open(path) as found:
         assert found.layouts == group_layouts(checkpoint.spec, checkpoint.names, dtype)
-        assert (found.dtype, found.generation, found.config) == (dtype, checkpoint.generation, checkpoint.config)
+        assert (found.dtype, found.generation, found.config) == (
+            dtype,
+            checkpoint.generation,
+            checkpoint.config,
+        )
         assert found.manifest.fingerprint == checkpoint.fingerprint().hex()
         data, end = (path / STORE).read_bytes(), 0
         for layout in found.layouts:
@@ -91,17 +96,22 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "pack"
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- what is written ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [*FAMILY_CASES, "llama_biases", "llama_tied", "llama_sharded", "llama_bfloat16_file"])
+@pytest.mark.parametrize(
+    "case", [*FAMILY_CASES, "llama_biases", "llama_tied", "llama_sharded", "llama_bfloat16_file"]
+)
 def test_every_group_of_every_family(tmp_path: Path, case: str, dtype: str) -> None:
     told: list[int] = []
     assert pack(tiny.checkpoint(case), tmp_path / "pack", dtype, progress=told.append)
     check_equal(tiny.checkpoint(case), tmp_path / "pack", dtype)
     assert sum(told) == (tmp_path / "pack" / STORE).stat().st_size
-    assert sorted(set(os.listdir(tmp_path / "pack")) - {"config.json", "generation_config.json"}) == [MANIFEST, STORE]
+    assert sorted(set(os.listdir(tmp_path / "pack")) - {"config.json", "generation_config.json"}) == [
+        MANIFEST,
+        STORE,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +178,12 @@ def test_weights_in_a_file_elsewhere(tmp_path: Path) -> None:
     pack(model, tmp_path / "plain")
     assert (tmp_path / "store").read_bytes() == (tmp_path / "plain" / STORE).read_bytes()
     verify(tmp_path / "pack")
-    assert f"another store ({tmp_path / 'store'})" in refusal(lambda: pack(model, tmp_path / "pack"), PackError)
-    assert f"{tmp_path / 'store'} is there already" in refusal(lambda: pack(model, tmp_path / "b", store=tmp_path / "store"), PackError)
+    assert f"another store ({tmp_path / 'store'})" in refusal(
+        lambda: pack(model, tmp_path / "pack"), PackError
+    )
+    assert f"{tmp_path / 'store'} is there already" in refusal(
+        lambda: pack(model, tmp_path / "b", store=tmp_path / "store"), PackError
+    )
     assert not (tmp_path / "b").exists()
 
 
@@ -179,7 +193,9 @@ def block_device(tmp_path: Path) -> Iterator[Path]:
     with (tmp_path / "disk").open("wb") as file:
         file.truncate(4 << 20)
     try:
-        made = subprocess.run(["losetup", "-f", "--show", tmp_path / "disk"], capture_output=True, text=True, check=True)
+        made = subprocess.run(
+            ["losetup", "-f", "--show", tmp_path / "disk"], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs the right to set up a loop device")
     yield Path(made.stdout.strip())
@@ -203,14 +219,16 @@ def test_weights_on_a_block_device(tmp_path: Path, block_device: Path) -> None:
         assert found.store.direct
     assert not pack(model, tmp_path / "pack", store=block_device)
     large = tiny.write(tiny.CASES["llama"], tmp_path / "large", vocab_size=20_000)
-    assert "has 4.00 MiB; the pack takes" in refusal(lambda: pack(large, tmp_path / "other", store=block_device), PackError)
+    assert "has 4.00 MiB; the pack takes" in refusal(
+        lambda: pack(large, tmp_path / "other", store=block_device), PackError
+    )
 
 
-# ---- kills -----------------------------------------------------------------------------------------------------------
+# ---- kills -------------------------------------------------------------------------------------------------
 
-# Forks from a process that has imported everything and has no threads yet. Pieces and what is committed at once are small, so that there is
-# much to be killed between. A child is killed before its call number N that changes what is on the disk, half way through it if it writes
-# bytes, until one is not killed any more.
+# Forks from a process that has imported everything and has no threads yet. Pieces and what is committed at
+# once are small, so that there is much to be killed between. A child is killed before its call number N that
+# changes what is on the disk, half way through it if it writes bytes, until one is not killed any more.
 KILLS = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
@@ -312,7 +330,9 @@ print(number, early)
 @pytest.mark.parametrize("kind", ["plain", "store", "random"])
 def test_killed_anywhere_it_goes_on_to_the_same_pack(tmp_path: Path, kind: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    model = tiny.write(tiny.CASES["llama"], tmp_path / "model", num_hidden_layers=1)  # Four groups: of each kind of call a few.
+    model = tiny.write(
+        tiny.CASES["llama"], tmp_path / "model", num_hidden_layers=1
+    )  # Four groups: of each kind of call a few.
     command = [sys.executable, "-c", KILLS, model, tmp_path, kind]
     result = forks.run(command, env=environment, text=True)
     assert result.returncode == 0, result.stderr
@@ -348,7 +368,9 @@ def stopped_before(model: Path, out: Path, group: int) -> None:
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "journal"])
-def test_damage_to_what_is_there_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+def test_damage_to_what_is_there_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
     model, out = tiny.checkpoint("llama"), tmp_path / "pack"
     monkeypatch.setattr(packing, "COMMIT_BYTES", 1)
     stopped_before(model, out, group=3)
@@ -357,7 +379,10 @@ def test_damage_to_what_is_there_is_mended(tmp_path: Path, monkeypatch: pytest.M
     file = out / UNFINISHED
     if damage == "bit":
         with Checkpoint.open(model) as checkpoint:
-            sizes = [-(-one.size // PAGE) * PAGE for one in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
+            sizes = [
+                -(-one.size // PAGE) * PAGE
+                for one in group_layouts(checkpoint.spec, checkpoint.names, "float32")
+            ]
         flip(file, sum(sizes[:2]) + 100)
     elif damage == "cut":
         os.truncate(file, 5000)
@@ -373,7 +398,9 @@ def test_an_unfinished_pack_of_something_else(tmp_path: Path) -> None:
     model, out = tiny.checkpoint("llama"), tmp_path / "pack"
     stopped_before(model, out, group=3)
     for other, dtype in ((tiny.checkpoint("qwen3"), "float32"), (model, "float16")):
-        assert f"{out} holds an unfinished pack of another" in refusal(lambda other=other, dtype=dtype: pack(other, out, dtype), PackError)
+        assert f"{out} holds an unfinished pack of another" in refusal(
+            lambda other=other, dtype=dtype: pack(other, out, dtype), PackError
+        )
     assert pack(model, out)
     check_equal(model, out, "float32")
 
@@ -387,13 +414,17 @@ def test_only_one_at_a_time(tmp_path: Path) -> None:
     check_equal(model, out, "float32")
 
 
-# ---- where there is no room, or something else -----------------------------------------------------------------------
+# ---- where there is no room, or something else -------------------------------------------------------------
 
 
-def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, out = tiny.checkpoint("llama"), tmp_path / "pack"
     real = os.statvfs(tmp_path)
-    changed = os.statvfs_result((real.f_bsize, 1, *real[2:4], 2 << 20, *real[5:]))  # 2 MiB; the pack takes 0.6 and is given 1 to spare
+    changed = os.statvfs_result(
+        (real.f_bsize, 1, *real[2:4], 2 << 20, *real[5:])
+    )  # 2 MiB; the pack takes 0.6 and is given 1 to spare
     monkeypatch.setattr(os, "statvfs", lambda path: changed)
     assert pack(model, out)
     changed = os.statvfs_result((real.f_bsize, 1, *real[2:4], 1 << 20, *real[5:]))
@@ -401,8 +432,12 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monk
     assert not (tmp_path / "other").exists()
 
 
-# What it compiles is not written: Python leaves a module's file cut short where the limit meets it, and who imports that later fails.
-LIMITED = "import resource, sys; sys.dont_write_bytecode = True; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), -1)); "
+# What it compiles is not written: Python leaves a module's file cut short where the limit meets it, and who
+# imports that later fails.
+LIMITED = (
+    "import resource, sys; sys.dont_write_bytecode = True; resource.setrlimit(resource.RLIMIT_FSIZE, "
+    "(int(sys.argv[1]), -1)); "
+)
 LIMITED += "from penstock.cli.main import main; sys.exit(main(sys.argv[2:]))"
 
 
@@ -426,11 +461,17 @@ def test_disk_that_fills_while_packing(tmp_path: Path, limit: int) -> None:
 
 def test_directories_that_are_not_to_be_taken(tmp_path: Path, llama: Path) -> None:
     model = tiny.checkpoint("llama")
-    assert "holds a pack of another model; remove it" in refusal(lambda: pack(tiny.checkpoint("qwen3"), llama), PackError)
-    assert "holds a pack of another dtype (float32)" in refusal(lambda: pack(model, llama, "float16"), PackError)
+    assert "holds a pack of another model; remove it" in refusal(
+        lambda: pack(tiny.checkpoint("qwen3"), llama), PackError
+    )
+    assert "holds a pack of another dtype (float32)" in refusal(
+        lambda: pack(model, llama, "float16"), PackError
+    )
     shutil.copytree(model, tmp_path / "model")
     before = sorted(os.listdir(tmp_path / "model"))
-    assert "holds other files (config.json)" in refusal(lambda: pack(tmp_path / "model", tmp_path / "model"), PackError)
+    assert "holds other files (config.json)" in refusal(
+        lambda: pack(tmp_path / "model", tmp_path / "model"), PackError
+    )
     assert sorted(os.listdir(tmp_path / "model")) == before
     (tmp_path / "empty").mkdir()
     assert pack(model, tmp_path / "empty")
@@ -471,7 +512,10 @@ def test_a_failure_leaves_no_directory_that_it_made(tmp_path: Path) -> None:
     model, there = tiny.checkpoint("llama"), tmp_path / "there"
     there.mkdir()
     message = refusal(lambda: pack(model, there / "a" / "b" / "c", store=tmp_path / "none" / "x"), PackError)
-    assert message.startswith(f"the store {tmp_path / 'none' / 'x'} cannot be made: there is no directory {tmp_path / 'none'}; make it")
+    assert message.startswith(
+        f"the store {tmp_path / 'none' / 'x'} cannot be made: there is no directory {tmp_path / 'none'}; "
+        "make it"
+    )
     assert "kept" not in message
     assert list(there.iterdir()) == []
     with packing.locked(there / "a" / "b"):
@@ -499,7 +543,10 @@ def test_a_store_in_the_place_of_another_file(tmp_path: Path, store: str, name: 
     (tmp_path / "other").mkdir()
     out = tmp_path / "new" / "pack"
     message = refusal(
-        lambda: pack(tiny.checkpoint("llama"), out, store=Path(f"{out}/../{store}" if "link" in store else out / store)), PackError
+        lambda: pack(
+            tiny.checkpoint("llama"), out, store=Path(f"{out}/../{store}" if "link" in store else out / store)
+        ),
+        PackError,
     )
     assert f"cannot have that name in {out}, where {name} is the name of another file; " in message
     assert not out.parent.exists()
@@ -521,11 +568,17 @@ def test_what_is_kept_is_said_where_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     (out / "config.json.tmp").mkdir()
     fault = "Is a directory"
     message = refusal(lambda: pack(model, out), PackError)
-    assert message == f"cannot write {out / 'config.json.tmp'}: {fault}; choose another place and remove {out}"
+    assert (
+        message == f"cannot write {out / 'config.json.tmp'}: {fault}; choose another place and remove {out}"
+    )
     (out / "config.json.tmp").rmdir()
     monkeypatch.setattr(packing, "COMMIT_BYTES", 1)
     message = refusal(lambda: pack(model, out), PackError)
-    assert message == f"cannot write {out / 'manifest.json.tmp'}: {fault}; what is packed is kept: the same command goes on with it"
+    assert (
+        message
+        == f"cannot write {out / 'manifest.json.tmp'}: {fault}; what is packed is kept: the same command "
+        "goes on with it"
+    )
     (out / "manifest.json.tmp").rmdir()
     told: list[int] = []
     assert pack(model, out, progress=told.append)
@@ -537,7 +590,9 @@ def test_a_damaged_model_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "model" / "model.safetensors"
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         os.truncate(file, 100_000)
-        assert f"{file} changed while it was read" in refusal(lambda: write_pack(checkpoint, tmp_path / "pack", "float32"))
+        assert f"{file} changed while it was read" in refusal(
+            lambda: write_pack(checkpoint, tmp_path / "pack", "float32")
+        )
     assert "is cut short" in refusal(lambda: pack(tmp_path / "model", tmp_path / "pack"))
     assert not (tmp_path / "pack").exists()
 
@@ -557,7 +612,7 @@ def test_a_model_that_changes_meanwhile(tmp_path: Path) -> None:
     assert "is an unfinished pack" in refusal(lambda: Pack.open(out))
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
+# ---- damage ------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_anywhere_is_found(llama: Path) -> None:
@@ -568,12 +623,18 @@ def test_a_flipped_bit_anywhere_is_found(llama: Path) -> None:
                 flip(file, run.offset + at, bit := rng.randrange(8))
                 message = refusal(found.verify)
                 assert f"{file}: group {run.id}, {run.size} bytes at byte {run.offset}, is damaged" in message
-                assert f"the {run.length} bytes at byte {run.offset} are not those that were packed" in message
+                assert (
+                    f"the {run.length} bytes at byte {run.offset} are not those that were packed" in message
+                )
                 whole = aligned(run.length)
-                assert message == refusal(lambda layout=layout, whole=whole: found.read_piece(layout.id, 0, whole, check=True))
+                assert message == refusal(
+                    lambda layout=layout, whole=whole: found.read_piece(layout.id, 0, whole, check=True)
+                )
                 if at < run.size:
                     into = torch.empty(run.size, dtype=torch.uint8)
-                    assert message == refusal(lambda layout=layout, into=into: found.read_group(layout.id, into, check=True))
+                    assert message == refusal(
+                        lambda layout=layout, into=into: found.read_group(layout.id, into, check=True)
+                    )
                 flip(file, run.offset + at, bit)
         found.verify()
         first, last = found.manifest.runs[1], found.manifest.runs[-1]
@@ -609,7 +670,8 @@ def test_a_store_of_the_wrong_size(llama: Path) -> None:
             assert f"in group ffn.0 at byte {cut.offset}" in message
     message = refusal(lambda: Pack.open(llama))
     assert message.startswith(
-        f"{file} has {cut.offset + 1} bytes instead of {size}: it is cut short within group ffn.0 at byte {cut.offset}"
+        f"{file} has {cut.offset + 1} bytes instead of {size}: it is cut short within group ffn.0 at byte "
+        f"{cut.offset}"
     )
     os.truncate(file, size - 1)
     assert f"within group {head.id} at byte {head.offset}" in refusal(lambda: Pack.open(llama))
@@ -622,7 +684,9 @@ def test_a_store_of_the_wrong_size(llama: Path) -> None:
 def test_parts_of_another_model(llama: Path, tmp_path: Path) -> None:
     pack(tiny.checkpoint("qwen3"), tmp_path / "other")
     shutil.copy(tmp_path / "other" / "config.json", llama / "config.json")
-    assert f"{llama / 'config.json'} is not that of the model that was packed" in refusal(lambda: Pack.open(llama))
+    assert f"{llama / 'config.json'} is not that of the model that was packed" in refusal(
+        lambda: Pack.open(llama)
+    )
     shutil.copy(tmp_path / "other" / MANIFEST, llama / MANIFEST)
     assert f"{llama / STORE} has" in refusal(lambda: Pack.open(llama))
     shutil.copy(tiny.checkpoint("llama") / "config.json", llama / "config.json")
@@ -660,7 +724,7 @@ def test_tasks_come_back_in_order_and_none_is_left_behind() -> None:
         list(in_order((lambda number=number: 1 // (3 - number) for number in range(100)), 2))
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+# ---- pieces ------------------------------------------------------------------------------------------------
 
 SMALL = 16384
 
@@ -679,7 +743,11 @@ def pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pack]:
 def where(found: Pack) -> list[tuple[GroupId, int, int, int]]:
     """Every piece: its group, where it starts in the group's run and in the store, its length."""
     runs = zip(found.layouts, found.manifest.runs, strict=True)
-    return [(layout.id, start, run.offset + start, run.piece_length(start)) for layout, run in runs for start in run.pieces]
+    return [
+        (layout.id, start, run.offset + start, run.piece_length(start))
+        for layout, run in runs
+        for start in run.pieces
+    ]
 
 
 @pytest.mark.parametrize("shift", [0, 1, 512])
@@ -726,7 +794,9 @@ def test_a_flipped_bit_is_found_in_its_piece_only(pieces: Pack) -> None:
         into = aligned(length)
         pieces.read_piece(group, start, into)
         if at in damaged:
-            message = refusal(lambda group=group, start=start, into=into: pieces.read_piece(group, start, into, check=True))
+            message = refusal(
+                lambda group=group, start=start, into=into: pieces.read_piece(group, start, into, check=True)
+            )
             assert message.startswith(f"{file}: group {group}, ")
             assert f"the {length} bytes at byte {at} are not those that were packed" in message
         else:
@@ -759,7 +829,11 @@ def test_a_disk_that_fails(pieces: Pack) -> None:
     for shift in (0, 1):
         into = aligned(length, shift)
         message = refusal(lambda into=into: pieces.read_piece(group, start, into, check=True))
-        assert message == f"cannot read {pieces.store.path} at byte {at}: Input/output error, in group {group} at byte {at - start}"
+        assert (
+            message
+            == f"cannot read {pieces.store.path} at byte {at}: Input/output error, in group {group} at byte "
+            f"{at - start}"
+        )
 
 
 def test_many_threads_read_pieces(pieces: Pack) -> None:
@@ -797,7 +871,7 @@ def test_a_large_piece_is_one_request(tmp_path: Path, monkeypatch: pytest.Monkey
         assert asked == [(found.offset_of(head), length)]
 
 
-# ---- memory and the command ------------------------------------------------------------------------------------------
+# ---- memory and the command --------------------------------------------------------------------------------
 
 MEASURED = """
 import sys, torch
@@ -824,14 +898,22 @@ with Pack.open(Path(sys.argv[2])) as pack:
 def test_memory_does_not_grow_with_groups(tmp_path: Path, dtype: str) -> None:
     """Files without blocks, so that only what is written takes room."""
     rows = 37_500 if dtype == "float32" else 75_000  # As many bytes of either.
-    config = {"model_type": "llama", "vocab_size": rows, "hidden_size": 1024, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = {
+        "model_type": "llama",
+        "vocab_size": rows,
+        "hidden_size": 1024,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+    }
     config |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
     entries, end = {}, 0
     with torch.device("meta"):
-        tensors = tiny.transformers.AutoModelForCausalLM.from_config(tiny.transformers.AutoConfig.for_model(**config)).state_dict()
+        tensors = tiny.transformers.AutoModelForCausalLM.from_config(
+            tiny.transformers.AutoConfig.for_model(**config)
+        ).state_dict()
     for name, tensor in tensors.items():
         if name != "lm_head.weight":
             size = tensor.numel() * 4
@@ -869,7 +951,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert shown.err.startswith(f"penstock: error: {out / STORE}: group embedding, ")
     stopped_before(tmp_path / "model", tmp_path / "half", group=1)
     assert main(["pack", "--verify", str(tmp_path / "half")]) == 2
-    message = f"{tmp_path / 'half'} is an unfinished pack; `penstock pack MODEL --out {tmp_path / 'half'}` goes on with it"
+    message = (
+        f"{tmp_path / 'half'} is an unfinished pack; `penstock pack MODEL --out {tmp_path / 'half'}` goes on "
+        "with it"
+    )
     assert capsys.readouterr().err == f"penstock: error: {message}\n"
     assert main(["pack", "--verify", str(out), "--dtype", "float16"]) == 2
     assert "--verify goes with" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""A pack that loses its power while it is written is not there, or whole; and the next run makes of it what it would have been."""
+"""A pack that loses its power while it is written is not there, or whole; and the next run makes of it what
+it would have been."""
 
 import random
 import shutil
@@ -28,7 +29,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_power_cut_leaves(tmp_path: Path) -> None:
-    """Before every call that changes what is on the disk, with some of what was not synced lost; some once more while it goes on."""
+    """Before every call that changes what is on the disk, with some of what was not synced lost; some once
+    more while it goes on."""
     model = tmp_path / "model"
     shutil.copytree(tiny.checkpoint("llama"), model)
     with Checkpoint.open(model) as checkpoint:
@@ -53,14 +55,17 @@ def test_what_a_power_cut_leaves(tmp_path: Path) -> None:
                 write_pack(checkpoint, out, "bfloat16")
             assert _is_whole(out)
             found = {path.name: path.read_bytes() for path in out.iterdir()}
-            assert {name for name, data in expected.items() if found.get(name) != data} == set(), f"after a cut before call {number}"
+            assert {name for name, data in expected.items() if found.get(name) != data} == set(), (
+                f"after a cut before call {number}"
+            )
             shutil.rmtree(out)
     assert number > 50
     assert unfinished > 40
 
 
 def test_what_it_leaves_of_weights_in_another_directory(tmp_path: Path) -> None:
-    """Names of one directory may be on the disk before those of another. Before each of the last calls, when all weights are written."""
+    """Names of one directory may be on the disk before those of another. Before each of the last calls, when
+    all weights are written."""
     with Checkpoint.open(tiny.checkpoint("llama")) as checkpoint:
         out, elsewhere = tmp_path / "pack", tmp_path / "elsewhere"
         rng, calls, unfinished = random.Random(3), 0, 0

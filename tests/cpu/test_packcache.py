@@ -27,10 +27,14 @@ MODEL = "llama"
 
 
 def cached(model: Path, directory: Path, dtype: str = "float32") -> tuple[Path, list[str], list[int]]:
-    """Where the pack is, what was said and what progress was told, once every group has been compared with the checkpoint's."""
+    """Where the pack is, what was said and what progress was told, once every group has been compared with
+    the checkpoint's."""
     said: list[str] = []
     told: list[int] = []
-    with Checkpoint.open(model) as checkpoint, cached_pack(checkpoint, dtype, directory, told.append, said.append) as pack:
+    with (
+        Checkpoint.open(model) as checkpoint,
+        cached_pack(checkpoint, dtype, directory, told.append, said.append) as pack,
+    ):
         for layout in pack.layouts:
             expected, group = (torch.empty(layout.size, dtype=torch.uint8) for _ in range(2))
             checkpoint.read_group(layout, dtype, expected)
@@ -62,7 +66,9 @@ def test_made_once(tmp_path: Path) -> None:
     assert path.name.startswith(f"{model.name}-")
     [line] = said
     assert line.startswith("weights of ")
-    assert line.endswith(f"KiB in float32 do not fit into device and host memory; packing them once into {path}")
+    assert line.endswith(
+        f"KiB in float32 do not fit into device and host memory; packing them once into {path}"
+    )
     assert sum(told) == (path / STORE).stat().st_size
     before = state(path)
     assert cached(model, tmp_path / "home" / "cache") == (path, [], [])
@@ -73,7 +79,11 @@ def test_one_for_each_model_and_dtype_wherever_it_is(tmp_path: Path) -> None:
     """Models are told apart by what they are: two of one name are two, and one that moves stays one."""
     for folder, case in (("a", MODEL), ("b", "qwen3")):
         shutil.copytree(tiny.checkpoint(case), tmp_path / folder / "model")
-    paths = {cached(tmp_path / folder / "model", tmp_path / "cache", dtype)[0] for folder in "ab" for dtype in ("float32", "bfloat16")}
+    paths = {
+        cached(tmp_path / folder / "model", tmp_path / "cache", dtype)[0]
+        for folder in "ab"
+        for dtype in ("float32", "bfloat16")
+    }
     assert len(paths) == 4
     (tmp_path / "c").mkdir()
     (tmp_path / "a" / "model").rename(tmp_path / "c" / "model")
@@ -105,7 +115,7 @@ def test_settings_beside_the_weights_are_the_models_own(tmp_path: Path) -> None:
     assert not said
 
 
-# ---- kills and company -----------------------------------------------------------------------------------------------
+# ---- kills and company -------------------------------------------------------------------------------------
 
 PROCESS = """
 import os, signal, sys
@@ -124,16 +134,26 @@ def progress(count):
         print("stopped", flush=True)
         sys.stdin.readline()
 with Checkpoint.open(model) as checkpoint:
-    with cached_pack(checkpoint, "float32", directory, progress, lambda line: print(line, flush=True)) as pack:
+    say = lambda line: print(line, flush=True)
+    with cached_pack(checkpoint, "float32", directory, progress, say) as pack:
         pack.verify()
         print("whole", flush=True)
 """
 
 
 def process(directory: Path, kill: int = 0, stop: int = 0) -> subprocess.Popen[str]:
-    """Another one that wants the pack. It ends itself at piece number `kill`, and waits for a line at piece number `stop`."""
+    """Another one that wants the pack. It ends itself at piece number `kill`, and waits for a line at piece
+    number `stop`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROCESS, str(tiny.checkpoint(MODEL)), str(directory), str(kill), str(stop)]
+    command = [
+        sys.executable,
+        "-c",
+        PROCESS,
+        str(tiny.checkpoint(MODEL)),
+        str(directory),
+        str(kill),
+        str(stop),
+    ]
     return forks.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -160,7 +180,10 @@ def test_two_at_once(tmp_path: Path, end: str) -> None:
         [path] = tmp_path.iterdir()
         with process(tmp_path) as second:
             assert second.stdout
-            assert second.stdout.readline() == f"another process is packing this model into {path}; waiting for it\n"
+            assert (
+                second.stdout.readline()
+                == f"another process is packing this model into {path}; waiting for it\n"
+            )
             assert not (path / MANIFEST).exists()
             if end == "in time":
                 assert first.communicate("\n")[0] == "whole\n"
@@ -177,7 +200,8 @@ def test_two_at_once(tmp_path: Path, end: str) -> None:
 
 
 def test_who_waits_for_one_that_gives_up_starts_anew(tmp_path: Path) -> None:
-    """One that fails before it has written anything removes the directory, which the other has locked by then."""
+    """One that fails before it has written anything removes the directory, which the other has locked by
+    then."""
     path = tmp_path / "pack"
     path.mkdir()
     holder = os.open(path, os.O_RDONLY)
@@ -218,7 +242,7 @@ def test_the_cache_waits_for_penstock_pack(tmp_path: Path) -> None:
     assert cached(model, tmp_path)[1] == []
 
 
-# ---- what is wrong ---------------------------------------------------------------------------------------------------
+# ---- what is wrong -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["manifest", "store cut", "store gone", "config"])
@@ -250,7 +274,9 @@ def test_a_pack_under_a_wrong_name(tmp_path: Path) -> None:
     shutil.rmtree(path)
     other.rename(path)
     descriptors = len(os.listdir("/proc/self/fd"))
-    assert f"{path} holds a pack of another model or dtype" in refusal(lambda: cached(model, tmp_path), CheckpointError)
+    assert f"{path} holds a pack of another model or dtype" in refusal(
+        lambda: cached(model, tmp_path), CheckpointError
+    )
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

@@ -42,11 +42,15 @@ class Server:
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=LONG)
 
-    def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
         connection = self.connection()
         try:
             kind = {} if body is None else {"Content-Type": "application/json"}
-            connection.request(method, path, None if body is None else json.dumps(body).encode(), kind | dict(headers or {}))
+            connection.request(
+                method, path, None if body is None else json.dumps(body).encode(), kind | dict(headers or {})
+            )
             answer = connection.getresponse()
             return answer.status, answer.headers, answer.read()
         finally:
@@ -68,7 +72,8 @@ class Server:
                     "POST",
                     "/v1/completions",
                     json.dumps(body).encode(),
-                    {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+                    {"Content-Type": "application/json"}
+                    | ({"Authorization": f"Bearer {key}"} if key else {}),
                 )
             yield
 
@@ -87,7 +92,11 @@ def serving(folder: Path, *flags: str, key: str = "") -> Iterator[Server]:
         )
     try:
         found = until(
-            lambda: re.search(r"^serving \S+ at (http\S+)\n", log.read_text(), re.MULTILINE) or process.poll() is not None, 3 * LONG
+            lambda: (
+                re.search(r"^serving \S+ at (http\S+)\n", log.read_text(), re.MULTILINE)
+                or process.poll() is not None
+            ),
+            3 * LONG,
         )
         assert process.poll() is None, log.read_text()
         yield Server(found[1], log)
@@ -102,9 +111,19 @@ def serving(folder: Path, *flags: str, key: str = "") -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With contexts in host memory and blocks kept on disk, so that there is something on every tier; and a key."""
+    """With contexts in host memory and blocks kept on disk, so that there is something on every tier; and a
+    key."""
     folder = tmp_path_factory.mktemp("page")
-    beside = ("--device-memory", "200MiB", "--host-kv-memory", "80MiB", "--disk-kv-memory", "300MiB", "--kv-directory", str(folder / "kv"))
+    beside = (
+        "--device-memory",
+        "200MiB",
+        "--host-kv-memory",
+        "80MiB",
+        "--disk-kv-memory",
+        "300MiB",
+        "--kv-directory",
+        str(folder / "kv"),
+    )
     with serving(folder, *beside, "--max-length", "8192", "--max-step-tokens", "128", key=KEY) as server:
         yield server
 
@@ -130,7 +149,9 @@ def test_no_file_asks_anything_of_another_server_or_makes_markup_of_text(server:
     for path in FILES:
         text = server.ask("GET", path)[2].decode().replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.findall(r"(?:https?:|wss?:|[\"'(])//", text), path
-        assert not re.findall(r"@import|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|\sstyle=|\son\w+=", text), path
+        assert not re.findall(
+            r"@import|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|\sstyle=|\son\w+=", text
+        ), path
     for referred in re.findall(r'(?:href|src)="([^"#]+)"', server.ask("GET", "/")[2].decode()):
         assert referred in FILES
 
@@ -148,7 +169,11 @@ def test_the_state_needs_a_key_where_there_are_keys_and_the_files_do_not(server:
         status, _, said = server.ask("GET", "/state", headers=headers)
         assert (status, json.loads(said)["error"]["code"]) == (401, "invalid_api_key")
     status, headers, _ = server.ask("GET", "/state", headers={"Authorization": f"Bearer {KEY}"})
-    assert (status, headers["content-type"], headers["cache-control"]) == (200, "application/json", "no-store")
+    assert (status, headers["content-type"], headers["cache-control"]) == (
+        200,
+        "application/json",
+        "no-store",
+    )
 
 
 def told(server: Server) -> Any:
@@ -200,18 +225,36 @@ def test_the_numbers_add_up_and_are_those_of_the_engine(server: Server) -> None:
 
 def test_requests_under_way_are_told_and_nothing_of_what_they_say(server: Server) -> None:
     with server.load(*[ENDLESS] * 3, key=KEY):
-        state = until(lambda: (one := told(server))["running"] == 2 and one["waiting"] == 1 and one["output_rate"] > 0 and one)
+        state = until(
+            lambda: (
+                (one := told(server))["running"] == 2
+                and one["waiting"] == 1
+                and one["output_rate"] > 0
+                and one
+            )
+        )
         assert counted(server, "num_requests_running") == 2
         assert parts_of(state, "device")["kv"] > 0
         said = json.dumps(state)
         assert "heron" not in said
         assert "/" not in said.replace(" tokens/s", "")
-    until(lambda: (state := told(server))["running"] + state["waiting"] == 0 and parts_of(state, "device")["kv"] == 0)
+    until(
+        lambda: (
+            (state := told(server))["running"] + state["waiting"] == 0
+            and parts_of(state, "device")["kv"] == 0
+        )
+    )
 
 
 def test_a_prompt_is_followed_until_it_is_computed(server: Server) -> None:
     length, steps = 1500, []
-    body = {"model": "shipped", "prompt": [7 + at % 900 for at in range(length)], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "shipped",
+        "prompt": [7 + at % 900 for at in range(length)],
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with server.load(body, key=KEY):
 
         def over() -> bool:
@@ -241,7 +284,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Iterator[Browser]:
-    """The page, with its key, as somebody sees it who has never been there; whatever a test does, the console stays silent."""
+    """The page, with its key, as somebody sees it who has never been there; whatever a test does, the console
+    stays silent."""
     browser.open(f"{server.url}/page/icon.svg")
     browser.run("localStorage.clear(); sessionStorage.setItem('penstock.key', arguments[0])", KEY)
     browser.complaints()
@@ -272,9 +316,17 @@ def test_a_message_is_answered_as_the_server_answers_it_and_kept(page: Browser, 
     until(lambda: finished(page))
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A boat\nat sea."}]
     asked = {"model": "shipped", "messages": talk, "temperature": 0, "max_tokens": 12}
-    said = json.loads(server.ask("POST", "/v1/chat/completions", asked, {"Authorization": f"Bearer {KEY}"})[2])
-    kept = page.run("return JSON.parse(localStorage.getItem(Object.keys(localStorage).find((key) => key.startsWith('penstock.chat.'))))")
-    assert [turn["content"] for turn in kept["turns"]] == ["A boat\nat sea.", said["choices"][0]["message"]["content"]]
+    said = json.loads(
+        server.ask("POST", "/v1/chat/completions", asked, {"Authorization": f"Bearer {KEY}"})[2]
+    )
+    kept = page.run(
+        "return JSON.parse(localStorage.getItem(Object.keys(localStorage).find((key) => "
+        "key.startsWith('penstock.chat.'))))"
+    )
+    assert [turn["content"] for turn in kept["turns"]] == [
+        "A boat\nat sea.",
+        said["choices"][0]["message"]["content"],
+    ]
     assert page.text(".turn.user .body") == "A boat\nat sea."
     assert said["choices"][0]["message"]["content"].split()[-1] in page.text(".turn.assistant .body")
     assert "12 tokens" in page.text(".turn.assistant .under")
@@ -296,7 +348,10 @@ def test_a_message_is_answered_as_the_server_answers_it_and_kept(page: Browser, 
     page.click("#list li:nth-child(2) .delete")
     page.accept()
     assert page.count("#list .open") == 1
-    assert page.run("return Object.keys(localStorage).filter((key) => key.startsWith('penstock.chat.')).length") == 1
+    assert (
+        page.run("return Object.keys(localStorage).filter((key) => key.startsWith('penstock.chat.')).length")
+        == 1
+    )
 
 
 def test_the_machine_is_shown_where_a_tier_has_nothing(browser: Browser, tmp_path: Path) -> None:
@@ -305,7 +360,10 @@ def test_the_machine_is_shown_where_a_tier_has_nothing(browser: Browser, tmp_pat
         browser.complaints()
         browser.open(plain.url)
         until(lambda: browser.count("#gauges") == 1)
-        assert browser.run("return [...document.querySelectorAll('.tier .of')].map((one) => one.innerText)")[2] == "not used"
+        assert (
+            browser.run("return [...document.querySelectorAll('.tier .of')].map((one) => one.innerText)")[2]
+            == "not used"
+        )
         assert browser.count(".tier .bar") == 2
         assert browser.text("#state").startswith("llama, 8 layers")
         with plain.load(ENDLESS):
@@ -339,13 +397,19 @@ def test_an_answer_is_seen_as_it_comes_and_escape_stops_it(page: Browser, server
 
 
 def test_what_a_model_says_is_text_and_code_stands_apart(page: Browser, server: Server) -> None:
-    said = "One <b>bold</b> <img src=x onerror=alert(1)>\n\nTwo\n```js\nlet a = '<i>';\n\nb()\n```\nThree\n~~~\nopen"
+    said = (
+        "One <b>bold</b> <img src=x onerror=alert(1)>\n\nTwo\n```js\nlet a = "
+        "'<i>';\n\nb()\n```\nThree\n~~~\nopen"
+    )
     answer = {"role": "assistant", "content": said, "reasoning": "First <b>this</b>,\nthen that."}
     chat = {"id": "one", "when": 1, "turns": [{"role": "user", "content": "?"}, answer]}
     page.run("localStorage.setItem('penstock.chat.one', arguments[0])", json.dumps(chat))
     page.open(server.url)
     until(lambda: page.text("#model") == "shipped")
-    blocks = page.run("return [...document.querySelector('.assistant .body').children].map((one) => [one.localName, one.textContent])")
+    blocks = page.run(
+        "return [...document.querySelector('.assistant .body').children].map((one) => [one.localName, "
+        "one.textContent])"
+    )
     assert blocks == [
         ["p", "One <b>bold</b> <img src=x onerror=alert(1)>"],
         ["p", "Two"],
@@ -353,7 +417,10 @@ def test_what_a_model_says_is_text_and_code_stands_apart(page: Browser, server: 
         ["p", "Three"],
         ["pre", "open"],
     ]
-    assert page.run("return document.querySelector('.assistant .reasoning p').textContent") == answer["reasoning"]
+    assert (
+        page.run("return document.querySelector('.assistant .reasoning p').textContent")
+        == answer["reasoning"]
+    )
     assert page.count(".reasoning[open]") == 0
     page.click(".reasoning summary")
     assert page.text(".reasoning p").endswith("then that.")
@@ -366,7 +433,10 @@ def test_the_machine_shows_what_the_state_tells(page: Browser, server: Server) -
         until(lambda: float(page.text("#rate").replace(",", "")) > 0)
         assert page.count(".tier") == 3
         assert page.text(".tier .of").startswith("1")
-        widths = page.run("return [...document.querySelectorAll('.tier .bar')].map((bar) => [bar.scrollWidth, bar.clientWidth])")
+        widths = page.run(
+            "return [...document.querySelectorAll('.tier .bar')].map((bar) => [bar.scrollWidth, "
+            "bar.clientWidth])"
+        )
         assert all(inner <= outer for inner, outer in widths)
         assert page.run("return document.documentElement.scrollHeight <= innerHeight")
     until(lambda: page.text("#running") == "0")
@@ -381,12 +451,16 @@ def test_a_wrong_key_is_asked_for_again_and_kept_for_the_tab_alone(page: Browser
     until(lambda: page.count("#gauges") == 1 and page.count("#ask-key") == 0)
     assert page.run("return sessionStorage.getItem('penstock.key')") == KEY
     assert KEY not in page.run("return JSON.stringify(localStorage)")
-    assert any("401" in complaint for complaint in page.complaints())  # The browser's own word for it, and the only one.
+    assert any(
+        "401" in complaint for complaint in page.complaints()
+    )  # The browser's own word for it, and the only one.
 
 
 def test_it_is_dark_where_that_is_preferred(page: Browser) -> None:
     def lightness() -> list[int]:
-        colors = page.run("const own = getComputedStyle(document.body); return [own.backgroundColor, own.color]")
+        colors = page.run(
+            "const own = getComputedStyle(document.body); return [own.backgroundColor, own.color]"
+        )
         return [sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors]
 
     ground, ink = lightness()
@@ -400,7 +474,9 @@ def test_it_is_dark_where_that_is_preferred(page: Browser) -> None:
 
 
 def test_on_a_phone_there_is_one_column_and_the_machine_behind_a_button(page: Browser) -> None:
-    page.command("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True)
+    page.command(
+        "Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True
+    )
     try:
         assert (page.count(".talk"), page.count(".machine"), page.count(".chats")) == (1, 0, 0)
         page.click("#show-machine")
@@ -424,8 +500,14 @@ def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_seen(page: 
     for _ in range(9):
         page.type(TAB)
         reached.append(
-            page.run("return document.activeElement.id || document.activeElement.className || document.activeElement.textContent")
+            page.run(
+                "return document.activeElement.id || document.activeElement.className || "
+                "document.activeElement.textContent"
+            )
         )
-        seen = page.run("const own = getComputedStyle(document.activeElement); return [own.outlineStyle, own.outlineWidth]")
+        seen = page.run(
+            "const own = getComputedStyle(document.activeElement); return [own.outlineStyle, "
+            "own.outlineWidth]"
+        )
         assert seen[0] != "none", reached
     assert reached == ["new", "system", "temperature", "top_p", "max_tokens", "seed", "thread", "say", "send"]

@@ -1,4 +1,5 @@
-"""Every family against transformers: log-probabilities of the whole vocabulary and 64 greedy tokens, however the work is cut and shared."""
+"""Every family against transformers: log-probabilities of the whole vocabulary and 64 greedy tokens, however
+the work is cut and shared."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,16 +15,31 @@ FAMILIES = pytest.mark.parametrize("name", tiny.CASES)
 
 
 def each(names: str, some: Sequence[str], values: Sequence[object]) -> pytest.MarkDecorator:
-    """These kinds of checkpoint, each with one of the values in turn; with every one if all is to be tested."""
+    """These kinds of checkpoint, each with one of the values in turn; with every one if all is to be
+    tested."""
     turns = enumerate(some)
     return pytest.mark.parametrize(
-        names, [(name, value) for turn, name in turns for value in (values if tiny.THOROUGH else [values[turn % len(values)]])]
+        names,
+        [
+            (name, value)
+            for turn, name in turns
+            for value in (values if tiny.THOROUGH else [values[turn % len(values)]])
+        ],
     )
 
 
-SCARCE = tiny.SOME if tiny.THOROUGH else ["llama", "llama_dynamic", *sorted(set(tiny.SOME) - {"llama", "llama_dynamic"})[::2]]
-SHARED = tiny.SOME if tiny.THOROUGH else ["llama", "llama_dynamic", *sorted(set(tiny.SOME) - {"llama", "llama_dynamic"})[1::2]]
-"""Whose blocks are scarce, and whose prefixes are shared: each kind is in one, the plainest and the one that shares least in both."""
+SCARCE = (
+    tiny.SOME
+    if tiny.THOROUGH
+    else ["llama", "llama_dynamic", *sorted(set(tiny.SOME) - {"llama", "llama_dynamic"})[::2]]
+)
+SHARED = (
+    tiny.SOME
+    if tiny.THOROUGH
+    else ["llama", "llama_dynamic", *sorted(set(tiny.SOME) - {"llama", "llama_dynamic"})[1::2]]
+)
+"""Whose blocks are scarce, and whose prefixes are shared: each kind is in one, the plainest and the one that
+shares least in both."""
 WINDOWS = ["llama", "llama_dynamic", "qwen2_windows", "mixtral_window"]
 FEW = 16
 """Tokens of answers that differ from earlier ones in where their KV comes from, and not in how they go on."""
@@ -33,7 +49,9 @@ def engine(name: str, **settings: object) -> LLM:
     return LLM(tiny.checkpoint(name), device="cpu", dtype="float32", max_length=128, check=True, **settings)
 
 
-def assert_equal(completions: Sequence[Completion], references: Sequence[tiny.Reference], tokens: int = tiny.OUTPUT) -> None:
+def assert_equal(
+    completions: Sequence[Completion], references: Sequence[tiny.Reference], tokens: int = tiny.OUTPUT
+) -> None:
     for completion, reference in zip(completions, references, strict=True):
         assert completion.prompt_tokens == tuple(reference.prompt)
         assert completion.finish_reason == "length"
@@ -48,13 +66,19 @@ def assert_equal(completions: Sequence[Completion], references: Sequence[tiny.Re
 
 @FAMILIES
 def test_reference_is_sharp(name: str) -> None:
-    """What the other tests rest on: no close calls, and logits that notice when what makes the case special is taken away."""
+    """What the other tests rest on: no close calls, and logits that notice when what makes the case special
+    is taken away."""
     case, references = tiny.CASES[name], tiny.references(name)
     assert min(float(tiny.leads(reference).min()) for reference in references) > tiny.CLOSE
     longest = references[-1]
     if case.without:
         with torch.inference_mode():
-            changed = tiny.load(tiny.checkpoint(name), **case.without)(torch.tensor([longest.prompt])).logits[0].double().log_softmax(-1)
+            changed = (
+                tiny.load(tiny.checkpoint(name), **case.without)(torch.tensor([longest.prompt]))
+                .logits[0]
+                .double()
+                .log_softmax(-1)
+            )
         assert tiny.distance(changed, longest.logprobs[: len(longest.prompt)]) > 0.01
 
 
@@ -69,7 +93,9 @@ def test_one_batch_of_mixed_lengths(name: str) -> None:
         first, *rest = completion.prompt_logprobs
         assert first is None
         assert [entry.token for entry in rest if entry] == reference.prompt[1:]
-        for entry, row in zip(rest, reference.logprobs, strict=False):  # the reference goes on into the output
+        for entry, row in zip(
+            rest, reference.logprobs, strict=False
+        ):  # the reference goes on into the output
             assert entry is not None
             assert tiny.distance(tiny.dense(entry), row) < tiny.LIMIT
             assert entry.logprob == tiny.dense(entry)[entry.token]
@@ -78,9 +104,12 @@ def test_one_batch_of_mixed_lengths(name: str) -> None:
 
 @each("name, prefix_cache", SCARCE, [True, False])
 def test_small_chunks_and_scarce_blocks(name: str, prefix_cache: bool) -> None:
-    """Steps of seven tokens, and room for one request and a little more: every request is sent back again and again."""
+    """Steps of seven tokens, and room for one request and a little more: every request is sent back again and
+    again."""
     tokens = tiny.OUTPUT // 2
-    with engine(name, block_size=4, max_step_tokens=7, max_sequences=5, kv_blocks=22, prefix_cache=prefix_cache) as llm:
+    with engine(
+        name, block_size=4, max_step_tokens=7, max_sequences=5, kv_blocks=22, prefix_cache=prefix_cache
+    ) as llm:
         completions = llm.generate(tiny.prompts(), replace(GREEDY, max_tokens=tokens))
         assert llm.stats().preemptions > 0
     assert_equal(completions, tiny.references(name), tokens)
@@ -93,9 +122,12 @@ def test_shared_prefixes(name: str, size: int) -> None:
         assert_equal(llm.generate(tiny.prompts(), GREEDY), references)
         again = llm.generate(tiny.prompts(), few)
         assert_equal(again, references, FEW)
-        assert [completion.cached_tokens for completion in again] == [(len(prompt) - 1) // size * size for prompt in tiny.prompts()]
+        assert [completion.cached_tokens for completion in again] == [
+            (len(prompt) - 1) // size * size for prompt in tiny.prompts()
+        ]
 
-        # The output becomes part of the next prompt, as in a conversation; all within what dynamic rope leaves alone.
+        # The output becomes part of the next prompt, as in a conversation; all within what dynamic rope
+        # leaves alone.
         short = references[1]
         [longer] = llm.generate(short.prompt + short.tokens[:20], GREEDY)
         assert longer.cached_tokens == (24 if size == 4 else 0)
@@ -109,20 +141,28 @@ def test_shared_prefixes(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", tiny.SOME if tiny.THOROUGH else WINDOWS)
 def test_prefix_of_a_running_request(name: str) -> None:
-    """Prompts that begin alike and arrive together share their blocks at once, unless dynamic rope sets them apart by their length."""
+    """Prompts that begin alike and arrive together share their blocks at once, unless dynamic rope sets them
+    apart by their length."""
     prompts = tiny.prompts()[-2:]
     with engine(name, block_size=8) as llm:
         completions = llm.generate(prompts, replace(GREEDY, max_tokens=FEW))
     assert_equal(completions, tiny.references(name)[-2:], FEW)
-    assert [completion.cached_tokens for completion in completions] == [0, 0 if tiny.CASES[name].dynamic else 32]
+    assert [completion.cached_tokens for completion in completions] == [
+        0,
+        0 if tiny.CASES[name].dynamic else 32,
+    ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "float16"), ("qwen3", "bfloat16"), ("mixtral", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "float16"), ("qwen3", "bfloat16"), ("mixtral", "bfloat16")]
+)
 def test_half_precision(name: str, dtype: str) -> None:
     """As close to transformers in float32 as transformers itself comes in this precision, or nearly."""
     references = tiny.references(name)
     half = tiny.load(tiny.checkpoint(name), dtype=getattr(torch, dtype))
-    theirs = prompt_error([tiny.decode(half, reference.prompt, steps=1) for reference in references], references)
+    theirs = prompt_error(
+        [tiny.decode(half, reference.prompt, steps=1) for reference in references], references
+    )
     with LLM(tiny.checkpoint(name), device="cpu", dtype=dtype, max_length=128, check=True) as llm:
         completions = llm.generate(tiny.prompts(), WITH_PROMPT)
         alone = [llm.generate(prompt, GREEDY)[0] for prompt in tiny.prompts()[::2]]

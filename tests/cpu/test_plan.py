@@ -1,4 +1,5 @@
-"""`penstock plan`: the table, the JSON and the picture say the same, flags mean what they say, and the page in docs is of today."""
+"""`penstock plan`: the table, the JSON and the picture say the same, flags mean what they say, and the page
+in docs is of today."""
 
 import importlib.util
 import json
@@ -51,19 +52,42 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
         ["8B", "--machine", "h200", "--batch", "4"],
         ["8B", "--machine", "cpu", "--device-memory", "9GiB"],
         [str(FILES / "Qwen3-30B-A3B"), "--device-memory", "16GiB", "--host-memory", "32GiB"],
-        ["0.6B", "--device-memory", "1900MiB", "--host-memory", "6GiB", "--disk-rate", "none", "--step-tokens", "256"],
+        [
+            "0.6B",
+            "--device-memory",
+            "1900MiB",
+            "--host-memory",
+            "6GiB",
+            "--disk-rate",
+            "none",
+            "--step-tokens",
+            "256",
+        ],
     ],
     ids=["three tiers", "resident", "cpu", "experts", "no disk"],
 )
-def test_the_line_has_every_number_of_the_table(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_has_every_number_of_the_table(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     table, found = text_of(capsys, *arguments), json_of(capsys, *arguments)
     figures = found["setting"]["figures"]
-    expected = [found["model"], str(found["layers"]), format_count(found["parameters"]), format_size(found["weights"])]
-    expected += [f"{found[name]:,}" for name in ("batch", "context", "step_tokens")] + re.findall(r"\S+", found["setting"]["machine"] or "")
+    expected = [
+        found["model"],
+        str(found["layers"]),
+        format_count(found["parameters"]),
+        format_size(found["weights"]),
+    ]
+    expected += [f"{found[name]:,}" for name in ("batch", "context", "step_tokens")] + re.findall(
+        r"\S+", found["setting"]["machine"] or ""
+    )
     if costs := found["setting"]["costs"]:
         expected += re.findall(r"\S+", f"{costs['device']}, {costs['measured']}.")
-    expected += [word for figure in figures.values() for word in (figure["source"], format_size(figure["value"]))]
-    expected += [format_rate(figure["value"]) for figure in figures.values()] + [f"{figures['compute']['value'] / 1e12:.3g}"]
+    expected += [
+        word for figure in figures.values() for word in (figure["source"], format_size(figure["value"]))
+    ]
+    expected += [format_rate(figure["value"]) for figure in figures.values()] + [
+        f"{figures['compute']['value'] / 1e12:.3g}"
+    ]
     for tier in found["tiers"]:
         sizes = ("capacity", "weights", "ring", "kv", "activations", "process", "free")
         expected += [format_size(tier[name]) for name in sizes if tier[name] is not None] + [
@@ -73,12 +97,20 @@ def test_the_line_has_every_number_of_the_table(arguments: list[str], capsys: py
     for kind in ("decode", "prefill"):
         pace = found[kind]
         expected += [format_pace(pace["tokens_per_second"]), format_seconds(pace["seconds"]), pace["binding"]]
-        expected += [format_size(pace["copied"]), format_size(pace["read"]), *(f"{share:.0%}" for share in pace["busy"].values())]
+        expected += [
+            format_size(pace["copied"]),
+            format_size(pace["read"]),
+            *(f"{share:.0%}" for share in pace["busy"].values()),
+        ]
         expected += [format_pace(gain[kind]) for gain in found["gains"]]
         expected += [f"{gain[kind] / pace['tokens_per_second']:.1%}" for gain in found["gains"]]
     numbers = set(re.findall(r"\d[\d,.]*\d|\d", " ".join(expected)))
     remarks = {"1", "10"}  # of GB more, and per cent faster
-    assert [number for number in re.findall(r"(?<![\w-])\d[\d,.]*\d|(?<![\w-])\d", table) if number not in numbers | remarks] == []
+    assert [
+        number
+        for number in re.findall(r"(?<![\w-])\d[\d,.]*\d|(?<![\w-])\d", table)
+        if number not in numbers | remarks
+    ] == []
     assert all(word in expected for word in re.findall(r"bound by the (\w+)", table))
 
 
@@ -86,7 +118,11 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     table = text_of(capsys, "8B", *SMALL)
     blocks = [block.splitlines() for block in table.strip().split("\n\n")]
     assert [block[0].split()[0] for block in blocks] == ["8B:", "Machine", "Tiers", "Homes", "Pace", "What"]
-    assert [line.split()[0] for line in blocks[2][1:]] == [line.split()[0] for line in blocks[3][1:]] == ["device", "host", "disk"]
+    assert (
+        [line.split()[0] for line in blocks[2][1:]]
+        == [line.split()[0] for line in blocks[3][1:]]
+        == ["device", "host", "disk"]
+    )
     assert re.search(r"^  decode .* the disk$", table, re.MULTILINE)
     assert re.search(r"^  a disk 10 % faster +\+0\.\d+ \(\+10\.0%\)", table, re.MULTILINE)
     assert re.search(r"^  device memory +9\.00 GiB  given$", table, re.MULTILINE)
@@ -119,7 +155,20 @@ def test_a_flag_replaces_the_figure_it_names(capsys: pytest.CaptureFixture[str])
 
 def test_work_and_dtype_count(capsys: pytest.CaptureFixture[str]) -> None:
     one = json_of(capsys, "8B", "--machine", "h200")
-    many = json_of(capsys, "8B", "--machine", "h200", "--batch", "8", "--context", "8192", "--step-tokens", "1024", "--dtype", "float32")
+    many = json_of(
+        capsys,
+        "8B",
+        "--machine",
+        "h200",
+        "--batch",
+        "8",
+        "--context",
+        "8192",
+        "--step-tokens",
+        "1024",
+        "--dtype",
+        "float32",
+    )
     device = [found["tiers"][0] for found in (one, many)]
     assert device[1]["kv"] == 8 * 2 * 2 * device[0]["kv"]
     assert many["weights"] == pytest.approx(2 * one["weights"], rel=1e-4)
@@ -152,7 +201,9 @@ def test_what_the_doctor_measured_of_this_machines_gpu_is_found(
 ) -> None:
     measured = read_costs(Path(plan.__file__).with_name("machines") / "h200.json")
     keep_costs(replace(measured, device="A GPU, 24GB"), costs_file(tmp_path, "A GPU, 24GB", "bfloat16"))
-    known, unknown = (json_of(capsys, "0.6B", "--cache", str(folder)) for folder in (tmp_path, tmp_path / "empty"))
+    known, unknown = (
+        json_of(capsys, "0.6B", "--cache", str(folder)) for folder in (tmp_path, tmp_path / "empty")
+    )
     assert known["setting"]["costs"]["device"] == "A GPU, 24GB"
     assert known["setting"]["figures"]["device_read"] == {"value": measured.device_read, "source": "measured"}
     assert unknown["setting"]["costs"] is None
@@ -163,7 +214,9 @@ def test_what_the_doctor_measured_of_this_machines_gpu_is_found(
     assert json_of(capsys, "0.6B", "--dtype", "float32", "--cache", str(tmp_path))["setting"]["costs"] is None
 
 
-def test_by_default_sizes_are_those_of_this_machine(nvidia_smi: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_default_sizes_are_those_of_this_machine(
+    nvidia_smi: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = json_of(capsys, "0.6B")
     figures = found["setting"]["figures"]
     assert figures["device_memory"] == {"value": 24564 * 2**20 * 9 // 10, "source": "this machine"}
@@ -179,7 +232,9 @@ def test_by_default_sizes_are_those_of_this_machine(nvidia_smi: Path, capsys: py
 
 def test_a_model_is_a_file_a_directory_or_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     folder = FILES / "Mistral-7B"
-    by_folder, by_file = (json_of(capsys, str(path), "--machine", "laptop") for path in (folder, folder / "config.json"))
+    by_folder, by_file = (
+        json_of(capsys, str(path), "--machine", "laptop") for path in (folder, folder / "config.json")
+    )
     assert by_folder == by_file
     assert by_folder["model"] == "Mistral-7B"
     assert json_of(capsys, "8B", "--machine", "laptop")["parameters"] == 8_030_261_248
@@ -188,7 +243,10 @@ def test_a_model_is_a_file_a_directory_or_a_name(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere does not exist; give a config.json, a directory with one, or one of the shapes 100M"),
+        (
+            ["nowhere"],
+            "nowhere does not exist; give a config.json, a directory with one, or one of the shapes 100M",
+        ),
         ([str(ROOT / "docs")], "docs/config.json does not exist"),
         ([str(ROOT / "LICENSE")], "is not JSON"),
         (["8B", "--device-memory", "much"], "cannot read 'much' as a size"),
@@ -206,7 +264,9 @@ def test_a_model_is_a_file_a_directory_or_a_name(capsys: pytest.CaptureFixture[s
         (["8B", "--machine", "laptop", "--picture", "/nowhere/plan.png"], "its directory does not exist"),
     ],
 )
-def test_refusals_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *arguments]) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
@@ -218,7 +278,9 @@ def test_rates_as_people_write_them() -> None:
     assert [parse_rate(text) for text in ("3GB/s", " 3 gb/S ", "3GB", "3000000000")] == [3e9] * 4
     assert parse_rate("1GiB/s") == 2**30
     assert [parse_disk(text) for text in ("none", "None ", "0", "2GB/s")] == [0, 0, 0, 2e9]
-    assert [parse_operations(text) for text in ("700TFLOPS", "700 tflop/s", "0.7P", "7e14")] == [pytest.approx(7e14)] * 4
+    assert [parse_operations(text) for text in ("700TFLOPS", "700 tflop/s", "0.7P", "7e14")] == [
+        pytest.approx(7e14)
+    ] * 4
     for text in ("0TFLOPS", "-1TFLOPS", "TFLOPS", "5XFLOPS", "1e99", "1", ""):
         with pytest.raises(ConfigError, match="write it like 700TFLOPS"):
             parse_operations(text)
@@ -226,9 +288,18 @@ def test_rates_as_people_write_them() -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     heavy = ["torch", "numpy", "rich", "PIL", "tokenizers", "safetensors", "transformers"]
-    code = f"import sys; from penstock.cli.main import main; main(sys.argv[1:]); print([name for name in {heavy} if name in sys.modules])"
+    code = (
+        "import sys; from penstock.cli.main import main; main(sys.argv[1:]); print([name for name in "
+        f"{heavy} if name in sys.modules])"
+    )
     command = [sys.executable, "-c", code, "plan", "8B", *SMALL, "--json"]
-    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert result.stdout.splitlines()[-1] == "[]"
 
 
@@ -272,7 +343,9 @@ def test_the_picture_is_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
     ids=str,
 )
-def test_pictures_of_all_sorts(shape: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_all_sorts(
+    shape: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / f"a model\twith a long name, {shape * 5}"
     folder.mkdir()
     (folder / "config.json").write_bytes((FILES / shape / "config.json").read_bytes())

@@ -1,4 +1,5 @@
-"""Sparse policies: what they skip is bounded for every query, what they keep is what they say, and sketches say enough of real keys."""
+"""Sparse policies: what they skip is bounded for every query, what they keep is what they say, and sketches
+say enough of real keys."""
 
 import math
 
@@ -22,7 +23,12 @@ def sketched(keys: Tensor, block_size: int, bits: int) -> tuple[Tensor, SketchLa
 
 def exact_scores(q: Tensor, keys: Tensor) -> Tensor:
     """In float64 `[queries, heads, keys]`."""
-    return torch.einsum("qhd,thd->qht", q.double(), keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)) * SCALE
+    return (
+        torch.einsum(
+            "qhd,thd->qht", q.double(), keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)
+        )
+        * SCALE
+    )
 
 
 def scored(q: Tensor, keys: Tensor, block_size: int, bits: int) -> Scores:
@@ -30,19 +36,26 @@ def scored(q: Tensor, keys: Tensor, block_size: int, bits: int) -> Scores:
 
 
 def chosen(policy: Policy, q: Tensor, keys: Tensor, block_size: int, bits: int = 4, layer: int = 0) -> Choice:
-    """Of queries behind all keys; everything, with nothing skipped, where the policy has nothing to choose."""
+    """Of queries behind all keys; everything, with nothing skipped, where the policy has nothing to
+    choose."""
     blocks = len(keys) // block_size
     past = Past(blocks, block_size, len(keys), len(keys) + len(q), lambda: scored(q, keys, block_size, bits))
     every = Choice(torch.ones(blocks, dtype=torch.bool), torch.full(q.shape[:2], -math.inf))
     return policy(layer, past) or every
 
 
-def mass_and_bound(policy: Policy, q: Tensor, keys: Tensor, block_size: int, bits: int = 4) -> tuple[Tensor, Tensor, Choice]:
+def mass_and_bound(
+    policy: Policy, q: Tensor, keys: Tensor, block_size: int, bits: int = 4
+) -> tuple[Tensor, Tensor, Choice]:
     """The exact share of each query's attention in skipped blocks, and what the policy says it is at most."""
     choice = chosen(policy, q, keys, block_size, bits)
     seen = choice.keep.repeat_interleave(block_size)
     exact = exact_scores(q, keys)
-    return exact.softmax(-1)[..., ~seen].sum(-1), choice.missed(exact[..., seen].logsumexp(-1).float()), choice
+    return (
+        exact.softmax(-1)[..., ~seen].sum(-1),
+        choice.missed(exact[..., seen].logsumexp(-1).float()),
+        choice,
+    )
 
 
 policies = st.one_of(
@@ -74,11 +87,17 @@ class TestBound:
         policy: Policy, queries: int, blocks: int, block_size: int, group: int, kv_heads: int, dim: int,
         loud: float, size: float, alike: bool, dtype: torch.dtype, bits: int, seed: int,
     ) -> None:  # fmt: skip
-        """Of each block, whatever is chosen, and of what is skipped, with keys of any size, rounded or equal."""
+        """Of each block, whatever is chosen, and of what is skipped, with keys of any size, rounded or
+        equal."""
         rng = torch.Generator().manual_seed(seed)
         q = (torch.randn(queries, group * kv_heads, dim, generator=rng) * loud).to(dtype)
         shape = (1 if alike else blocks * block_size, kv_heads, dim)
-        keys = (torch.randn(shape, generator=rng) * size).to(dtype).expand(blocks * block_size, -1, -1).contiguous()
+        keys = (
+            (torch.randn(shape, generator=rng) * size)
+            .to(dtype)
+            .expand(blocks * block_size, -1, -1)
+            .contiguous()
+        )
         exact = exact_scores(q, keys).view(queries, group * kv_heads, blocks, block_size).logsumexp(-1)
         found = scored(q, keys, block_size, bits)
         assert (found.upper >= exact).all(), (exact - found.upper).max()
@@ -96,9 +115,13 @@ class TestBound:
         torch.testing.assert_close(bound.double(), exact, rtol=1e-3, atol=0)
 
     def test_says_something_where_boxes_say_nothing(self) -> None:
-        """64 keys of 64 channels in a block, one block in four read: by boxes all may be missed, by 8 bits little more than is."""
+        """64 keys of 64 channels in a block, one block in four read: by boxes all may be missed, by 8 bits
+        little more than is."""
         rng = torch.Generator().manual_seed(7)
-        q, keys = torch.randn(1, 4, 64, generator=rng) * 0.36, torch.randn(2048, 2, 64, generator=rng).bfloat16()
+        q, keys = (
+            torch.randn(1, 4, 64, generator=rng) * 0.36,
+            torch.randn(2048, 2, 64, generator=rng).bfloat16(),
+        )
         exact, box, _ = mass_and_bound(topk(8), q, keys, 64, bits=0)
         assert box.min() > 0.99
         exact, four, _ = mass_and_bound(topk(8), q, keys, 64, bits=4)
@@ -140,7 +163,9 @@ class TestChoices:
     def kept(self, policy: Policy, layer: int = 0) -> list[int]:
         return chosen(policy, self.q, self.keys, 8, layer=layer).keep.nonzero()[:, 0].tolist()
 
-    @pytest.mark.parametrize("policy", [full, topk(9), topk(100), topk(0, dense_layers=1), window(72, 0), window(0, 72)])
+    @pytest.mark.parametrize(
+        "policy", [full, topk(9), topk(100), topk(0, dense_layers=1), window(72, 0), window(0, 72)]
+    )
     def test_everything_is_full_and_misses_nothing(self, policy: Policy) -> None:
         """And is not even scored."""
 

@@ -1,5 +1,5 @@
-"""Prefixes that come from host memory or disk give what they give when they are computed: whoever talks, whatever is late, lost or broken,
-and however the process before has ended."""
+"""Prefixes that come from host memory or disk give what they give when they are computed: whoever talks,
+whatever is late, lost or broken, and however the process before has ended."""
 
 import errno
 import json
@@ -97,7 +97,13 @@ def test_conversations_are_answered_right(tmp_path: Path, name: str, store: str)
     rng = random.Random(f"{name} {store}")
     warm(name)
     talks, tally = some_talks(rng, TALKS), Tally()
-    some = {"off": [Route.UP]}.get(store, list(Route)) if TALKS >= 20 else [Route.UP] if store == "off" else [Route.DOWN, Route.OUT]
+    some = (
+        {"off": [Route.UP]}.get(store, list(Route))
+        if TALKS >= 20
+        else [Route.UP]
+        if store == "off"
+        else [Route.DOWN, Route.OUT]
+    )
 
     def enough() -> bool:
         return all(tally.moved[route] for route in some) and tally.given_up["pages"] > 0
@@ -116,7 +122,9 @@ def test_conversations_are_answered_right(tmp_path: Path, name: str, store: str)
         )
         with no_thread_left(), lines("some", run), delayed(rng), opened(name, place, tmp_path) as llm:
             with interrupted(llm, rng, 40):
-                converse(llm, name, talks, rng, tally, leaves=0.02, clears=0.004, pause=None if run >= 2 else TALKS)
+                converse(
+                    llm, name, talks, rng, tally, leaves=0.02, clears=0.004, pause=None if run >= 2 else TALKS
+                )
             rest(llm)
             everything_is_free(llm)
             tally.take(llm)
@@ -126,24 +134,37 @@ def test_conversations_are_answered_right(tmp_path: Path, name: str, store: str)
         assert tally.preemptions > 0, tally
         assert tally.interrupts > 0, tally
         assert tally.late + tally.recomputed > 0, tally
-        if store != "off" and name != "llama_dynamic":  # There only prompts of one length have anything in common.
-            assert min(tally.found["host"], tally.found["disk"], tally.given_up["host"], tally.given_up["disk"]) > 0, tally
+        if (
+            store != "off" and name != "llama_dynamic"
+        ):  # There only prompts of one length have anything in common.
+            assert (
+                min(tally.found["host"], tally.found["disk"], tally.given_up["host"], tally.given_up["disk"])
+                > 0
+            ), tally
 
 
 @UNUSED
 @pytest.mark.timeout(60 + 20 * TALKS)
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral"] if tiny.THOROUGH else ["mixtral"])
-def test_conversations_are_answered_right_while_weights_stream(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From host memory and from disk, experts one by one. Activations are counted by shape, so that budgets are what they were."""
+def test_conversations_are_answered_right_while_weights_stream(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From host memory and from disk, experts one by one. Activations are counted by shape, so that budgets
+    are what they were."""
     monkeypatch.setattr(boot, "peak_of", lambda _, run: 0 * bool(run()))
     rng = random.Random(name)
     warm(name)
     talks, tally, place = some_talks(rng, TALKS), Tally(), Place(host=30)
     with opened(name, place, tmp_path) as llm:
-        budget, groups = llm.booted.budget, [(layout.id.expert >= 0, layout.size) for layout in llm.booted.weights._layouts.values()]
+        budget, groups = (
+            llm.booted.budget,
+            [(layout.id.expert >= 0, layout.size) for layout in llm.booted.weights._layouts.values()],
+        )
         converse(llm, name, talks, rng, tally, pause=TALKS)
         rest(llm)
-    largest = max(size for expert, size in groups if not expert) + 2 * max((size for expert, size in groups if expert), default=0)
+    largest = max(size for expert, size in groups if not expert) + 2 * max(
+        (size for expert, size in groups if expert), default=0
+    )
     device = budget.activations + budget.kv + max(int(0.45 * budget.weights), largest + 65536)
     host = device + (place.host + 60) * layout_of(name, 8).block_bytes + int(0.4 * budget.weights)
     budgets: dict[str, Any] = {"device_memory": device, "host_memory": host, "cache": tmp_path / "packs"}
@@ -177,7 +198,10 @@ def test_what_the_disk_does_not_have_is_computed(tmp_path: Path) -> None:
 @contextmanager
 def patient() -> Iterator[None]:
     """Whatever is on another tier is waited for, however fast this machine computes just now."""
-    with patch.object(arrivals, "_LEAST_PATIENCE", LONG), patch.object(Rates, "loading_pays", lambda *_: True):
+    with (
+        patch.object(arrivals, "_LEAST_PATIENCE", LONG),
+        patch.object(Rates, "loading_pays", lambda *_: True),
+    ):
         yield
 
 
@@ -191,7 +215,8 @@ def kept(directory: Path, asks: Sequence[Ask] = (ONE,), name: str = "llama") -> 
 
 
 def test_how_fast_things_went_is_kept_for_the_next_process(tmp_path: Path) -> None:
-    """Beside the blocks. What cannot be read, or was of another device, is not known; nothing else comes of it."""
+    """Beside the blocks. What cannot be read, or was of another device, is not known; nothing else comes of
+    it."""
     kept(tmp_path)
     [notes] = tmp_path.rglob("rates.json")
     text = notes.read_text()
@@ -221,13 +246,17 @@ def test_how_fast_things_went_is_kept_for_the_next_process(tmp_path: Path) -> No
     # Whatever befalls that, the device is freed.
     with opened("llama", Place(), tmp_path) as llm:
         runner = llm.booted.engine._ranks
-        with patch.object(BlockStore, "note", side_effect=RuntimeError("no")), pytest.raises(RuntimeError, match="no"):
+        with (
+            patch.object(BlockStore, "note", side_effect=RuntimeError("no")),
+            pytest.raises(RuntimeError, match="no"),
+        ):
             llm.close()
         assert runner._weights is None  # type: ignore[union-attr]
 
 
 def test_what_a_long_request_has_sent_lands_before_anything_else_does_in_its_place(tmp_path: Path) -> None:
-    """It is left when its first chunk has been computed and nothing of it has landed; its blocks are all there are."""
+    """It is left when its first chunk has been computed and nothing of it has landed; its blocks are all
+    there are."""
     short = Ask(words(random.Random(8), 41), 8)
     place = Place(pages=12, host=12, records=0, step=96)
     with (
@@ -359,7 +388,9 @@ def test_a_read_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("enough", [True, False])
-def test_more_than_the_disk_has_is_said(tmp_path: Path, enough: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_than_the_disk_has_is_said(
+    tmp_path: Path, enough: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 40 if enough else 1000)
     with (
         patch("shutil.disk_usage", lambda _: usage),
@@ -367,12 +398,18 @@ def test_more_than_the_disk_has_is_said(tmp_path: Path, enough: bool, caplog: py
         opened("llama", Place(), tmp_path) as llm,
     ):
         ask_once(llm, "llama", [ONE])
-    said = [record.getMessage() for record in caplog.records if "free, less than blocks may take there" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "free, less than blocks may take there" in record.getMessage()
+    ]
     assert bool(said) != enough
     assert enough or "1000 B free" in said[0]
 
 
-def test_a_second_engine_reads_what_the_first_has_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_engine_reads_what_the_first_has_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened("llama", Place(), tmp_path) as first:
         ask_once(first, "llama", [ONE])
         rest(first)
@@ -468,7 +505,10 @@ def test_no_more_is_counted_as_found_than_was(tmp_path: Path) -> None:
         engine = llm.booted.engine
         while not engine.scheduler.tiers.counts.moved[Route.UP]:
             llm._pump()
-        with patch.object(engine._ranks, "begin", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with (
+            patch.object(engine._ranks, "begin", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
             llm._pump()
         while not stream._job.done:
             llm._pump()
@@ -479,7 +519,10 @@ def test_no_more_is_counted_as_found_than_was(tmp_path: Path) -> None:
 # ---- killed
 
 KILLS = int(os.environ.get("PENSTOCK_KILLS", "3"))
-PROMPTS = [words(random.Random(number % 4), 24) + words(random.Random(100 + number), 8 + 3 * number) for number in range(24)]
+PROMPTS = [
+    words(random.Random(number % 4), 24) + words(random.Random(100 + number), 8 + 3 * number)
+    for number in range(24)
+]
 KILLED = """
 import json, os, random, sys
 from penstock import LLM, SamplingParams
@@ -510,11 +553,22 @@ for line in sys.stdin:
 
 @pytest.mark.timeout(60 + 5 * KILLS)
 def test_killed_at_any_time_no_wrong_token_comes_of_it(tmp_path: Path) -> None:
-    """A process that talks is killed again and again; whoever comes next finds some of what it has kept, and nothing that is wrong."""
+    """A process that talks is killed again and again; whoever comes next finds some of what it has kept, and
+    nothing that is wrong."""
     rng, place, found = random.Random(1), Place(records=60), 0
     layout = layout_of("llama", 8)
-    settings = {**SETTINGS, "kv_blocks": place.pages, "block_size": 8, "max_step_tokens": place.step, "max_sequences": place.sequences}
-    settings |= {"host_kv_memory": place.host * layout.block_bytes, "disk_kv_memory": "1400KiB", "kv_directory": str(tmp_path)}
+    settings = {
+        **SETTINGS,
+        "kv_blocks": place.pages,
+        "block_size": 8,
+        "max_step_tokens": place.step,
+        "max_sequences": place.sequences,
+    }
+    settings |= {
+        "host_kv_memory": place.host * layout.block_bytes,
+        "disk_kv_memory": "1400KiB",
+        "kv_directory": str(tmp_path),
+    }
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with forks.Popen([sys.executable, "-c", KILLED], env=environment, **pipes) as zygote:  # type: ignore[call-overload]

@@ -1,5 +1,5 @@
-"""Ranks carry out the same plans, whatever strikes the thread that asks for them; and whatever befalls one of them, the run ends with an
-error that says so, and nothing is left behind."""
+"""Ranks carry out the same plans, whatever strikes the thread that asks for them; and whatever befalls one of
+them, the run ends with an error that says so, and nothing is left behind."""
 
 import contextlib
 import gc
@@ -72,7 +72,13 @@ def test_all_ranks_run_every_plan(leader: Leader) -> None:
 
 def test_a_transfer_has_landed_when_it_has_on_all_ranks(leader: Leader) -> None:
     """Two steps after its own on the last; of its blocks those are lost which any rank has lost."""
-    plans = [Plan((), (), transfers=(transfer(1),)), Plan((), (), transfers=(transfer(2), transfer(3))), NOTHING, NOTHING, NOTHING]
+    plans = [
+        Plan((), (), transfers=(transfer(1),)),
+        Plan((), (), transfers=(transfer(2), transfer(3))),
+        NOTHING,
+        NOTHING,
+        NOTHING,
+    ]
     assert [leader.run(plan).landed for plan in plans] == [(), (), (landed(1),), (landed(2), landed(3)), ()]
     leader.run(plans[0])
     assert leader.settle() == (landed(1),)
@@ -99,7 +105,8 @@ def test_a_step_may_be_begun_before_the_last_has_ended(leader: Leader) -> None:
 
 
 def test_an_interrupt_anywhere_in_a_step_leaves_all_ranks_with_its_plan_or_none(leader: Leader) -> None:
-    """And one anywhere in settling, which is then done again; no transfer is forgotten that was begun, nor made up."""
+    """And one anywhere in settling, which is then done again; no transfer is forgotten that was begun, nor
+    made up."""
     seen = {False: 0, True: 0}
 
     def strike(where: int) -> bool:
@@ -133,12 +140,15 @@ def test_a_message_that_is_missing_or_comes_twice_is_an_error(leader: Leader) ->
     """And not another order of plans than on other ranks."""
     for numbers in ((1,), (0, 0), (0, 2)):
         sent = iter([_MESSAGES.encode(_Message(number, _Kind.SETTLE, None, False)) for number in numbers])
-        with pytest.raises(DeviceError, match=rf"was sent message {numbers[-1]} where message {len(numbers) - 1} comes next"):
+        with pytest.raises(
+            DeviceError, match=rf"was sent message {numbers[-1]} where message {len(numbers) - 1} comes next"
+        ):
             serve(partial(next, sent), Sums(leader._group), leader._group)
 
 
 def test_a_signal_while_ranks_compute_changes_nothing(leader: Leader) -> None:
-    """It comes to a thread that waits, not behind an instruction; and an interrupt from the terminal reaches the followers too."""
+    """It comes to a thread that waits, not behind an instruction; and an interrupt from the terminal reaches
+    the followers too."""
     before = ran(leader.run(NOTHING))
     for child in children():
         os.kill(child, signal.SIGINT)
@@ -168,7 +178,8 @@ def test_an_interrupt_anywhere_in_closing_leaves_it_to_be_done_again() -> None:
 
 
 def failing(call: Callable[[], object], text: str, others: list[int]) -> None:
-    """The call ends in time with an error of this text in one line, when no follower is left but the others."""
+    """The call ends in time with an error of this text in one line, when no follower is left but the
+    others."""
 
     def run() -> None:
         with pytest.raises(DeviceError, match=text) as error:
@@ -183,7 +194,11 @@ def failing(call: Callable[[], object], text: str, others: list[int]) -> None:
     ("what", "text"),
     [
         ("kill", "rank 1 of 3 was killed by SIGKILL; the other ranks were ended too"),
-        ("raise", "rank 1 of 3 ended with exit code 1: .*ValueError: a fault of the test's own; the other ranks were ended too"),
+        (
+            "raise",
+            "rank 1 of 3 ended with exit code 1: .*ValueError: a fault of the test's own; the other ranks "
+            "were ended too",
+        ),
         ("stop", r"rank 1 of 3 \(process \d+\) has given no sign for \d s; the other ranks were ended too"),
     ],
     ids=["kill", "raise", "stop"],
@@ -211,14 +226,17 @@ def test_a_rank_that_lives_but_does_not_come_is_everybodys_end() -> None:
     with nothing_left():
         leader, _ = led(2)
         for _ in range(2):
-            with pytest.raises(DeviceError, match="rank 0 of 2 failed with ValueError: a fault of the test's own"):
+            with pytest.raises(
+                DeviceError, match="rank 0 of 2 failed with ValueError: a fault of the test's own"
+            ):
                 leader.run(order("raise", 0))
         assert within(LONG, leader.close)
 
 
 class Waiting(Sums):
-    """Rank 0's part, on a device that computes by itself: an ordered step, or else its closing, waits until `met` says that what is there
-    waits for others no more. Before it closes, an ordered step may have failed, behind the others' back."""
+    """Rank 0's part, on a device that computes by itself: an ordered step, or else its closing, waits until
+    `met` says that what is there waits for others no more. Before it closes, an ordered step may have failed,
+    behind the others' back."""
 
     def __init__(self, group: Group, met: Callable[[], object], at: str) -> None:
         super().__init__(group)
@@ -240,12 +258,15 @@ class Waiting(Sums):
 
 @contextlib.contextmanager
 def waiting(met: Callable[[Group], object], at: str) -> Iterator[tuple[Leader, list[bool]]]:
-    """Of two ranks, and whether this process was alone, each time that it was said to be. In the end the thread is there no more."""
+    """Of two ranks, and whether this process was alone, each time that it was said to be. In the end the
+    thread is there no more."""
     with nothing_left():
         others, said = children(), list[bool]()
         crew = launch(2, work, patience=LONG, timeout=2 * LONG)
         group = crew.group(CPU)
-        leader = Leader(Waiting(group, partial(met, group), at), crew, group, lambda: said.append(children() == others))
+        leader = Leader(
+            Waiting(group, partial(met, group), at), crew, group, lambda: said.append(children() == others)
+        )
         leader.run(NOTHING)
         yield leader, said
         assert children() == others
@@ -261,21 +282,30 @@ def shared_memory() -> set[object]:
 
 @pytest.mark.parametrize("at", ["step", "close", "failed"])
 def test_a_device_that_hangs_is_left_behind(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the thread that waits for it, and with what may be let go of only when nobody uses it any more; all else is closed. The other
-    rank is gone, by force or since it was told to close, or is well and waits to be told."""
+    """With the thread that waits for it, and with what may be let go of only when nobody uses it any more;
+    all else is closed. The other rank is gone, by force or since it was told to close, or is well and waits
+    to be told."""
     monkeypatch.setattr(rank, "_LET_GO", 0.2)
     others, memory, comes_back = children(), shared_memory(), threading.Event()
     with waiting(lambda _: comes_back.wait(), at) as (leader, said):
         try:
             if at == "step":
-                failing(lambda: leader.run(order("kill", 1)), "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too", others)
+                failing(
+                    lambda: leader.run(order("kill", 1)),
+                    "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too",
+                    others,
+                )
             if at == "failed":
-                with pytest.raises(DeviceError, match="rank 0 of 2 failed with ValueError: a fault of the test's own"):
+                with pytest.raises(
+                    DeviceError, match="rank 0 of 2 failed with ValueError: a fault of the test's own"
+                ):
                     leader.run(order("nothing", 9))
             for _ in range(2):
                 assert within(LONG, leader.close)
             assert not said
-            assert len(shared_memory() - memory) == 1  # By which ranks have met: collectives write into it when they end.
+            assert (
+                len(shared_memory() - memory) == 1
+            )  # By which ranks have met: collectives write into it when they end.
             pipes = [os.pipe() for _ in range(16)]  # They would write into one of these, and abort.
         finally:
             comes_back.set()
@@ -287,7 +317,9 @@ def test_a_device_that_hangs_is_left_behind(at: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("whom", "at"), [(1, "step"), (0, "close")], ids=["follower", "rank 0"])
-def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(whom: int, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(
+    whom: int, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody is to wait any more, so it comes back, and all is closed."""
     monkeypatch.setattr(rank, "_LET_GO", LONG)
 
@@ -296,7 +328,11 @@ def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(whom: int,
             time.sleep(1e-3)
 
     with waiting(over, at) as (leader, said):
-        text = "rank 1 of 2 was killed by SIGKILL" if whom else "rank 0 of 2 failed with ValueError: a fault of the test's own"
+        text = (
+            "rank 1 of 2 was killed by SIGKILL"
+            if whom
+            else "rank 0 of 2 failed with ValueError: a fault of the test's own"
+        )
         with pytest.raises(DeviceError, match=text):
             leader.run(order("kill" if whom else "raise", whom))
         assert within(LONG, leader.close)
@@ -305,7 +341,11 @@ def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(whom: int,
 
 def test_a_follower_that_ends_before_it_has_come_is_noticed() -> None:
     with nothing_left():
-        others, text = children(), "rank 1 of 2 ended with exit code 1: ConfigError: a setting that does not suit; choose another; the"
+        others, text = (
+            children(),
+            "rank 1 of 2 ended with exit code 1: ConfigError: a setting that does not suit; choose another; "
+            "the",
+        )
         crew = launch(2, work, "refuse")
         try:
             failing(lambda: crew.group(CPU), text, others)
@@ -314,7 +354,8 @@ def test_a_follower_that_ends_before_it_has_come_is_noticed() -> None:
 
 
 def test_a_rank_that_is_gone_before_it_meets_the_others_is_not_waited_for() -> None:
-    """As it would be otherwise, for as long as a collective may take: what waits for it is left to itself. It has all closed in the end."""
+    """As it would be otherwise, for as long as a collective may take: what waits for it is left to itself. It
+    has all closed in the end."""
     with nothing_left():
         crew = launch(2, absent, patience=LONG, timeout=10.0)
         with contextlib.closing(crew), pytest.raises(DeviceError, match="rank 1 of 2 was killed by SIGKILL"):
@@ -327,10 +368,14 @@ def test_a_rank_that_is_gone_before_it_meets_the_others_is_not_waited_for() -> N
 
 
 @pytest.mark.parametrize(
-    "closed", ["<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"] if "PENSTOCK_THOROUGH" in os.environ else ["<&- >&- 2>&-"]
+    "closed",
+    ["<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
+    if "PENSTOCK_THOROUGH" in os.environ
+    else ["<&- >&- 2>&-"],
 )
 def test_ranks_meet_though_standard_streams_are_closed(closed: str, tmp_path: Path) -> None:
-    """As those of a program that a daemon starts may be: what ranks share must not take their numbers, which a follower's own have."""
+    """As those of a program that a daemon starts may be: what ranks share must not take their numbers, which
+    a follower's own have."""
     code = """
 import sys
 from crews import NOTHING, led
@@ -367,7 +412,12 @@ def test_a_store_writes_into_no_file_that_has_the_number_of_its_own(tmp_path: Pa
 
 def test_what_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/there/is/no/such/python")
-    with nothing_left(), pytest.raises(DeviceError, match=r"2 more processes were asked for, and one cannot be started: .*no/such"):
+    with (
+        nothing_left(),
+        pytest.raises(
+            DeviceError, match=r"2 more processes were asked for, and one cannot be started: .*no/such"
+        ),
+    ):
         launch(3, work)
 
 
@@ -445,13 +495,19 @@ def test_under_torchrun_nothing_is_started_and_others_follow(tmp_path: Path) -> 
 
 
 def test_without_an_agent_a_rank_that_dies_ends_the_other(tmp_path: Path) -> None:
-    """As on two machines: each process has only the environment, and the loopback is not known to be enough."""
+    """As on two machines: each process has only the environment, and the loopback is not known to be
+    enough."""
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    place = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     with nothing_left(), contextlib.ExitStack() as stack:
         places = [{**place, "RANK": str(rank), "LOCAL_RANK": "0"} for rank in (0, 1)]
         first, second = (stack.enter_context(_python(str(script), "kill", environment=one)) for one in places)
@@ -463,14 +519,26 @@ def test_without_an_agent_a_rank_that_dies_ends_the_other(tmp_path: Path) -> Non
 
 
 def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="2 ranks were asked for, but torchrun has started 4 processes"):
         launch(2, work)
 
 
 def test_an_environment_that_is_half_torchruns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "first", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "first",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="RANK=first"):
         launch(2, work)

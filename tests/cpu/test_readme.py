@@ -1,7 +1,8 @@
-"""The documents can be followed: every command and every block of Python in README.md runs, and docs/adding-a-model.md adds a family.
+"""The documents can be followed: every command and every block of Python in README.md runs, and
+docs/adding-a-model.md adds a family.
 
-Where README writes MODEL, the checkpoint that comes with the package stands in; where it allows a model larger than the GPU so much
-memory, that checkpoint is allowed less than it needs.
+Where README writes MODEL, the checkpoint that comes with the package stands in; where it allows a model
+larger than the GPU so much memory, that checkpoint is allowed less than it needs.
 """
 
 import dataclasses
@@ -59,7 +60,12 @@ def of_language(document: Path, language: str) -> list[str]:
 
 def commands(document: Path) -> list[str]:
     """Every line of the shell blocks, with the remark behind it."""
-    return [line for text in of_language(document, "sh") for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [
+        line
+        for text in of_language(document, "sh")
+        for line in text.splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
 
 
 def filled(text: str) -> str:
@@ -67,19 +73,26 @@ def filled(text: str) -> str:
 
 
 def beginning(folder: Path, characters: int) -> Path:
-    """A README.md in the folder that is the beginning of this one, which takes less time to read and leaves nothing else out."""
+    """A README.md in the folder that is the beginning of this one, which takes less time to read and leaves
+    nothing else out."""
     folder.mkdir(exist_ok=True)
     (folder / "README.md").write_text(README.read_text(encoding="utf-8")[:characters], encoding="utf-8")
     return folder
 
 
-def run_here(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`penstock` with these arguments does its work; nothing is on its stdin. An answer may be blank, since it is drawn, and other
-    processors draw other ones: so its tokens are looked for, not its letters."""
+def run_here(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`penstock` with these arguments does its work; nothing is on its stdin. An answer may be blank, since
+    it is drawn, and other processors draw other ones: so its tokens are looked for, not its letters."""
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b""), encoding="utf-8"))
     capsys.readouterr()
     answers = arguments[0] == "run" and "--json" not in arguments
-    added = ["--verbose", *([] if {"--seed", "--temperature"} & set(arguments) else ["--seed", "1"])] if answers else []
+    added = (
+        ["--verbose", *([] if {"--seed", "--temperature"} & set(arguments) else ["--seed", "1"])]
+        if answers
+        else []
+    )
     code = main(arguments + added)
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -94,38 +107,58 @@ def run_in_shell(command: str, folder: Path) -> str:
 
 
 def in_shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The same for a command that needs a shell or a process of its own; `penstock` is first on its path, and `folder` its home."""
+    """The same for a command that needs a shell or a process of its own; `penstock` is first on its path, and
+    `folder` its home."""
     script = folder / "penstock"
     script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(ENTRY)} "$@"\n')
     script.chmod(0o755)
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    environment = os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(folder),
+    }
     words = shlex.split(command)
     if words[0] == "penstock" and not OPERATORS & set(words):
         plain = forks.run([sys.executable, "-c", ENTRY, *words[1:]], cwd=ROOT, env=environment, text=True)
         assert plain.returncode == 0, plain.stderr
         return plain
     shell = ["bash", "-euo", "pipefail", "-c", command]
-    result = subprocess.run(shell, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        shell,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     return result
 
 
 def run_streamed(command: str, folder: Path) -> None:
-    """Run a command for a model larger than the GPU as README says it runs: some of the model streams from a pack in the cache, and the
-    output is that of a run in which all of it stays on the device."""
+    """Run a command for a model larger than the GPU as README says it runs: some of the model streams from a
+    pack in the cache, and the output is that of a run in which all of it stays on the device."""
     command = filled(command).replace(TRACE, str(folder / TRACE))
     assert command.count(LARGE) == 1
     everything = "--device cpu --dtype float32 --max-length 128 --temperature 0 --max-tokens 32"
     resident = in_shell(command.replace(LARGE, everything), folder)
     assert not (folder / ".cache").exists()
-    # Weights are 27 MiB, the KV of 128 tokens 1: some 14 MiB stay on the device, and 4 is what one piece needs on its way from the disk.
+    # Weights are 27 MiB, the KV of 128 tokens 1: some 14 MiB stay on the device, and 4 is what one piece
+    # needs on its way from the disk.
     [activations] = re.findall(r"activations ([\d.]+) MiB", resident.stderr)
     device = round(float(activations)) + 16
-    streamed = in_shell(command.replace(LARGE, f"{everything} --device-memory {device}MiB --host-memory {device + 4}MiB"), folder)
+    streamed = in_shell(
+        command.replace(LARGE, f"{everything} --device-memory {device}MiB --host-memory {device + 4}MiB"),
+        folder,
+    )
     assert streamed.stdout == resident.stdout
     assert len(streamed.stdout.split()) > 10
-    assert re.search(r"^weights: device [1-9].*, disk [1-9].*; a pass copies [1-9]", streamed.stderr, re.MULTILINE), streamed.stderr
+    assert re.search(
+        r"^weights: device [1-9].*, disk [1-9].*; a pass copies [1-9]", streamed.stderr, re.MULTILINE
+    ), streamed.stderr
     [pack] = (path for path in (folder / ".cache" / "penstock").iterdir() if path.is_dir())
     with Pack.open(pack) as opened:
         opened.verify()
@@ -141,7 +174,9 @@ def what_make_runs(command: str) -> list[list[str]]:
     if shutil.which("make") is None:
         pytest.skip("needs make")
     words = shlex.split(command)
-    result = subprocess.run([words[0], "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [words[0], "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     return [shlex.split(line) for line in result.stdout.splitlines() if INSTALLED in line]
 
@@ -155,11 +190,18 @@ def needed_memory(command: str) -> int | None:
 def test_a_prefix_is_found_in_the_next_run_as_readme_says(tmp_path: Path) -> None:
     """Its commands, one after another: the first run computes the prompt, the second finds it on disk.
 
-    In float32: the second computes the rest in other chunks, and bfloat16 then decides otherwise between words that are equally likely.
+    In float32: the second computes the rest in other chunks, and bfloat16 then decides otherwise between
+    words that are equally likely.
     """
     asked = str(beginning(tmp_path, 8_000) / "README.md")
-    lines = [filled(line).replace(KV, str(tmp_path / "kv")).replace("README.md", asked) for line in commands(README) if KV in line]
-    first, second, listed, verified = [in_shell(f"{line} --dtype float32" if " run " in line else line, tmp_path) for line in lines]
+    lines = [
+        filled(line).replace(KV, str(tmp_path / "kv")).replace("README.md", asked)
+        for line in commands(README)
+        if KV in line
+    ]
+    first, second, listed, verified = [
+        in_shell(f"{line} --dtype float32" if " run " in line else line, tmp_path) for line in lines
+    ]
     assert "(0 cached)" in first.stderr
     assert (found := re.search(r"\(([\d,]+) cached, \1 from disk\)", second.stderr)), second.stderr
     assert int(found[1].replace(",", "")) > 2000
@@ -172,15 +214,28 @@ def test_the_server_answers_as_readme_says(tmp_path: Path) -> None:
     """At a port that is free, and asked by Python for what curl asks."""
     pytest.importorskip("uvicorn")
     serve, ask = [filled(line) for line in commands(README) if SERVED in line or line.startswith("curl")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    words = [sys.executable, "-c", ENTRY, *shlex.split(serve.replace("--port 8000", "--port 0 --device-memory 1GiB"))[1:]]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(tmp_path),
+    }
+    words = [
+        sys.executable,
+        "-c",
+        ENTRY,
+        *shlex.split(serve.replace("--port 8000", "--port 0 --device-memory 1GiB"))[1:],
+    ]
     with forks.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
             said = next(line for line in server.stderr if line.startswith("serving my-model at "))
             address = said.split()[-1]
             [_, url, _, body] = shlex.split(ask)
-            sent = Request(url.replace("http://127.0.0.1:8000", address), body.encode(), {"Content-Type": "application/json"})
+            sent = Request(
+                url.replace("http://127.0.0.1:8000", address),
+                body.encode(),
+                {"Content-Type": "application/json"},
+            )
             with urlopen(sent, timeout=60) as answered:
                 answer = json.load(answered)
             assert answer["model"] == "my-model"
@@ -199,8 +254,13 @@ def test_a_batch_is_answered_as_readme_says(tmp_path: Path) -> None:
     assert json.loads(answer)["response"]["status_code"] == 200
 
 
-@pytest.mark.parametrize("command", [line for line in commands(README) if not any(one in line for one in (KV, SERVED, BATCH, "curl"))])
-def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [line for line in commands(README) if not any(one in line for one in (KV, SERVED, BATCH, "curl"))],
+)
+def test_every_command_runs(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
     if memory := needed_memory(command):
         there = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
@@ -219,7 +279,9 @@ def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], mo
     elif OPERATORS & set(words):
         assert run_in_shell(filled(command), tmp_path).strip()
     elif LARGE in command:
-        if f"{command} --trace {TRACE}" not in commands(README):  # What is traced is the same, and more is looked at.
+        if f"{command} --trace {TRACE}" not in commands(
+            README
+        ):  # What is traced is the same, and more is looked at.
             run_streamed(command, tmp_path)
     else:
         assert words[0] == "penstock", f"README has a command that nothing here can run: {command}"
@@ -232,7 +294,9 @@ def test_demo_and_test_do_what_the_readme_says(tmp_path: Path) -> None:
     demo, tests = what_make_runs("make demo"), what_make_runs("make test ARGS='-k scheduler'")
     story, needle = (step for step in demo if f"{INSTALLED}penstock" in step)
     assert story == [f"{INSTALLED}penstock", "run", "Once upon a time"]
-    hide, find = shlex.join(needle).replace("'|'", "|").replace(f"{INSTALLED}penstock", "penstock").split(" | ")
+    hide, find = (
+        shlex.join(needle).replace("'|'", "|").replace(f"{INSTALLED}penstock", "penstock").split(" | ")
+    )
     hide = hide.replace(f"{INSTALLED}python", shlex.quote(sys.executable))
     assert "--tokens 8000 " in f"{hide} "
     hide = hide.replace("--tokens 8000", "--tokens 2000")  # It takes a quarter of the time, and is as hard.
@@ -265,12 +329,14 @@ def test_the_sample_of_what_is_printed_has_its_form(capsys: pytest.CaptureFixtur
     assert re.sub(size, "N", capsys.readouterr().err) == re.sub(size, "N", sample)
 
 
-# -- docs/adding-a-model.md --------------------------------------------------------------------------------------------------
+# -- docs/adding-a-model.md
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> dict[str, tiny.Case]:
-    """The page followed: its function and its line in arch/families.py, its cases for tests/tiny.py, which come back."""
+    """The page followed: its function and its line in arch/families.py, its cases for tests/tiny.py, which
+    come back."""
     function, line, cases = of_language(ADDING, "python")
     module = dict(vars(families))
     exec(compile(function, str(ADDING), "exec"), module)
@@ -288,7 +354,9 @@ def test_the_page_adds_a_family_that_was_refused() -> None:
         read_spec({"model_type": "seed_oss"})
 
 
-def test_the_added_family_computes_what_transformers_does(added: dict[str, tiny.Case], tmp_path: Path) -> None:
+def test_the_added_family_computes_what_transformers_does(
+    added: dict[str, tiny.Case], tmp_path: Path
+) -> None:
     prompts = tiny.prompts()
     for name, case in added.items():
         path = tiny.write(case, tmp_path / name)
@@ -296,9 +364,17 @@ def test_the_added_family_computes_what_transformers_does(added: dict[str, tiny.
         references = [tiny.decode(model, prompt) for prompt in prompts]
         longest = references[-1]
         with torch.inference_mode():
-            changed = tiny.load(path, **case.without)(torch.tensor([longest.prompt])).logits[0].double().log_softmax(-1)
+            changed = (
+                tiny.load(path, **case.without)(torch.tensor([longest.prompt]))
+                .logits[0]
+                .double()
+                .log_softmax(-1)
+            )
         assert tiny.distance(changed, longest.logprobs[: len(longest.prompt)]) > 0.01
-        for params, settings in ((WITH_PROMPT, {}), (GREEDY, {"block_size": 4, "max_step_tokens": 7, "max_sequences": 5, "kv_blocks": 30})):
+        for params, settings in (
+            (WITH_PROMPT, {}),
+            (GREEDY, {"block_size": 4, "max_step_tokens": 7, "max_sequences": 5, "kv_blocks": 30}),
+        ):
             with LLM(path, device="cpu", dtype="float32", max_length=128, check=True, **settings) as llm:
                 found = measure(llm.generate(prompts, params), references)
             assert found.exact, found
@@ -306,7 +382,13 @@ def test_the_added_family_computes_what_transformers_does(added: dict[str, tiny.
 
 
 def test_what_the_added_family_leaves_out_means_what_transformers_means(added: dict[str, tiny.Case]) -> None:
-    sizes = {"vocab_size": 96, "hidden_size": 512, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 16}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 512,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+    }
     theirs = transformers.AutoConfig.for_model("seed_oss", **sizes)
     written = json.loads(theirs.to_json_string(use_diff=False))
     ours = read_spec({"model_type": "seed_oss", **sizes})

@@ -1,4 +1,5 @@
-"""`penstock serve --replicas` as its clients see it: the real command, real Ray, one cluster for all of it, as one takes half a minute."""
+"""`penstock serve --replicas` as its clients see it: the real command, real Ray, one cluster for all of it,
+as one takes half a minute."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,13 @@ SIZE, ROWS, COUNT = 16, 4, 48
 MORE = (*FLAGS, "--queue", "40", "--block-size", str(SIZE), "--replicas", "1:2", "--scale-up-after", "0")
 PROMPTS = [f"{STORY}, when the year was {1900 + number}" for number in range(16)]
 DRAWS = [
-    {"max_tokens": COUNT, "temperature": 0 if number % 4 == 3 else 1.0, "seed": number, "ignore_eos": True, "n": 1 + (number % 8 == 5)}
+    {
+        "max_tokens": COUNT,
+        "temperature": 0 if number % 4 == 3 else 1.0,
+        "seed": number,
+        "ignore_eos": True,
+        "n": 1 + (number % 8 == 5),
+    }
     for number in range(16)
 ]
 
@@ -72,8 +79,14 @@ def one_is_enough_to_be_ready(server: Server) -> None:
     status, _, answer = server.complete()
     assert status == 200
     with LLM(**SETTINGS) as llm:
-        assert answer["choices"][0]["text"] == llm.generate(STORY, SamplingParams(temperature=0, max_tokens=12))[0].text
-        assert server.ask("GET", "/v1/models")[2]["data"][0]["max_model_len"] == llm.booted.engine.scheduler.longest
+        assert (
+            answer["choices"][0]["text"]
+            == llm.generate(STORY, SamplingParams(temperature=0, max_tokens=12))[0].text
+        )
+        assert (
+            server.ask("GET", "/v1/models")[2]["data"][0]["max_model_len"]
+            == llm.booted.engine.scheduler.longest
+        )
     assert answer["usage"]["completion_tokens"] == 12
 
 
@@ -95,7 +108,9 @@ def what_all_of_them_are_is_told_together_and_one_by_one(server: Server) -> None
     assert set(state["replicas"]) == set(loads(server))
     assert state["model"] == "shipped"
     assert state["output_tokens"] == sum(one["output_tokens"] for one in own) > 0
-    memory = [sum(tier["bytes"] for tier in one["tiers"] if tier["tier"] == "device") for one in (state, *own)]
+    memory = [
+        sum(tier["bytes"] for tier in one["tiers"] if tier["tier"] == "device") for one in (state, *own)
+    ]
     assert memory[0] == memory[1] + memory[2] > 0
     found = counted(server)
     assert found["replicas",] == 2
@@ -132,13 +147,21 @@ def who_leaves_takes_its_request_along(server: Server) -> None:
     with ExitStack() as opened:
         streams = [opened.enter_context(Stream(server, ENDLESS)) for _ in range(2)]
         assert all(stream.event() for stream in streams)
-    until(lambda: sum(value for labels, value in counted(server).items() if labels[0] == "num_requests_running") == 0)
+    until(
+        lambda: (
+            sum(value for labels, value in counted(server).items() if labels[0] == "num_requests_running")
+            == 0
+        )
+    )
 
 
 def no_request_is_lost_with_a_replica(server: Server) -> None:
     """Half of them streams; some draws, some outputs two. What is told is what one engine would have told."""
     with LLM(**SETTINGS) as llm:
-        expected = [[output.text for output in one.outputs] for one in llm.generate(PROMPTS, [SamplingParams(**draw) for draw in DRAWS])]
+        expected = [
+            [output.text for output in one.outputs]
+            for one in llm.generate(PROMPTS, [SamplingParams(**draw) for draw in DRAWS])
+        ]
     before = loads(server)
     begun: list[int] = []
 
@@ -187,15 +210,22 @@ def what_is_under_way_ends_before_the_server_does(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "why"), [("127.0.0.1:1", "Connection refused"), ("ray://head:10001", "an address is auto, or HOST:PORT")]
+    ("address", "why"),
+    [("127.0.0.1:1", "Connection refused"), ("ray://head:10001", "an address is auto, or HOST:PORT")],
 )
-def test_a_cluster_that_is_not_there_is_an_error(address: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_that_is_not_there_is_an_error(
+    address: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "--replicas", "2", "--port", "0", "--quiet", "--ray-address", address]) == 2
-    assert re.fullmatch(rf"penstock: error: Ray cannot be reached at {address}: .*{why}.*\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        rf"penstock: error: Ray cannot be reached at {address}: .*{why}.*\n", capsys.readouterr().err
+    )
 
 
 @pytest.mark.timeout(300)
-def test_what_is_under_way_at_a_replica_that_is_not_needed_any_more_goes_on_at_another(tmp_path: Path) -> None:
+def test_what_is_under_way_at_a_replica_that_is_not_needed_any_more_goes_on_at_another(
+    tmp_path: Path,
+) -> None:
     """It has less patience than these answers take."""
     greedy = SamplingParams(temperature=0, max_tokens=2500, ignore_eos=True)
     with LLM(**SETTINGS) as llm:
@@ -206,7 +236,10 @@ def test_what_is_under_way_at_a_replica_that_is_not_needed_any_more_goes_on_at_a
         with Stream(server, asked | {"prompt": prompt}) as stream:
             return "".join(event["choices"][0]["text"] for event in stream.events())
 
-    with serving(tmp_path, *MORE, "--scale-down-after", "3", "--patience", "5") as server, ThreadPoolExecutor(2) as pool:
+    with (
+        serving(tmp_path, *MORE, "--scale-down-after", "3", "--patience", "5") as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
         server.wait()
         with ExitStack() as opened:
             for _ in range(ROWS + 2):

@@ -21,7 +21,14 @@ from streams import LONG  # noqa: E402
 PATH = "/v1/responses"
 ONE: dict[str, Any] = {"parallel_tool_calls": False, "reasoning": {"effort": "none"}}
 """Call, and no reasoning."""
-ENDLESS = {"model": "speaker", "input": "Hi", "stream": True, "temperature": 1000, "seed": 3, "max_output_tokens": 20_000}
+ENDLESS = {
+    "model": "speaker",
+    "input": "Hi",
+    "stream": True,
+    "temperature": 1000,
+    "seed": 3,
+    "max_output_tokens": 20_000,
+}
 HELLO = "How will it be in Köln?"
 CALL = '[TOOL_CALLS]weather[ARGS]{"city":"Oslo","days":3}'
 """As a model writes it whose server was told so: not what the template says."""
@@ -32,10 +39,20 @@ TOOLS: list[Any] = [{"type": "function", **function} for function in (WEATHER, N
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     with serving(
-        folder, str(checkpoint(folder / "speaker")), "--port", "0", "--max-kept", "20000", "--tool-parser", "mistral", *FLAGS
+        folder,
+        str(checkpoint(folder / "speaker")),
+        "--port",
+        "0",
+        "--max-kept",
+        "20000",
+        "--tool-parser",
+        "mistral",
+        *FLAGS,
     ) as server:
         yield server.wait()
-        with Stream(server, ENDLESS, PATH) as stream:  # What has begun and cannot be completed says so at its end.
+        with Stream(
+            server, ENDLESS, PATH
+        ) as stream:  # What has begun and cannot be completed says so at its end.
             until(lambda: stream.event()["type"] == "response.output_text.delta")
             for _ in range(2):
                 server.signal(signal.SIGTERM)
@@ -67,7 +84,8 @@ def count(server: Server, messages: list[dict[str, Any]], **more: Any) -> int:
 
 
 def events(client: Any, request: dict[str, Any]) -> list[Any]:
-    """Of a stream, whose numbers are checked, and that every piece belongs to what was begun and has not ended."""
+    """Of a stream, whose numbers are checked, and that every piece belongs to what was begun and has not
+    ended."""
     with client.responses.create(**request, stream=True) as stream:
         found = list(stream)
     assert [event.sequence_number for event in found] == list(range(len(found)))
@@ -100,17 +118,30 @@ def test_a_text_is_what_the_chat_says_whole_and_streamed(server: Server, client:
     chat = client.chat.completions.create(model="speaker", messages=talk, temperature=0, max_tokens=12)
     whole = client.responses.create(**request)
     assert whole.output_text == chat.choices[0].message.content
-    assert (whole.object, whole.model, whole.metadata, whole.instructions) == ("response", "speaker", {"a": "b"}, "Be brief.")
+    assert (whole.object, whole.model, whole.metadata, whole.instructions) == (
+        "response",
+        "speaker",
+        {"a": "b"},
+        "Be brief.",
+    )
     assert whole.usage.input_tokens == chat.usage.prompt_tokens
     assert whole.usage.total_tokens == chat.usage.total_tokens
     cut = chat.choices[0].finish_reason == "length"
-    assert (whole.status, whole.incomplete_details is not None) == (("incomplete" if cut else "completed"), cut)
+    assert (whole.status, whole.incomplete_details is not None) == (
+        ("incomplete" if cut else "completed"),
+        cut,
+    )
     found = events(client, request)
-    assert "".join(event.delta for event in found if event.type == "response.output_text.delta") == whole.output_text
+    assert (
+        "".join(event.delta for event in found if event.type == "response.output_text.delta")
+        == whole.output_text
+    )
     assert found[-1].type == f"response.{whole.status}"
     last, same = found[-1].response.to_dict(), whole.to_dict()
     own = {"id", "created_at", "completed_at", "output", "usage"}
-    assert {key: last[key] for key in last if key not in own} == {key: same[key] for key in same if key not in own}
+    assert {key: last[key] for key in last if key not in own} == {
+        key: same[key] for key in same if key not in own
+    }
     assert last["usage"]["output_tokens"] == same["usage"]["output_tokens"]
 
 
@@ -135,9 +166,28 @@ def test_everything_that_is_said_is_an_item_in_its_order(client: Any) -> None:
             "content_part.done",
             "output_item.done",
         ],
-        *["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"],
-        *["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"],
-        *["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"],
+        *[
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+        ],
+        *[
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+        ],
+        *[
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+        ],
     ]
     assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == expected
     deltas = [event.delta for event in found if event.type == "response.function_call_arguments.delta"]
@@ -147,7 +197,9 @@ def test_everything_that_is_said_is_an_item_in_its_order(client: Any) -> None:
     assert last.output_text == whole.output_text
     assert last.output[2].arguments == call.arguments
     with client.responses.stream(**request) as stream:
-        assert [item.type for item in stream.get_final_response().output] == [item.type for item in whole.output]
+        assert [item.type for item in stream.get_final_response().output] == [
+            item.type for item in whole.output
+        ]
 
 
 def test_what_is_cut_short_is_incomplete(client: Any) -> None:
@@ -164,21 +216,33 @@ def test_what_is_cut_short_is_incomplete(client: Any) -> None:
 
 
 def test_log_probabilities_stand_with_their_text(client: Any) -> None:
-    request = asked(THINK, "Hm.</think>", "Yes, so.", include=["message.output_text.logprobs"], top_logprobs=2)
+    request = asked(
+        THINK, "Hm.</think>", "Yes, so.", include=["message.output_text.logprobs"], top_logprobs=2
+    )
     whole = client.responses.create(**request)
     [part] = whole.output[1].content
     assert "".join(entry.token for entry in part.logprobs).endswith(part.text)
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
     found = events(client, request)
-    streamed = [entry.token for event in found if event.type == "response.output_text.delta" for entry in event.logprobs]
+    streamed = [
+        entry.token
+        for event in found
+        if event.type == "response.output_text.delta"
+        for entry in event.logprobs
+    ]
     assert streamed == [entry.token for entry in part.logprobs]
     assert client.responses.create(**asked("Yes.")).output[0].content[0].logprobs == []
     told = {"tools": TOOLS, "include": ["message.output_text.logprobs"]}
-    for request in (asked(CALL, "So.", **told), asked("So.", CALL, **told)):  # Those of a call are not a message's,
+    for request in (
+        asked(CALL, "So.", **told),
+        asked("So.", CALL, **told),
+    ):  # Those of a call are not a message's,
         outputs = client.responses.create(**request).output, events(client, request)[-1].response.output
         for [text] in ([item.content[0] for item in output if item.type == "message"] for output in outputs):
             assert "".join(entry.token for entry in text.logprobs) == text.text == "So."
-    [broken] = client.responses.create(**asked(CALL, max_output_tokens=24, **told)).output  # but where it is none.
+    [broken] = client.responses.create(
+        **asked(CALL, max_output_tokens=24, **told)
+    ).output  # but where it is none.
     assert "".join(entry.token for entry in broken.content[0].logprobs) == broken.content[0].text
 
 
@@ -194,10 +258,19 @@ def test_a_text_of_a_schema_is_parsed(client: Any) -> None:
     assert isinstance(client.responses.parse(**request).output_parsed, Outlook)
     with client.responses.stream(**request) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Outlook)
-    odd = asked(text=FORM, reasoning={"effort": "high"}, temperature=1000, extra_body={"seed": 1}, max_output_tokens=12)
+    odd = asked(
+        text=FORM,
+        reasoning={"effort": "high"},
+        temperature=1000,
+        extra_body={"seed": 1},
+        max_output_tokens=12,
+    )
     assert [item.type for item in client.responses.create(**odd).output] == ["reasoning"]
     choice = {"structured_outputs": {"choice": ["a", "b"]}}
-    assert client.responses.create(**asked(reasoning={"effort": "none"}, extra_body=choice)).output_text in ("a", "b")
+    assert client.responses.create(**asked(reasoning={"effort": "none"}, extra_body=choice)).output_text in (
+        "a",
+        "b",
+    )
 
 
 # ---- conversations
@@ -210,7 +283,9 @@ def test_a_call_is_made_and_answered_by_name_of_the_response(server: Server, cli
     assert (call.type, call.name) == ("function_call", "weather")
     assert json.loads(call.arguments)["city"] in ("Köln", "Oslo")
     answer = [{"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}]
-    second = client.responses.create(**asked("Take a coat.", input=answer, previous_response_id=first.id, tools=TOOLS))
+    second = client.responses.create(
+        **asked("Take a coat.", input=answer, previous_response_id=first.id, tools=TOOLS)
+    )
     assert (second.output_text, second.previous_response_id) == ("Take a coat.", first.id)
     function = {"name": "weather", "arguments": call.arguments}
     talk: list[dict[str, Any]] = [
@@ -220,18 +295,27 @@ def test_a_call_is_made_and_answered_by_name_of_the_response(server: Server, cli
     ]
     tools = [{"type": "function", "function": function} for function in (WEATHER, NOW)]
     assert second.usage.input_tokens == count(server, talk, tools=tools)
-    third = client.responses.create(**asked("No.", input="Why?", previous_response_id=second.id, instructions="Be rude."))
+    third = client.responses.create(
+        **asked("No.", input="Why?", previous_response_id=second.id, instructions="Be rude.")
+    )
     talk += [{"role": "assistant", "content": "Take a coat."}, {"role": "user", "content": "Why?"}]
     assert third.usage.input_tokens == count(server, [{"role": "system", "content": "Be rude."}, *talk])
     same = client.responses.create(
-        **asked("No.", input=[*input_of(first), *answer, *input_of(second), {"role": "user", "content": "Why?"}])
+        **asked(
+            "No.", input=[*input_of(first), *answer, *input_of(second), {"role": "user", "content": "Why?"}]
+        )
     )
     assert same.usage.input_tokens == count(server, talk)
 
 
 def input_of(response: Any) -> list[Any]:
-    """A response as a client that keeps conversations itself sends it back, and before the first one its own words."""
-    own = [] if response.previous_response_id else [{"role": "user", "content": [{"type": "input_text", "text": HELLO}]}]
+    """A response as a client that keeps conversations itself sends it back, and before the first one its own
+    words."""
+    own = (
+        []
+        if response.previous_response_id
+        else [{"role": "user", "content": [{"type": "input_text", "text": HELLO}]}]
+    )
     return own + [item.to_dict() for item in response.output]
 
 
@@ -293,7 +377,12 @@ def test_what_an_assistant_has_done_in_a_row_is_one_message() -> None:
             "content": [{"type": "reasoning_text", "text": "Hm."}],
             "encrypted_content": None,
         },
-        {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "Look.", "annotations": []}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Look.", "annotations": []}],
+        },
         {"type": "function_call", "call_id": "1", "name": "a", "arguments": "{}", "status": "completed"},
         {"type": "function_call", "call_id": "2", "name": "b", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": "x"},
@@ -302,7 +391,15 @@ def test_what_an_assistant_has_done_in_a_row_is_one_message() -> None:
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     *_, first, a, b, last = found = messages_of(items)
-    assert [message.role for message in found] == ["developer", "system", "user", "assistant", "tool", "tool", "assistant"]
+    assert [message.role for message in found] == [
+        "developer",
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
     assert (first.content, first.reasoning_content) == ("Look.", "Hm.")
     assert isinstance(first.tool_calls, list)
     assert [call["function"]["name"] for call in first.tool_calls] == ["a", "b"]
@@ -358,8 +455,12 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("more", "param"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_served_is_refused_by_name(server: Server, more: dict[str, Any], param: str | None) -> None:
-    status, _, said = server.ask("POST", PATH, {"model": "speaker", "input": "Hi", "max_output_tokens": 2} | more)
+def test_what_cannot_be_served_is_refused_by_name(
+    server: Server, more: dict[str, Any], param: str | None
+) -> None:
+    status, _, said = server.ask(
+        "POST", PATH, {"model": "speaker", "input": "Hi", "max_output_tokens": 2} | more
+    )
     assert (status, said["error"]["param"]) == (400, param), said
     assert 10 < len(said["error"]["message"]) < 500
 
@@ -384,7 +485,9 @@ def test_a_client_that_goes_leaves_nothing_behind(server: Server) -> None:
 
 def test_a_client_that_goes_before_a_whole_answer_leaves_nothing_behind(server: Server) -> None:
     before, connection = counted(server)["request_abandoned_total",], server.connection()
-    connection.request("POST", PATH, json.dumps(ENDLESS | {"stream": False}), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", PATH, json.dumps(ENDLESS | {"stream": False}), {"Content-Type": "application/json"}
+    )
     until(lambda: counted(server)["num_requests_running",])
     connection.close()
     until(lambda: counted(server)["request_abandoned_total",] == before + 1)

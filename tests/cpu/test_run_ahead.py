@@ -1,4 +1,5 @@
-"""Steps that are planned before the last is over: whatever is asked for, the answers are those of steps that wait for one another."""
+"""Steps that are planned before the last is over: whatever is asked for, the answers are those of steps that
+wait for one another."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,9 @@ def wanted() -> list[tuple[list[int], SamplingParams]]:
     wishes = [
         SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=3, max_tokens=17, logprobs=2),
-        SamplingParams(temperature=0.7, top_p=0.8, seed=4, max_tokens=25, repetition_penalty=1.3, frequency_penalty=0.2),
+        SamplingParams(
+            temperature=0.7, top_p=0.8, seed=4, max_tokens=25, repetition_penalty=1.3, frequency_penalty=0.2
+        ),
         SamplingParams(temperature=0, max_tokens=1),
         SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1, logprobs=-1),
         SamplingParams(temperature=1.2, seed=9, max_tokens=30, min_tokens=8),
@@ -56,10 +59,16 @@ def answers(name: str, **more: object) -> list[Completion]:
 def alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert [output.tokens for output in one.outputs] == [output.tokens for output in other.outputs]
-        assert [output.finish_reason for output in one.outputs] == [output.finish_reason for output in other.outputs]
+        assert [output.finish_reason for output in one.outputs] == [
+            output.finish_reason for output in other.outputs
+        ]
         for mine, theirs in zip(one.outputs, other.outputs, strict=True):
-            assert [(a.token, a.rank) for a in mine.logprobs or ()] == [(b.token, b.rank) for b in theirs.logprobs or ()]
-            assert [a.logprob for a in mine.logprobs or ()] == pytest.approx([b.logprob for b in theirs.logprobs or ()], abs=1e-3)
+            assert [(a.token, a.rank) for a in mine.logprobs or ()] == [
+                (b.token, b.rank) for b in theirs.logprobs or ()
+            ]
+            assert [a.logprob for a in mine.logprobs or ()] == pytest.approx(
+                [b.logprob for b in theirs.logprobs or ()], abs=1e-3
+            )
         assert len(one.prompt_logprobs or ()) == len(other.prompt_logprobs or ())
 
 
@@ -87,7 +96,8 @@ def test_they_are_where_requests_push_each_other_out(name: str, steps: list[int]
 
 
 def test_what_is_computed_behind_an_end_is_dropped(steps: list[int]) -> None:
-    """Each prompt ends with the token that greedy decoding says some way on; what the next step has computed by then is nobody's."""
+    """Each prompt ends with the token that greedy decoding says some way on; what the next step has computed
+    by then is nobody's."""
     references = tiny.references("llama")
     asked = [
         SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(one.tokens[at],))

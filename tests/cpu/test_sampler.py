@@ -56,12 +56,16 @@ def asked() -> list[Sampling]:
 @pytest.mark.parametrize("value", [math.nan, -math.nan])
 @pytest.mark.parametrize("all_of_it", [False, True])
 @pytest.mark.parametrize("greedy", [False, True])
-def test_a_row_that_is_not_numbers_is_named_and_the_others_are_as_without_it(value: float, all_of_it: bool, greedy: bool) -> None:
+def test_a_row_that_is_not_numbers_is_named_and_the_others_are_as_without_it(
+    value: float, all_of_it: bool, greedy: bool
+) -> None:
     """Whichever it is, in the second of three steps. greedy: nobody draws at random."""
     settings = [one for one in asked() if not greedy or one.temperature == 0]
     steps = torch.randn(3, len(settings), VOCAB, generator=torch.Generator().manual_seed(1)) * 3
 
-    def drawn(bad: int | None) -> list[tuple[list[int], list[TokenLogprob | None], frozenset[int], list[int]]]:
+    def drawn(
+        bad: int | None,
+    ) -> list[tuple[list[int], list[TokenLogprob | None], frozenset[int], list[int]]]:
         """Of each step the tokens, their scores, who is named, and what is each row's newest."""
         sampler, found = Sampler(VOCAB, len(settings), torch.device("cpu")), []
         for row, setting in enumerate(settings):
@@ -69,7 +73,10 @@ def test_a_row_that_is_not_numbers_is_named_and_the_others_are_as_without_it(val
         for step, logits in enumerate(steps.clone()):
             if bad is not None and step == 1:
                 logits[bad, slice(None) if all_of_it else 17] = value
-            shares = [Share(Row(row), 1 + step, (2,), 0, (), sample=True, prompt_length=2) for row in range(len(settings))]
+            shares = [
+                Share(Row(row), 1 + step, (2,), 0, (), sample=True, prompt_length=2)
+                for row in range(len(settings))
+            ]
             one = sampler.sample(logits, shares)
             tokens, scores = one.read()
             found.append((tokens, scores, one.tokens.wrong, sampler.newest.tolist()))
@@ -85,15 +92,23 @@ def test_a_row_that_is_not_numbers_is_named_and_the_others_are_as_without_it(val
         assert 0 <= tokens[bad] < VOCAB
         for mine, own in zip(found, right, strict=True):
             for part, other in ((mine[0], own[0]), (mine[1], own[1]), (mine[3], own[3])):
-                assert [one for row, one in enumerate(part) if row != bad] == [one for row, one in enumerate(other) if row != bad]
+                assert [one for row, one in enumerate(part) if row != bad] == [
+                    one for row, one in enumerate(other) if row != bad
+                ]
 
 
 @pytest.mark.parametrize("few", [(1,), (3, 9), (8, 40), (63,)])
-def test_draws_among_the_likeliest_are_those_among_all(few: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ties, zeros of both signs, infinities, and rows so flat that a part of the vocabulary does not do; alone and beside others."""
+def test_draws_among_the_likeliest_are_those_among_all(
+    few: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ties, zeros of both signs, infinities, and rows so flat that a part of the vocabulary does not do;
+    alone and beside others."""
     monkeypatch.setattr(sampling_ops, "_FEW", few)
     generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(600, VOCAB, generator=generator) * torch.tensor([0.01, 0.5, 3.0, 12.0]).repeat(150)[:, None]
+    logits = (
+        torch.randn(600, VOCAB, generator=generator)
+        * torch.tensor([0.01, 0.5, 3.0, 12.0]).repeat(150)[:, None]
+    )
     logits[::5] = logits[::5].round()
     logits[::25] *= -0.0
     logits[3::7, ::3] = -torch.inf
@@ -114,9 +129,14 @@ def test_draws_among_the_likeliest_are_those_among_all(few: tuple[int, ...], mon
         assert alone[at] == expected[at]
 
 
-def test_a_vocabulary_is_only_sorted_where_its_likeliest_tokens_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_is_only_sorted_where_its_likeliest_tokens_do_not_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sharp, flat = torch.arange(20_000.0).flip(0), torch.zeros(20_000)
-    wishes = torch.tensor([[0, 1.0, 0, 0.95, 0, 0.5], [1, 1.0, 0, 0.95, 0, 0.5], [1, 1.0, 50, 0.95, 0, 0.5]], dtype=torch.float64)
+    wishes = torch.tensor(
+        [[0, 1.0, 0, 0.95, 0, 0.5], [1, 1.0, 0, 0.95, 0, 0.5], [1, 1.0, 50, 0.95, 0, 0.5]],
+        dtype=torch.float64,
+    )
     sorted_rows: list[list[float]] = []
 
     def reference(logits: torch.Tensor, asked: torch.Tensor, *, sorts: bool) -> torch.Tensor:
@@ -130,7 +150,8 @@ def test_a_vocabulary_is_only_sorted_where_its_likeliest_tokens_do_not_do(monkey
 
 
 def test_ranks_take_rank_0s_tokens_wherever_one_was_drawn() -> None:
-    """Devices that are not alike may draw others: what was drawn here is neither told nor the row's newest. The likeliest are the same."""
+    """Devices that are not alike may draw others: what was drawn here is neither told nor the row's newest.
+    The likeliest are the same."""
     logits, asked_for = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3)), []
 
     def agree(tokens: torch.Tensor) -> None:
@@ -152,11 +173,18 @@ def test_ranks_take_rank_0s_tokens_wherever_one_was_drawn() -> None:
 
 
 def test_a_row_that_comes_back_goes_on_as_if_it_had_never_gone() -> None:
-    """After a preemption it is admitted with the tokens that it had. All are as likely, nearly, so that each one changes what is next."""
-    logits, settings = torch.randn(len(asked()), VOCAB, generator=torch.Generator().manual_seed(4)) * 0.05, asked()
+    """After a preemption it is admitted with the tokens that it had. All are as likely, nearly, so that each
+    one changes what is next."""
+    logits, settings = (
+        torch.randn(len(asked()), VOCAB, generator=torch.Generator().manual_seed(4)) * 0.05,
+        asked(),
+    )
 
     def drawn(sampler: Sampler, step: int) -> list[int]:
-        shares = [Share(Row(row), 1 + step, (2,), 0, (), sample=True, prompt_length=2) for row in range(len(settings))]
+        shares = [
+            Share(Row(row), 1 + step, (2,), 0, (), sample=True, prompt_length=2)
+            for row in range(len(settings))
+        ]
         return sampler.sample(logits.clone(), shares).read()[0]
 
     def admitted(outputs: list[tuple[int, ...]]) -> Sampler:
@@ -172,8 +200,16 @@ def test_a_row_that_comes_back_goes_on_as_if_it_had_never_gone() -> None:
 
 
 def test_nothing_ends_before_it_has_as_many_tokens_as_it_must() -> None:
-    logits = torch.zeros(1, VOCAB).index_fill_(1, torch.tensor([3]), 2.0).index_fill_(1, torch.tensor([7]), 1.0)
+    logits = (
+        torch.zeros(1, VOCAB).index_fill_(1, torch.tensor([3]), 2.0).index_fill_(1, torch.tensor([7]), 1.0)
+    )
     sampler = Sampler(VOCAB, 1, torch.device("cpu"))
     sampler.admit(Admission(Row(0), replace(sampling(), min_tokens=3, end_tokens=frozenset([3])), (1, 2), ()))
     shares = [Share(Row(0), 1 + step, (2,), 0, (), sample=True, prompt_length=2) for step in range(5)]
-    assert [sampler.sample(logits.clone(), [share]).read()[0] for share in shares] == [[7], [7], [7], [3], [3]]
+    assert [sampler.sample(logits.clone(), [share]).read()[0] for share in shares] == [
+        [7],
+        [7],
+        [7],
+        [3],
+        [3],
+    ]

@@ -22,7 +22,9 @@ EOS = 2
 
 def engine(**settings: object) -> LLM:
     return LLM(
-        tiny.checkpoint("llama"), **{"device": "cpu", "dtype": "float32", "max_length": 256, "block_size": 32, "check": True} | settings
+        tiny.checkpoint("llama"),
+        **{"device": "cpu", "dtype": "float32", "max_length": 256, "block_size": 32, "check": True}
+        | settings,
     )
 
 
@@ -56,10 +58,13 @@ def first_tokens(llm: LLM, prompt: list[int], params: SamplingParams, draws: int
     return Counter(completion.tokens[0] for completion in llm.generate([prompt] * draws, seeded))
 
 
-# -- seeds -------------------------------------------------------------------------------------------------------------------
+# -- seeds
+# ------------------------------------------------------------------------------------------------------------
 
 
-SEEDED = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.2, max_tokens=60, ignore_eos=True, seed=11)
+SEEDED = SamplingParams(
+    temperature=1.0, top_p=0.95, repetition_penalty=1.2, max_tokens=60, ignore_eos=True, seed=11
+)
 
 
 def test_a_seed_means_the_same_tokens_whatever_else_runs(llm: LLM) -> None:
@@ -92,12 +97,16 @@ def test_several_outputs(llm: LLM) -> None:
     assert again.cached_tokens == 32
     greedy = replace(params, temperature=0.0)
     [same] = llm.generate(prompt, greedy)
-    assert {output.tokens for output in same.outputs} == {llm.generate(prompt, replace(greedy, n=1))[0].tokens}
+    assert {output.tokens for output in same.outputs} == {
+        llm.generate(prompt, replace(greedy, n=1))[0].tokens
+    }
 
 
 def test_params_for_each_prompt_keep_their_order(llm: LLM) -> None:
     prompts = tiny.prompts()
-    params = [SamplingParams(temperature=0, max_tokens=1 + 3 * at, ignore_eos=True) for at in range(len(prompts))][::-1]
+    params = [
+        SamplingParams(temperature=0, max_tokens=1 + 3 * at, ignore_eos=True) for at in range(len(prompts))
+    ][::-1]
     completions = llm.generate(prompts, params)
     for completion, reference, one in zip(completions, tiny.references("llama"), params, strict=True):
         assert completion.prompt is None
@@ -106,10 +115,13 @@ def test_params_for_each_prompt_keep_their_order(llm: LLM) -> None:
         assert completion.text == ""
 
 
-# -- distributions -----------------------------------------------------------------------------------------------------------
+# -- distributions
+# -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.8}, {"temperature": 1.3}, {"temperature": 1.7, "top_k": 40}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.8}, {"temperature": 1.3}, {"temperature": 1.7, "top_k": 40}], ids=str
+)
 def test_tokens_come_up_as_often_as_their_probability_says(llm: LLM, settings: dict[str, float]) -> None:
     draws = 2000
     counts = first_tokens(llm, PROMPT, SamplingParams(**settings), draws)
@@ -128,8 +140,12 @@ def test_tokens_come_up_as_often_as_their_probability_says(llm: LLM, settings: d
 
 
 def test_draws_at_successive_positions_are_independent_and_uniform(llm: LLM) -> None:
-    """Each token's place in its own cumulative distribution is a uniform number, and tells nothing of the next one's."""
-    params = [SamplingParams(temperature=1.0, max_tokens=200, ignore_eos=True, logprobs=-1, seed=seed) for seed in range(6)]
+    """Each token's place in its own cumulative distribution is a uniform number, and tells nothing of the
+    next one's."""
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=200, ignore_eos=True, logprobs=-1, seed=seed)
+        for seed in range(6)
+    ]
     rng = torch.Generator().manual_seed(0)
     series = []
     for completion in llm.generate([PROMPT] * len(params), params):
@@ -202,16 +218,20 @@ def test_exactly_the_expected_tokens_can_come_up(
 )
 def test_the_narrowest_choice_is_greedy(llm: LLM, settings: dict[str, float]) -> None:
     params = SamplingParams(max_tokens=tiny.OUTPUT, ignore_eos=True, **settings)
-    for completion, reference in zip(llm.generate(tiny.prompts(), params), tiny.references("llama"), strict=True):
+    for completion, reference in zip(
+        llm.generate(tiny.prompts(), params), tiny.references("llama"), strict=True
+    ):
         assert list(completion.tokens) == reference.tokens
 
 
-# -- penalties and bias ------------------------------------------------------------------------------------------------------
+# -- penalties and bias
+# ------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def oracle(prompt: list[int], params: SamplingParams, steps: int) -> tuple[list[int], Tensor]:
-    """Greedy decoding with bias and penalties, step by step on transformers' logits. Also the least lead of any choice."""
+    """Greedy decoding with bias and penalties, step by step on transformers' logits. Also the least lead of
+    any choice."""
     model = tiny.load(tiny.checkpoint("llama"))
     tokens, leads = list(prompt), []
     repetition = RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0)
@@ -237,7 +257,12 @@ def oracle(prompt: list[int], params: SamplingParams, steps: int) -> tuple[list[
         {"presence_penalty": 2.0},
         {"frequency_penalty": 1.1},
         {"frequency_penalty": -0.4},
-        {"repetition_penalty": 1.3, "presence_penalty": 0.9, "frequency_penalty": 0.3, "logit_bias": {5: 1.5, 40: -2.0, 61: -math.inf}},
+        {
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.9,
+            "frequency_penalty": 0.3,
+            "logit_bias": {5: 1.5, 40: -2.0, 61: -math.inf},
+        },
     ],
     ids=str,
 )
@@ -273,11 +298,14 @@ def test_bias_forces_and_bans(llm: LLM) -> None:
         tokens, _ = oracle(PROMPT, replace(greedy, logit_bias=banned), steps=30)
         assert list(without.tokens) == tokens
     all_but_one = dict.fromkeys(range(tiny.VOCAB - 1), -math.inf)
-    [hot] = llm.generate(PROMPT, SamplingParams(temperature=1.0, max_tokens=50, ignore_eos=True, logit_bias=all_but_one))
+    [hot] = llm.generate(
+        PROMPT, SamplingParams(temperature=1.0, max_tokens=50, ignore_eos=True, logit_bias=all_but_one)
+    )
     assert set(hot.tokens) == {tiny.VOCAB - 1}
 
 
-# -- where an output ends ----------------------------------------------------------------------------------------------------
+# -- where an output ends
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_end_tokens(llm: LLM) -> None:
@@ -317,16 +345,22 @@ def test_outputs_go_on_to_the_end_of_the_context_and_of_the_blocks() -> None:
     assert list(full.tokens) == reference.tokens[: 60 - len(PROMPT)]
     with engine(kv_blocks=10, block_size=4, prefix_cache=False) as llm:
         [full] = llm.generate(PROMPT, params)
-    assert (len(full.tokens), full.finish_reason) == (41 - len(PROMPT), "length")  # the last token needs no place
+    assert (len(full.tokens), full.finish_reason) == (
+        41 - len(PROMPT),
+        "length",
+    )  # the last token needs no place
     assert list(full.tokens) == reference.tokens[: 41 - len(PROMPT)]
 
 
-# -- log-probabilities -------------------------------------------------------------------------------------------------------
+# -- log-probabilities
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 97, 1000])
 def test_logprobs_of_the_likeliest(llm: LLM, count: int) -> None:
-    params = SamplingParams(temperature=1.5, seed=1, max_tokens=30, ignore_eos=True, logprobs=count, prompt_logprobs=count)
+    params = SamplingParams(
+        temperature=1.5, seed=1, max_tokens=30, ignore_eos=True, logprobs=count, prompt_logprobs=count
+    )
     [few] = llm.generate(PROMPT, params)
     [full] = llm.generate(PROMPT, replace(params, logprobs=-1, prompt_logprobs=-1))
     assert few.tokens == full.tokens
@@ -337,7 +371,9 @@ def test_logprobs_of_the_likeliest(llm: LLM, count: int) -> None:
     assert few.prompt_logprobs[0] is full.prompt_logprobs[0] is None
     assert len(few.prompt_logprobs) == len(PROMPT)
     ranks = set()
-    for got, all_of_it in zip([*few.logprobs, *few.prompt_logprobs[1:]], [*full.logprobs, *full.prompt_logprobs[1:]], strict=True):
+    for got, all_of_it in zip(
+        [*few.logprobs, *few.prompt_logprobs[1:]], [*full.logprobs, *full.prompt_logprobs[1:]], strict=True
+    ):
         assert got is not None
         assert all_of_it is not None
         row = tiny.dense(all_of_it)
@@ -346,7 +382,9 @@ def test_logprobs_of_the_likeliest(llm: LLM, count: int) -> None:
         assert math.isclose(got.logprob, float(row[got.token]), abs_tol=1e-5)
         assert got.rank == 1 + int((row > row[got.token]).sum())
         assert len(got.top) == min(count, tiny.VOCAB)
-        assert [logprob for _, logprob in got.top] == sorted((logprob for _, logprob in got.top), reverse=True)
+        assert [logprob for _, logprob in got.top] == sorted(
+            (logprob for _, logprob in got.top), reverse=True
+        )
         assert [token for token, _ in got.top] == [token for token, _ in all_of_it.top[:count]]
         ranks.add(got.rank)
     assert len(ranks) > 5, "at this temperature not only the likeliest is chosen"
@@ -372,7 +410,8 @@ def test_prompt_logprobs_do_not_depend_on_the_cache(llm: LLM) -> None:
     assert llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1))[0].cached_tokens == 32
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------------
+# -- streams
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_gives_what_generate_gives(llm: LLM) -> None:
@@ -393,7 +432,9 @@ def test_a_stream_of_several_outputs(llm: LLM) -> None:
         tokens[delta.index].extend(delta.tokens)
         if delta.finish_reason is not None:
             ends.append(delta.index)
-    assert {index: tuple(got) for index, got in tokens.items()} == {output.index: output.tokens for output in whole.outputs}
+    assert {index: tuple(got) for index, got in tokens.items()} == {
+        output.index: output.tokens for output in whole.outputs
+    }
     assert sorted(ends) == [0, 1, 2]
 
 
@@ -440,7 +481,9 @@ def test_a_stream_closed_before_its_first_piece(llm: LLM) -> None:
     assert llm.stats().waiting == 0
 
 
-def test_a_stream_that_the_garbage_collector_finds_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_the_garbage_collector_finds_during_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     embedding = torch.nn.functional.embedding
 
     def collect_first(*arguments: Tensor) -> Tensor:
@@ -485,8 +528,12 @@ def test_generate_between_the_deltas_of_a_stream(llm: LLM) -> None:
     [expected] = llm.generate(PROMPT, SEEDED)
     stream = llm.stream(PROMPT, SEEDED)
     tokens = [token for _ in range(5) for token in next(stream).tokens]
-    between = llm.generate(tiny.prompts(), SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True))
-    assert [list(completion.tokens) for completion in between] == [reference.tokens for reference in tiny.references("llama")]
+    between = llm.generate(
+        tiny.prompts(), SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
+    )
+    assert [list(completion.tokens) for completion in between] == [
+        reference.tokens for reference in tiny.references("llama")
+    ]
     tokens += [token for delta in stream for token in delta.tokens]
     assert tuple(tokens) == expected.tokens
 
@@ -497,7 +544,9 @@ def test_threads_share_an_engine(llm: LLM) -> None:
 
     def ask(at: int) -> tuple[int, ...]:
         if at % 2:
-            return tuple(token for delta in llm.stream(tiny.prompts()[at % 6], SEEDED) for token in delta.tokens)
+            return tuple(
+                token for delta in llm.stream(tiny.prompts()[at % 6], SEEDED) for token in delta.tokens
+            )
         return llm.generate(tiny.prompts()[at % 6], SEEDED)[0].tokens
 
     with ThreadPoolExecutor(6) as threads:

@@ -1,4 +1,5 @@
-"""`penstock serve` as its clients see it: the real command in a process of its own, OpenAI's client, and clients that misbehave."""
+"""`penstock serve` as its clients see it: the real command in a process of its own, OpenAI's client, and
+clients that misbehave."""
 
 import http.client
 import json
@@ -50,8 +51,8 @@ def client_of(server: Server, key: str = "none") -> Iterator[Any]:
 
 @contextmanager
 def full(server: Server) -> Iterator[list[Stream]]:
-    """As many streams as there is room for, and proof that there is no more. Who has left a moment ago may still be there; in the end
-    nobody is."""
+    """As many streams as there is room for, and proof that there is no more. Who has left a moment ago may
+    still be there; in the end nobody is."""
     with ExitStack() as opened:
         streams: list[Stream] = []
 
@@ -121,12 +122,18 @@ def test_a_chat_says_what_the_model_says_offline_whole_and_streamed(client: Any,
     offline = llm.chat(TALK, greedy(max_tokens=30))
     asked = {"model": "shipped", "messages": TALK, "temperature": 0, "max_completion_tokens": 30}
     whole = client.chat.completions.create(**asked)
-    assert (whole.object, whole.model, whole.choices[0].message.role) == ("chat.completion", "shipped", "assistant")
+    assert (whole.object, whole.model, whole.choices[0].message.role) == (
+        "chat.completion",
+        "shipped",
+        "assistant",
+    )
     assert whole.choices[0].message.content == offline.text
     assert whole.choices[0].finish_reason == ("length" if len(offline.tokens) == 30 else "stop")
     assert whole.usage.prompt_tokens == len(offline.prompt_tokens)
     assert whole.usage.completion_tokens == len(offline.tokens)
-    with client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream:
+    with client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ) as stream:
         *chunks, last = stream
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == offline.text
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
@@ -140,7 +147,10 @@ def test_a_chat_says_what_the_model_says_offline_whole_and_streamed(client: Any,
 
 def test_parts_of_text_and_a_system_message_reach_the_template(client: Any, llm: LLM) -> None:
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    parts = [talk[0], {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    parts = [
+        talk[0],
+        {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+    ]
     found = client.chat.completions.create(model="shipped", messages=parts, temperature=0, max_tokens=8)
     assert found.choices[0].message.content == llm.chat(talk, greedy(max_tokens=8)).text
 
@@ -160,12 +170,16 @@ def test_completions_of_texts_and_of_tokens_in_the_order_of_their_prompts(client
     prompts: list[Any] = [STORY, "The sea", llm.encode("A dog")]
     offline = llm.generate(prompts, greedy())
     whole = client.completions.create(model="shipped", prompt=prompts, temperature=0, max_tokens=COUNT)
-    assert [(choice.index, choice.text) for choice in whole.choices] == [(n, one.text) for n, one in enumerate(offline)]
+    assert [(choice.index, choice.text) for choice in whole.choices] == [
+        (n, one.text) for n, one in enumerate(offline)
+    ]
     assert whole.usage.prompt_tokens == sum(len(one.prompt_tokens) for one in offline)
     asked = {"model": "shipped", "prompt": prompts, "temperature": 0, "max_tokens": COUNT, "stream": True}
     with client.completions.create(**asked, stream_options={"include_usage": True}) as stream:
         *chunks, last = stream
-    texts = ["".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(3)]
+    texts = [
+        "".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(3)
+    ]
     assert texts == [one.text for one in offline]
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     alone = client.completions.create(model="shipped", prompt=prompts[2], temperature=0, max_tokens=COUNT)
@@ -174,14 +188,26 @@ def test_completions_of_texts_and_of_tokens_in_the_order_of_their_prompts(client
 
 
 def test_several_outputs_of_a_seed_are_those_of_the_seed_offline(client: Any, llm: LLM) -> None:
-    offline = llm.generate(STORY, SamplingParams(temperature=0.9, top_p=0.95, seed=11, n=3, max_tokens=COUNT))[0]
-    asked = {"model": "shipped", "prompt": STORY, "temperature": 0.9, "top_p": 0.95, "seed": 11, "n": 3, "max_tokens": COUNT}
+    offline = llm.generate(
+        STORY, SamplingParams(temperature=0.9, top_p=0.95, seed=11, n=3, max_tokens=COUNT)
+    )[0]
+    asked = {
+        "model": "shipped",
+        "prompt": STORY,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "seed": 11,
+        "n": 3,
+        "max_tokens": COUNT,
+    }
     whole = client.completions.create(**asked)
     assert [choice.text for choice in whole.choices] == [output.text for output in offline.outputs]
     assert len({choice.text for choice in whole.choices}) > 1
     with client.completions.create(**asked, stream=True) as stream:
         chunks = list(stream)
-    texts = ["".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(3)]
+    texts = [
+        "".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(3)
+    ]
     assert texts == [output.text for output in offline.outputs]
     two = client.completions.create(**asked | {"prompt": [STORY, "The sea"]})
     assert [choice.index for choice in two.choices] == list(range(6))
@@ -191,7 +217,13 @@ def test_several_outputs_of_a_seed_are_those_of_the_seed_offline(client: Any, ll
 def test_a_stop_string_ends_the_text_before_it_also_in_a_stream(client: Any, llm: LLM) -> None:
     text = llm.generate(STORY, greedy(max_tokens=40))[0].text
     stop = text[len(text) // 2 :][:5]
-    asked = {"model": "shipped", "prompt": STORY, "temperature": 0, "max_tokens": 40, "stop": ["never there", stop]}
+    asked = {
+        "model": "shipped",
+        "prompt": STORY,
+        "temperature": 0,
+        "max_tokens": 40,
+        "stop": ["never there", stop],
+    }
     whole = client.completions.create(**asked)
     assert whole.choices[0].text == text[: text.index(stop)]
     assert whole.choices[0].finish_reason == "stop"
@@ -206,33 +238,60 @@ def test_a_stop_string_ends_the_text_before_it_also_in_a_stream(client: Any, llm
 def test_log_probabilities_are_those_offline_whole_and_streamed(client: Any, llm: LLM) -> None:
     offline = llm.chat(TALK, greedy(logprobs=3))
     assert offline.logprobs is not None
-    asked = {"model": "shipped", "messages": TALK, "temperature": 0, "max_tokens": COUNT, "logprobs": True, "top_logprobs": 3}
+    asked = {
+        "model": "shipped",
+        "messages": TALK,
+        "temperature": 0,
+        "max_tokens": COUNT,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
     with client.chat.completions.create(**asked, stream=True) as stream:
-        streamed = [entry for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+        streamed = [
+            entry
+            for chunk in stream
+            if chunk.choices[0].logprobs
+            for entry in chunk.choices[0].logprobs.content
+        ]
     for found in (whole, streamed):
-        assert [entry.logprob for entry in found] == pytest.approx([one.logprob for one in offline.logprobs], abs=1e-3)
+        assert [entry.logprob for entry in found] == pytest.approx(
+            [one.logprob for one in offline.logprobs], abs=1e-3
+        )
         assert b"".join(bytes(entry.bytes) for entry in found).decode() == offline.text
         for entry, one in zip(found, offline.logprobs, strict=True):
-            assert [other.logprob for other in entry.top_logprobs] == pytest.approx([value for _, value in one.top], abs=1e-3)
+            assert [other.logprob for other in entry.top_logprobs] == pytest.approx(
+                [value for _, value in one.top], abs=1e-3
+            )
             assert entry.token == entry.top_logprobs[0].token
     bare = client.chat.completions.create(**asked | {"top_logprobs": 0}).choices[0].logprobs.content
     assert [(entry.token, entry.top_logprobs) for entry in bare] == [(entry.token, []) for entry in whole]
 
 
 def test_log_probabilities_of_a_completion_tell_where_their_tokens_stand(client: Any, llm: LLM) -> None:
-    asked = {"model": "shipped", "prompt": "The café", "temperature": 0, "max_tokens": 20, "logprobs": 2, "stop": ["zzz"]}
+    asked = {
+        "model": "shipped",
+        "prompt": "The café",
+        "temperature": 0,
+        "max_tokens": 20,
+        "logprobs": 2,
+        "stop": ["zzz"],
+    }
     choice = client.completions.create(**asked).choices[0]
     assert choice.logprobs.text_offset[0] == 0
     assert "".join(choice.logprobs.tokens) == choice.text
-    for token, offset, top in zip(choice.logprobs.tokens, choice.logprobs.text_offset, choice.logprobs.top_logprobs, strict=True):
+    for token, offset, top in zip(
+        choice.logprobs.tokens, choice.logprobs.text_offset, choice.logprobs.top_logprobs, strict=True
+    ):
         assert choice.text[offset:].startswith(token)
         assert token in top
     with client.completions.create(**asked, stream=True) as stream:
         found = [chunk.choices[0].logprobs for chunk in stream if chunk.choices[0].logprobs]
     assert [offset for one in found for offset in one.text_offset] == choice.logprobs.text_offset
     assert [token for one in found for token in one.tokens] == choice.logprobs.tokens
-    assert [value for one in found for value in one.token_logprobs] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-3)
+    assert [value for one in found for value in one.token_logprobs] == pytest.approx(
+        choice.logprobs.token_logprobs, abs=1e-3
+    )
 
 
 def test_a_repeated_prompt_is_told_to_be_cached(client: Any, llm: LLM) -> None:
@@ -241,18 +300,28 @@ def test_a_repeated_prompt_is_told_to_be_cached(client: Any, llm: LLM) -> None:
     first, second = (client.completions.create(**asked) for _ in range(2))
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert 128 <= second.usage.prompt_tokens_details.cached_tokens < 200
-    assert second.choices[0].text == first.choices[0].text == llm.generate(tokens, greedy(max_tokens=2))[0].text
+    assert (
+        second.choices[0].text == first.choices[0].text == llm.generate(tokens, greedy(max_tokens=2))[0].text
+    )
 
 
 def test_echo_says_the_prompt_first(client: Any, llm: LLM) -> None:
     tokens = llm.encode("A dog")
     offline = llm.generate([STORY, tokens], greedy())
     expected = [STORY + offline[0].text, llm.decode(tokens) + offline[1].text]
-    asked = {"model": "shipped", "prompt": [STORY, tokens], "temperature": 0, "max_tokens": COUNT, "echo": True}
+    asked = {
+        "model": "shipped",
+        "prompt": [STORY, tokens],
+        "temperature": 0,
+        "max_tokens": COUNT,
+        "echo": True,
+    }
     assert [choice.text for choice in client.completions.create(**asked).choices] == expected
     with client.completions.create(**asked, stream=True) as stream:
         chunks = list(stream)
-    assert ["".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(2)] == expected
+    assert [
+        "".join(chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == n) for n in range(2)
+    ] == expected
 
 
 def test_models_are_listed_and_described(client: Any, llm: LLM) -> None:
@@ -290,20 +359,50 @@ REFUSED: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"model": "shipped"}, 400, "messages"),
     (CHAT, {"model": "shipped", "messages": []}, 400, "messages"),
     (CHAT, {"model": "shipped", "messages": [{"content": "a"}]}, 400, "role"),
-    (CHAT, {"model": "shipped", "messages": [{"role": "user", "content": [{"type": "image_url", "url": "a"}]}]}, 400, "messages"),
+    (
+        CHAT,
+        {"model": "shipped", "messages": [{"role": "user", "content": [{"type": "image_url", "url": "a"}]}]},
+        400,
+        "messages",
+    ),
     (CHAT, {"model": "other", "messages": TALK}, 404, "model"),
     (CHAT, {"model": 1, "messages": TALK}, 400, "model"),
     (CHAT, {"model": "shipped", "messages": TALK, "tools": []}, 400, "tools"),
     (CHAT, {"model": "shipped", "messages": TALK, "stream": "yes"}, 400, "stream"),
-    (CHAT, {"model": "shipped", "messages": TALK, "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (
+        CHAT,
+        {"model": "shipped", "messages": TALK, "stream_options": {"include_usage": True}},
+        400,
+        "stream_options",
+    ),
     (CHAT, {"model": "shipped", "messages": TALK, "top_logprobs": 2}, 400, "top_logprobs"),
     (CHAT, {"model": "shipped", "messages": TALK, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-    (CHAT, {"model": "shipped", "messages": TALK, "response_format": {"type": "xml"}}, 400, "response_format"),
+    (
+        CHAT,
+        {"model": "shipped", "messages": TALK, "response_format": {"type": "xml"}},
+        400,
+        "response_format",
+    ),
     (CHAT, {"model": "shipped", "messages": TALK, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
     (CHAT, {"model": "shipped", "messages": TALK, "max_tokens": 0}, 400, "max_tokens"),
-    (CHAT, {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
-    (CHAT, {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"add_generation_prompt": 1}}, 400, "chat_template_kwargs"),
-    (CHAT, {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
+    (
+        CHAT,
+        {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"messages": []}},
+        400,
+        "chat_template_kwargs",
+    ),
+    (
+        CHAT,
+        {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"add_generation_prompt": 1}},
+        400,
+        "chat_template_kwargs",
+    ),
+    (
+        CHAT,
+        {"model": "shipped", "messages": TALK, "chat_template_kwargs": {"self": 1}},
+        400,
+        "chat_template_kwargs",
+    ),
     (TEXT, {"model": "shipped"}, 400, "prompt"),
     (TEXT, {"model": "shipped", "prompt": []}, 400, "prompt"),
     (TEXT, {"model": "shipped", "prompt": [[]]}, 400, None),
@@ -351,8 +450,12 @@ REFUSED: list[tuple[str, Any, int, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param"), REFUSED, ids=[str(number) for number in range(len(REFUSED))])
-def test_what_cannot_be_served_is_refused_by_name(server: Server, path: str, body: Any, status: int, param: str | None) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"), REFUSED, ids=[str(number) for number in range(len(REFUSED))]
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    server: Server, path: str, body: Any, status: int, param: str | None
+) -> None:
     found, _, said = server.ask("POST", path, body)
     assert (found, said["error"]["param"]) == (status, param), said
     assert said.keys() == {"error"}
@@ -384,13 +487,27 @@ def test_keys_are_asked_for_and_bodies_and_times_are_limited(tmp_path: Path) -> 
     keys = tmp_path / "keys"
     keys.write_text("first-key\n\nzwölf\n", encoding="utf-8")
     limits = ("--max-body", "2000", "--request-timeout", "3")
-    flags = ("--api-keys", str(keys), *limits, "--name", "mine", "--name", "a/b", "--quiet", "--port", "0", *FLAGS)
+    flags = (
+        "--api-keys",
+        str(keys),
+        *limits,
+        "--name",
+        "mine",
+        "--name",
+        "a/b",
+        "--quiet",
+        "--port",
+        "0",
+        *FLAGS,
+    )
     with serving(tmp_path, *flags) as server:
         server.wait()
         assert server.name == "mine"
         key, kind = {"Authorization": "Bearer first-key"}, {"Content-Type": "application/json"}
-        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"}, {"Authorization": "Basic first-key"},
-                      {"Authorization": "Bearer"}, {"Authorization": "Bearer first-key2"}, {"X-Forwarded-Prefix": "/health"}):  # fmt: skip
+        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"},
+        {"Authorization": "Basic first-key"},
+                      {"Authorization": "Bearer"}, {"Authorization": "Bearer first-key2"},
+                      {"X-Forwarded-Prefix": "/health"}):  # fmt: skip
             for method, path in (("GET", "/v1/models"), ("POST", TEXT), ("POST", "/tokenize")):
                 status, _, said = server.ask(method, path, b"{" if method == "POST" else None, wrong)
                 assert (status, said["error"]["code"]) == (401, "invalid_api_key"), wrong
@@ -416,12 +533,18 @@ def test_keys_are_asked_for_and_bodies_and_times_are_limited(tmp_path: Path) -> 
             assert connection.getresponse().status == 413
             connection.close()
             connection.request(
-                "POST", TEXT, iter([json.dumps(asked).encode()]), key | {"Content-Type": "application/json"}, encode_chunked=True
+                "POST",
+                TEXT,
+                iter([json.dumps(asked).encode()]),
+                key | {"Content-Type": "application/json"},
+                encode_chunked=True,
             )
             assert connection.getresponse().status == 200
         finally:
             connection.close()
-        status, _, said = server.ask("POST", TEXT, ENDLESS | {"model": "mine", "stream": False, "timeout": 1000}, key)
+        status, _, said = server.ask(
+            "POST", TEXT, ENDLESS | {"model": "mine", "stream": False, "timeout": 1000}, key
+        )
         assert (status, said["error"]["code"]) == (504, "deadline_exceeded")
         server.signal(signal.SIGINT)
         assert server.ended() == 0
@@ -451,7 +574,11 @@ def test_beyond_the_queue_is_429_and_afterwards_served_again(server: Server, sto
 def test_what_takes_longer_than_it_may_is_ended_whole_and_streamed(server: Server, story: Completion) -> None:
     body = ENDLESS | {"timeout": 0.3, "priority": 1}
     status, _, said = server.ask("POST", TEXT, body | {"stream": False})
-    assert (status, said["error"]["type"], said["error"]["code"]) == (504, "timeout_error", "deadline_exceeded")
+    assert (status, said["error"]["type"], said["error"]["code"]) == (
+        504,
+        "timeout_error",
+        "deadline_exceeded",
+    )
     with Stream(server, body) as stream:
         *pieces, last = stream.events()
     assert "0.3 seconds" in last["error"]["message"]
@@ -486,8 +613,18 @@ def test_clients_that_disconnect_at_any_moment_leave_nothing(server: Server, sto
     until(lambda: right(server, story))
 
 
-def test_a_slow_reader_holds_up_nobody_and_misses_nothing(server: Server, llm: LLM, story: Completion) -> None:
-    asked = {"model": "shipped", "messages": TALK, "n": 3, "seed": 3, "max_tokens": 120, "ignore_eos": True, "stream": True}
+def test_a_slow_reader_holds_up_nobody_and_misses_nothing(
+    server: Server, llm: LLM, story: Completion
+) -> None:
+    asked = {
+        "model": "shipped",
+        "messages": TALK,
+        "n": 3,
+        "seed": 3,
+        "max_tokens": 120,
+        "ignore_eos": True,
+        "stream": True,
+    }
     body = json.dumps(asked | {"logprobs": True, "top_logprobs": 20}).encode()
     place = urlsplit(server.url)
     offline = llm.generate([TALK], SamplingParams(n=3, seed=3, max_tokens=120, ignore_eos=True))[0]
@@ -495,26 +632,35 @@ def test_a_slow_reader_holds_up_nobody_and_misses_nothing(server: Server, llm: L
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.settimeout(LONG)
         slow.connect((place.hostname, place.port))
-        slow.sendall(f"POST {CHAT} HTTP/1.1\r\n{HEAD}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        slow.sendall(
+            f"POST {CHAT} HTTP/1.1\r\n{HEAD}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
         for _ in range(3):
             assert right(server, story)
         with full(server):  # Its outputs are complete, though nobody has read them.
             pass
         answer = http.client.HTTPResponse(slow)
         answer.begin()
-        chunks = [json.loads(line[6:]) for line in answer.read().split(b"\n\n") if line.startswith(b"data: {")]
+        chunks = [
+            json.loads(line[6:]) for line in answer.read().split(b"\n\n") if line.startswith(b"data: {")
+        ]
     texts = ["", "", ""]
     for chunk in chunks:
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
     assert texts == [output.text for output in offline.outputs]
 
 
-def test_a_client_that_goes_while_its_prompt_is_read_takes_no_place(server: Server, story: Completion) -> None:
+def test_a_client_that_goes_while_its_prompt_is_read_takes_no_place(
+    server: Server, story: Completion
+) -> None:
     body = json.dumps(ENDLESS | {"prompt": "far away " * 6_000}).encode()
     place = urlsplit(server.url)
     for _ in range(2 * ROOM):
         with socket.create_connection((place.hostname, place.port), LONG) as connection:
-            connection.sendall(f"POST {TEXT} HTTP/1.1\r\n{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.sendall(
+                f"POST {TEXT} HTTP/1.1\r\n{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body
+            )
     until(lambda: right(server, story))
     with full(server):
         pass
@@ -524,15 +670,63 @@ def _mutated(rng: random.Random) -> tuple[str, bytes]:
     """A request with something wrong in it; never one that takes long."""
     path, body = rng.choice(
         [
-            (CHAT, {"model": "shipped", "messages": TALK, "max_tokens": 2, "n": 1, "stream": False, "logit_bias": {"5": 1}}),
-            (TEXT, {"model": "shipped", "prompt": STORY, "max_tokens": 2, "stop": ["a"], "temperature": 0.5, "seed": 1}),
+            (
+                CHAT,
+                {
+                    "model": "shipped",
+                    "messages": TALK,
+                    "max_tokens": 2,
+                    "n": 1,
+                    "stream": False,
+                    "logit_bias": {"5": 1},
+                },
+            ),
+            (
+                TEXT,
+                {
+                    "model": "shipped",
+                    "prompt": STORY,
+                    "max_tokens": 2,
+                    "stop": ["a"],
+                    "temperature": 0.5,
+                    "seed": 1,
+                },
+            ),
             ("/tokenize", {"prompt": STORY, "model": "shipped"}),
             ("/detokenize", {"tokens": [5, 6, 7]}),
         ]
     )
-    odd: list[Any] = [None, True, -1, 0, 3.5, 2**63, -(2**64), "", "x" * 5000, "\x00", [], [[]], [None], {}, {"a": {"b": []}}, [{}], [[{}]]]
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        3.5,
+        2**63,
+        -(2**64),
+        "",
+        "x" * 5000,
+        "\x00",
+        [],
+        [[]],
+        [None],
+        {},
+        {"a": {"b": []}},
+        [{}],
+        [[{}]],
+    ]
     if rng.random() < 0.6:
-        name = rng.choice([*(key for key in body if key != "max_tokens"), "stream_options", "top_p", "name", "logprobs", "echo", "user"])
+        name = rng.choice(
+            [
+                *(key for key in body if key != "max_tokens"),
+                "stream_options",
+                "top_p",
+                "name",
+                "logprobs",
+                "echo",
+                "user",
+            ]
+        )
         return path, json.dumps(body | {name: rng.choice(odd)}).encode()
     raw = bytearray(json.dumps(body).encode())
     for _ in range(rng.choice((1, 2, 8))):
@@ -561,10 +755,14 @@ def test_no_body_makes_the_server_fail(server: Server, story: Completion) -> Non
         b"GET /v1/models?\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /nowhere?\xff HTTP/1.1\r\nHost: \xff\r\nAuthorization: Bearer \xff\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\n" + RAW_HEAD + b"Content-Length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\n" + RAW_HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + RAW_HEAD
+        + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n{}",
         b"POST /v1/completions HTTP/1.1\r\n" + RAW_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
-        b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: "
+        b"websocket\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nowhere HTTP/1.1\r\nHost: "
+        b"localhost\r\nConnection: close\r\n\r\n",
         b"HEAD /health HTTP/1.0\r\n\r\n",
     ],
 )
@@ -584,7 +782,10 @@ def test_no_bytes_make_the_server_fail(server: Server, story: Completion, sent: 
 def test_a_signal_lets_requests_end_and_takes_no_new_ones(tmp_path: Path, llm: LLM) -> None:
     whole = {"model": "shipped", "prompt": "The sea", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
     offline = llm.generate("The sea", greedy(max_tokens=120, ignore_eos=True))[0].text
-    with serving(tmp_path, "--port", "0", "--patience", "100", *FLAGS) as server, ThreadPoolExecutor(1) as other:
+    with (
+        serving(tmp_path, "--port", "0", "--patience", "100", *FLAGS) as server,
+        ThreadPoolExecutor(1) as other,
+    ):
         server.wait()
         early = other.submit(server.insist, whole)
         until(lambda: server.complete(prompt=["a"] * ROOM, max_tokens=1)[0] == 429)  # It is there.
@@ -597,7 +798,10 @@ def test_a_signal_lets_requests_end_and_takes_no_new_ones(tmp_path: Path, llm: L
             status, headers, said = server.complete()
             assert (status, said["error"]["type"]) == (503, "server_error")
             assert int(headers["retry-after"]) >= 1
-            with client_of(server) as client, pytest.raises(openai.InternalServerError, match="shutting down"):
+            with (
+                client_of(server) as client,
+                pytest.raises(openai.InternalServerError, match="shutting down"),
+            ):
                 client.chat.completions.create(model="shipped", messages=TALK)
             assert server.ask("GET", "/health")[0] == 200
             texts += [event["choices"][0]["text"] for event in streams[0].events()]
@@ -615,12 +819,17 @@ def test_a_second_signal_ends_requests_and_patience_is_finite(tmp_path: Path) ->
     for number, (patience, signals) in enumerate((("1000", 2), ("0.1", 1))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with serving(folder, "--port", "0", "--patience", patience, *FLAGS) as server, ThreadPoolExecutor(1) as other:
+        with (
+            serving(folder, "--port", "0", "--patience", patience, *FLAGS) as server,
+            ThreadPoolExecutor(1) as other,
+        ):
             server.wait()
             with Stream(server) as stream, Stream(server) as unread:
                 whole = other.submit(server.insist, ENDLESS | {"stream": False})
                 until(lambda stream=stream: stream.event() is not None)
-                until(lambda server=server: server.complete(prompt=["a"] * 5, max_tokens=1)[0] == 429)  # All three are there.
+                until(
+                    lambda server=server: server.complete(prompt=["a"] * 5, max_tokens=1)[0] == 429
+                )  # All three are there.
                 server.signal(signal.SIGTERM)
                 if signals == 2:
                     until(lambda server=server: server.ask("GET", "/ready")[0] == 503)
@@ -636,7 +845,8 @@ HELD = """
 import os, sys, time
 
 def hold(event, arguments):
-    while event == "open" and str(arguments[0]).endswith("/tokenizer.json") and not os.path.exists(os.environ["PENSTOCK_TEST_GO"]):
+    opens = event == "open" and str(arguments[0]).endswith("/tokenizer.json")
+    while opens and not os.path.exists(os.environ["PENSTOCK_TEST_GO"]):
         time.sleep(0.01)
 
 sys.addaudithook(hold)
@@ -654,7 +864,9 @@ def test_while_it_loads_it_is_alive_and_not_ready_and_may_be_ended(tmp_path: Pat
         go = tmp_path / str(signals) / "go"
         go.parent.mkdir()
         environment = {"PYTHONPATH": path, "PENSTOCK_TEST_GO": str(go)}
-        with serving(go.parent, "--name", "model", "--port", str(port), *FLAGS, environment=environment) as server:
+        with serving(
+            go.parent, "--name", "model", "--port", str(port), *FLAGS, environment=environment
+        ) as server:
             server.url = f"http://127.0.0.1:{port}"
 
             def alive(server: Server = server) -> bool:
@@ -664,7 +876,10 @@ def test_while_it_loads_it_is_alive_and_not_ready_and_may_be_ended(tmp_path: Pat
 
             until(alive)
             assert server.ask("GET", "/ready")[2] == {"status": "loading"}
-            for method, path, body in (("GET", "/v1/models", None), ("POST", TEXT, {"model": "model", "prompt": "a"})):
+            for method, path, body in (
+                ("GET", "/v1/models", None),
+                ("POST", TEXT, {"model": "model", "prompt": "a"}),
+            ):
                 status, _, said = server.ask(method, path, body)
                 assert (status, said["error"]["code"]) == (503, "unavailable")
             for _ in range(signals):
@@ -678,7 +893,10 @@ def test_while_it_loads_it_is_alive_and_not_ready_and_may_be_ended(tmp_path: Pat
 
 
 def test_a_rank_that_is_killed_ends_the_server_and_is_told_to_all(tmp_path: Path) -> None:
-    with serving(tmp_path, "--port", "0", "--tensor-parallel", "2", *FLAGS) as server, ThreadPoolExecutor(1) as other:
+    with (
+        serving(tmp_path, "--port", "0", "--tensor-parallel", "2", *FLAGS) as server,
+        ThreadPoolExecutor(1) as other,
+    ):
         server.wait()
         children = psutil.Process(server.process.pid).children(recursive=True)
         [follower] = [child for child in children if "penstock.parallel.seat" in " ".join(child.cmdline())]
@@ -752,7 +970,9 @@ def test_metrics_tell_what_was_served(server: Server) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["port", "host", "model", "keys"])
-def test_what_cannot_be_started_is_one_line_and_exit_code_2(tmp_path: Path, server: Server, wrong: str) -> None:
+def test_what_cannot_be_started_is_one_line_and_exit_code_2(
+    tmp_path: Path, server: Server, wrong: str
+) -> None:
     flags = {
         "port": ("--port", server.url.rsplit(":", 1)[1]),
         "host": ("--host", "a" * 300, "--without-keys"),

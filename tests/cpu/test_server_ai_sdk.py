@@ -1,4 +1,5 @@
-"""The server as another client sees it than the one that it is for: Vercel's AI SDK, which reads answers in its own way, under node.
+"""The server as another client sees it than the one that it is for: Vercel's AI SDK, which reads answers in
+its own way, under node.
 
 Its packages are those that tools/ai-sdk names; tools/test_tools.sh installs them.
 """
@@ -105,7 +106,13 @@ def test_its_answers_are_what_the_model_says_offline(server: Server, found: dict
     ended = SamplingParams(temperature=0, max_tokens=COUNT, stop=stops)
     with LLM(None, **SETTINGS) as llm:  # type: ignore[arg-type]
         chat, other, text = llm.generate([TALK, TALK, written], [greedy, drawn, ended])
-    for name, offline in (("chat", chat), ("chatStreamed", chat), ("drawn", other), ("text", text), ("textStreamed", text)):
+    for name, offline in (
+        ("chat", chat),
+        ("chatStreamed", chat),
+        ("drawn", other),
+        ("text", text),
+        ("textStreamed", text),
+    ):
         assert told[name]["text"] == offline.text, name
         assert told[name]["inputTokens"] == len(offline.prompt_tokens)
         assert told[name]["outputTokens"] == len(offline.tokens)

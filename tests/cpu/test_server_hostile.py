@@ -1,4 +1,5 @@
-"""Clients that waste a server's time and memory: afterwards it answers as if there had been none, and holds nothing of theirs.
+"""Clients that waste a server's time and memory: afterwards it answers as if there had been none, and holds
+nothing of theirs.
 
 Small crowds, on one server; benchmarks/hostile_clients.py has the same in full.
 """
@@ -28,7 +29,8 @@ from streams import LONG
 PATIENCE = {"_LONGEST_HEAD": 1.0, "_LOOK": 3.0}
 """Seconds; the real ones are longer than a test."""
 ROOM = 24 * MIB
-"""Bytes that a server may have more afterwards: caches that are filled once, and what malloc has in pieces."""
+"""Bytes that a server may have more afterwards: caches that are filled once, and what malloc has in
+pieces."""
 LONGER = 80
 """Tokens of what slow readers ask for."""
 
@@ -43,7 +45,11 @@ def llm() -> Iterator[LLM]:
 def texts(llm: LLM) -> tuple[str, str]:
     """A short answer and a long one."""
     short, long = llm.generate(
-        [STORY, STORY], [SamplingParams(temperature=0, max_tokens=COUNT), SamplingParams(temperature=0, max_tokens=LONGER, ignore_eos=True)]
+        [STORY, STORY],
+        [
+            SamplingParams(temperature=0, max_tokens=COUNT),
+            SamplingParams(temperature=0, max_tokens=LONGER, ignore_eos=True),
+        ],
     )
     return short.text, long.text
 
@@ -83,12 +89,16 @@ def test_clients_that_go_leave_nothing(server: Watched, before: Rest, texts: tup
     assert min(found[kind] for kind in ("before the answer", "in a stream", "in an upload")) > 2
 
 
-def test_who_goes_behind_a_second_request_is_noticed(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+def test_who_goes_behind_a_second_request_is_noticed(
+    server: Watched, before: Rest, texts: tuple[str, str]
+) -> None:
     with survived(server, before, texts[0]):
         assert hostile.leave_behind_another(server, 3) > 0
 
 
-def test_slow_readers_hold_up_nobody_and_have_their_answers(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+def test_slow_readers_hold_up_nobody_and_have_their_answers(
+    server: Watched, before: Rest, texts: tuple[str, str]
+) -> None:
     def others() -> bool:
         status, _, said = server.complete()
         return bool(status == 200 and said["choices"][0]["text"] == texts[0])
@@ -107,7 +117,9 @@ def test_malformed_bodies_are_refused(server: Watched, before: Rest, texts: tupl
     assert found["200"] > 5
 
 
-def test_requests_whose_length_is_a_lie_are_refused(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+def test_requests_whose_length_is_a_lie_are_refused(
+    server: Watched, before: Rest, texts: tuple[str, str]
+) -> None:
     with survived(server, before, texts[0]):
         found = hostile.send_broken(server, 60)
     assert found["400"] > 10
@@ -115,7 +127,9 @@ def test_requests_whose_length_is_a_lie_are_refused(server: Watched, before: Res
 
 
 @pytest.mark.parametrize("kind", ENDLESS_ONES)
-def test_what_does_not_end_is_not_kept(server: Watched, before: Rest, texts: tuple[str, str], kind: str) -> None:
+def test_what_does_not_end_is_not_kept(
+    server: Watched, before: Rest, texts: tuple[str, str], kind: str
+) -> None:
     server.rss = 0
     with survived(server, before, texts[0]):
         status, sent = hostile.pour(server, kind, 12 * MIB)
@@ -146,11 +160,17 @@ def test_connections_that_never_ask_are_closed(server: Watched, before: Rest, te
     ("sent", "status", "said"),
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "not HTTP"),
-        (b"GET /health HTTP/1.1\r\nHost: here\r\nX: " + b"x" * (connection.MOST_HEAD + 1), 431, "more than 65,536 bytes"),
+        (
+            b"GET /health HTTP/1.1\r\nHost: here\r\nX: " + b"x" * (connection.MOST_HEAD + 1),
+            431,
+            "more than 65,536 bytes",
+        ),
         (b"GET /health HTTP/1.1\r\nHost: here\r\n", 408, "did not come to its end"),
     ],
 )
-def test_what_no_route_is_asked_about_is_an_error_like_others(server: Watched, sent: bytes, status: int, said: str) -> None:
+def test_what_no_route_is_asked_about_is_an_error_like_others(
+    server: Watched, sent: bytes, status: int, said: str
+) -> None:
     with server.connected() as connection:
         connection.sendall(sent)
         got = b""
@@ -164,7 +184,9 @@ def test_what_no_route_is_asked_about_is_an_error_like_others(server: Watched, s
     assert set(fault) == {"message", "type", "param", "code"}
 
 
-def test_more_connections_than_open_files_are_refused(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+def test_more_connections_than_open_files_are_refused(
+    server: Watched, before: Rest, texts: tuple[str, str]
+) -> None:
     with survived(server, before, texts[0]):
         found = hostile.come_together(server, 450)
     assert found["200"] > 100
@@ -172,7 +194,9 @@ def test_more_connections_than_open_files_are_refused(server: Watched, before: R
     assert "out of system resource" not in server.said()
 
 
-def test_only_so_many_large_requests_are_on_their_way(server: Watched, before: Rest, texts: tuple[str, str]) -> None:
+def test_only_so_many_large_requests_are_on_their_way(
+    server: Watched, before: Rest, texts: tuple[str, str]
+) -> None:
     server.rss = 0
     with survived(server, before, texts[0]):
         found = hostile.hold_uploads(server, 12, MIB * 5 // 4, 8)
@@ -211,12 +235,21 @@ def test_who_does_not_read_for_too_long_is_left() -> None:
     """With the very connections of the server, and an answer that no buffer holds."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (64 * MIB))]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % (64 * MIB))],
+            }
+        )
         await send({"type": "http.response.body", "body": bytes(64 * MIB)})
 
     async def meet() -> None:
         server = uvicorn.Server(uvicorn.Config(answer, http=Connection, lifespan="off", log_config=None))
-        with socket.create_server(("127.0.0.1", 0)) as listening, patch.object(connection, "_LONGEST_STALL", 0.2):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            patch.object(connection, "_LONGEST_STALL", 0.2),
+        ):
             serving = asyncio.ensure_future(server.serve([listening]))
             reader, writer = await asyncio.open_connection(*listening.getsockname(), limit=1024)
             writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")

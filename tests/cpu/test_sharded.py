@@ -1,4 +1,5 @@
-"""Several ranks, each with its own part of the weights and of the KV, compute what one does with all: here they are threads."""
+"""Several ranks, each with its own part of the weights and of the KV, compute what one does with all: here
+they are threads."""
 
 import os
 import random
@@ -41,7 +42,8 @@ CPU = torch.device("cpu")
 BLOCK, PAGES = 8, 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CLOSE = 1e-5
-"""How far logits in float32 may lie apart, over the size of the largest: sums are in another order, and no more."""
+"""How far logits in float32 may lie apart, over the size of the largest: sums are in another order, and no
+more."""
 CHANGED = 0.1
 """How far they do if one row of one matrix is another."""
 RATES = Rates(host_to_device=1e9, disk_to_host=1e9, device_read=1e10)
@@ -134,7 +136,10 @@ class Rank:
             step = self._inputs.build(plan, torch.zeros(4, dtype=torch.int64))
             hidden = self._decoder.forward(self.weights, self.pool.layers, step.inputs)
             with self._decoder.head(self.weights, hidden) as logits_of:
-                parts = [logits_of(part).float() for part in (slice(step.samples), slice(step.samples, len(hidden)))]
+                parts = [
+                    logits_of(part).float()
+                    for part in (slice(step.samples), slice(step.samples, len(hidden)))
+                ]
             assert all(part.dtype is torch.float32 for part in parts)
             found.append(torch.cat(parts))
         return found
@@ -160,15 +165,20 @@ def together(ranks: Sequence[Rank], plans: Sequence[Plan]) -> list[list[Tensor]]
     return [each.result() for each in running]
 
 
-def pass_of(path: Path, ranks: int, *, plans: Sequence[Plan] | None = None, check: bool = True, **settings: object) -> list[Tensor]:
-    """The logits that ranks find together, the same for all; without ranks, those of one that knows of no others."""
+def pass_of(
+    path: Path, ranks: int, *, plans: Sequence[Plan] | None = None, check: bool = True, **settings: object
+) -> list[Tensor]:
+    """The logits that ranks find together, the same for all; without ranks, those of one that knows of no
+    others."""
     plans = steps() if plans is None else plans
     with ExitStack() as opened:
         meeting, those = Meeting(ranks), list[Rank]()
         for rank in range(max(ranks, 1)):
             model = opened.enter_context(Checkpoint.open(path))
             shard, member = (Shard(rank, ranks), Member(meeting, rank)) if ranks else (None, None)
-            own = {name: value[rank] if isinstance(value, list) else value for name, value in settings.items()}
+            own = {
+                name: value[rank] if isinstance(value, list) else value for name, value in settings.items()
+            }
             those.append(Rank(model, shard, member, **own))  # type: ignore[arg-type]
             opened.callback(those[-1].weights.close)
         first, *others = together(those, plans)
@@ -177,7 +187,10 @@ def pass_of(path: Path, ranks: int, *, plans: Sequence[Plan] | None = None, chec
             assert all(map(torch.equal, first, other))
         for rank in those if ranks > 1 else ():
             assert rank.member is not None
-            assert (rank.member.sums, rank.member.gathers) == (len(plans) * (1 + 2 * spec.layers), 2 * len(plans))
+            assert (rank.member.sums, rank.member.gathers) == (
+                len(plans) * (1 + 2 * spec.layers),
+                2 * len(plans),
+            )
             stats = rank.weights.stats()
             assert stats.streams == ("part" in settings)
         if ranks == 1 and those[0].member:
@@ -186,7 +199,8 @@ def pass_of(path: Path, ranks: int, *, plans: Sequence[Plan] | None = None, chec
 
 
 def steps() -> list[Plan]:
-    """Three requests: two prompts and a chunk of a third; a token of each and the chunk's rest; a token of all. All logits are wanted."""
+    """Three requests: two prompts and a chunk of a third; a token of each and the chunk's rest; a token of
+    all. All logits are wanted."""
     text = [token for prompt in tiny.prompts()[1:4] for token in prompt]
     long, short, middle = text[18:50], text[:5], text[5:18]
     return [
@@ -200,7 +214,16 @@ def share(row: int, tokens: Sequence[int], start: int) -> Share:
     begin, stop = -(-start // BLOCK), -(-(start + len(tokens)) // BLOCK)
     blocks = tuple(BlockId(5 * row + block) for block in range(begin, stop))
     asked = tuple(tokens[1:])
-    return Share(Row(row), start, tuple(tokens), begin, blocks, sample=True, prompt_length=(5, 13, 32)[row], next_prompt_tokens=asked)
+    return Share(
+        Row(row),
+        start,
+        tuple(tokens),
+        begin,
+        blocks,
+        sample=True,
+        prompt_length=(5, 13, 32)[row],
+        next_prompt_tokens=asked,
+    )
 
 
 @cache
@@ -217,7 +240,9 @@ def apart(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 def test_the_pass_to_compare_with_is_the_models() -> None:
     prompts = tiny.prompts()[1:4]
-    for reference, logits in zip(tiny.references("llama")[1:4], split(alone("llama")[0], [5, 13, 20]), strict=True):
+    for reference, logits in zip(
+        tiny.references("llama")[1:4], split(alone("llama")[0], [5, 13, 20]), strict=True
+    ):
         found = logits.double().log_softmax(-1)
         assert reference.prompt in prompts
         assert tiny.distance(found, reference.logprobs[: len(found)]) < tiny.LIMIT
@@ -231,7 +256,12 @@ def split(logits: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [(name, ranks) for turn, name in enumerate(tiny.CASES) for ranks in ([2, 3] if tiny.THOROUGH else [2 + turn % 2])]
+    ("name", "ranks"),
+    [
+        (name, ranks)
+        for turn, name in enumerate(tiny.CASES)
+        for ranks in ([2, 3] if tiny.THOROUGH else [2 + turn % 2])
+    ],
 )
 def test_ranks_find_what_one_does(name: str, ranks: int) -> None:
     assert apart(pass_of(tiny.checkpoint(name), ranks), alone(name)) < CLOSE
@@ -281,7 +311,8 @@ def test_too_many_ranks() -> None:
 
 
 def shifted(kind: GroupKind, name: str, number: int) -> Callable[[GroupLayout], GroupLayout]:
-    """Layouts in which one source of one field takes the rows, or the columns, one before its own; in the first group of its kind."""
+    """Layouts in which one source of one field takes the rows, or the columns, one before its own; in the
+    first group of its kind."""
     done = []
 
     def move(part: range | None) -> range | None:
@@ -310,9 +341,16 @@ CUTS = [
     *(("qwen3_windows", GroupKind.ATTENTION, "qkv", number) for number in range(3)),
     *(("qwen3_windows", GroupKind.ATTENTION, "qkv_bias", number) for number in range(3)),
     ("qwen3_windows", GroupKind.ATTENTION, "out", 0),
-    *(("llama_biases", GroupKind.FFN, name, number) for name in ("gate_up", "gate_up_bias") for number in range(2)),
+    *(
+        ("llama_biases", GroupKind.FFN, name, number)
+        for name in ("gate_up", "gate_up_bias")
+        for number in range(2)
+    ),
     ("llama_biases", GroupKind.FFN, "down", 0),
-    *(("mixtral", GroupKind.EXPERT, name, number) for name, number in (("gate_up", 0), ("gate_up", 1), ("down", 0))),
+    *(
+        ("mixtral", GroupKind.EXPERT, name, number)
+        for name, number in (("gate_up", 0), ("gate_up", 1), ("down", 0))
+    ),
     ("llama_biases", GroupKind.HEAD, "output", 0),
     ("llama_tied", GroupKind.EMBEDDING, "embedding", 0),
 ]
@@ -327,7 +365,9 @@ def test_a_slice_that_is_off_by_one_is_noticed(name: str, kind: GroupKind, cut: 
 @pytest.mark.parametrize("bias", ["out_bias", "down_bias"])
 def test_a_bias_that_every_rank_adds_is_noticed(bias: str) -> None:
     with Checkpoint.open(tiny.checkpoint("llama_biases")) as model:
-        whole = {layout.id: layout for layout in group_layouts(model.spec, model.names, "float32", Shard(0, 2))}
+        whole = {
+            layout.id: layout for layout in group_layouts(model.spec, model.names, "float32", Shard(0, 2))
+        }
 
     def change(layout: GroupLayout) -> GroupLayout:
         found = [one for one in whole[layout.id].fields if one.name == bias]
@@ -370,8 +410,11 @@ def slices(source: Source) -> Iterator[slice]:
         for gap in ([0, 4096] if tiny.THOROUGH else [[0, 4096][(row + column) % 2]])
     ],
 )
-def test_groups_and_pieces_of_every_rank(name: str, gap: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines read one by one or several at once, in stages that hold a few or not even one; pieces that begin and end within lines."""
+def test_groups_and_pieces_of_every_rank(
+    name: str, gap: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines read one by one or several at once, in stages that hold a few or not even one; pieces that begin
+    and end within lines."""
     monkeypatch.setattr(reading, "GAP_BYTES", gap)
     rng, tensors = random.Random(1), stored(tiny.checkpoint(name))
     with Checkpoint.open(tiny.checkpoint(name)) as model:
@@ -388,7 +431,12 @@ def test_groups_and_pieces_of_every_rank(name: str, gap: int, dtype: str, monkey
                         start, length = 256 * rng.randrange(layout.size // 256), 256 * rng.randrange(1, 20)
                         piece = torch.full((length,), 0xEE, dtype=torch.uint8)
                         model.read_piece(layout, dtype, start, piece)
-                        assert torch.equal(piece, torch.cat([whole, torch.zeros(length, dtype=torch.uint8)])[start : start + length])
+                        assert torch.equal(
+                            piece,
+                            torch.cat([whole, torch.zeros(length, dtype=torch.uint8)])[
+                                start : start + length
+                            ],
+                        )
 
 
 def test_rows_and_columns_of_one_tensor() -> None:
@@ -405,7 +453,14 @@ def test_rows_and_columns_of_one_tensor() -> None:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of long rows, of which even three ranks' columns lie a page apart."""
     path = tmp_path_factory.mktemp("wide") / "model"
-    return tiny.write(tiny.CASES["llama_biases"], path, head_dim=512, intermediate_size=2048, num_hidden_layers=1, vocab_size=96)
+    return tiny.write(
+        tiny.CASES["llama_biases"],
+        path,
+        head_dim=512,
+        intermediate_size=2048,
+        num_hidden_layers=1,
+        vocab_size=96,
+    )
 
 
 @pytest.fixture
@@ -425,11 +480,18 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_reads_its_own_bytes_and_no_others(wide: Path, read: list[int], ranks: int, dtype: str) -> None:
+def test_a_rank_reads_its_own_bytes_and_no_others(
+    wide: Path, read: list[int], ranks: int, dtype: str
+) -> None:
     with Checkpoint.open(wide) as model:
         for rank in range(ranks):
             one = Rank(model, Shard(rank, ranks), Member(Meeting(ranks), rank), dtype)
-            held = [source for layout in one.weights._layouts.values() for each in layout.fields for source in each.sources]
+            held = [
+                source
+                for layout in one.weights._layouts.values()
+                for each in layout.fields
+                for source in each.sources
+            ]
             read.clear()
             one.load()
             assert sum(read) == 4 * sum(prod(source.taken) for source in held)
@@ -442,7 +504,12 @@ def test_short_lines_are_read_many_at_once(read: list[int]) -> None:
         one = Rank(model, Shard(1, 2), Member(Meeting(2), 1))
         read.clear()
         one.load()
-        sources = [source for layout in one.weights._layouts.values() for each in layout.fields for source in each.sources]
+        sources = [
+            source
+            for layout in one.weights._layouts.values()
+            for each in layout.fields
+            for source in each.sources
+        ]
         rows = [source for source in sources if source.columns is None]
         columns = [source for source in sources if source.columns is not None]
         assert len(read) == len(sources)
@@ -458,7 +525,9 @@ def test_a_tensor_of_another_shape_is_refused_by_every_rank(tmp_path: Path) -> N
         wider = replace(model.spec, intermediate_size=78)
         for rank in range(2):
             layout = group_layouts(wider, model.names, "float32", Shard(rank, 2))[2]
-            with pytest.raises(CheckpointError, match=r"has shape \[80, 64\]; config.json calls for \[78, 64\]"):
+            with pytest.raises(
+                CheckpointError, match=r"has shape \[80, 64\]; config.json calls for \[78, 64\]"
+            ):
                 model.read_piece(layout, "float32", 0, torch.empty(layout.size, dtype=torch.uint8))
 
 
@@ -513,13 +582,19 @@ def test_a_pack_of_another_shard_is_refused(tmp_path: Path) -> None:
     with Pack.open(first, Shard(0, 2)) as one, Pack.open(second, Shard(1, 2)) as other:
         assert [run.fields for run in one.manifest.runs] == [run.fields for run in other.manifest.runs]
         assert (first / STORE).read_bytes() != (second / STORE).read_bytes()
-    assert f"{first} is a pack of rank 0 of 2, not of rank 1 of 2" in refusal(lambda: Pack.open(first, Shard(1, 2)))
+    assert f"{first} is a pack of rank 0 of 2, not of rank 1 of 2" in refusal(
+        lambda: Pack.open(first, Shard(1, 2))
+    )
     assert "is a pack of rank 0 of 2, not of rank 0 of 4" in refusal(lambda: Pack.open(first, Shard(0, 4)))
     assert "is a pack of rank 1 of 2, not of the whole model" in refusal(lambda: Pack.open(second))
-    assert "is a pack of the whole model, not of rank 0 of 2" in refusal(lambda: Pack.open(whole, Shard(0, 2)))
+    assert "is a pack of the whole model, not of rank 0 of 2" in refusal(
+        lambda: Pack.open(whole, Shard(0, 2))
+    )
     assert "another shard (rank 0 of 2)" in refusal(lambda: pack(model, first, Shard(1, 2)), PackError)
     assert "another shard (the whole model)" in refusal(lambda: pack(model, whole, Shard(1, 2)), PackError)
-    assert "5 ranks were asked for" in refusal(lambda: pack(model, tmp_path / "none", Shard(0, 5)), ConfigError)
+    assert "5 ranks were asked for" in refusal(
+        lambda: pack(model, tmp_path / "none", Shard(0, 5)), ConfigError
+    )
     assert not (tmp_path / "none").exists()
 
 
@@ -530,8 +605,12 @@ def test_an_unfinished_pack_of_another_shard(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         pack(tiny.checkpoint("llama"), tmp_path / "pack", Shard(0, 2), progress=stop)
     assert (tmp_path / "pack" / JOURNAL).exists()
-    assert "unfinished pack of another" in refusal(lambda: pack(tiny.checkpoint("llama"), tmp_path / "pack", Shard(1, 2)), PackError)
-    assert "unfinished pack of another" in refusal(lambda: pack(tiny.checkpoint("llama"), tmp_path / "pack"), PackError)
+    assert "unfinished pack of another" in refusal(
+        lambda: pack(tiny.checkpoint("llama"), tmp_path / "pack", Shard(1, 2)), PackError
+    )
+    assert "unfinished pack of another" in refusal(
+        lambda: pack(tiny.checkpoint("llama"), tmp_path / "pack"), PackError
+    )
     assert pack(tiny.checkpoint("llama"), tmp_path / "pack", Shard(0, 2))
 
 

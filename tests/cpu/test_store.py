@@ -1,4 +1,5 @@
-"""KV that outlives the process comes back as it was written or not at all, whatever ends the process, damages its files or fails."""
+"""KV that outlives the process comes back as it was written or not at all, whatever ends the process, damages
+its files or fails."""
 
 import errno
 import fcntl
@@ -99,14 +100,17 @@ def test_what_is_written_comes_back_also_to_another_process(
         assert (stats.records, stats.live_bytes) == (len(store), count * size) == (count, count * size)
         assert stats.written_bytes == stats.read_bytes == count * size
         assert real(store.path) <= stats.real_bytes <= cap
-        assert not any((stats.checksum_failures, stats.io_failures, stats.quarantined, stats.reads_off, stats.writes_off))
+        assert not any(
+            (stats.checksum_failures, stats.io_failures, stats.quarantined, stats.reads_off, stats.writes_off)
+        )
     with opened(tmp_path, cap, size) as store:
         assert held(store, range(count + 3)) == set(range(count))
         assert real(store.path) <= store.stats.real_bytes <= cap
 
 
 def test_work_waits_for_bytes_and_runs_beside(tmp_path: Path) -> None:
-    """`ready` is called by the thread that works, which waits; the others go on, and what it raises is the task's."""
+    """`ready` is called by the thread that works, which waits; the others go on, and what it raises is the
+    task's."""
     there, caller = threading.Event(), threading.get_ident()
     data, into = memory(), memory()
 
@@ -197,7 +201,8 @@ def test_what_is_forgotten_last_of_all_is_gone_too(tmp_path: Path) -> None:
 
 
 def test_the_cap_is_kept_whatever_happens(tmp_path: Path) -> None:
-    """The disk is measured before and after all that changes it. Under a load in no order, half of which is forgotten again and again."""
+    """The disk is measured before and after all that changes it. Under a load in no order, half of which is
+    forgotten again and again."""
     worst, path = [0], directory_of(tmp_path, IDENTITY)
 
     def measured(call: Callable[..., object]) -> Callable[..., object]:
@@ -211,7 +216,13 @@ def test_the_cap_is_kept_whatever_happens(tmp_path: Path) -> None:
 
     rng = random.Random(1)
     with opened(tmp_path) as store:
-        with patch.multiple(os, **{name: measured(getattr(os, name)) for name in ("pwrite", "posix_fallocate", "rename", "unlink")}):
+        with patch.multiple(
+            os,
+            **{
+                name: measured(getattr(os, name))
+                for name in ("pwrite", "posix_fallocate", "rename", "unlink")
+            },
+        ):
             for number in range(700):
                 if len(store) >= store.capacity:
                     store.forget(rng.sample(store.keys(), rng.choice((1, 1, 1, 12, store.capacity // 2))))
@@ -269,7 +280,9 @@ def test_a_smaller_cap_drops_what_was_not_used_for_longest(tmp_path: Path) -> No
 
 
 def test_a_cap_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"100 KiB is too little for KV in records of 64.0 KiB; allow 2\d\d KiB or more") as caught:
+    with pytest.raises(
+        StoreError, match=r"100 KiB is too little for KV in records of 64.0 KiB; allow 2\d\d KiB or more"
+    ) as caught:
         open_store(tmp_path, 100 << 10, 64 << 10)
     assert not os.listdir(tmp_path)
     least = int(str(caught.value).split("allow ")[1].split()[0]) + 1 << 10
@@ -510,7 +523,8 @@ def test_every_prefix_of_the_journal_is_a_journal(tmp_path: Path) -> None:
 
 
 def test_a_torn_tail_is_not_taken_for_entries_later(tmp_path: Path) -> None:
-    """What lies behind a torn tail, as a power loss may leave it, is not named again when the journal has grown to it."""
+    """What lies behind a torn tail, as a power loss may leave it, is not named again when the journal has
+    grown to it."""
     filled(tmp_path, range(6))
     whole = journal(tmp_path).read_bytes()
     flip(journal(tmp_path), 5 * ENTRY_BYTES)
@@ -524,7 +538,8 @@ def test_a_torn_tail_is_not_taken_for_entries_later(tmp_path: Path) -> None:
 
 
 def test_an_entry_of_an_older_journal_is_none(tmp_path: Path) -> None:
-    """Though it is sound: as in a file that was given the older one's place on the disk, and lost power before its tail was written."""
+    """Though it is sound: as in a file that was given the older one's place on the disk, and lost power
+    before its tail was written."""
     with opened(tmp_path) as store:
         put(store, range(6))
         store.forget([key_of(2)])
@@ -549,7 +564,11 @@ def test_a_new_journal_is_on_the_disk_before_it_takes_the_place_of_the_old(tmp_p
         right = getattr(os, name)
 
         def wrapped(*arguments: object) -> object:
-            what = os.readlink(f"/proc/self/fd/{arguments[0]}") if isinstance(arguments[0], int) else str(arguments[0])
+            what = (
+                os.readlink(f"/proc/self/fd/{arguments[0]}")
+                if isinstance(arguments[0], int)
+                else str(arguments[0])
+            )
             calls.append(f"{name} {Path(what).name}")
             return right(*arguments)
 
@@ -592,7 +611,10 @@ def test_records_of_another_identity_are_never_served(tmp_path: Path) -> None:
         put(store, range(8), salt=1)
         assert directory_of(tmp_path, other) == store.path != directory_of(tmp_path, IDENTITY)
     ours, theirs = directory_of(tmp_path, IDENTITY), directory_of(tmp_path, other)
-    for names, quarantined in (([path.name for path in files(tmp_path)], 8), ([path.name for path in files(tmp_path)] + [JOURNAL], 0)):
+    for names, quarantined in (
+        ([path.name for path in files(tmp_path)], 8),
+        ([path.name for path in files(tmp_path)] + [JOURNAL], 0),
+    ):
         copy = tmp_path / f"copy-{quarantined}"
         shutil.copytree(ours, directory_of(copy, IDENTITY))
         for name in names:
@@ -612,14 +634,18 @@ def test_a_record_in_the_place_of_another_is_not_served(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         (path, one), (_, other) = place_of(store, 0), place_of(store, 1)
         data = bytearray(path.read_bytes())
-        data[one : one + PAGE], data[other : other + PAGE] = data[other : other + PAGE], data[one : one + PAGE]
+        data[one : one + PAGE], data[other : other + PAGE] = (
+            data[other : other + PAGE],
+            data[one : one + PAGE],
+        )
         path.write_bytes(data)
         assert held(store, range(3)) == {2}
         assert store.stats.quarantined == 2
 
 
 def test_a_seal_is_of_a_record_of_this_identity_and_key(tmp_path: Path) -> None:
-    """Even where an entry of the journal vouches for the bytes, if they were written under another key or by another model."""
+    """Even where an entry of the journal vouches for the bytes, if they were written under another key or by
+    another model."""
     filled(tmp_path, range(3))
     with opened(tmp_path) as store:
         assert store._journal is not None
@@ -646,7 +672,10 @@ def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
     """What the journal named when they opened it, as long as it is there; and they change nothing."""
     with opened(tmp_path) as store:
         put(store, range(16))
-        with pytest.raises(StoreLocked, match=r"another process writes KV to .*; wait for it, open it to read only, or name another"):
+        with pytest.raises(
+            StoreLocked,
+            match=r"another process writes KV to .*; wait for it, open it to read only, or name another",
+        ):
             open_store(tmp_path)
         with opened(tmp_path, read_only=True) as reader:
             assert reader.read_only
@@ -702,7 +731,8 @@ FULL = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG]
 @pytest.mark.parametrize("fault", FULL)
 @pytest.mark.parametrize("where", ["segment", "record", "table", "journal"])
 def test_a_write_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, where: str, fault: int) -> None:
-    """Wherever it fails, also in the midst. The others are there, also later; and when the disk works again, so does the store."""
+    """Wherever it fails, also in the midst. The others are there, also later; and when the disk works again,
+    so does the store."""
 
     def there(file: int, data: object, offset: int) -> bool:
         if where == "segment":
@@ -732,7 +762,11 @@ def test_a_write_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, wh
 
 def test_a_segment_that_could_not_be_made_nor_removed_is_not_tried_again(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        with failing("posix_fallocate", errno.ENOSPC), failing("unlink", errno.EIO), pytest.raises(StoreError, match="No space"):
+        with (
+            failing("posix_fallocate", errno.ENOSPC),
+            failing("unlink", errno.EIO),
+            pytest.raises(StoreError, match="No space"),
+        ):
             put(store, [1])
         finish(store)
         put(store, range(3))
@@ -841,7 +875,9 @@ class Clock:
         return self.now
 
 
-def test_a_disk_that_fails_to_be_read_is_left_alone_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fails_to_be_read_is_left_alone_for_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     filled(tmp_path, range(4))
     clock = Clock()
     with opened(tmp_path, clock=clock) as store, caplog.at_level(logging.WARNING, LOGGER):
@@ -870,7 +906,9 @@ def test_a_disk_that_fails_to_be_read_is_left_alone_for_a_while(tmp_path: Path, 
         assert len(caplog.records) == 3
 
 
-def test_a_disk_that_fails_to_be_written_is_left_alone_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fails_to_be_written_is_left_alone_for_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = Clock()
     with opened(tmp_path, clock=clock) as store, caplog.at_level(logging.WARNING, LOGGER):
         put(store, range(4))
@@ -910,7 +948,9 @@ def test_a_directory_that_vanishes_is_misses_and_failed_writes(tmp_path: Path) -
 def test_directories_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     """With what to do; nothing of what is there is touched."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot be written: Not a directory; mend that, or name another directory"):
+    with pytest.raises(
+        StoreError, match="cannot be written: Not a directory; mend that, or name another directory"
+    ):
         open_store(tmp_path / "file")
     filled(tmp_path, range(8))
     for call, fault in (
@@ -1042,8 +1082,8 @@ def test_compaction_on_a_full_disk_loses_nothing(tmp_path: Path) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """A store beside a dictionary, under everything that may happen to it. A read gives the right bytes or none, and none only for a
-    reason: `must` are the records for which there is no such reason."""
+    """A store beside a dictionary, under everything that may happen to it. A read gives the right bytes or
+    none, and none only for a reason: `must` are the records for which there is no such reason."""
 
     @initialize()
     def begin(self) -> None:
@@ -1061,7 +1101,8 @@ class Life(RuleBasedStateMachine):
         return Path(self.folder.name) / str(self.lives)
 
     def clock(self) -> float:
-        """So fast that nothing stays off, but for a rest: a disk that fails is tried again and again, and there would be none."""
+        """So fast that nothing stays off, but for a rest: a disk that fails is tried again and again, and
+        there would be none."""
         self.now += 0 if self.resting else 2 * RETRY_SECONDS
         return self.now
 
@@ -1171,7 +1212,9 @@ class Life(RuleBasedStateMachine):
         due = {number for number, task in self.pending.items() if task.done and task.fault is None}
         old, self.lives = self.directory, self.lives + 1
         for _ in range(50):
-            with suppress(shutil.Error, FileNotFoundError):  # A file that went while it was being listed: no moment at all.
+            with suppress(
+                shutil.Error, FileNotFoundError
+            ):  # A file that went while it was being listed: no moment at all.
                 shutil.copytree(old, self.directory)
                 break
             shutil.rmtree(self.directory)
@@ -1198,7 +1241,9 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=int(os.environ.get("PENSTOCK_LIVES", "25")), stateful_step_count=40, deadline=None)
+TestLife.settings = settings(
+    max_examples=int(os.environ.get("PENSTOCK_LIVES", "25")), stateful_step_count=40, deadline=None
+)
 
 
 # ---- interrupts
@@ -1213,7 +1258,8 @@ def calm(store: BlockStore, noted: list[Task]) -> None:
 
 
 def test_an_interrupt_of_a_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    """At any place. What was there is there; the record is whole or not there, and may be written; what it was written from is free."""
+    """At any place. What was there is there; the record is whole or not there, and may be written; what it
+    was written from is free."""
     filled(tmp_path / "right", range(5))
     early = late = 0
     for place in range(1000):
@@ -1338,7 +1384,8 @@ def test_an_interrupt_of_closing_is_made_up_for(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """Before and in the midst of all that changes the disk, a copy of the directory, as a kill would leave it then."""
+    """Before and in the midst of all that changes the disk, a copy of the directory, as a kill would leave it
+    then."""
 
     CALLS = ("pwrite", "posix_fallocate", "rename", "unlink", "ftruncate", "truncate", "fsync")
 
@@ -1381,14 +1428,17 @@ class Recorder:
 
 
 def test_a_kill_between_any_two_calls_loses_nothing_that_was_published(tmp_path: Path) -> None:
-    """All that a store does, with a copy of its directory at every call and within every write. In each there is what had been published
-    and not forgotten, whole; nothing else is wrong either, and the store goes on."""
+    """All that a store does, with a copy of its directory at every call and within every write. In each there
+    is what had been published and not forgotten, whole; nothing else is wrong either, and the store goes
+    on."""
     cap, compactions = 300 << 10, 0
     tasks: dict[int, Task] = {}
     forgotten: set[int] = set()
 
     def due() -> set[int]:
-        return {number for number, task in list(tasks.items()) if task.done and task.fault is None} - forgotten
+        return {
+            number for number, task in list(tasks.items()) if task.done and task.fault is None
+        } - forgotten
 
     def forget(store: BlockStore, numbers: Iterable[int]) -> None:
         forgotten.update(numbers)
@@ -1399,7 +1449,9 @@ def test_a_kill_between_any_two_calls_loses_nothing_that_was_published(tmp_path:
         for first, count in ((0, 24), (100, 10)):
             with opened(tmp_path / "first", cap) as store:
                 for number in range(first, first + count):
-                    while isinstance((task := store.write(key_of(number), payload(number), nothing)).fault, StoreFull):
+                    while isinstance(
+                        (task := store.write(key_of(number), payload(number), nothing)).fault, StoreFull
+                    ):
                         forget(store, sorted(known(store))[:9:3])
                         finish(store)
                     tasks[number] = task
@@ -1430,8 +1482,8 @@ def test_a_kill_between_any_two_calls_loses_nothing_that_was_published(tmp_path:
 
 
 def refilled(store: BlockStore, first: int, count: int, budget: int) -> None:
-    """Records that are written while the oldest are forgotten, whenever there is no room: within the budget, though a kill in the midst of
-    compaction may have left it without room of its own."""
+    """Records that are written while the oldest are forgotten, whenever there is no room: within the budget,
+    though a kill in the midst of compaction may have left it without room of its own."""
     late, numbers = time.monotonic() + LONG, range(first, first + count)
     for number in numbers:
         while isinstance((task := store.write(key_of(number), payload(number), nothing)).fault, StoreFull):
@@ -1496,7 +1548,8 @@ for line in sys.stdin:
 
 
 def test_killed_at_any_time_it_is_whole(tmp_path: Path) -> None:
-    """A process that writes, forgets and compacts is killed again and again, and each finds what the ones before have left."""
+    """A process that writes, forgets and compacts is killed again and again, and each finds what the ones
+    before have left."""
     assert not files(tmp_path)
     kills = int(os.environ.get("PENSTOCK_KILLS", "12"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -1509,7 +1562,12 @@ def test_killed_at_any_time_it_is_whole(tmp_path: Path) -> None:
         for seed in range(kills):
             print(tmp_path, seed, file=zygote.stdin, flush=True)
             child = int(zygote.stdout.readline())
-            log, path, lines, late = tmp_path / "log", directory_of(tmp_path, IDENTITY), rng.randrange(300), time.monotonic() + LONG
+            log, path, lines, late = (
+                tmp_path / "log",
+                directory_of(tmp_path, IDENTITY),
+                rng.randrange(300),
+                time.monotonic() + LONG,
+            )
             while lines and (not log.exists() or len(log.read_bytes().splitlines()) < lines):
                 assert time.monotonic() < late, "a child does nothing"
             time.sleep(rng.uniform(0, 0.02))
@@ -1585,7 +1643,8 @@ def test_what_it_makes_nobody_else_may_write_whatever_the_umask(tmp_path: Path) 
 
 
 def test_forged_records_are_not_served(tmp_path: Path) -> None:
-    """By somebody who may write all files and knows all that is in them and how it is laid out, but for the key."""
+    """By somebody who may write all files and knows all that is in them and how it is laid out, but for the
+    key."""
     filled(tmp_path, range(20))
     forger = Seal(bytes.fromhex(directory_of(tmp_path).name.partition("-")[2]), bytes(32))
     with opened(tmp_path) as store:
@@ -1598,7 +1657,9 @@ def test_forged_records_are_not_served(tmp_path: Path) -> None:
                 file.seek(at)
                 file.write(data)
             segment, slot = store._space.find(store._index[key_of(number)])
-            items.append(replace(segment.item(key_of(number), slot), seal=forger.of(key_of(number), data.data)))
+            items.append(
+                replace(segment.item(key_of(number), slot), seal=forger.of(key_of(number), data.data))
+            )
         store._journal.append(Kind.WRITTEN, items)
     with opened(tmp_path) as store:
         assert held(store, range(20)) == {18, 19}

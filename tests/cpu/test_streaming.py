@@ -1,4 +1,5 @@
-"""Models larger than their memory give the same tokens and log-probabilities, bit for bit, or an error; never a wrong token."""
+"""Models larger than their memory give the same tokens and log-probabilities, bit for bit, or an error; never
+a wrong token."""
 
 import json
 import shutil
@@ -45,13 +46,18 @@ SETTINGS = {
 ALL = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
 LONGER = SamplingParams(temperature=0.8, seed=3, max_tokens=14, ignore_eos=True, logprobs=-1)
 FEW = ["llama_tied", "mixtral"]
-KINDS = [(name, kind) for name in tiny.SOME for kind in ("both", "host", "disk", "least") if kind == "both" or name in FEW]
+KINDS = [
+    (name, kind)
+    for name in tiny.SOME
+    for kind in ("both", "host", "disk", "least")
+    if kind == "both" or name in FEW
+]
 
 
 @pytest.fixture(autouse=True)
 def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are counted by shape: what is measured of them depends on the memory that the tests before have left. Links are not
-    measured again and again either; what streams, and where, is the same."""
+    """Activations are counted by shape: what is measured of them depends on the memory that the tests before
+    have left. Links are not measured again and again either; what streams, and where, is the same."""
     monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
     monkeypatch.setattr(placing, "copy_rate", lambda *_: 25e9)
     monkeypatch.setattr(placing, "file_read", lambda *_: _Rate(3e9))
@@ -82,8 +88,8 @@ class Resident:
 
 
 def rounds(llm: LLM) -> tuple[tuple[Completion, ...], tuple[Completion, ...]]:
-    """Prompts of all lengths at once, with everything that can be told of them; then sampled, some of it from the prefix cache, with so
-    many blocks that some are sent back."""
+    """Prompts of all lengths at once, with everything that can be told of them; then sampled, some of it from
+    the prefix cache, with so many blocks that some are sent back."""
     first = tuple(llm.generate(tiny.prompts(), ALL))
     again = tuple(llm.generate(tiny.prompts(), LONGER))
     assert llm.stats().preemptions > 0
@@ -103,12 +109,15 @@ def resident(name: str) -> Resident:
         budget = llm.booted.budget
         sizes = {layout.id: -(-layout.size // 4096) * 4096 for layout in llm.booted.weights._layouts.values()}
     experts = [size for id, size in sizes.items() if id.kind is GroupKind.EXPERT]
-    least = max(size for id, size in sizes.items() if id.kind is not GroupKind.EXPERT) + 2 * max(experts, default=0)
+    least = max(size for id, size in sizes.items() if id.kind is not GroupKind.EXPERT) + 2 * max(
+        experts, default=0
+    )
     return Resident(first, again, budget.activations + budget.kv, budget.weights, least)
 
 
 def budgets(name: str, kind: str) -> dict[str, int]:
-    """Memory so that weights rest on the device and the host, the device and the disk, all three, or stream through the smallest rings."""
+    """Memory so that weights rest on the device and the host, the device and the disk, all three, or stream
+    through the smallest rings."""
     whole = resident(name)
     beside, weights = whole.beside, whole.weights
     part = 0.5 if "moe" in name or "mix" in name else 0.35
@@ -121,7 +130,10 @@ def budgets(name: str, kind: str) -> dict[str, int]:
         case "both":
             return {"device_memory": device, "host_memory": device + int(part * weights)}
         case _:
-            return {"device_memory": beside + whole.least, "host_memory": beside + whole.least + int(part * weights)}
+            return {
+                "device_memory": beside + whole.least,
+                "host_memory": beside + whole.least + int(part * weights),
+            }
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
@@ -199,7 +211,9 @@ def test_a_flipped_byte_in_any_group_is_an_error_that_names_it(name: str, tmp_pa
         with pytest.raises(CheckpointError) as caught:
             use_everything(tmp_path / "pack", name)
         flip(store, at)
-        assert all(part in str(caught.value) for part in (str(store), f"group {run.id},", f"at byte {run.offset}")), str(caught.value)
+        assert all(
+            part in str(caught.value) for part in (str(store), f"group {run.id},", f"at byte {run.offset}")
+        ), str(caught.value)
         assert "\n" not in str(caught.value)
     with streamed(tmp_path / "pack", name) as llm:
         assert tuple(llm.generate(tiny.prompts(), ALL)) == resident(name).completions
@@ -243,7 +257,10 @@ def test_a_store_of_another_model_is_an_error(tmp_path: Path) -> None:
     with Checkpoint.open(other) as checkpoint:
         write_pack(checkpoint, tmp_path / "foreign", "float32")
     shutil.copy(tmp_path / "foreign" / STORE, tmp_path / "pack" / STORE)
-    with pytest.raises(CheckpointError, match=r"group \S+, .* is damaged"), streamed(tmp_path / "pack", "llama") as llm:
+    with (
+        pytest.raises(CheckpointError, match=r"group \S+, .* is damaged"),
+        streamed(tmp_path / "pack", "llama") as llm,
+    ):
         llm.generate(tiny.prompts(), ALL)
 
 
@@ -271,7 +288,9 @@ def test_a_trace_tells_a_consistent_story(name: str, packs: Path) -> None:
     tracks = defaultdict(list)
     for track, group, begin, end, more in trace._events:
         assert begin <= end
-        tracks["read" if track and track.startswith("disk read") else track].append((begin, end, group, more.get("bytes", 0)))
+        tracks["read" if track and track.startswith("disk read") else track].append(
+            (begin, end, group, more.get("bytes", 0))
+        )
     copies, uses, reads = (sorted(tracks[track]) for track in ("host to device", "compute", "read"))
     assert len(uses) > 20
     for before, after in pairwise(copies):
@@ -306,7 +325,8 @@ from penstock.engine import placing
 class Rate:
     read = 3e9
 
-placing.copy_rate, placing.file_read, placing.memory_read = (lambda *_: 25e9), (lambda *_: Rate), (lambda *_: 40e9)
+placing.copy_rate, placing.file_read = (lambda *_: 25e9), (lambda *_: Rate)
+placing.memory_read = lambda *_: 40e9
 torch.set_num_threads(1)
 process, budget = psutil.Process(), 100 << 20
 torch.randn(64, 64) @ torch.randn(64, 64)
@@ -318,7 +338,8 @@ def watch():
 
 watching = threading.Thread(target=watch)
 watching.start()
-with LLM(sys.argv[1], device="cpu", dtype="float32", device_memory=budget, max_length=64, max_step_tokens=16, max_sequences=2) as llm:
+limits = {"max_length": 64, "max_step_tokens": 16, "max_sequences": 2}
+with LLM(sys.argv[1], device="cpu", dtype="float32", device_memory=budget, **limits) as llm:
     [completion] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     stats = llm.booted.weights.stats()
 over.set()
@@ -326,15 +347,19 @@ watching.join()
 print(json.dumps([most[0] - before, stats.disk, stats.read, len(completion.tokens)]))
 """
 SLACK = 60 << 20
-"""What Python, torch and threads take besides: code that is loaded as it is first run, and each thread's own stack and heap."""
+"""What Python, torch and threads take besides: code that is loaded as it is first run, and each thread's own
+stack and heap."""
 
 
 def test_a_model_three_times_its_budget_stays_within_it(tmp_path: Path) -> None:
-    """A fresh process, whose memory is watched from before the engine is made until it is closed, but for measuring."""
+    """A fresh process, whose memory is watched from before the engine is made until it is closed, but for
+    measuring."""
     model = large(tmp_path / "model")
     with Checkpoint.open(model) as checkpoint:
         write_pack(checkpoint, tmp_path / "pack", "float32")
-    output = subprocess.run([sys.executable, "-c", _MEASURE, tmp_path / "pack"], check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", _MEASURE, tmp_path / "pack"], check=True, capture_output=True, text=True
+    ).stdout
     grown, disk, read, tokens = json.loads(output)
     assert disk > 200 << 20
     assert read >= 3 * disk
@@ -345,15 +370,33 @@ def test_a_model_three_times_its_budget_stays_within_it(tmp_path: Path) -> None:
 def large(path: Path) -> Path:
     """A random llama of 300 MB: the tiny one's config, wider and deeper."""
     config = json.loads((tiny.checkpoint("llama") / "config.json").read_text())
-    config |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 19, "head_dim": 128, "vocab_size": 1024}
+    config |= {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 19,
+        "head_dim": 128,
+        "vocab_size": 1024,
+    }
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    shapes = {"model.embed_tokens.weight": (1024, 512), "model.norm.weight": (512,), "lm_head.weight": (1024, 512)}
+    shapes = {
+        "model.embed_tokens.weight": (1024, 512),
+        "model.norm.weight": (512,),
+        "lm_head.weight": (1024, 512),
+    }
     for layer in range(19):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.{norm}_layernorm.weight": (512,) for norm in ("input", "post_attention")}
-        shapes |= {f"{at}.self_attn.{name}_proj.weight": (size, 512) for name, size in (("q", 512), ("k", 256), ("v", 256), ("o", 512))}
-        shapes |= {f"{at}.mlp.{name}_proj.weight": (2048, 512) for name in ("gate", "up")} | {f"{at}.mlp.down_proj.weight": (512, 2048)}
+        shapes |= {
+            f"{at}.self_attn.{name}_proj.weight": (size, 512)
+            for name, size in (("q", 512), ("k", 256), ("v", 256), ("o", 512))
+        }
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (2048, 512) for name in ("gate", "up")} | {
+            f"{at}.mlp.down_proj.weight": (512, 2048)
+        }
     generator = torch.Generator().manual_seed(0)
-    save_file({name: torch.randn(shape, generator=generator) * 0.03 for name, shape in shapes.items()}, path / "model.safetensors")
+    save_file(
+        {name: torch.randn(shape, generator=generator) * 0.03 for name, shape in shapes.items()},
+        path / "model.safetensors",
+    )
     return path

@@ -1,4 +1,5 @@
-"""Outputs that are held to a structure: each is what was asked for, whatever else runs, and who asks for too much is told at once."""
+"""Outputs that are held to a structure: each is what was asked for, whatever else runs, and who asks for too
+much is told at once."""
 
 import gc
 import json
@@ -44,7 +45,14 @@ from servers import FLAGS, Server, serving  # noqa: E402
 from streams import LONG  # noqa: E402
 from worlds import sampling  # noqa: E402
 
-SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_length": 256, "block_size": 4, "max_sequences": 12, "check": True}
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_length": 256,
+    "block_size": 4,
+    "max_sequences": 12,
+    "check": True,
+}
 SCARCE = {"kv_blocks": 32}
 """Room for one request of all its length, and a little more."""
 PROMPT = "Once upon a time"
@@ -79,7 +87,10 @@ def is_sum(text: str) -> bool:
 
 KINDS: dict[str, tuple[Structure, Callable[[str], object]]] = {
     "schema": (Structure.json_schema(PERSON), lambda text: valid(json.loads(text), PERSON)),
-    "regex": (Structure.regex(r"(\w{1,5} ){2,4}\d{2}:\d{2}"), lambda text: re.fullmatch(r"(\w{1,5} ){2,4}\d{2}:\d{2}", text)),
+    "regex": (
+        Structure.regex(r"(\w{1,5} ){2,4}\d{2}:\d{2}"),
+        lambda text: re.fullmatch(r"(\w{1,5} ){2,4}\d{2}:\d{2}", text),
+    ),
     "choice": (Structure.choice(NAMES), lambda text: text in NAMES),
     "grammar": (Structure.lark(SUM), is_sum),
 }
@@ -101,7 +112,11 @@ def valid(value: object, schema: Mapping[str, Any]) -> bool:
             )
         case "array":
             size = schema.get("minItems", 0), schema["maxItems"]
-            return isinstance(value, list) and size[0] <= len(value) <= size[1] and all(valid(one, schema["items"]) for one in value)
+            return (
+                isinstance(value, list)
+                and size[0] <= len(value) <= size[1]
+                and all(valid(one, schema["items"]) for one in value)
+            )
         case "string":
             return isinstance(value, str) and schema.get("minLength", 0) <= len(value) <= schema["maxLength"]
         case "integer":
@@ -121,9 +136,19 @@ def some_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         case "object":
             names = rng.sample(["a", "b c", "ü", '"', "long_name"], rng.randint(1, 3))
             parts = {name: some_schema(rng, depth + 1) for name in names}
-            return {"type": "object", "properties": parts, "required": names[: rng.randint(0, 2)], "additionalProperties": False}
+            return {
+                "type": "object",
+                "properties": parts,
+                "required": names[: rng.randint(0, 2)],
+                "additionalProperties": False,
+            }
         case "array":
-            return {"type": "array", "items": some_schema(rng, depth + 1), "minItems": rng.randint(0, 1), "maxItems": 2}
+            return {
+                "type": "array",
+                "items": some_schema(rng, depth + 1),
+                "minItems": rng.randint(0, 1),
+                "maxItems": 2,
+            }
         case "string":
             return {"type": "string", "minLength": rng.randint(0, 2), "maxLength": 6}
         case "integer":
@@ -156,7 +181,10 @@ def asked() -> Asked:
             made.prompts.append(f"{PROMPT} {at}")
             made.params.append(SamplingParams(structure=structure, max_tokens=100, **way))
         made.prompts += ["The sea", "A boat"]
-        made.params += [SamplingParams(temperature=0, max_tokens=9 + at), SamplingParams(seed=at, max_tokens=20, repetition_penalty=1.2)]
+        made.params += [
+            SamplingParams(temperature=0, max_tokens=9 + at),
+            SamplingParams(seed=at, max_tokens=20, repetition_penalty=1.2),
+        ]
     return made
 
 
@@ -188,7 +216,11 @@ def tokens(completions: Sequence[Completion]) -> list[list[tuple[int, ...]]]:
 def never(text: str) -> dict[int, float]:
     """Of the tokens that begin so."""
     tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
-    return {token: -math.inf for token in range(tokenizer.vocabulary_size) if tokenizer.token_text(token).startswith(text)}
+    return {
+        token: -math.inf
+        for token in range(tokenizer.vocabulary_size)
+        if tokenizer.token_text(token).startswith(text)
+    }
 
 
 # ---- what comes of them
@@ -207,7 +239,9 @@ def test_every_output_is_what_was_asked_for(llm: LLM, found: list[Completion]) -
             assert output.tokens[-1] in (0, 1), "an end token is the last"
             assert (output.logprobs is not None) == (params.logprobs is not None)
     assert outputs == 16
-    assert any(entry.rank > 1 for one in found for entry in one.logprobs or ()), "no structure ever kept the model from anything"
+    assert any(entry.rank > 1 for one in found for entry in one.logprobs or ()), (
+        "no structure ever kept the model from anything"
+    )
 
 
 def test_who_has_none_says_what_it_would_without_them(llm: LLM, found: list[Completion]) -> None:
@@ -228,18 +262,27 @@ def test_any_object_and_the_outputs_of_random_schemas(llm: LLM) -> None:
     rng = random.Random(11)
     schemas = [some_schema(rng) for _ in range(24)]
     params = [
-        SamplingParams(structure=Structure.json_schema(TIGHT | one), seed=at, temperature=at % 3, max_tokens=240)
+        SamplingParams(
+            structure=Structure.json_schema(TIGHT | one), seed=at, temperature=at % 3, max_tokens=240
+        )
         for at, one in enumerate(schemas)
     ]
     for one, schema in zip(llm.generate([PROMPT] * len(schemas), params), schemas, strict=True):
         assert one.finish_reason == "stop", (one.text, schema)
         assert valid(json.loads(one.text), schema), (one.text, schema)
-    wished = {token: 30.0 for text in ("}", '"}', "{}") if len(ids := llm.tokenizer.encode(text, special=False)) == 1 for token in ids}
+    wished = {
+        token: 30.0
+        for text in ("}", '"}', "{}")
+        if len(ids := llm.tokenizer.encode(text, special=False)) == 1
+        for token in ids
+    }
     any_object = SamplingParams(structure=Structure.json_object(), logit_bias=wished, seed=1, max_tokens=100)
     assert isinstance(json.loads(llm.generate(PROMPT, any_object)[0].text), dict)
 
 
-def test_they_are_the_same_where_requests_push_each_other_out_and_steps_run_ahead(found: list[Completion]) -> None:
+def test_they_are_the_same_where_requests_push_each_other_out_and_steps_run_ahead(
+    found: list[Completion],
+) -> None:
     with patch.object(Runner, "ahead", True), LLM(**SETTINGS | SCARCE) as llm:
         assert tokens(llm.generate(ASKED.prompts, ASKED.params)) == tokens(found)
         assert llm.stats().preemptions > 0
@@ -249,7 +292,9 @@ def test_two_ranks_say_what_one_does(found: list[Completion]) -> None:
     with patch.object(Runner, "ahead", True), LLM(**SETTINGS | {"check": False}, tensor_parallel=2) as llm:
         few = slice(0, 5)
         assert tokens(llm.generate(ASKED.prompts[few], ASKED.params[few])) == tokens(found[few])
-        assert tokens(llm.generate(ASKED.prompts[0], ASKED.params[0])) == tokens(found[:1]), "it likes what is no JSON better, on each rank"
+        assert tokens(llm.generate(ASKED.prompts[0], ASKED.params[0])) == tokens(found[:1]), (
+            "it likes what is no JSON better, on each rank"
+        )
 
 
 def test_a_mask_that_does_not_know_the_newest_token_would_show(llm: LLM) -> None:
@@ -264,11 +309,15 @@ def test_a_mask_that_does_not_know_the_newest_token_would_show(llm: LLM) -> None
 def test_what_it_allows_comes_even_where_all_of_that_was_forbidden(llm: LLM) -> None:
     never = dict.fromkeys(range(llm.spec.vocab_size - 3), -math.inf)
     for temperature in (0, 1):
-        params = SamplingParams(structure=Structure.choice(["blue"]), logit_bias=never, temperature=temperature, max_tokens=9)
+        params = SamplingParams(
+            structure=Structure.choice(["blue"]), logit_bias=never, temperature=temperature, max_tokens=9
+        )
         assert llm.generate(PROMPT, params)[0].text == "blue"
 
 
-def test_an_output_that_cannot_be_followed_ends_and_says_so(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_output_that_cannot_be_followed_ends_and_says_so(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its structure grows with every token, beyond what the library does in a step. The others go on."""
     hard = SamplingParams(structure=Structure.regex("((a|b){1,100}){500}"), temperature=0, max_tokens=100)
     free = SamplingParams(temperature=0, max_tokens=60)
@@ -288,7 +337,11 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(llm: LLM, caplog: py
 @pytest.mark.parametrize(
     ("kind", "text", "why"),
     [
-        ("json_schema", {"properties": {"a": {"items": {"type": "text"}}}}, "Invalid type: text; at /properties/a/items"),
+        (
+            "json_schema",
+            {"properties": {"a": {"items": {"type": "text"}}}},
+            "Invalid type: text; at /properties/a/items",
+        ),
         (
             "json_schema",
             {"$defs": {"a": {"not": {}}}, "anyOf": [{}, {"$ref": "#/$defs/a"}]},
@@ -303,9 +356,17 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(llm: LLM, caplog: py
             '{"multipleOf": [{"multipleOf": %s}, {"multipleOf": %s}]}' % (("9" * 4300,) * 2),
             "comes to more than can be shown",
         ),
-        ("json_schema", {"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}, "has a common multiple of 99400891"),
+        (
+            "json_schema",
+            {"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]},
+            "has a common multiple of 99400891",
+        ),
         ("json_schema", '{"items":' * 600 + "{}" + "}" * 600, "601 values deep; 400 are allowed"),
-        ("json_schema", {"type": "object", "properties": {f"p{at}": {} for at in range(1500)}}, "make it simpler"),
+        (
+            "json_schema",
+            {"type": "object", "properties": {f"p{at}": {} for at in range(1500)}},
+            "make it simpler",
+        ),
         ("json_schema", {"x-guidance": 3}, "the JSON schema cannot be followed"),
         ("json_schema", '{"a":', "the JSON schema is not JSON: Expecting value: line 1 column 6"),
         ("json_schema", "[" * 50_000, "the JSON schema is not JSON"),
@@ -326,9 +387,17 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(llm: LLM, caplog: py
         ("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply nested"),
         ("lark", "start: " + "a{" * 9000 + '"a"' + "}" * 9000, "not supported"),
         ("lark", r'start: %json {"multiple\u004ff": 9999999}', "multipleOf comes to 9999999"),
-        ("lark", "start: " + '%json {"type": "integer", "multipleOf": 9001} ' * 20, "multipleOf comes to 180020"),
+        (
+            "lark",
+            "start: " + '%json {"type": "integer", "multipleOf": 9001} ' * 20,
+            "multipleOf comes to 180020",
+        ),
         ("lark", "start: %json {", "behind a %json in it is not JSON"),
-        ("lark", '{"grammars": [{"json_schema": {"multipleOf": 9999999}}]}', "the grammar cannot be followed"),
+        (
+            "lark",
+            '{"grammars": [{"json_schema": {"multipleOf": 9999999}}]}',
+            "the grammar cannot be followed",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -340,7 +409,9 @@ def test_what_is_no_structure_or_too_much_is_refused(llm: LLM, kind: str, text: 
 
 def test_rules_that_lead_one_to_the_next_by_thousands_take_no_process_down(llm: LLM) -> None:
     rules = "\n".join(f"a{at}: a{at + 1}" for at in range(4500))
-    parts = {f"d{at}": {"properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at in range(1000)} | {"d1000": {}}
+    parts = {f"d{at}": {"properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at in range(1000)} | {
+        "d1000": {}
+    }
     for structure in (
         Structure.lark(f'start: a0\n{rules}\na4500: "x"'),
         Structure.lark(f'start: A0\n{rules.upper()}\nA4500: "x"'),
@@ -362,7 +433,9 @@ def test_forms_behind_reasoning_are_what_they_are_alone(llm: LLM) -> None:
         (Structure.json_schema({"const": "%json {"}), '"%json {"'),
     ):
         assert may_be_behind(form)
-        params = SamplingParams(structure=behind_reasoning(form, THOUGHTS["think"], llm.tokenizer, opened=False), max_tokens=60)
+        params = SamplingParams(
+            structure=behind_reasoning(form, THOUGHTS["think"], llm.tokenizer, opened=False), max_tokens=60
+        )
         assert llm.generate(PROMPT, replace(params, logit_bias=never("<")))[0].text == text
     assert not may_be_behind(Structure.regex("(?ix) a # the end of the line matters\n b"))
 
@@ -371,8 +444,13 @@ def test_what_was_compiled_is_there_for_as_long_as_who_asked_for_it(llm: LLM) ->
     """However many others come, nothing is compiled where steps are computed. Then it is given back."""
     with patch.object(compiled, "_KEPT", compiled._WEIGHT * 2 + 40), LLM(**SETTINGS) as llm:
         texts = [f"{word} {word}" for word in ("one", "two", "three", "four", "five")]
-        ready = [llm.read(PROMPT, SamplingParams(structure=Structure.choice([text]), max_tokens=60, n=2)) for text in texts]
-        with patch.object(compiled._Vocabulary, "compile", side_effect=AssertionError("it is compiled again")) as again:
+        ready = [
+            llm.read(PROMPT, SamplingParams(structure=Structure.choice([text]), max_tokens=60, n=2))
+            for text in texts
+        ]
+        with patch.object(
+            compiled._Vocabulary, "compile", side_effect=AssertionError("it is compiled again")
+        ) as again:
             jobs = [llm.begin(one) for one in ready]
             llm.read(PROMPT, SamplingParams(structure=Structure.choice(texts[:1])))
             while not all(job.done for job in jobs):
@@ -403,8 +481,13 @@ def test_requests_hold_no_more_than_there_is_room_for(llm: LLM) -> None:
 
 
 def test_what_takes_the_library_too_long_is_refused_and_holds_up_nobody(llm: LLM) -> None:
-    """It cannot be told to stop: some are left to themselves, and while they go on nothing new is compiled."""
-    structures, going, easy = Structures(lambda: llm.tokenizer, llm.spec.vocab_size, (1,)), threading.Event(), Structure.regex("a")
+    """It cannot be told to stop: some are left to themselves, and while they go on nothing new is
+    compiled."""
+    structures, going, easy = (
+        Structures(lambda: llm.tokenizer, llm.spec.vocab_size, (1,)),
+        threading.Event(),
+        Structure.regex("a"),
+    )
     structures.check(easy, {1})
     assert structures._vocabulary is not None
     real, structures._vocabulary._matcher = structures._vocabulary._matcher, lambda *_, **__: going.wait(LONG)  # type: ignore[assignment]
@@ -417,7 +500,9 @@ def test_what_takes_the_library_too_long_is_refused_and_holds_up_nobody(llm: LLM
         with pytest.raises(compiled.CrowdedError, match="try again later"):
             structures.check(Structure.regex("b"), {1})
         structures.check(easy, {1})
-        busy: Any = SimpleNamespace(read=lambda *_: structures.check(Structure.regex("b"), {1}), tokenizer=llm.tokenizer)
+        busy: Any = SimpleNamespace(
+            read=lambda *_: structures.check(Structure.regex("b"), {1}), tokenizer=llm.tokenizer
+        )
         with pytest.raises(BusyError, match="try again later") as refused:
             read(busy, decoded(b'{"model": "a", "prompt": "b"}', CompletionRequest))
         assert refused.value.seconds > 0
@@ -444,7 +529,10 @@ def test_settings_that_are_against_its_end_are_refused(llm: LLM) -> None:
             SamplingParams(structure=form, **more)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="must be a Structure"):
         SamplingParams(structure="[a-z]")  # type: ignore[arg-type]
-    with pytest.raises(StructureError, match=r"pip install 'penstock\[grammar\]'"), patch.dict(sys.modules, {"llguidance": None}):
+    with (
+        pytest.raises(StructureError, match=r"pip install 'penstock\[grammar\]'"),
+        patch.dict(sys.modules, {"llguidance": None}),
+    ):
         Structures(lambda: llm.tokenizer, llm.spec.vocab_size, ()).check(form, {1})
     with pytest.raises(StructureError, match=r"needs a tokenizer.*tokenizer\.json"):
         Structures(lambda: None, 97, ()).check(form, {1})
@@ -457,11 +545,26 @@ def test_settings_that_are_against_its_end_are_refused(llm: LLM) -> None:
 
 def spaced() -> Tokenizer:
     """As sentencepiece makes them: a space before each text, a token for each byte, some twice."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *'▁{}":,a1ba', "▁a", 'a"', "▁1", "ab", "}}"]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *'▁{}":,a1ba',
+        "▁a",
+        'a"',
+        "▁1",
+        "ab",
+        "}}",
+    ]
     merges = [("▁", "a"), ("a", "b"), ("}", "}")]
-    inner = tokenizers.Tokenizer(models.BPE({word: at for at, word in enumerate(dict.fromkeys(words))}, merges, byte_fallback=True))
+    inner = tokenizers.Tokenizer(
+        models.BPE({word: at for at, word in enumerate(dict.fromkeys(words))}, merges, byte_fallback=True)
+    )
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])  # type: ignore[assignment]
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )  # type: ignore[assignment]
     inner.add_special_tokens(["<s>", "</s>"])
     return Tokenizer(inner, {}, {})
 
@@ -477,7 +580,11 @@ def walk(structures: Structures, row: int, seed: int, ends: frozenset[int], most
         structures.take(Row(row), [token])
         if token in ends:
             [mask], _ = structures.masks([Row(row)])
-            assert set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))) - {structures._size} == ends
+            assert (
+                set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")))
+                - {structures._size}
+                == ends
+            )
             return said
         said.append(token)
     raise AssertionError("it does not end")
@@ -485,10 +592,16 @@ def walk(structures: Structures, row: int, seed: int, ends: frozenset[int], most
 
 @pytest.mark.parametrize(
     ("make", "size", "end"),
-    [(spaced, 300, 2), (spaced, 270, 2), (spaced, 280, 266), (lambda: Tokenizer.from_directory(SHIPPED_MODEL), 4200, 4199)],
+    [
+        (spaced, 300, 2),
+        (spaced, 270, 2),
+        (spaced, 280, 266),
+        (lambda: Tokenizer.from_directory(SHIPPED_MODEL), 4200, 4199),
+    ],
 )
 def test_other_tokenizers_and_vocabularies(make: Callable[[], Tokenizer], size: int, end: int) -> None:
-    """One with a space before each text; ids that the tokenizer does not know, and one of them is the end; an end that is written "1"."""
+    """One with a space before each text; ids that the tokenizer does not know, and one of them is the end; an
+    end that is written "1"."""
     tokenizer, ends = make(), frozenset({end})
     structures = Structures(lambda: tokenizer, size, ends)
     form = Structure.json_schema(
@@ -534,7 +647,10 @@ def test_a_text_that_there_is_no_choice_of_comes_in_the_tokens_that_the_model_kn
         form = replace(sampling(end=ends), structure=Structure.choice([text]))
         structures.begin(Row(0), form)
         said = walk(structures, 0, 1, ends, 1300)
-        assert said[: len(said) // 2] == tokenizer.encode(f"\n{text}", special=False)[-len(said) :][: len(said) // 2]
+        assert (
+            said[: len(said) // 2]
+            == tokenizer.encode(f"\n{text}", special=False)[-len(said) :][: len(said) // 2]
+        )
         structures.close()
 
 
@@ -577,7 +693,11 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
     logits[4] = -torch.inf
     before, rows = logits.clone(), {share: Row(share) for share in range(2, count + 2)}
     for row in rows.values():
-        masks.admit(Admission(row, replace(sampling(), structure=Structure.regex("a")), (1,), (8, 9) if row == 2 else ()))
+        masks.admit(
+            Admission(
+                row, replace(sampling(), structure=Structure.regex("a")), (1,), (8, 9) if row == 2 else ()
+            )
+        )
     assert guide.heard == [], "nothing is made of a structure before a pass is under way"
     assert masks.put(logits, rows) == {3}
     for share, row in zip(rows, allowed, strict=True):
@@ -608,7 +728,9 @@ def test_draws_where_nearly_nothing_is_possible() -> None:
         wishes = torch.tensor([[row, 0.7, top_k, top_p, min_p, 0.9] for row in range(3)], dtype=torch.float64)
         drawn = torch.zeros(3, dtype=torch.int64)
         triton_sampling.draw(logits, wishes, drawn)
-        assert drawn.tolist() == draw_reference(logits, wishes).tolist() == [140, 3, 7 if top_p == 0.3 else 100]
+        assert (
+            drawn.tolist() == draw_reference(logits, wishes).tolist() == [140, 3, 7 if top_p == 0.3 else 100]
+        )
 
 
 # ---- over HTTP, and on the command line
@@ -632,16 +754,32 @@ def test_the_official_client_gets_answers_of_a_form(client: Any) -> None:
     assert valid(json.loads(whole.message.content), PERSON)
     stream = client.chat.completions.create(**usual, response_format=FORMAT, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
-    cut = client.chat.completions.create(**usual | {"max_tokens": 5}, response_format={"type": "json_object"}).choices[0]
+    cut = client.chat.completions.create(
+        **usual | {"max_tokens": 5}, response_format={"type": "json_object"}
+    ).choices[0]
     assert (cut.finish_reason, cut.message.content[0]) == ("length", "{")
-    plain = client.chat.completions.create(**usual | {"max_tokens": 5}, response_format={"type": "text"}).choices[0]
+    plain = client.chat.completions.create(
+        **usual | {"max_tokens": 5}, response_format={"type": "text"}
+    ).choices[0]
     assert not plain.message.content.startswith("{")
     for wish, (_, right) in zip(
-        ({"json": PERSON}, {"regex": r"(\w{1,5} ){2,4}\d{2}:\d{2}"}, {"choice": NAMES}, {"grammar": SUM}, {"json": json.dumps(PERSON)}),
+        (
+            {"json": PERSON},
+            {"regex": r"(\w{1,5} ){2,4}\d{2}:\d{2}"},
+            {"choice": NAMES},
+            {"grammar": SUM},
+            {"json": json.dumps(PERSON)},
+        ),
         [*KINDS.values(), KINDS["schema"]],
         strict=True,
     ):
-        asked = {"model": "shipped", "prompt": PROMPT, "max_tokens": 300, "seed": 3, "extra_body": {"structured_outputs": wish}}
+        asked = {
+            "model": "shipped",
+            "prompt": PROMPT,
+            "max_tokens": 300,
+            "seed": 3,
+            "extra_body": {"structured_outputs": wish},
+        }
         assert right(client.completions.create(**asked).choices[0].text)
 
 
@@ -657,19 +795,31 @@ def test_the_official_client_gets_answers_of_a_form(client: Any) -> None:
             "response_format",
             "Invalid type: text",
         ),
-        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "leave one of them out"),
+        (
+            {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "leave one of them out",
+        ),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"xml": "a"}}, "xml", "unknown field"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "a{1000000}"}}, "structured_outputs", "make it simpler"),
         ({"structured_outputs": {"json": {"const": "x" * LONGEST}}}, "structured_outputs", "are allowed"),
-        ({"structured_outputs": {"choice": ["a"]}, "ignore_eos": True}, "ignore_eos", "cannot be had with a structure"),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "ignore_eos": True},
+            "ignore_eos",
+            "cannot be had with a structure",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_is_a_400_that_names_the_field(server: Server, client: Any, fields: dict[str, Any], param: str, why: str) -> None:
-    status, _, said = server.ask("POST", "/v1/chat/completions", {"model": "shipped", "messages": TALK, **fields})
+def test_what_cannot_be_is_a_400_that_names_the_field(
+    server: Server, client: Any, fields: dict[str, Any], param: str, why: str
+) -> None:
+    status, _, said = server.ask(
+        "POST", "/v1/chat/completions", {"model": "shipped", "messages": TALK, **fields}
+    )
     assert (status, said["error"]["type"], said["error"]["param"]) == (400, "invalid_request_error", param)
     assert why in said["error"]["message"]
 

@@ -262,7 +262,8 @@ def test_an_interrupt_anywhere_in_closing_leaves_it_to_be_done_again() -> None:
 
 @pytest.mark.parametrize("name", ["result", "close"])
 def test_a_signal_while_a_task_is_waited_for_changes_nothing(name: str) -> None:
-    """One that comes to a thread which sleeps, not behind an instruction: the task is not taken for done, nor its thread for ended."""
+    """One that comes to a thread which sleeps, not behind an instruction: the task is not taken for done, nor
+    its thread for ended."""
     begun, waiting, end = (threading.Event() for _ in range(3))
     main = threading.main_thread().ident
     assert main is not None

@@ -1,4 +1,5 @@
-"""Two keys of one server: neither finds what the other has sent, nor comes back to what it was answered. Over sockets."""
+"""Two keys of one server: neither finds what the other has sent, nor comes back to what it was answered. Over
+sockets."""
 
 import asyncio
 import json
@@ -52,11 +53,15 @@ def served(folder: Path, *flags: str) -> Iterator[Server]:
         assert "Traceback" not in server.said()
 
 
-def asked(server: Server, key: str, path: str, method: str = "POST", **body: object) -> tuple[int, dict[str, Any]]:
+def asked(
+    server: Server, key: str, path: str, method: str = "POST", **body: object
+) -> tuple[int, dict[str, Any]]:
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     data = json.dumps(body).encode() if body else None
     try:
-        with urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers, method=method), timeout=LONG) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(server.url + path, data, headers, method=method), timeout=LONG
+        ) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -120,15 +125,33 @@ def test_a_response_is_its_key_s(server: Server) -> None:
     answers = [
         asked(server, TWO, there, "GET"),
         asked(server, TWO, there, "DELETE"),
-        asked(server, TWO, "/v1/responses", model="shipped", input="Go on", previous_response_id=mine["id"], max_output_tokens=4),
+        asked(
+            server,
+            TWO,
+            "/v1/responses",
+            model="shipped",
+            input="Go on",
+            previous_response_id=mine["id"],
+            max_output_tokens=4,
+        ),
     ]
     assert [status for status, _ in answers] == [404] * 3
     # As of one that never was: nothing tells that it is there.
     unknown = f"resp_{'0' * (len(mine['id']) - 5)}"
     _, never = asked(server, TWO, f"/v1/responses/{unknown}", "GET")
-    assert answers[0][1]["error"]["message"].replace(mine["id"], "") == never["error"]["message"].replace(unknown, "")
+    assert answers[0][1]["error"]["message"].replace(mine["id"], "") == never["error"]["message"].replace(
+        unknown, ""
+    )
     assert asked(server, ONE, there, "GET") == (200, mine)
-    status, more = asked(server, ONE, "/v1/responses", model="shipped", input="Go on", previous_response_id=mine["id"], max_output_tokens=4)
+    status, more = asked(
+        server,
+        ONE,
+        "/v1/responses",
+        model="shipped",
+        input="Go on",
+        previous_response_id=mine["id"],
+        max_output_tokens=4,
+    )
     assert status == 200
     assert more["previous_response_id"] == mine["id"]
     assert asked(server, ONE, there, "DELETE")[0] == 200
@@ -140,14 +163,19 @@ def streamed(server: Server, key: str, **more: object) -> socket.socket:
     place = urlsplit(server.url)
     connection = socket.create_connection((place.hostname, place.port), LONG)
     body = json.dumps(ENDLESS | more).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: "
+        "application/json\r\n"
+    )
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
 
 
 def test_one_key_cannot_have_all_there_is(server: Server) -> None:
     """Of four outputs at once and three that wait, each has three."""
-    right = asked(server, TWO, "/v1/completions", model="shipped", prompt=PROMPT, max_tokens=8, temperature=0)[1]["choices"][0]["text"]
+    right = asked(
+        server, TWO, "/v1/completions", model="shipped", prompt=PROMPT, max_tokens=8, temperature=0
+    )[1]["choices"][0]["text"]
     with ExitStack() as opened:
         begun = [opened.enter_context(closing(streamed(server, ONE))) for _ in range(3)]
         assert [connection.recv(12, socket.MSG_WAITALL) for connection in begun] == [b"HTTP/1.1 200"] * 3
@@ -155,7 +183,9 @@ def test_one_key_cannot_have_all_there_is(server: Server) -> None:
         assert (status, found["error"]["code"]) == (429, "queue_full")
         assert "of this key" in found["error"]["message"]
         for _ in range(3):
-            status, found = asked(server, TWO, "/v1/completions", model="shipped", prompt=PROMPT, max_tokens=8, temperature=0)
+            status, found = asked(
+                server, TWO, "/v1/completions", model="shipped", prompt=PROMPT, max_tokens=8, temperature=0
+            )
             assert (status, found["choices"][0]["text"]) == (200, right)
     status, found = asked(server, ONE, "/v1/completions", model="shipped", prompt="a", max_tokens=1, n=4)
     assert (status, found["error"]["param"]) == (400, "n")
@@ -163,7 +193,8 @@ def test_one_key_cannot_have_all_there_is(server: Server) -> None:
 
 
 def test_keys_come_in_turns() -> None:
-    """Whoever has asked for more before; and nobody has more than three quarters of what is computed at a time."""
+    """Whoever has asked for more before; and nobody has more than three quarters of what is computed at a
+    time."""
     order: list[bytes] = []
     most = 0
 
@@ -178,7 +209,11 @@ def test_keys_come_in_turns() -> None:
         desk = Noting(llm, Metrics(), queue=60, keys=5)
         ready = llm.read("The sea", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
         calls = [desk.ask([ready], owner=b"much")[0] for _ in range(16)]
-        calls += [desk.ask([ready], owner=owner)[0] for _ in range(3) for owner in (b"little", b"less", b"few", b"none")]
+        calls += [
+            desk.ask([ready], owner=owner)[0]
+            for _ in range(3)
+            for owner in (b"little", b"less", b"few", b"none")
+        ]
         texts = {(await call.completion()).text for call in calls}
         await desk.close(LONG)
         assert len(texts) == 1
@@ -208,10 +243,15 @@ def test_a_timeout_runs_from_arrival(tmp_path: Path) -> None:
     try:
         server.wait()
         begin = time.monotonic()
-        status, found = asked(server, "", "/v1/completions", model="shipped", prompt="a", max_tokens=1, timeout=0.3)
+        status, found = asked(
+            server, "", "/v1/completions", model="shipped", prompt="a", max_tokens=1, timeout=0.3
+        )
         assert (status, found["error"]["code"]) == (504, "deadline_exceeded")
         assert time.monotonic() - begin < 1.4
-        assert asked(server, "", "/v1/completions", model="shipped", prompt="a", max_tokens=1, timeout=60)[0] == 200
+        assert (
+            asked(server, "", "/v1/completions", model="shipped", prompt="a", max_tokens=1, timeout=60)[0]
+            == 200
+        )
     finally:
         server.process.kill()
         server.process.wait()
@@ -221,7 +261,8 @@ def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
     class Hasty(Server):
         python = (
             "-c",
-            "import sys; import penstock.server.uploads as u; u._PATIENCE = 0.5; from penstock.cli.main import main; sys.exit(main())",
+            "import sys; import penstock.server.uploads as u; u._PATIENCE = 0.5; from penstock.cli.main "
+            "import main; sys.exit(main())",
         )
 
     server = Hasty(tmp_path / "log", "--port", "0", *FLAGS)
@@ -229,7 +270,8 @@ def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
         place = urlsplit(server.wait().url)
         with socket.create_connection((place.hostname, place.port), LONG) as connection:
             connection.sendall(
-                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+                b"application/json\r\nContent-Length: 100\r\n\r\n{"
             )
             answer = b""
             while part := connection.recv(1 << 16):
@@ -261,7 +303,13 @@ def test_priority_goes_as_far_as_a_key_is_granted(tmp_path: Path) -> None:
     (tmp_path / "keys.txt").write_text(f"{ONE}\n{TWO}\tpriority=-5\n")
     with serving(tmp_path, "--port", "0", "--api-keys", str(tmp_path / "keys.txt"), *FLAGS) as server:
         server.wait()
-        for key, priority, status in ((ONE, 0, 200), (ONE, 3, 200), (ONE, -1, 400), (TWO, -5, 200), (TWO, -6, 400)):
+        for key, priority, status in (
+            (ONE, 0, 200),
+            (ONE, 3, 200),
+            (ONE, -1, 400),
+            (TWO, -5, 200),
+            (TWO, -6, 400),
+        ):
             for path, prompt in (("/v1/completions", {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
                 answered, found = asked(server, key, path, model="shipped", priority=priority, **prompt)
                 assert answered == status, found
@@ -269,7 +317,9 @@ def test_priority_goes_as_far_as_a_key_is_granted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", ["priority=high", "owner", "priority=-5 x", "priority=" + "9" * 30])
-def test_what_stands_behind_a_key_is_read_or_refused(tmp_path: Path, behind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stands_behind_a_key_is_read_or_refused(
+    tmp_path: Path, behind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "keys.txt").write_text(f"{ONE}\t{behind}\n")
     assert main(["serve", "--port", "0", "--api-keys", str(tmp_path / "keys.txt")]) == 2
     assert "write priority=NUMBER" in capsys.readouterr().err
@@ -304,6 +354,10 @@ def test_a_key_that_is_refused_again_and_again_waits_for_it(monkeypatch: pytest.
 def test_who_is_refused_a_hundred_times_is_told_in_two_seconds(server: Server) -> None:
     begin = time.monotonic()
     with ThreadPoolExecutor(10) as pool:
-        found = list(pool.map(lambda _: asked(server, ONE, "/v1/completions", model="other", prompt="a")[0], range(100)))
+        found = list(
+            pool.map(
+                lambda _: asked(server, ONE, "/v1/completions", model="other", prompt="a")[0], range(100)
+            )
+        )
     assert found == [404] * 100
     assert time.monotonic() - begin > 1.9

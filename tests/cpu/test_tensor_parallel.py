@@ -1,4 +1,5 @@
-"""A model divided among processes says what it says in one: all families, streamed weights, preemptions, and an end for every failure."""
+"""A model divided among processes says what it says in one: all families, streamed weights, preemptions, and
+an end for every failure."""
 
 import importlib
 import subprocess
@@ -24,7 +25,14 @@ from penstock.engine.placing import Override
 from penstock.parallel.group import Group
 from penstock.weights.residency import Limits
 
-SETTINGS = {"device": "cpu", "dtype": "float32", "check": True, "max_step_tokens": 24, "block_size": 4, "max_sequences": 5}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "check": True,
+    "max_step_tokens": 24,
+    "block_size": 4,
+    "max_sequences": 5,
+}
 FEW = 20
 """Tokens of most answers."""
 GREEDY = SamplingParams(temperature=0, max_tokens=FEW, ignore_eos=True, logprobs=0)
@@ -42,7 +50,10 @@ def as_one(found: Sequence[Completion], name: str) -> None:
         assert list(one.tokens) == reference.tokens[:FEW]
         expected = reference.after_prompt[range(FEW), reference.tokens[:FEW]]
         assert one.logprobs is not None
-        assert max(abs(mine.logprob - float(other)) for mine, other in zip(one.logprobs, expected, strict=True)) < 1e-4
+        assert (
+            max(abs(mine.logprob - float(other)) for mine, other in zip(one.logprobs, expected, strict=True))
+            < 1e-4
+        )
 
 
 def children() -> set[int]:
@@ -106,13 +117,18 @@ def test_a_rank_that_is_killed_is_an_error_that_says_so_and_leaves_nothing() -> 
 
 def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = children()
-    what = "def fail(*what):\n    raise OSError('no such disk')\n\nimport penstock.engine.team as team\nteam.open_described = fail\n"
+    what = (
+        "def fail(*what):\n    raise OSError('no such disk')\n\nimport penstock.engine.team as "
+        "team\nteam.open_described = fail\n"
+    )
     follower = "any('penstock.parallel.seat' in one for one in sys.orig_argv)"
     (tmp_path / "broken.py").write_text(what)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nif {follower}:\n    import broken\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("penstock.parallel.crew.subprocess", subprocess)  # sitecustomize is for processes that start.
+    monkeypatch.setattr(
+        "penstock.parallel.crew.subprocess", subprocess
+    )  # sitecustomize is for processes that start.
     with pytest.raises(DeviceError, match=r"rank 1 of 2 .*no such disk"):
         LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2)
     assert children() <= before
@@ -151,18 +167,23 @@ def follow(seat, *given, where):
         Runner.begin = fail
     boot.follow(seat, *given)
 """
-"""A follower that fails while something on its device waits for other ranks, as a sum does on a GPU: here on the stream of its copies,
-which is waited for when weights are closed. Rank 0 is in a collective then, or comes to one."""
+"""A follower that fails while something on its device waits for other ranks, as a sum does on a GPU: here on
+the stream of its copies, which is waited for when weights are closed. Rank 0 is in a collective then, or
+comes to one."""
 
 
 @pytest.mark.parametrize("where", ["loading", "serving"])
-def test_a_rank_that_fails_waits_for_nobody_on_its_device(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_waits_for_nobody_on_its_device(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So it ends, and rank 0, which waits for it, is told why."""
     before = children()
     (tmp_path / "failing.py").write_text(FAILING)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("failing")
-    monkeypatch.setitem(sys.modules, "failing", failing := sys.modules.pop("failing"))  # Gone behind the test.
+    monkeypatch.setitem(
+        sys.modules, "failing", failing := sys.modules.pop("failing")
+    )  # Gone behind the test.
 
     def say() -> None:
         with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2) as llm:
@@ -171,7 +192,11 @@ def test_a_rank_that_fails_waits_for_nobody_on_its_device(where: str, tmp_path: 
 
     with (
         patch("penstock.engine.boot.follow", partial(failing.follow, where=where)),
-        pytest.raises(DeviceError, match=r"^rank 1 of 2 ended with exit code 1: .*OSError: no such disk; the other ranks were ended too$"),
+        pytest.raises(
+            DeviceError,
+            match=r"^rank 1 of 2 ended with exit code 1: .*OSError: no such disk; the other ranks were "
+            r"ended too$",
+        ),
     ):
         say()
     assert children() <= before
@@ -238,9 +263,18 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "from penstock import LLM, SamplingParams\n"
         "if __name__ == '__main__':\n"
         "    with LLM(device='cpu', dtype='float32', tensor_parallel=2) as llm:\n"
-        "        print(llm.generate('Once upon a time', SamplingParams(temperature=0, max_tokens=6))[0].text)\n"
+        "        print(llm.generate('Once upon a time', SamplingParams(temperature=0, "
+        "max_tokens=6))[0].text)\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(program),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     with LLM(device="cpu", dtype="float32") as llm:

@@ -1,4 +1,5 @@
-"""Text in and out, and rendered conversations, against transformers: the same files must give the same tokens and strings."""
+"""Text in and out, and rendered conversations, against transformers: the same files must give the same tokens
+and strings."""
 
 import json
 import shutil
@@ -12,14 +13,20 @@ from penstock.api.text import Tokenizer  # noqa: E402
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 QWEN, STORIES = "tokenizer_qwen_hf", "stories260k_hf"
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs the real material in ../shared/data, which is not here")
+pytestmark = pytest.mark.skipif(
+    not DATA.is_dir(), reason="needs the real material in ../shared/data, which is not here"
+)
 
 WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
         "description": 'Says how it is "outside", <now> & later: 5 °C',
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
     },
 }
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}}}
@@ -31,10 +38,28 @@ CONVERSATIONS = {
     "system": [SYSTEM, USER],
     "turns": [SYSTEM, USER, ANSWER, {"role": "user", "content": " And\n\ttomorrow? "}],
     "ends with assistant": [USER, {"role": "assistant", "content": "Cold.", "reasoning": "a thought"}],
-    "null field": [{**USER, "name": None}, {"role": "assistant", "content": "Cold.", "tool_calls": None}, USER],
-    "tool call": [SYSTEM, USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": '{"t": 3}'}, USER],
-    "call without content": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}],
-    "two results": [USER, {"role": "assistant", "content": "x", "tool_calls": [CALL]}, *[{"role": "tool", "content": c} for c in "ab"]],
+    "null field": [
+        {**USER, "name": None},
+        {"role": "assistant", "content": "Cold.", "tool_calls": None},
+        USER,
+    ],
+    "tool call": [
+        SYSTEM,
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": '{"t": 3}'},
+        USER,
+    ],
+    "call without content": [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+    ],
+    "two results": [
+        USER,
+        {"role": "assistant", "content": "x", "tool_calls": [CALL]},
+        *[{"role": "tool", "content": c} for c in "ab"],
+    ],
 }
 OPTIONS = [
     {},
@@ -45,8 +70,12 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module", params=sorted(path.stem for path in (DATA / "chat_templates").glob("*.jinja")))
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, object]:
+@pytest.fixture(
+    scope="module", params=sorted(path.stem for path in (DATA / "chat_templates").glob("*.jinja"))
+)
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, object]:
     """A model's template beside the small tokenizer, as read here and as read by transformers."""
     folder = tmp_path_factory.mktemp("model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -64,8 +93,12 @@ def test_rendered_chat(both: tuple[Tokenizer, object], name: str, options: dict[
     filled = [{**message, "content": message["content"] or ""} for message in messages]
     for prompt in (True, False):
         asked = {"add_generation_prompt": prompt, **options}
-        assert ours.render_chat(messages, **asked) == theirs.apply_chat_template(filled, tokenize=False, **asked)
-        assert ours.encode_chat(messages, **asked) == theirs.apply_chat_template(filled, return_dict=False, **asked)
+        assert ours.render_chat(messages, **asked) == theirs.apply_chat_template(
+            filled, tokenize=False, **asked
+        )
+        assert ours.encode_chat(messages, **asked) == theirs.apply_chat_template(
+            filled, return_dict=False, **asked
+        )
 
 
 @pytest.mark.parametrize("name", [QWEN, STORIES])
@@ -85,13 +118,19 @@ def test_encode_and_decode(name: str) -> None:
             tokens = theirs(sample, add_special_tokens=special)["input_ids"]
             assert ours.encode(sample, special=special) == tokens
             for skip in (True, False):
-                assert ours.decode(tokens, skip_special=skip) == theirs.decode(tokens, skip_special_tokens=skip)
+                assert ours.decode(tokens, skip_special=skip) == theirs.decode(
+                    tokens, skip_special_tokens=skip
+                )
     assert ours.vocabulary_size == len(theirs)
 
 
-@pytest.mark.parametrize("config", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}], ids=str
+)
 @pytest.mark.parametrize("processor", [True, False])
-def test_tokens_round_a_text_come_from_the_tokenizer_file(tmp_path: Path, config: dict[str, bool], processor: bool) -> None:
+def test_tokens_round_a_text_come_from_the_tokenizer_file(
+    tmp_path: Path, config: dict[str, bool], processor: bool
+) -> None:
     table = json.loads((DATA / STORIES / "tokenizer.json").read_text(encoding="utf-8"))
     if not processor:
         table["post_processor"] = None

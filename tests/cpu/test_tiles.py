@@ -11,7 +11,10 @@ from penstock.kv.pool import KVPool
 from penstock.step.plan import TokenLogprob
 from tiny import checkpoint
 
-PROMPTS = [[(7 * index + seed) % 90 + 3 for index in range(length)] for seed, length in ((1, 70), (2, 33), (3, 5), (4, 48))]
+PROMPTS = [
+    [(7 * index + seed) % 90 + 3 for index in range(length)]
+    for seed, length in ((1, 70), (2, 33), (3, 5), (4, 48))
+]
 SETTINGS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
 
 
@@ -21,7 +24,9 @@ def everything(folder: Path, **engine: int) -> tuple[list[tuple[int, ...]], list
         found = llm.generate(PROMPTS, SETTINGS)
     tables: list[dict[int, float]] = []
     for one in found:
-        entries: list[TokenLogprob] = [entry for entry in (*(one.prompt_logprobs or ()), *(one.logprobs or ())) if entry is not None]
+        entries: list[TokenLogprob] = [
+            entry for entry in (*(one.prompt_logprobs or ()), *(one.logprobs or ())) if entry is not None
+        ]
         tables += [dict(entry.top) for entry in entries]
     return [one.tokens for one in found], tables
 
@@ -36,12 +41,17 @@ def test_small_tiles_change_nothing(kind: str, tile: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(penstock.worker.inputs, "ROW_KEYS", 2 * tile)
     tiled_tokens, tiled_tables = everything(folder, max_step_tokens=20, max_sequences=4, block_size=4)
     assert tiled_tokens == tokens
-    worst = max(abs(table[token] - tiled[token]) for table, tiled in zip(tables, tiled_tables, strict=True) for token in table)
+    worst = max(
+        abs(table[token] - tiled[token])
+        for table, tiled in zip(tables, tiled_tables, strict=True)
+        for token in table
+    )
     assert worst < 1e-4
 
 
 def test_what_lies_behind_a_rows_end_is_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are padded to the longest of their group: KV that was never written, here NaN, must not reach a result through a mask."""
+    """Rows are padded to the longest of their group: KV that was never written, here NaN, must not reach a
+    result through a mask."""
     folder = checkpoint("mixtral")
     tokens, tables = everything(folder)
     plain = KVPool.__init__

@@ -1,4 +1,5 @@
-"""KV that streams between host and device arrives whole and in time, whatever is late; and every wait of the protocol is needed for it."""
+"""KV that streams between host and device arrives whole and in time, whatever is late; and every wait of the
+protocol is needed for it."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 @dataclass
 class World:
-    """A pool, a ring and an outbox on threads. at_once: the compute stream does what it is given while it is given it."""
+    """A pool, a ring and an outbox on threads. at_once: the compute stream does what it is given while it is
+    given it."""
 
     slots: int = 2
     gates: Gates = field(default_factory=Gates)
@@ -74,7 +76,9 @@ class World:
     waits: Waits | None = None
 
     def __post_init__(self) -> None:
-        self.copies, self.out, self.computing = (Line(name, self.gates) for name in ("copies", "out", "compute"))
+        self.copies, self.out, self.computing = (
+            Line(name, self.gates) for name in ("copies", "out", "compute")
+        )
         compute: Stream = CallerStream() if self.at_once else self.computing
         self.pool = HostPool(self.layout, BLOCKS, CPU)
         self.pool._arena.bytes.copy_(random(BLOCKS * self.layout.block_bytes))
@@ -94,8 +98,13 @@ class World:
 
     def resting(self, layer: int, tile: Tile) -> Seen:
         """K and V of a tile as they rest on the host."""
-        rows = torch.cat([self.pool.layer_rows(layer, block, 1) for block in tile.blocks]).view(len(tile.blocks), 2, -1)
-        return [rows[:, half].reshape(len(tile.blocks) * self.layout.block_size, -1)[: tile.keys].numpy().copy() for half in range(2)]
+        rows = torch.cat([self.pool.layer_rows(layer, block, 1) for block in tile.blocks]).view(
+            len(tile.blocks), 2, -1
+        )
+        return [
+            rows[:, half].reshape(len(tile.blocks) * self.layout.block_size, -1)[: tile.keys].numpy().copy()
+            for half in range(2)
+        ]
 
     def read(self, expected: Seen, kv: Sequence[Tensor]) -> None:
         """Queue a kernel that takes down K and V."""
@@ -123,7 +132,11 @@ class World:
     def right(self) -> bool:
         """Whether all kernels have seen their bytes, once all are done."""
         self.settle()
-        return all(np.array_equal(one, other) for found, expected in self.seen for one, other in zip(found, expected, strict=True))
+        return all(
+            np.array_equal(one, other)
+            for found, expected in self.seen
+            for one, other in zip(found, expected, strict=True)
+        )
 
     def __enter__(self) -> "World":
         return self
@@ -170,7 +183,9 @@ def late(kind: str | int) -> Callable[[Hashable], float]:
 
 @pytest.mark.parametrize("stream", [CallerStream, partial(ThreadStream, "rows")], ids=["caller", "thread"])
 @pytest.mark.parametrize(("rows", "width", "stride"), [(5, 3, 8), (5, 8, 8), (1, 3, 8), (4, 1, 8)])
-def test_rows_that_stand_apart_are_copied_alone(stream: Callable[[], Stream], rows: int, width: int, stride: int) -> None:
+def test_rows_that_stand_apart_are_copied_alone(
+    stream: Callable[[], Stream], rows: int, width: int, stride: int
+) -> None:
     line, apart, dense_rows = stream(), random(6, stride), random(rows, width)
     before = apart.clone()
     line.copy_rows(apart[:rows, :width], dense_rows)
@@ -212,7 +227,9 @@ def test_pieces_are_copied_alone(stream: Callable[[], Stream]) -> None:
 
 @pytest.mark.parametrize("stream", [CallerStream, partial(ThreadStream, "pieces")], ids=["caller", "thread"])
 @pytest.mark.parametrize("piece", [[-1, 0, 4], [0, -1, 4], [0, 0, 0], [60, 0, 5], [0, 92, 5]])
-def test_a_piece_beyond_a_tensor_is_refused_where_it_is_queued(stream: Callable[[], Stream], piece: list[int]) -> None:
+def test_a_piece_beyond_a_tensor_is_refused_where_it_is_queued(
+    stream: Callable[[], Stream], piece: list[int]
+) -> None:
     line = stream()
     with pytest.raises(AssertionError, match=r"a piece beyond the (64|96) bytes"):
         line.copy_pieces(random(1, 64)[0], random(1, 96)[0], np.array([[0, 0, 64], piece]))
@@ -265,7 +282,9 @@ def test_the_pool_is_one_allocation_of_whole_blocks() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 3, 7])
 @pytest.mark.parametrize("delay", ["copies", "kernel", 1, 2, 3, 4])
 @pytest.mark.parametrize("few", [1, 4])
-def test_every_kernel_sees_its_tile(slots: int, delay: str | int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_sees_its_tile(
+    slots: int, delay: str | int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """few: runs that are copied one by one; what has more goes in pieces, all in one call."""
     monkeypatch.setattr(tiles_of_kv, "_FEW", few)
     rng = np.random.default_rng((slots, delay if isinstance(delay, int) else len(delay)))
@@ -322,7 +341,12 @@ def test_slots_are_filled_before_they_are_asked_for() -> None:
 
 def test_what_does_not_fit_or_comes_out_of_turn_is_refused() -> None:
     with World() as world:
-        for wrong in (tile(*range(TILE + 1)), Tile(ids([1, 2]), LAYOUT.block_size), Tile(ids([1]), LAYOUT.block_size + 1), Tile((), 0)):
+        for wrong in (
+            tile(*range(TILE + 1)),
+            Tile(ids([1, 2]), LAYOUT.block_size),
+            Tile(ids([1]), LAYOUT.block_size + 1),
+            Tile((), 0),
+        ):
             with pytest.raises(AssertionError, match=r"keys in|in a slot"):
                 world.ring.begin([wrong], [0])
         world.ring.begin([tile(0), tile(1)], [0])
@@ -361,7 +385,10 @@ class Growing:
     def __init__(self, world: World, rng: np.random.Generator) -> None:
         self.world, self.rng = world, rng
         layout = world.layout
-        self.k, self.v = (torch.zeros(TOKENS, 2 * layout.kv_heads, layout.head_dim, dtype=torch.float16)[:, 1:3] for _ in range(2))
+        self.k, self.v = (
+            torch.zeros(TOKENS, 2 * layout.kv_heads, layout.head_dim, dtype=torch.float16)[:, 1:3]
+            for _ in range(2)
+        )
         """Used anew for each layer, as activations are: strided, as they come from a fused projection."""
         self.page = torch.zeros(layout.block_bytes, dtype=torch.uint8)
         self.known: dict[tuple[int, int], Seen] = {}
@@ -382,11 +409,16 @@ class Growing:
             self.blocks.append(block)
             for layer in range(layout.layers):
                 start = layer * layout.layer_bytes
-                self.known[layer, block] = [whole[start + half * size : start + (half + 1) * size].numpy() for half in range(2)]
+                self.known[layer, block] = [
+                    whole[start + half * size : start + (half + 1) * size].numpy() for half in range(2)
+                ]
         tiles = self.tiles()
         world.ring.begin(tiles, range(layout.layers), world.outbox.landed())
         for layer in range(layout.layers):
-            chunk, tokens = [random(TILE, size, seed=int(self.rng.integers(1 << 30))) for _ in range(2)], len(new) * layout.block_size
+            chunk, tokens = (
+                [random(TILE, size, seed=int(self.rng.integers(1 << 30))) for _ in range(2)],
+                len(new) * layout.block_size,
+            )
             for target, bytes in zip((self.k, self.v), chunk, strict=True):
                 world.kernel(partial(self.write, target, bytes.view(torch.float16).view(target.shape)))
             world.outbox.send(layer, self.k[:tokens], self.v[:tokens], ids(new))
@@ -394,7 +426,9 @@ class Growing:
                 self.known[layer, block] = [k.numpy(), v.numpy()]
             for one in tiles:
                 parts = [self.known[layer, block] for block in one.blocks]
-                expected = [np.concatenate([part[half] for part in parts]).reshape(one.keys, -1) for half in range(2)]
+                expected = [
+                    np.concatenate([part[half] for part in parts]).reshape(one.keys, -1) for half in range(2)
+                ]
                 world.read(expected, world.ring.take())
                 world.ring.release()
         self.blocks += new
@@ -451,7 +485,10 @@ def test_tiles_are_attended_to_as_they_lie() -> None:
         q = torch.randn(3, 4, 8, generator=generator)
         blocks, last = [5, 6, 7, 2, 9, 10, 1, 0, 20, 19], 3
         ring = TileRing(world.pool, 2, TOKENS, CPU, world.copies, CallerStream(), None)
-        tiles = [tile(*blocks[at : at + TILE], short=1 if at + TILE >= len(blocks) else 0) for at in range(0, len(blocks), TILE)]
+        tiles = [
+            tile(*blocks[at : at + TILE], short=1 if at + TILE >= len(blocks) else 0)
+            for at in range(0, len(blocks), TILE)
+        ]
         ring.begin(tiles, [1])
         state = None
         for _ in tiles:
@@ -465,7 +502,10 @@ def test_tiles_are_attended_to_as_they_lie() -> None:
                 merge(*state, out, lse)
             ring.release()
         assert state is not None
-        whole_k, whole_v = (kv[blocks, 1, half].flatten(0, 1)[: len(blocks) * layout.block_size - 4 + last] for half in range(2))
+        whole_k, whole_v = (
+            kv[blocks, 1, half].flatten(0, 1)[: len(blocks) * layout.block_size - 4 + last]
+            for half in range(2)
+        )
         out, lse = dense_reference(q, whole_k, whole_v, 0.3, causal=False)
         torch.testing.assert_close(state, (out, lse))
 
@@ -502,7 +542,8 @@ def test_arithmetic_must_wait_for_its_copy(visit: int) -> None:
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("broken_off", [False, True])
 def test_a_slot_must_not_be_filled_while_its_tile_is_read(slots: int, broken_off: bool) -> None:
-    """Neither by the step that goes on, nor by one that begins when it has been broken off with the tile in use."""
+    """Neither by the step that goes on, nor by one that begins when it has been broken off with the tile in
+    use."""
 
     def right(mutant: bool) -> bool:
         gates = Gates([("kernel", 0)])
@@ -600,7 +641,9 @@ def test_a_block_must_not_be_read_before_it_has_landed(how: str) -> None:
             passes(gates, ("kernel", 0), mutant)
             gates.open()
             world.settle()
-            return all(np.array_equal(one, other) for one, other in zip(seen, world.resting(1, tile(3)), strict=True))
+            return all(
+                np.array_equal(one, other) for one, other in zip(seen, world.resting(1, tile(3)), strict=True)
+            )
 
     both(right)
 
@@ -623,7 +666,10 @@ def ready(world: World) -> None:
 
 
 RING_CALLS: dict[str, tuple[Callable[[World], None], Callable[[World], Callable[[], object]]]] = {
-    "begin": (lambda world: world.step(TILES, [0]), lambda world: partial(world.ring.begin, TILES[::-1], [2, 0])),
+    "begin": (
+        lambda world: world.step(TILES, [0]),
+        lambda world: partial(world.ring.begin, TILES[::-1], [2, 0]),
+    ),
     "begin, unreleased": (used, lambda world: partial(world.ring.begin, TILES[::-1], [2, 0])),
     "take": (ready, lambda world: world.ring.take),
     "release": (used, lambda world: world.ring.release),
@@ -651,7 +697,8 @@ def test_an_interrupt_anywhere_in_the_ring_does_no_harm(name: str, slots: int, a
 @pytest.mark.parametrize("how", ["send", "demote"])
 @pytest.mark.parametrize("at_once", [False, True], ids=["threads", "at_once"])
 def test_an_interrupt_anywhere_in_the_outbox_does_no_harm(how: str, at_once: bool) -> None:
-    """What is sent later arrives, and what was interrupted has arrived in parts or whole, without a byte of what came later."""
+    """What is sent later arrives, and what was interrupted has arrived in parts or whole, without a byte of
+    what came later."""
     place, interrupted = 0, True
     while interrupted:
         with World(1, Gates(delay=late("out")), at_once=at_once) as world:
@@ -668,7 +715,10 @@ def test_an_interrupt_anywhere_in_the_outbox_does_no_harm(how: str, at_once: boo
                 row = slice(LAYOUT.layer_bytes, 2 * LAYOUT.layer_bytes)
                 old, new, found = old[row], new[: LAYOUT.layer_bytes], found[row]
             halves = [x.view(-1, LAYOUT.layer_bytes // 2) for x in (found, old, new)]
-            assert all(torch.equal(one, was) or torch.equal(one, will) for one, was, will in zip(*halves, strict=True))
+            assert all(
+                torch.equal(one, was) or torch.equal(one, will)
+                for one, was, will in zip(*halves, strict=True)
+            )
             if not interrupted:
                 assert torch.equal(found, new)
         place += STRIDE

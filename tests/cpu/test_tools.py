@@ -1,4 +1,5 @@
-"""Tools and reasoning in /v1/chat/completions, as OpenAI's client uses them, with a checkpoint that is made to write them."""
+"""Tools and reasoning in /v1/chat/completions, as OpenAI's client uses them, with a checkpoint that is made
+to write them."""
 
 import json
 import re
@@ -95,16 +96,29 @@ def test_calls_are_told_whole_and_as_they_come(client: Any) -> None:
     ]
     assert len({call["id"] for call in calls}) == 2
     assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 5  # Piece by piece.
-    one = client.chat.completions.create(**asked(*called("now"), *called("weather"), parallel_tool_calls=False)).choices[0].message
+    one = (
+        client.chat.completions.create(**asked(*called("now"), *called("weather"), parallel_tool_calls=False))
+        .choices[0]
+        .message
+    )
     assert (one.content, [call.function.name for call in one.tool_calls]) == (None, ["now"])
 
 
 def test_reasoning_is_told_apart_from_content_and_from_calls(client: Any) -> None:
     request = asked(THINK, "\nIs {tool_call} right?\n</think>\n\nYes.\n", *called("now"))
     whole = client.chat.completions.create(**request).choices[0].message
-    assert (whole.reasoning_content, whole.content, len(whole.tool_calls)) == ("Is {tool_call} right?", "Yes.", 1)
+    assert (whole.reasoning_content, whole.content, len(whole.tool_calls)) == (
+        "Is {tool_call} right?",
+        "Yes.",
+        1,
+    )
     _, calls, content, reasoning, reason = streamed(client, request)
-    assert (calls[0]["name"], content, reasoning, reason) == ("now", "Yes.", "Is {tool_call} right?", "tool_calls")
+    assert (calls[0]["name"], content, reasoning, reason) == (
+        "now",
+        "Yes.",
+        "Is {tool_call} right?",
+        "tool_calls",
+    )
     request["extra_body"] |= {"include_reasoning": False}
     assert not hasattr(client.chat.completions.create(**request).choices[0].message, "reasoning_content")
     assert streamed(client, request)[3] == ""
@@ -119,7 +133,9 @@ def test_reasoning_that_the_prompt_has_begun(client: Any) -> None:
 
 def test_several_answers_are_told_apart_each_by_itself(client: Any) -> None:
     request = asked("So.", *called("now"), n=2)
-    assert [len(choice.message.tool_calls) for choice in client.chat.completions.create(**request).choices] == [1, 1]
+    assert [
+        len(choice.message.tool_calls) for choice in client.chat.completions.create(**request).choices
+    ] == [1, 1]
     with client.chat.completions.create(**request, stream=True) as stream:
         chunks = [chunk.choices[0] for chunk in stream]
     for index in (0, 1):
@@ -154,7 +170,12 @@ def test_log_probabilities_are_told_of_calls_too(client: Any) -> None:
     request = asked(*called("now"), logprobs=True)
     whole = client.chat.completions.create(**request)
     chunks = streamed(client, request)[0]
-    told = [entry.token for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    told = [
+        entry.token
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
     assert [entry.token for entry in whole.choices[0].logprobs.content] == told
     assert len(told) == whole.usage.completion_tokens
 
@@ -164,7 +185,9 @@ def test_log_probabilities_are_told_of_calls_too(client: Any) -> None:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_required_call_is_one_of_the_tools(client: Any, several: bool) -> None:
-    request = asked(tool_choice="required", parallel_tool_calls=several, reasoning_effort="none", max_tokens=80)
+    request = asked(
+        tool_choice="required", parallel_tool_calls=several, reasoning_effort="none", max_tokens=80
+    )
     whole = client.chat.completions.create(**request).choices[0]
     assert whole.message.content is None or whole.finish_reason == "length"
     calls = whole.message.tool_calls
@@ -192,7 +215,11 @@ def test_a_named_call_is_that_one_also_in_a_stream_and_behind_reasoning(client: 
 
 
 def test_a_conversation_with_calls_goes_on(server: Server, client: Any, model: Path) -> None:
-    first = client.chat.completions.create(**asked("So.\n", *called("weather", city="Oslo", days=1))).choices[0].message
+    first = (
+        client.chat.completions.create(**asked("So.\n", *called("weather", city="Oslo", days=1)))
+        .choices[0]
+        .message
+    )
     name = first.tool_calls[0].id
     talk = [*TALK, first.to_dict(), {"role": "tool", "tool_call_id": name, "content": "Rain."}]
     status, _, told = server.ask("POST", "/tokenize", {"messages": talk, "tools": TOOLS})
@@ -227,7 +254,10 @@ def test_templates_read_arguments_as_objects_and_roles_that_they_know() -> None:
     rules = [Message(role="developer", content="Be brief.")]
     assert told_messages(rules, Dialect())[0]["role"] == "system"
     assert told_messages(rules, Dialect(names_developer=True))[0]["role"] == "developer"
-    asks, answers = message(call("{}"), call("{}", "abcDEF123")), Message(role="tool", tool_call_id="call_1", content="x")
+    asks, answers = (
+        message(call("{}"), call("{}", "abcDEF123")),
+        Message(role="tool", tool_call_id="call_1", content="x"),
+    )
     first, second = told_messages([asks, answers], Dialect(short_ids=True))
     short = [one["id"] for one in first["tool_calls"]]  # type: ignore[attr-defined]
     assert re.fullmatch("[0-9a-f]{9}", short[0])
@@ -318,7 +348,13 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": 5}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
-    ({"tools": function(name="a", parameters={"properties": {"x": {"type": "colour"}}}), "tool_choice": "required"}, "tools"),
+    (
+        {
+            "tools": function(name="a", parameters={"properties": {"x": {"type": "colour"}}}),
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
     ({"tools": function(name="a", parameters={"enum": ["x" * 70_000]}), "tool_choice": "required"}, "tools"),
     ({"tools": function(name="a", parameters=DEEP), "tool_choice": "required"}, "tools"),
     ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
@@ -331,7 +367,9 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("more", "param"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_served_is_refused_by_name(server: Server, more: dict[str, Any], param: str | None) -> None:
+def test_what_cannot_be_served_is_refused_by_name(
+    server: Server, more: dict[str, Any], param: str | None
+) -> None:
     status, _, said = server.ask("POST", CHAT, {"model": "speaker", "messages": TALK, "max_tokens": 4} | more)
     assert (status, said["error"]["param"]) == (400, param), said
     assert 10 < len(said["error"]["message"]) < 500

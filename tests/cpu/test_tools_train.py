@@ -51,7 +51,11 @@ def test_stories_follow_the_request() -> None:
 
 def test_chat_template_is_what_render_chat_gives() -> None:
     jinja2 = pytest.importorskip("jinja2")
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " Hello\n"}, {"role": "assistant", "content": "Hi!"}]
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": " Hello\n"},
+        {"role": "assistant", "content": "Hi!"},
+    ]
     for generate in (True, False):
         given = {"messages": messages, "add_generation_prompt": generate, "bos_token": needles.END_OF_TEXT}
         rendered = jinja2.Template(needles.CHAT_TEMPLATE).render(**given)
@@ -69,7 +73,10 @@ def test_samples_have_the_length_the_depth_and_the_answer(tok: Tokenizer, style:
         again = needles.make_sample(2000, depth, random.Random(f"{depth}{style}"), tok, text, style)
         assert again == sample
         whole = tok.encode(sample.prompt + sample.answer, add_special_tokens=False).ids
-        apart = tok.encode(sample.prompt, add_special_tokens=False).ids + tok.encode(sample.answer, add_special_tokens=False).ids
+        apart = (
+            tok.encode(sample.prompt, add_special_tokens=False).ids
+            + tok.encode(sample.answer, add_special_tokens=False).ids
+        )
         assert whole == apart
 
 
@@ -121,11 +128,17 @@ def test_train_resume_export_and_load_in_transformers(tmp_path: Path) -> None:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == needles.render_chat(messages)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer(text.removeprefix(needles.END_OF_TEXT))["input_ids"] == ids  # the tokenizer puts it before a text
+    assert (
+        tokenizer(text.removeprefix(needles.END_OF_TEXT))["input_ids"] == ids
+    )  # the tokenizer puts it before a text
     digits = [tokenizer.decode([i]) for i in ids if tokenizer.decode([i]).strip().isdigit()]
     assert digits == list("48213")
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0]
-        torch.testing.assert_close(ours.logits(ours.hidden(torch.tensor([ids]))), expected, atol=1e-4, rtol=1e-4)
-    greedy = theirs.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0, len(ids) :].tolist()
+        torch.testing.assert_close(
+            ours.logits(ours.hidden(torch.tensor([ids]))), expected, atol=1e-4, rtol=1e-4
+        )
+    greedy = theirs.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)[
+        0, len(ids) :
+    ].tolist()
     assert ours.generate(ids, 6, set()) == greedy

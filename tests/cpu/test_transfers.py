@@ -1,4 +1,5 @@
-"""Blocks between tiers arrive whole and in time, whatever is late, broken or interrupted; and every wait of the protocol is needed."""
+"""Blocks between tiers arrive whole and in time, whatever is late, broken or interrupted; and every wait of
+the protocol is needed."""
 
 import errno
 import random
@@ -35,9 +36,43 @@ from penstock.memory.streams import HostTicket, Pieces, ThreadStream, Ticket
 from penstock.sched.rules import Limits, Name, Names, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Tiers
-from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Result, Route, Transfer, TransferId
-from stores import CAP, PAGE, failing, finish, flip, got, holds, key_of, known, open_store, payload, place_of, put
-from streams import BRIEF, LONG, OURS_AND_LOCKS, Gates, cut_short, everywhere, no_thread_left, random_delays, within
+from penstock.step.plan import (
+    BlockId,
+    HostBlockId,
+    Landed,
+    Outcome,
+    Plan,
+    Result,
+    Route,
+    Transfer,
+    TransferId,
+)
+from stores import (
+    CAP,
+    PAGE,
+    failing,
+    finish,
+    flip,
+    got,
+    holds,
+    key_of,
+    known,
+    open_store,
+    payload,
+    place_of,
+    put,
+)
+from streams import (
+    BRIEF,
+    LONG,
+    OURS_AND_LOCKS,
+    Gates,
+    cut_short,
+    everywhere,
+    no_thread_left,
+    random_delays,
+    within,
+)
 from worlds import ROOT, sampling
 
 LAYOUT = KVLayout(layers=2, block_size=4, kv_heads=2, head_dim=32, dtype="float32")
@@ -98,7 +133,8 @@ class Line(ThreadStream):
 
 @dataclass
 class World:
-    """Transfers between pages, host blocks and a store, on threads, with what computes and what long requests send beside them."""
+    """Transfers between pages, host blocks and a store, on threads, with what computes and what long requests
+    send beside them."""
 
     directory: Path
     gates: Gates = field(default_factory=Gates)
@@ -111,7 +147,10 @@ class World:
             Line(name, self.gates) for name in ("compute", "up", "down", "out", "copies")
         )
         self.lines = self.compute, self.up, self.down, self.out, self.copies
-        self.host, self.pages = HostPool(LAYOUT, HOST, torch.device("cpu")), KVPool(LAYOUT, PAGES, torch.device("cpu"))
+        self.host, self.pages = (
+            HostPool(LAYOUT, HOST, torch.device("cpu")),
+            KVPool(LAYOUT, PAGES, torch.device("cpu")),
+        )
         for seed, bytes in enumerate((self.host.bytes, self.pages.bytes)):
             bytes.numpy()[:] = np.random.default_rng(seed).integers(0, 256, len(bytes), np.uint8)
         self.store = open_store(self.directory, self.capacity)
@@ -151,7 +190,9 @@ class World:
 
     # ---- transfers
 
-    def transfer(self, route: Route, pages: Sequence[int] = (), blocks: Sequence[int] = (), numbers: Sequence[int] = ()) -> Transfer:
+    def transfer(
+        self, route: Route, pages: Sequence[int] = (), blocks: Sequence[int] = (), numbers: Sequence[int] = ()
+    ) -> Transfer:
         self.ids += 1
         ids = tuple(map(BlockId, pages)), tuple(map(HostBlockId, blocks))
         return Transfer(TransferId(self.ids), route, *ids, tuple(map(key_of, numbers)))
@@ -159,7 +200,9 @@ class World:
     def begin(self, *transfers: Transfer, forget: Sequence[bytes] = ()) -> None:
         self.transfers.begin(transfers, forget, self.pages, self.out.mark)
 
-    def go(self, route: Route, pages: Sequence[int] = (), blocks: Sequence[int] = (), numbers: Sequence[int] = ()) -> Landed:
+    def go(
+        self, route: Route, pages: Sequence[int] = (), blocks: Sequence[int] = (), numbers: Sequence[int] = ()
+    ) -> Landed:
         """Begin one, and wait until it has landed."""
         self.begin(self.transfer(route, pages, blocks, numbers))
         (report,) = self.land()
@@ -197,7 +240,11 @@ class World:
             self._operations[kind] += 1
             self.gates.enter((kind, number))
             if self.fails(kind, number):
-                raise ReadError("the disk is broken") if kind == "read" else OSError(errno.EIO, "the disk is broken")
+                raise (
+                    ReadError("the disk is broken")
+                    if kind == "read"
+                    else OSError(errno.EIO, "the disk is broken")
+                )
             right(file, *arguments)
             self.gates.leave((kind, number))
 
@@ -319,14 +366,18 @@ def test_a_page_must_not_be_filled_while_it_is_read(fresh: Fresh) -> None:
 
 
 @pytest.mark.parametrize("route", [Route.UP, Route.OUT])
-def test_a_host_block_must_not_be_read_before_a_long_request_has_written_it(fresh: Fresh, route: Route) -> None:
+def test_a_host_block_must_not_be_read_before_a_long_request_has_written_it(
+    fresh: Fresh, route: Route
+) -> None:
     def right(mutant: bool) -> bool:
         gates = Gates([("out", 0)])
         with fresh(gates) as world:
             world.up.deaf = {"out"} if mutant else set()
             world.out.unseen = mutant
             world.send(5, 1)
-            world.begin(world.transfer(route, [3], [5]) if route is Route.UP else world.transfer(route, (), [5], [1]))
+            world.begin(
+                world.transfer(route, [3], [5]) if route is Route.UP else world.transfer(route, (), [5], [1])
+            )
             passes(gates, (COPIED[route], 0), mutant)
             gates.open()
             world.land()
@@ -363,7 +414,11 @@ def test_a_host_block_must_not_be_filled_while_a_tile_of_it_is_read(fresh: Fresh
             world.send(5, 1)
             world.out.mark().wait()
             seen = world.tile(5)
-            world.begin(world.transfer(route, [3], [5]) if route is Route.DOWN else world.transfer(route, (), [5], [2]))
+            world.begin(
+                world.transfer(route, [3], [5])
+                if route is Route.DOWN
+                else world.transfer(route, (), [5], [2])
+            )
             passes(gates, (COPIED[route], 0), mutant)
             if mutant:
                 world.land()
@@ -376,14 +431,19 @@ def test_a_host_block_must_not_be_filled_while_a_tile_of_it_is_read(fresh: Fresh
 
 
 @pytest.mark.parametrize("route", [Route.DOWN, Route.IN])
-def test_a_host_block_must_not_be_filled_before_what_was_sent_there_has_landed(fresh: Fresh, route: Route) -> None:
-    """A long request sends a block, and ends, or is broken off: its block is given up for another before it has landed."""
+def test_a_host_block_must_not_be_filled_before_what_was_sent_there_has_landed(
+    fresh: Fresh, route: Route
+) -> None:
+    """A long request sends a block, and ends, or is broken off: its block is given up for another before it
+    has landed."""
     gates = Gates([("out", 0)])
     with fresh(gates) as world:
         put(world.store, [2])
         world.write(3, 2)
         world.send(5, 1)
-        world.begin(world.transfer(route, [3], [5]) if route is Route.DOWN else world.transfer(route, (), [5], [2]))
+        world.begin(
+            world.transfer(route, [3], [5]) if route is Route.DOWN else world.transfer(route, (), [5], [2])
+        )
         gates.passes((COPIED[route], 0), BRIEF)
         gates.open()
         world.land()
@@ -392,7 +452,8 @@ def test_a_host_block_must_not_be_filled_before_what_was_sent_there_has_landed(f
 
 
 def set_out(world: World, route: Route) -> tuple[Transfer, Callable[[], Callable[[], bool]]]:
-    """A transfer; and what is done at once when it has been reported, which says whether that saw and left the right bytes."""
+    """A transfer; and what is done at once when it has been reported, which says whether that saw and left
+    the right bytes."""
     world.write(3, 1)
     world.send(5, 2)
     put(world.store, [4])
@@ -434,10 +495,18 @@ def test_nothing_must_be_reported_before_it_has_landed(fresh: Fresh, route: Rout
         gates = Gates()
         with fresh(gates) as world:
             transfer, reported = set_out(world, route)
-            number = getattr(world, COPIED[route]).number if route in (Route.UP, Route.DOWN) else world._operations[COPIED[route]]
+            number = (
+                getattr(world, COPIED[route]).number
+                if route in (Route.UP, Route.DOWN)
+                else world._operations[COPIED[route]]
+            )
             place = COPIED[route], number
             gates.shut(place)
-            with patch.object(transfers_of_kv._Going, "done", property(lambda going: True)) if mutant else ExitStack():
+            with (
+                patch.object(transfers_of_kv._Going, "done", property(lambda going: True))
+                if mutant
+                else ExitStack()
+            ):
                 world.begin(transfer)
                 early = [*world.transfers.landed()] if not mutant else [transfer]
                 was_right = reported() if mutant else None
@@ -487,11 +556,19 @@ def _names(some: Sequence[Name]) -> Names:
 
 
 class Harbour:
-    """Ledgers, tiers, transfers and a store, and requests that are whole in a step: chains of blocks whose bytes are a function of their
-    keys. What is found must be right when it is read: by kernels, copies and the store's threads, whenever they come to that."""
+    """Ledgers, tiers, transfers and a store, and requests that are whole in a step: chains of blocks whose
+    bytes are a function of their keys. What is found must be right when it is read: by kernels, copies and
+    the store's threads, whenever they come to that."""
 
     def __init__(
-        self, directory: Path, seed: int, *, records: int = 12, store: str = "eager", mutant: str | None = None, faults: float = 0.0
+        self,
+        directory: Path,
+        seed: int,
+        *,
+        records: int = 12,
+        store: str = "eager",
+        mutant: str | None = None,
+        faults: float = 0.0,
     ) -> None:
         rng = random.Random(seed)
         self._stack = ExitStack()
@@ -500,7 +577,11 @@ class Harbour:
         def fails(kind: str, number: int) -> bool:
             return rng.random() < self.faults
 
-        kinds = [MUTANTS[mutant][0]] if mutant in MUTANTS else rng.sample(["compute", "up", "down", "out", "copies", "read", "write"], 3)
+        kinds = (
+            [MUTANTS[mutant][0]]
+            if mutant in MUTANTS
+            else rng.sample(["compute", "up", "down", "out", "copies", "read", "write"], 3)
+        )
         delays = random_delays(seed, kinds, 3e-3)
         self.world = self._stack.enter_context(World(directory, Gates(delay=delays), CAP, fails))
         self.pages, self.host, self.disk = BlockLedger(PAGES), HostLedger(HOST), DiskLedger(records)
@@ -509,7 +590,9 @@ class Harbour:
         if mutant in MUTANTS:
             MUTANTS[mutant][1](self.world)
         if mutant == "all is reported at once":
-            self._stack.enter_context(patch.object(transfers_of_kv._Going, "done", property(lambda going: True)))
+            self._stack.enter_context(
+                patch.object(transfers_of_kv._Going, "done", property(lambda going: True))
+            )
         self.seen: list[tuple[list[np.ndarray], int]] = []
         """What was taken down, and which record it should be."""
         self.moved = self.tiers.counts.moved
@@ -524,7 +607,13 @@ class Harbour:
 
     def step(self, short: Sequence[tuple[int, int]] = (), long: Sequence[tuple[int, int]] = ()) -> None:
         """Chains of so many blocks are used, by short and by long requests."""
-        world, fresh, held, cold, sent = self.world, list[tuple[BlockId, int]](), list[BlockId](), list[HostBlockId](), []
+        world, fresh, held, cold, sent = (
+            self.world,
+            list[tuple[BlockId, int]](),
+            list[BlockId](),
+            list[HostBlockId](),
+            [],
+        )
         tiles: list[tuple[HostBlockId, int]] = []
         for chain, count in short:
             self._fetch(chain, count)
@@ -588,7 +677,9 @@ class Harbour:
         if there and len(there) <= self.pages.available:
             self.tiers.bring_up(_names(names[: len(there)]), there)
         elif not there:
-            on_disk = [self.disk.find(name.key) and block is None for name, block in zip(names, blocks, strict=True)]
+            on_disk = [
+                self.disk.find(name.key) and block is None for name, block in zip(names, blocks, strict=True)
+            ]
             if wanted := names[: (*on_disk, False).index(False)]:
                 self.tiers.bring_in(_names(wanted))
 
@@ -630,9 +721,13 @@ class Harbour:
         for found, number in self.seen:
             assert is_(found[0], number), f"record {number} was not right when it was read"
         for key, page in self.pages._by_key.items():
-            assert is_(self.world.page(page), int.from_bytes(key[:8], "little")), f"page {page} is found and wrong"
+            assert is_(self.world.page(page), int.from_bytes(key[:8], "little")), (
+                f"page {page} is found and wrong"
+            )
         for key, block in self.host._by_key.items():
-            assert is_(self.world.block(block), int.from_bytes(key[:8], "little")), f"host block {block} is found and wrong"
+            assert is_(self.world.block(block), int.from_bytes(key[:8], "little")), (
+                f"host block {block} is found and wrong"
+            )
         for number in known(self.world.store):
             holds(self.world.store, number)
 
@@ -640,14 +735,22 @@ class Harbour:
 class Tides(RuleBasedStateMachine):
     """A harbour in which anything happens between two steps."""
 
-    @initialize(seed=st.integers(0, 1 << 30), records=st.sampled_from([3, 12, 60]), store=st.sampled_from(["eager", "eager", "lazy"]))
+    @initialize(
+        seed=st.integers(0, 1 << 30),
+        records=st.sampled_from([3, 12, 60]),
+        store=st.sampled_from(["eager", "eager", "lazy"]),
+    )
     def begin(self, seed: int, records: int, store: str) -> None:
         self.directory = TemporaryDirectory()
         self.harbour = Harbour(Path(self.directory.name), seed, records=records, store=store, faults=0.2)
 
     chains = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=2)
 
-    @rule(short=chains, long=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=1), again=st.integers(1, 3))
+    @rule(
+        short=chains,
+        long=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=1),
+        again=st.integers(1, 3),
+    )
     def step(self, short: list[tuple[int, int]], long: list[tuple[int, int]], again: int) -> None:
         for _ in range(again):
             self.harbour.step(short, long)
@@ -779,7 +882,11 @@ def test_what_a_full_store_has_no_room_for_is_lost(fresh: Fresh) -> None:
 
 
 def test_what_a_store_that_is_off_does_not_take_is_lost(fresh: Fresh) -> None:
-    with fresh() as world, failing("pwrite", errno.EIO), failing("open", errno.EIO, lambda path, *_: str(path).endswith("segment")):
+    with (
+        fresh() as world,
+        failing("pwrite", errno.EIO),
+        failing("open", errno.EIO, lambda path, *_: str(path).endswith("segment")),
+    ):
         for number in range(12):
             world.go(Route.OUT, (), [4], [number])
         assert world.store.stats.writes_off
@@ -831,7 +938,9 @@ def late(place: int) -> Callable[[Hashable], float]:
 
 
 @pytest.mark.parametrize("place", [("up", 0), ("down", 0), ("read", 0), ("write", 3)], ids=str)
-def test_settling_waits_for_what_has_begun_and_leaves_nothing_under_way(fresh: Fresh, place: tuple[str, int]) -> None:
+def test_settling_waits_for_what_has_begun_and_leaves_nothing_under_way(
+    fresh: Fresh, place: tuple[str, int]
+) -> None:
     gates = Gates([place])
     with fresh(gates) as world:
         under_way(world)
@@ -878,7 +987,9 @@ def test_an_interrupt_anywhere_leaves_nothing_under_way_behind_settle(fresh: Fre
                 line.mark().wait()
             before = world.memory()
             world.settle()
-            assert all(map(np.array_equal, before, world.memory())), "memory is written when all has been settled"
+            assert all(map(np.array_equal, before, world.memory())), (
+                "memory is written when all has been settled"
+            )
             world.write(0, 50)
             assert world.go(Route.DOWN, [0], [11]).lost == world.go(Route.OUT, (), [11], [50]).lost == ()
             assert is_(world.block(11), 50)
@@ -910,7 +1021,11 @@ def test_an_interrupt_anywhere_in_closing_leaves_it_to_be_done_again(fresh: Fres
             struck: bool = cut_short(world.transfers.close, where, OURS_AND_LOCKS)
             assert within(LONG, world.transfers.close)
             before = world.memory()
-            assert not any(thread.is_alive() for workers in (store._readers, store._writers) for thread in workers._threads)
+            assert not any(
+                thread.is_alive()
+                for workers in (store._readers, store._writers)
+                for thread in workers._threads
+            )
             for line in (world.compute, world.out):
                 line.mark().wait()
             assert all(map(np.array_equal, before, world.memory()))
@@ -943,7 +1058,10 @@ class Impatient:
 
 def test_an_engine_whose_end_is_interrupted_is_closed_all_the_same() -> None:
     ranks = Impatient()
-    engine = Engine(Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"), ranks)
+    engine = Engine(
+        Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"),
+        ranks,
+    )
     engine.submit([1] * 9, sampling(), 1)
     assert engine.step()[0].finish is not None
     with pytest.raises(KeyboardInterrupt):
@@ -951,7 +1069,9 @@ def test_an_engine_whose_end_is_interrupted_is_closed_all_the_same() -> None:
     assert ranks.closed
 
 
-def test_what_an_interrupt_keeps_from_being_begun_has_not_landed(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_interrupt_keeps_from_being_begun_has_not_landed(
+    fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with fresh() as world:
         write = world.store.write
 
@@ -1012,11 +1132,18 @@ class Promised:
 def test_steps_end_in_the_order_in_which_they_began() -> None:
     """Also one that only moves blocks, behind one that computes."""
     ranks = InTurn()
-    engine = Engine(Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"), ranks)
+    engine = Engine(
+        Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"),
+        ranks,
+    )
     engine.submit([1] * 9, sampling(), 2)
     for _ in range(3):
         engine.step()
-    assert [(bool(plan.shares), bool(plan.transfers)) for plan in ranks.begun] == [(True, False), (True, False), (False, True)]
+    assert [(bool(plan.shares), bool(plan.transfers)) for plan in ranks.begun] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
     assert ranks.ended == ranks.begun
 
 

@@ -12,22 +12,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
 
 from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
 from penstock.ops.attention import dense_reference
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton_attention import DecodeTuning, _divided, merge_states, paged_decode, paged_run, scratch_bytes, write_kv
+from penstock.ops.triton_attention import (
+    DecodeTuning,
+    _divided,
+    merge_states,
+    paged_decode,
+    paged_run,
+    scratch_bytes,
+    write_kv,
+)
 from penstock.ops.triton_tiles import fits_tile, fold_tile
 
 
 class TestPagedDecode:
-    @pytest.mark.parametrize(("block_size", "dim"), [(1, 16), (4, 128), (16, 8), (16, 64), (32, 16), (64, 8), (64, 64), (64, 128)])
+    @pytest.mark.parametrize(
+        ("block_size", "dim"), [(1, 16), (4, 128), (16, 8), (16, 64), (32, 16), (64, 8), (64, 64), (64, 128)]
+    )
     def test_block_sizes_and_head_dims(self, block_size: int, dim: int) -> None:
         check_decode([5, 70, 1], block_size=block_size, dim=dim)
 
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (6, 2), (5, 1), (8, 2), (14, 2), (16, 1)])
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads"), [(1, 1), (3, 3), (6, 2), (5, 1), (8, 2), (14, 2), (16, 1)]
+    )
     def test_group_sizes(self, heads: int, kv_heads: int) -> None:
         check_decode([33, 64], heads=heads, kv_heads=kv_heads)
 
@@ -39,7 +55,9 @@ class TestPagedDecode:
     def test_half_precisions(self, dtype: torch.dtype) -> None:
         check_decode([100, 17, 64], dtype=dtype, dim=64, block_size=32)
 
-    @pytest.mark.parametrize(("window", "block_size"), [(1, 4), (15, 64), (16, 4), (17, 64), (64, 64), (1000, 4)])
+    @pytest.mark.parametrize(
+        ("window", "block_size"), [(1, 4), (15, 64), (16, 4), (17, 64), (64, 64), (1000, 4)]
+    )
     def test_windows(self, window: int, block_size: int) -> None:
         check_decode([100, 16, 1, 0, 65], window=window, block_size=block_size)
 
@@ -55,7 +73,8 @@ class TestPagedDecode:
         check_decode([20, 3], max_length=1 << 20)
 
     def test_a_pool_beyond_two_billion_elements(self) -> None:
-        """Only the pages that are touched exist: an address computed in 32 bits would fall outside or onto other bytes."""
+        """Only the pages that are touched exist: an address computed in 32 bits would fall outside or onto
+        other bytes."""
         block_size, dim, stride = 16, 16, 1 << 21
         blocks = 1104
         pool = torch.empty(blocks * stride, dtype=torch.bfloat16)
@@ -67,7 +86,16 @@ class TestPagedDecode:
         slots = torch.cat([torch.arange(16) + block * block_size for block in (1103, 1030)])
         write_kv(k, v, k_cache, v_cache, slots)
         q = torch.randn(1, 2, dim, generator=rng).bfloat16()
-        got, lse = paged_decode(q, k_cache, v_cache, table, torch.tensor([32], dtype=torch.int32), scale=0.25, window=None, max_length=32)
+        got, lse = paged_decode(
+            q,
+            k_cache,
+            v_cache,
+            table,
+            torch.tensor([32], dtype=torch.int32),
+            scale=0.25,
+            window=None,
+            max_length=32,
+        )
         check_answer(got[0], lse[0], *attend(q[0], k, v, 0.25, None))
 
     @settings(max_examples=7, deadline=None)
@@ -82,7 +110,15 @@ class TestPagedDecode:
         seed=st.integers(0, 99),
     )
     def test_any_batch_cut_anywhere(
-        self, lengths: list[int], block_size: int, group: int, kv_heads: int, window: int | None, workers: int, tile: int, seed: int
+        self,
+        lengths: list[int],
+        block_size: int,
+        group: int,
+        kv_heads: int,
+        window: int | None,
+        workers: int,
+        tile: int,
+        seed: int,
     ) -> None:
         check_decode(
             lengths,
@@ -96,21 +132,27 @@ class TestPagedDecode:
 
 
 def check_joined(
-    lengths: list[int], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16, window: int | None = None,
-    dtype: torch.dtype = torch.float32, tuning: DecodeTuning | None = None, max_length: int | None = None, seed: int = 0, rounds: int = 2,
+    lengths: list[int], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, block_size: int = 16,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32, tuning: DecodeTuning | None = None, max_length: int | None = None,
+    seed: int = 0, rounds: int = 2,
 ) -> None:  # fmt: skip
-    """Decode in one launch, over and over with the same counters: rows are shifted by one each time, as requests come and go."""
+    """Decode in one launch, over and over with the same counters: rows are shifted by one each time, as
+    requests come and go."""
     rng = torch.Generator().manual_seed(seed)
     arrivals = torch.zeros(len(lengths) * kv_heads + 3, dtype=torch.int32)
     for turn in range(rounds):
         now = lengths[turn:] + lengths[:turn]
-        k_cache, v_cache = pool_views(sum(-(-n // block_size) for n in now) + 2, block_size, kv_heads, dim, dtype)
+        k_cache, v_cache = pool_views(
+            sum(-(-n // block_size) for n in now) + 2, block_size, kv_heads, dim, dtype
+        )
         table, keys, values = fill(k_cache, v_cache, now, rng)
         q = torch.randn(len(now), heads, dim, generator=rng).to(dtype)
         out = torch.full_like(q, math.nan)
         _, lse = paged_decode(
             q, k_cache, v_cache, table, torch.tensor(now, dtype=torch.int32),
-            scale=0.3, window=window, max_length=max_length or max(*now, 1), out=out, arrivals=arrivals, tuning=tuning,
+            scale=0.3, window=window, max_length=max_length or max(*now, 1), out=out, arrivals=arrivals,
+            tuning=tuning,
         )  # fmt: skip
         for seq in range(len(now)):
             check_answer(out[seq], lse[seq], *attend(q[seq], keys[seq], values[seq], 0.3, window))
@@ -118,7 +160,10 @@ def check_joined(
 
 
 class TestDecodeInOneLaunch:
-    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (6, 2, 16), (5, 1, 24), (14, 2, 64), (4, 4, 128), (16, 1, 8)])
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "dim"),
+        [(1, 1, 16), (6, 2, 16), (5, 1, 24), (14, 2, 64), (4, 4, 128), (16, 1, 8)],
+    )
     def test_groups_and_head_dims(self, heads: int, kv_heads: int, dim: int) -> None:
         check_joined([5, 130, 1], heads=heads, kv_heads=kv_heads, dim=dim)
 
@@ -151,11 +196,28 @@ class TestDecodeInOneLaunch:
         seed=st.integers(0, 99),
     )
     def test_any_batch_cut_anywhere(
-        self, lengths: list[int], block_size: int, group: int, kv_heads: int, window: int | None, workers: int, tile: int, seed: int
+        self,
+        lengths: list[int],
+        block_size: int,
+        group: int,
+        kv_heads: int,
+        window: int | None,
+        workers: int,
+        tile: int,
+        seed: int,
     ) -> None:
         tuning = DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers)
         heads = group * kv_heads
-        check_joined(lengths, heads=heads, kv_heads=kv_heads, block_size=block_size, window=window, seed=seed, tuning=tuning, rounds=1)
+        check_joined(
+            lengths,
+            heads=heads,
+            kv_heads=kv_heads,
+            block_size=block_size,
+            window=window,
+            seed=seed,
+            tuning=tuning,
+            rounds=1,
+        )
 
 
 @triton.jit
@@ -180,9 +242,18 @@ class TestDivision:
 
     @pytest.mark.parametrize(
         ("sequences", "span", "workers", "run", "piece"),
-        [(64, 33, 66, 33, 33), (64, 33, 33, 66, 33), (16, 33, 33, 17, 17), (1, 512, 49, 11, 11), (64, 1, 66, 2, 2), (40, 0, 9, 2, 2)],
+        [
+            (64, 33, 66, 33, 33),
+            (64, 33, 33, 66, 33),
+            (16, 33, 33, 17, 17),
+            (1, 512, 49, 11, 11),
+            (64, 1, 66, 2, 2),
+            (40, 0, 9, 2, 2),
+        ],
     )
-    def test_sequences_of_one_length_are_cut_where_they_end(self, sequences: int, span: int, workers: int, run: int, piece: int) -> None:
+    def test_sequences_of_one_length_are_cut_where_they_end(
+        self, sequences: int, span: int, workers: int, run: int, piece: int
+    ) -> None:
         assert self.of([span] * sequences, workers) == (run, piece)
 
     def test_or_about_one_length(self) -> None:
@@ -197,8 +268,14 @@ class TestDivision:
         assert self.of([9] * 64, 13) == (45, 1)
         assert self.of([9] * 26, 13) == (18, 9)
 
-    @given(spans=st.lists(st.integers(0, 40), min_size=1, max_size=64), workers=st.integers(1, 99), least=st.integers(1, 2))
-    def test_nothing_is_left_out_and_no_run_is_much_longer(self, spans: list[int], workers: int, least: int) -> None:
+    @given(
+        spans=st.lists(st.integers(0, 40), min_size=1, max_size=64),
+        workers=st.integers(1, 99),
+        least=st.integers(1, 2),
+    )
+    def test_nothing_is_left_out_and_no_run_is_much_longer(
+        self, spans: list[int], workers: int, least: int
+    ) -> None:
         run, even = self.of(spans, workers, least)[0], max(-(-sum(spans) // workers), least)
         assert even <= run <= even + 2 + even // 16
 
@@ -224,17 +301,26 @@ class TestRun:
     def test_group_sizes(self, heads: int, kv_heads: int) -> None:
         check_run(run_tokens(heads // kv_heads, 64) + 1, 25, heads=heads, kv_heads=kv_heads)
 
-    @pytest.mark.parametrize(("tokens", "start", "window"), [(1, 0, None), (9, 0, 1), (1, 90, 20), (5, 16, None), (6, 31, 20), (6, 31, 1)])
+    @pytest.mark.parametrize(
+        ("tokens", "start", "window"),
+        [(1, 0, None), (9, 0, 1), (1, 90, 20), (5, 16, None), (6, 31, 20), (6, 31, 1)],
+    )
     def test_where_it_begins(self, tokens: int, start: int, window: int | None) -> None:
         check_run(tokens, start, heads=16, kv_heads=1, window=window)
 
-    @pytest.mark.parametrize(("dtype", "dim", "block_size"), [(torch.bfloat16, 64, 32), (torch.float16, 128, 64), (torch.float32, 24, 4)])
+    @pytest.mark.parametrize(
+        ("dtype", "dim", "block_size"),
+        [(torch.bfloat16, 64, 32), (torch.float16, 128, 64), (torch.float32, 24, 4)],
+    )
     def test_precisions(self, dtype: torch.dtype, dim: int, block_size: int) -> None:
         check_run(9, 50, heads=8, kv_heads=1, dtype=dtype, dim=dim, block_size=block_size)
 
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 24), (2, 2, 64)])
-    def test_partial_results_take_no_more_than_is_said(self, heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What a budget counts, however long the context: the longest here start as many programs as there may be."""
+    def test_partial_results_take_no_more_than_is_said(
+        self, heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What a budget counts, however long the context: the longest here start as many programs as there
+        may be."""
         said = scratch_bytes(heads, kv_heads, dim, 4, 16, torch.device("cpu"))
         partial, empty = list[int](), torch.empty
 
@@ -256,16 +342,24 @@ class TestRun:
 
     def test_nothing(self) -> None:
         k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)
-        out, lse = paged_run(torch.empty(0, 4, 16), k_cache, v_cache, torch.tensor([0]), 3, scale=1.0, window=None)
+        out, lse = paged_run(
+            torch.empty(0, 4, 16), k_cache, v_cache, torch.tensor([0]), 3, scale=1.0, window=None
+        )
         assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
 
-    @pytest.mark.parametrize(("tokens", "start", "padding", "window"), [(1, 0, 0, None), (9, 0, 7, None), (20, 40, 12, 15)])
+    @pytest.mark.parametrize(
+        ("tokens", "start", "padding", "window"), [(1, 0, 0, None), (9, 0, 7, None), (20, 40, 12, 15)]
+    )
     def test_placed_on_the_device(self, tokens: int, start: int, padding: int, window: int | None) -> None:
         """Within a bound that is far above the lengths."""
         check_placed_run(tokens, start, padding, heads=16, kv_heads=1, window=window, max_length=4096)
 
-    @pytest.mark.parametrize(("tokens", "start", "padding", "window"), [(1, 0, 0, None), (7, 33, 25, None), (20, 40, 12, 15)])
-    def test_placed_where_the_bound_is(self, tokens: int, start: int, padding: int, window: int | None) -> None:
+    @pytest.mark.parametrize(
+        ("tokens", "start", "padding", "window"), [(1, 0, 0, None), (7, 33, 25, None), (20, 40, 12, 15)]
+    )
+    def test_placed_where_the_bound_is(
+        self, tokens: int, start: int, padding: int, window: int | None
+    ) -> None:
         check_placed_run(tokens, start, padding, heads=4, kv_heads=2, window=window)
 
     def test_nobody_placed_on_the_device(self) -> None:
@@ -285,12 +379,22 @@ class TestRun:
         seed=st.integers(0, 99),
     )
     def test_cut_anywhere(
-        self, tokens: int, start: int, group: int, kv_heads: int, block_size: int, window: int | None, workers: int, tile: int,
+        self, tokens: int, start: int, group: int, kv_heads: int, block_size: int, window: int | None,
+        workers: int, tile: int,
         least: int, seed: int,
     ) -> None:  # fmt: skip
         tuning = DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers, least=least)
         heads = group * kv_heads
-        check_run(tokens, start, heads=heads, kv_heads=kv_heads, block_size=block_size, window=window, tuning=tuning, seed=seed)
+        check_run(
+            tokens,
+            start,
+            heads=heads,
+            kv_heads=kv_heads,
+            block_size=block_size,
+            window=window,
+            tuning=tuning,
+            seed=seed,
+        )
 
 
 class TestFoldTile:
@@ -306,10 +410,14 @@ class TestFoldTile:
         v.copy_(torch.randn(v.shape, generator=rng))
         q = torch.randn(queries, heads + 3, dim, generator=rng).to(dtype)[:, 1 : heads + 1]
         assert fits_tile(q, k, v, queries)
-        # Of twice as many rows every second one looks, some with a state and some that have seen nothing yet; the others stay.
+        # Of twice as many rows every second one looks, some with a state and some that have seen nothing yet;
+        # the others stay.
         rows = torch.randn(2 * queries, heads, dim, generator=rng).to(dtype)
         rows[::2] = q
-        out, lse = torch.randn(2 * queries, heads, dim, generator=rng), torch.randn(heads, 2 * queries, generator=rng).T
+        out, lse = (
+            torch.randn(2 * queries, heads, dim, generator=rng),
+            torch.randn(heads, 2 * queries, generator=rng).T,
+        )
         lse[2::4], out[2::4] = -math.inf, math.nan
         before = out.clone(), lse.clone()
         seen, seen_lse = dense_reference(q.float(), k.float(), v.float(), 0.4, causal=False)
@@ -325,7 +433,9 @@ class TestFoldTile:
         assert torch.equal(out[1::2], before[0][1::2])
         assert torch.equal(lse[1::2], before[1][1::2])
 
-    @pytest.mark.parametrize(("queries", "heads", "kv_heads"), [(1, 8, 2), (2, 3, 1), (3, 8, 2), (5, 3, 1), (8, 8, 2), (1, 3, 1)])
+    @pytest.mark.parametrize(
+        ("queries", "heads", "kv_heads"), [(1, 8, 2), (2, 3, 1), (3, 8, 2), (5, 3, 1), (8, 8, 2), (1, 3, 1)]
+    )
     def test_queries_and_groups(self, queries: int, heads: int, kv_heads: int) -> None:
         self.check(queries, 75, heads, kv_heads, 16)
 
@@ -346,7 +456,15 @@ class TestFoldTile:
         seed=st.integers(0, 99),
     )
     def test_cut_anywhere(self, queries: int, keys: int, workers: int, tile: int, seed: int) -> None:
-        self.check(queries, keys, 8, 2, 16, tuning=DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers), seed=seed)
+        self.check(
+            queries,
+            keys,
+            8,
+            2,
+            16,
+            tuning=DecodeTuning(tile=tile, warps=4, depth=2, workers_per_sm=workers),
+            seed=seed,
+        )
 
     def test_what_does_not_fit(self) -> None:
         k = torch.zeros(64, 2, 16)
@@ -368,7 +486,9 @@ class TestMergeStates:
     def test_against_float64(self, heads: int, dim: int, dtype: torch.dtype, heads_first: bool) -> None:
         rng = torch.Generator().manual_seed(1)
         tokens = 21
-        a, b = (torch.randn(tokens, heads + 2, dim, generator=rng).to(dtype)[:, 1 : heads + 1] for _ in range(2))
+        a, b = (
+            torch.randn(tokens, heads + 2, dim, generator=rng).to(dtype)[:, 1 : heads + 1] for _ in range(2)
+        )
         la, lb = lse_view(tokens, heads, heads_first, rng), lse_view(tokens, heads, not heads_first, rng)
         lse = torch.logaddexp(la.double(), lb.double())
         want = a.double() * (la - lse).exp()[..., None] + b.double() * (lb - lse).exp()[..., None]
@@ -379,7 +499,10 @@ class TestMergeStates:
     def test_a_side_that_saw_nothing_is_left_out_exactly(self) -> None:
         rng = torch.Generator().manual_seed(2)
         a, b = torch.randn(4, 1, 16, generator=rng), torch.randn(4, 1, 16, generator=rng)
-        la, lb = torch.tensor([[0.5], [-math.inf], [-math.inf], [700.0]]), torch.tensor([[-math.inf], [0.25], [-math.inf], [-700.0]])
+        la, lb = (
+            torch.tensor([[0.5], [-math.inf], [-math.inf], [700.0]]),
+            torch.tensor([[-math.inf], [0.25], [-math.inf], [-700.0]]),
+        )
         a[1:3], b[0], b[2] = math.nan, math.nan, math.nan
         want = torch.stack([a[0], b[1], torch.zeros(1, 16), a[3]])
         merge_states(a, la, b, lb)
@@ -395,7 +518,9 @@ class TestMergeStates:
 
         def part(blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
             lengths = torch.tensor([length], dtype=torch.int32)
-            return paged_decode(q, k_cache, v_cache, blocks, lengths, scale=0.3, window=None, max_length=length)
+            return paged_decode(
+                q, k_cache, v_cache, blocks, lengths, scale=0.3, window=None, max_length=length
+            )
 
         (out, lse), (late, late_lse) = part(table[:, :5], 20), part(table[:, 5:], 18)
         merge_states(out, lse, late, late_lse)
@@ -403,9 +528,13 @@ class TestMergeStates:
 
 
 class TestWriteKv:
-    @pytest.mark.parametrize(("kv_heads", "dim", "block_size"), [(1, 8, 1), (2, 16, 4), (3, 80, 16), (8, 64, 64)])
+    @pytest.mark.parametrize(
+        ("kv_heads", "dim", "block_size"), [(1, 8, 1), (2, 16, 4), (3, 80, 16), (8, 64, 64)]
+    )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_lands_in_its_slots_and_nowhere_else(self, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
+    def test_lands_in_its_slots_and_nowhere_else(
+        self, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
+    ) -> None:
         rng = torch.Generator().manual_seed(4)
         tokens, blocks = 19, 40
         k_cache, v_cache = pool_views(blocks, block_size, kv_heads, dim, dtype)

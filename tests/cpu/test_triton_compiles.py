@@ -1,4 +1,5 @@
-"""Kernels as compilers for GPUs see them, which need no GPU: the interpreter does not know what these refuse, or what a device lacks."""
+"""Kernels as compilers for GPUs see them, which need no GPU: the interpreter does not know what these refuse,
+or what a device lacks."""
 
 import json
 import os
@@ -13,16 +14,28 @@ import tiny
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parents[1]
-LARGE = ("decode, many rows", "run, wide heads", "run, float32", "merge", "write", "fold, float32", "draw", "experts, some")
+LARGE = (
+    "decode, many rows",
+    "run, wide heads",
+    "run, float32",
+    "merge",
+    "write",
+    "fold, float32",
+    "draw",
+    "experts, some",
+)
 """Each kernel once, and where one takes most."""
 EARLY = ("decode, one row", "pointwise", "linear", "linear, more rows", "steps", "sums")
-"""Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a kernel does besides is all that
-it has of its own: as it is otherwise, it is compiled only if all is to be tested."""
+"""Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a
+kernel does besides is all that it has of its own: as it is otherwise, it is compiled only if all is to be
+tested."""
 EVERYTHING = [(capability, ()) for capability in (80, 86, 89, 90, 100, 120)]
 
 
 @pytest.mark.parametrize(("capability", "cases"), EVERYTHING if tiny.THOROUGH else [(89, LARGE), (90, EARLY)])
-def test_every_kernel_compiles_for_it_and_fits(capability: int, cases: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_kernel_compiles_for_it_and_fits(
+    capability: int, cases: tuple[str, ...], tmp_path: Path
+) -> None:
     pytest.importorskip("triton.backends.nvidia")
     early = ["--early"] if cases == EARLY else []
     output = _run("-m", "compiling", *early, str(capability), *cases, cache=tmp_path)
@@ -37,8 +50,14 @@ NAMES = """
 import sys
 from triton.runtime import JITFunction
 from penstock.ops import kernels
-modules = [getattr(kernels, f"{which}_kernels")() for which in ("sampling", "attention", "linear", "step", "sum")]
-functions = {f"{module.__name__}.{name}": one for module in modules for name, one in vars(module).items() if isinstance(one, JITFunction)}
+kinds = ("sampling", "attention", "linear", "step", "sum")
+modules = [getattr(kernels, f"{which}_kernels")() for which in kinds]
+functions = {
+    f"{module.__name__}.{name}": one
+    for module in modules
+    for name, one in vars(module).items()
+    if isinstance(one, JITFunction)
+}
 for name in sorted(functions, reverse=sys.argv[1] == "reverse"):
     print(name, functions[name].cache_key)
 """
@@ -71,7 +90,10 @@ print(sampling_kernels()._tokens.cache_key)
 
 def test_kernels_are_named_anew_where_naming_them_was_interrupted(tmp_path: Path) -> None:
     names = _run("-c", NAMES, "forward", cache=tmp_path).splitlines()
-    assert f"penstock.ops.triton_sampling._tokens {_run('-c', INTERRUPTED, cache=tmp_path).splitlines()[1]}" in names
+    assert (
+        f"penstock.ops.triton_sampling._tokens {_run('-c', INTERRUPTED, cache=tmp_path).splitlines()[1]}"
+        in names
+    )
 
 
 NOTED = """

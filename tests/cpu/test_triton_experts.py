@@ -1,4 +1,5 @@
-"""A mixture of experts by kernels, interpreted on the CPU: against the steps one by one, in one call and in waves, in a whole engine."""
+"""A mixture of experts by kernels, interpreted on the CPU: against the steps one by one, in one call and in
+waves, in a whole engine."""
 
 import math
 import os
@@ -14,8 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
 
 import bounds
 import tiny
@@ -37,22 +42,31 @@ NOWHERE = 1 << 62
 
 @pytest.fixture(autouse=True)
 def _interpreted() -> Iterator[None]:
-    """Of what is not given to them, kernels may read the matrices that a table says the addresses of, and nothing around them."""
+    """Of what is not given to them, kernels may read the matrices that a table says the addresses of, and
+    nothing around them."""
     compute = triton_experts.products
 
     def products(x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, *rest: object) -> None:
         size = h.shape[1] * x.shape[1] * x.element_size()
-        matrices = [one for gate_up, down in table.tolist() for one in ((gate_up, gate_up + 2 * size), (down, down + size))]
+        matrices = [
+            one
+            for gate_up, down in table.tolist()
+            for one in ((gate_up, gate_up + 2 * size), (down, down + size))
+        ]
         with bounds.lent(span for span in matrices if span[0] not in (0, NOWHERE)):
             compute(x, order, blocks, table, h, *rest)  # type: ignore[arg-type]
 
-    with patch.object(experts, "_kernels", lambda device: triton_experts), patch.object(triton_experts, "products", products):
+    with (
+        patch.object(experts, "_kernels", lambda device: triton_experts),
+        patch.object(triton_experts, "products", products),
+    ):
         yield
 
 
 @dataclass
 class Case:
-    """Random experts, each in memory of its own, and tokens whose rows stand apart. levels: how many different scores there may be."""
+    """Random experts, each in memory of its own, and tokens whose rows stand apart. levels: how many
+    different scores there may be."""
 
     tokens: int
     hidden: int
@@ -69,7 +83,10 @@ class Case:
         scores = torch.randn(self.tokens, self.experts + 3, generator=rng)[:, : self.experts]
         self.scores = (scores if self.levels is None else (scores * self.levels / 4).round()).to(self.dtype)
         sizes = (2 * self.inner, self.hidden), (self.hidden, self.inner)
-        self.weights = [[(torch.randn(size, generator=rng) / size[1] ** 0.5).to(self.dtype) for size in sizes] for _ in range(self.experts)]
+        self.weights = [
+            [(torch.randn(size, generator=rng) / size[1] ** 0.5).to(self.dtype) for size in sizes]
+            for _ in range(self.experts)
+        ]
 
     def grouped(self) -> Grouped:
         mixed = Grouped(self.x, self.scores, self.top_k, self.inner, normalise=self.normalise)
@@ -79,7 +96,10 @@ class Case:
 
     def table(self, lent: Sequence[int]) -> Tensor:
         every = range(self.experts)
-        return torch.tensor([[w.data_ptr() if expert in lent else 0 for w in self.weights[expert]] for expert in every], dtype=torch.int64)
+        return torch.tensor(
+            [[w.data_ptr() if expert in lent else 0 for w in self.weights[expert]] for expert in every],
+            dtype=torch.int64,
+        )
 
     def reference(self) -> tuple[Tensor, Tensor]:
         weights = [(gate_up, down) for gate_up, down in self.weights]
@@ -97,22 +117,31 @@ class Case:
 
 class TestChoose:
     @pytest.mark.parametrize("normalise", [False, True])
-    @pytest.mark.parametrize(("tokens", "count", "top_k"), [(1, 6, 2), (9, 128, 8), (3, 5, 5), (7, 60, 1), (300, 8, 3)])
+    @pytest.mark.parametrize(
+        ("tokens", "count", "top_k"), [(1, 6, 2), (9, 128, 8), (3, 5, 5), (7, 60, 1), (300, 8, 3)]
+    )
     def test_as_the_reference_does(self, tokens: int, count: int, top_k: int, normalise: bool) -> None:
         scores = torch.randn(tokens, count + 5, generator=torch.Generator().manual_seed(count))[:, 2:-3] * 4
         chosen, shares = choose(scores, top_k, normalise=normalise)
         probabilities = scores.double().softmax(-1)
         want, best = probabilities.topk(top_k)
         assert torch.equal(chosen.long(), best)
-        torch.testing.assert_close(shares.double(), want / want.sum(-1, keepdim=True) if normalise else want, rtol=2e-6, atol=1e-9)
+        torch.testing.assert_close(
+            shares.double(), want / want.sum(-1, keepdim=True) if normalise else want, rtol=2e-6, atol=1e-9
+        )
 
-    @given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, 3e-39]), min_size=1, max_size=9), st.integers(1, 9))
+    @given(
+        st.lists(st.sampled_from([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, 3e-39]), min_size=1, max_size=9),
+        st.integers(1, 9),
+    )
     @settings(max_examples=25)
     def test_of_equal_scores_the_lower_expert_wins(self, row: list[float], top_k: int) -> None:
         top_k = min(top_k, len(row))
         with np.errstate(invalid="ignore"):
             chosen, _ = choose(torch.tensor([row]), top_k, normalise=True)
-        assert chosen[0].tolist() == sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
+        assert (
+            chosen[0].tolist() == sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:top_k]
+        )
 
     def test_whatever_the_scores_are_the_experts_exist_and_differ(self) -> None:
         scores = torch.tensor([[math.nan, 1.0, -math.nan], [math.nan] * 3, [math.inf] * 3, [-math.inf] * 3])
@@ -125,7 +154,11 @@ class TestChoose:
 
 @settings(max_examples=20)
 @given(
-    tokens=st.integers(0, 90), count=st.integers(1, 9), top_k=st.integers(1, 4), rows=st.sampled_from([1, 4, 16]), seed=st.integers(0, 9)
+    tokens=st.integers(0, 90),
+    count=st.integers(1, 9),
+    top_k=st.integers(1, 4),
+    rows=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 9),
 )
 def test_pairs_by_expert(tokens: int, count: int, top_k: int, rows: int, seed: int) -> None:
     """Some experts are used by nobody, some by almost all; pairs are arranged in several turns."""
@@ -149,7 +182,9 @@ def test_pairs_by_expert(tokens: int, count: int, top_k: int, rows: int, seed: i
     assert all(expert == -1 for expert, _, _ in found[len(want) :])
 
 
-@pytest.mark.parametrize(("pairs", "count", "rows"), [(1, 8, 16), (7, 3, 4), (8, 128, 16), (100, 4, 16), (40, 1, 16)])
+@pytest.mark.parametrize(
+    ("pairs", "count", "rows"), [(1, 8, 16), (7, 3, 4), (8, 128, 16), (100, 4, 16), (40, 1, 16)]
+)
 def test_blocks_are_never_more_than_there_is_room_for(pairs: int, count: int, rows: int) -> None:
     """The most there can be: every expert has one pair beyond full blocks, as far as pairs go."""
     used = min(pairs, count)
@@ -161,9 +196,12 @@ def test_blocks_are_never_more_than_there_is_room_for(pairs: int, count: int, ro
 class TestProducts:
     @pytest.mark.parametrize("dtype", TOLERANCE)
     @pytest.mark.parametrize(
-        ("tokens", "hidden", "inner", "count", "top_k"), [(1, 48, 40, 6, 2), (7, 65, 33, 5, 3), (37, 40, 13, 9, 4), (5, 300, 17, 3, 1)]
+        ("tokens", "hidden", "inner", "count", "top_k"),
+        [(1, 48, 40, 6, 2), (7, 65, 33, 5, 3), (37, 40, 13, 9, 4), (5, 300, 17, 3, 1)],
     )
-    def test_against_the_steps(self, tokens: int, hidden: int, inner: int, count: int, top_k: int, dtype: torch.dtype) -> None:
+    def test_against_the_steps(
+        self, tokens: int, hidden: int, inner: int, count: int, top_k: int, dtype: torch.dtype
+    ) -> None:
         Case(tokens, hidden, inner, count, top_k, dtype, normalise=bool(tokens % 2)).check()
 
     @pytest.mark.parametrize("tokens", [1, 9, 40, 80])
@@ -198,8 +236,12 @@ class TestProducts:
     @pytest.mark.parametrize("tokens", [1, 13])
     @pytest.mark.parametrize("seed", range(2))
     def test_waves_compute_the_same(self, tokens: int, seed: int) -> None:
-        """Random experts at a time, some of them used by nobody; those that are not there have the address 0, where nothing can be read."""
-        case, rng = Case(tokens, 65, 33, 7, 3, levels=2 if seed % 2 else None), torch.Generator().manual_seed(seed)
+        """Random experts at a time, some of them used by nobody; those that are not there have the address 0,
+        where nothing can be read."""
+        case, rng = (
+            Case(tokens, 65, 33, 7, 3, levels=2 if seed % 2 else None),
+            torch.Generator().manual_seed(seed),
+        )
         mixed, left = case.grouped(), torch.randperm(7, generator=rng).tolist()
         mixed.used()
         while left:
@@ -221,7 +263,14 @@ def all_at_once(case: Case) -> Tensor:
 
 # ---- in an engine
 
-SETTINGS = {"device": "cpu", "dtype": "float32", "max_length": 128, "block_size": 4, "max_step_tokens": 16, "max_sequences": 3}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_length": 128,
+    "block_size": 4,
+    "max_step_tokens": 16,
+    "max_sequences": 3,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=-1)
 
 
@@ -234,7 +283,8 @@ def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_lean")
 def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
-    """Resident, from one table for each layer; then with most experts on the host; tokens are the reference model's."""
+    """Resident, from one table for each layer; then with most experts on the host; tokens are the reference
+    model's."""
     name = "qwen3_moe_dense_layer"
     references = tiny.references(name)[:3]
     prompts = [one.prompt for one in references]
@@ -254,7 +304,9 @@ def test_what_streams_in_waves_computes_the_same(tmp_path: Path) -> None:
     assert llm.booted.weights.experts_rest
     budget = llm.booted.budget
     beside = budget.activations + budget.kv
-    streamed, copied, llm = run(device_memory=beside + int(0.6 * budget.weights), host_memory=beside + 2 * budget.weights)
+    streamed, copied, llm = run(
+        device_memory=beside + int(0.6 * budget.weights), host_memory=beside + 2 * budget.weights
+    )
     assert copied > 0
     assert not llm.booted.weights.experts_rest
     assert streamed == whole

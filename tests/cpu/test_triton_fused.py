@@ -9,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
 
 import tiny
 from paged import pool_views
@@ -23,16 +27,30 @@ from penstock.ops.triton_pointwise import rms_norm, rope_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""The distance between neighbours of the dtype, relative to the smaller; of float32 with room for another order of a sum."""
+"""The distance between neighbours of the dtype, relative to the smaller; of float32 with room for another
+order of a sum."""
 
 
 class Case:
-    """A fused projection with bias, rows far apart, and what turns it. A pool of NaN; two tokens of five have no slot."""
+    """A fused projection with bias, rows far apart, and what turns it. A pool of NaN; two tokens of five have
+    no slot."""
 
-    def __init__(self, tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, norms: bool, block_size: int = 4) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        *,
+        norms: bool,
+        block_size: int = 4,
+    ) -> None:
         rng = torch.Generator().manual_seed(tokens * 1000 + heads * 100 + dim)
         width = (heads + 2 * kv_heads) * dim
-        x, weight, bias = (torch.randn(shape, generator=rng).to(dtype) for shape in ((tokens, 8), (width, 8), (width,)))
+        x, weight, bias = (
+            torch.randn(shape, generator=rng).to(dtype) for shape in ((tokens, 8), (width, 8), (width,))
+        )
         self.qkv = torch.full((tokens, width + 16), math.nan, dtype=dtype)[:, 8 : width + 8]
         self.qkv.copy_(linear(x, weight, bias))
         angle = torch.rand(tokens, dim // 2 + 3, generator=rng)[:, : dim // 2] * 300
@@ -51,8 +69,12 @@ class Case:
         around = torch.full((len(qkv), qkv.shape[1] + 16), math.nan, dtype=qkv.dtype)
         view = around[:, 8:-8].copy_(qkv)
         gains, eps = ((self.norms.q, self.norms.k), self.norms.eps) if self.norms else (None, 0.0)
-        views = triton_pointwise.project(view, self.cos, self.sin, *cache, self.slots, heads=self.heads, gains=gains, eps=eps)
-        assert all(x.untyped_storage().data_ptr() == around.untyped_storage().data_ptr() for x in views if x.numel())
+        views = triton_pointwise.project(
+            view, self.cos, self.sin, *cache, self.slots, heads=self.heads, gains=gains, eps=eps
+        )
+        assert all(
+            x.untyped_storage().data_ptr() == around.untyped_storage().data_ptr() for x in views if x.numel()
+        )
         assert around[:, :8].isnan().all()
         assert around[:, -8:].isnan().all()
         return *views, *cache
@@ -60,10 +82,17 @@ class Case:
     def reference(self) -> tuple[Tensor, ...]:
         """The same, by what runs without kernels."""
         live = (self.slots >= 0).nonzero()[:, 0]
-        q, k, v = project_reference(self.qkv.clone(), self.cos, self.sin, heads=self.heads, kv_heads=self.kv_heads, norms=self.norms)
+        q, k, v = project_reference(
+            self.qkv.clone(), self.cos, self.sin, heads=self.heads, kv_heads=self.kv_heads, norms=self.norms
+        )
         cache = tuple(x.clone() for x in self.cache)
         size = cache[0].shape[1]
-        write(k[live], v[live], (cache[0], cache[1]), positions(self.slots[live] // size, self.slots[live] % size))
+        write(
+            k[live],
+            v[live],
+            (cache[0], cache[1]),
+            positions(self.slots[live] // size, self.slots[live] % size),
+        )
         return q, k, v, *cache
 
     def kernels(self) -> tuple[Tensor, ...]:
@@ -88,7 +117,8 @@ def equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 
 def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], steps: float) -> None:
-    """Of q and k by so many steps of the largest number that was turned; values, and where there are none, exactly."""
+    """Of q and k by so many steps of the largest number that was turned; values, and where there are none,
+    exactly."""
     for index, (one, other) in enumerate(zip(got, want, strict=True)):
         if index in (2, 4):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -98,7 +128,12 @@ def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], steps: float) -> No
 
 
 SHAPES = [(4, 2, 64), (5, 5, 80), (3, 1, 96), (14, 2, 128), (9, 3, 8), (2, 1, 256)]
-EVERY = [(*shape, dtype) for turn, shape in enumerate(SHAPES) for dtype in DTYPES if tiny.THOROUGH or dtype != DTYPES[1 + turn % 2]]
+EVERY = [
+    (*shape, dtype)
+    for turn, shape in enumerate(SHAPES)
+    for dtype in DTYPES
+    if tiny.THOROUGH or dtype != DTYPES[1 + turn % 2]
+]
 """All shapes in float32, and by turns in one of the others."""
 
 
@@ -130,7 +165,9 @@ class TestAgainstTheSteps:
     block_size=st.sampled_from([1, 2, 16]),
 )
 def test_any_shape(tokens: int, group: int, kv_heads: int, half: int, norms: bool, block_size: int) -> None:
-    case = Case(tokens, group * kv_heads, kv_heads, 2 * half, torch.float32, norms=norms, block_size=block_size)
+    case = Case(
+        tokens, group * kv_heads, kv_heads, 2 * half, torch.float32, norms=norms, block_size=block_size
+    )
     (close if norms else equal)(case.fused(), case.reference(), *([4] if norms else []))
 
 
@@ -140,10 +177,13 @@ def test_many_heads_take_several_programs_a_token() -> None:
 
 
 def test_a_pool_beyond_two_billion_elements() -> None:
-    """Only the pages that are touched exist: an address computed in 32 bits would fall outside or onto other bytes."""
+    """Only the pages that are touched exist: an address computed in 32 bits would fall outside or onto other
+    bytes."""
     dim, stride = 16, 1 << 21
     pool = torch.empty(1104 * stride, dtype=torch.bfloat16)
-    k_cache, v_cache = (pool.as_strided((1104, 16, 1, dim), (stride, dim, dim, 1), start) for start in (0, 16 * dim))
+    k_cache, v_cache = (
+        pool.as_strided((1104, 16, 1, dim), (stride, dim, dim, 1), start) for start in (0, 16 * dim)
+    )
     qkv, zero = torch.randn(1, 4 * dim).bfloat16(), torch.zeros(1, dim // 2)
     slots = torch.tensor([1103 * 16 + 5])
     _, k, v = triton_pointwise.project(qkv, zero + 1, zero, k_cache, v_cache, slots, heads=2)
@@ -159,7 +199,9 @@ class TestWithoutKernels:
         at = torch.arange(6)
         inputs = positions(blocks[at // 4], at % 4, (Run(0, 6, 0, blocks),))
         cache = tuple(x.clone() for x in case.cache)
-        q, k, v = project(case.qkv.clone(), case.cos, case.sin, (cache[0], cache[1]), inputs, heads=4, norms=case.norms)
+        q, k, v = project(
+            case.qkv.clone(), case.cos, case.sin, (cache[0], cache[1]), inputs, heads=4, norms=case.norms
+        )
         seen = attend(q, k, v, (cache[0], cache[1]), inputs, 0.25, None, written=True)
         want = attend(q, k, v, case.cache, inputs, 0.25, None)
         assert torch.equal(seen, want)

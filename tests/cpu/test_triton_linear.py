@@ -1,4 +1,5 @@
-"""The product of a few rows, interpreted on the CPU, against plain torch; and how it is cut for real shapes."""
+"""The product of a few rows, interpreted on the CPU, against plain torch; and how it is cut for real
+shapes."""
 
 import os
 from dataclasses import replace
@@ -7,25 +8,45 @@ import pytest
 import torch
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
 
 import tiny
 from penstock.ops.activation import silu_mul
 from penstock.ops.kernels import counters, counting
 from penstock.ops.triton_linear import MOST_ROWS, FewRowsTuning, few_rows, few_rows_tuning
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}  # the interpreter truncates to bf16 where a GPU rounds
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 2.5e-2,
+    torch.float16: 3e-3,
+}  # the interpreter truncates to bf16 where a GPU rounds
 CPU = torch.device("cpu")
 WIDE = FewRowsTuning(64, 64, 1, 2)
 SHARED = replace(WIDE, splits=3)
-TUNINGS = [WIDE, SHARED, replace(WIDE, cols=32, left=True), replace(SHARED, cols=32, left=True), replace(WIDE, splits=8), None]
+TUNINGS = [
+    WIDE,
+    SHARED,
+    replace(WIDE, cols=32, left=True),
+    replace(SHARED, cols=32, left=True),
+    replace(WIDE, splits=8),
+    None,
+]
 
 
-def given(rows: int, inner: int, outer: int, dtype: torch.dtype, biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def given(
+    rows: int, inner: int, outer: int, dtype: torch.dtype, biased: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows of x and of the matrix stand apart."""
     rng = torch.Generator().manual_seed(rows + inner + outer)
-    x, weight = torch.randn(rows, inner + 8, generator=rng), torch.randn(outer, inner + 16, generator=rng) / inner**0.5
+    x, weight = (
+        torch.randn(rows, inner + 8, generator=rng),
+        torch.randn(outer, inner + 16, generator=rng) / inner**0.5,
+    )
     bias = torch.randn(outer, generator=rng).to(dtype) if biased else None
     return x.to(dtype)[:, :inner], weight.to(dtype)[:, :inner], bias
 
@@ -42,7 +63,9 @@ EVERY = [
 
 @pytest.mark.parametrize(("rows", "outer", "dtype", "tuning", "biased"), EVERY)
 class TestFewRows:
-    def test_product(self, rows: int, outer: int, dtype: torch.dtype, tuning: FewRowsTuning | None, biased: bool) -> None:
+    def test_product(
+        self, rows: int, outer: int, dtype: torch.dtype, tuning: FewRowsTuning | None, biased: bool
+    ) -> None:
         x, weight, bias = given(rows, 256, outer, dtype, biased)
         want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         out = torch.full((rows, outer + 8), torch.nan, dtype=dtype)[:, :outer]
@@ -50,7 +73,9 @@ class TestFewRows:
         for got in (out, few_rows(x, weight, bias, tuning=tuning)):
             torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
-    def test_with_its_gate(self, rows: int, outer: int, dtype: torch.dtype, tuning: FewRowsTuning | None, biased: bool) -> None:
+    def test_with_its_gate(
+        self, rows: int, outer: int, dtype: torch.dtype, tuning: FewRowsTuning | None, biased: bool
+    ) -> None:
         x, weight, bias = given(rows, 256, 2 * outer, dtype, biased)
         want = silu_mul(x.double() @ weight.double().T + (0 if bias is None else bias.double()))
         got = few_rows(x, weight, bias, gated=True, tuning=tuning)
@@ -80,6 +105,8 @@ def test_every_shape_is_cut_so_that_it_fits(inner: int, outer: int, many: int) -
         assert inner % tuning.step == 0
         assert tuning.stages >= 2
         assert tuning.stages * tuning.step * (tuning.cols + rows) * 2 <= 227 << 10
-        assert (tuning.splits - 1) * -(-inner // tuning.step // tuning.splits) * tuning.step < inner  # nobody has nothing
+        assert (tuning.splits - 1) * -(
+            -inner // tuning.step // tuning.splits
+        ) * tuning.step < inner  # nobody has nothing
         assert tuning.left or tuning.cols >= 64  # what is on the left has 64 rows
         assert not tuning.left or rows == MOST_ROWS

@@ -7,12 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
 
 from penstock.ops.triton_pointwise import rms_norm, rope_, silu_mul
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}  # the interpreter truncates to bf16 where a GPU rounds
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 2.5e-2,
+    torch.float16: 3e-3,
+}  # the interpreter truncates to bf16 where a GPU rounds
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -31,7 +39,10 @@ class TestRmsNorm:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_without_residual(self, dim: int, dtype: torch.dtype) -> None:
         rng = torch.Generator().manual_seed(0)
-        x, weight = torch.randn(9, dim + 8, generator=rng).to(dtype)[:, :dim], torch.randn(dim, generator=rng).to(dtype)
+        x, weight = (
+            torch.randn(9, dim + 8, generator=rng).to(dtype)[:, :dim],
+            torch.randn(dim, generator=rng).to(dtype),
+        )
         before = x.clone()
         y, stream = rms_norm(x, weight, 1e-5)
         assert stream is x
@@ -41,8 +52,15 @@ class TestRmsNorm:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_the_residual_takes_the_sum_and_the_sum_is_normalised(self, dtype: torch.dtype) -> None:
         rng = torch.Generator().manual_seed(1)
-        x, residual = torch.randn(5, 80, generator=rng).to(dtype), torch.randn(5, 160, generator=rng).to(dtype)[:, 40:120]
-        weight, before, total = torch.randn(80, generator=rng).to(dtype), x.clone(), x.double() + residual.double()
+        x, residual = (
+            torch.randn(5, 80, generator=rng).to(dtype),
+            torch.randn(5, 160, generator=rng).to(dtype)[:, 40:120],
+        )
+        weight, before, total = (
+            torch.randn(80, generator=rng).to(dtype),
+            x.clone(),
+            x.double() + residual.double(),
+        )
         y, stream = rms_norm(x, weight, 1e-6, residual)
         assert stream is residual
         assert torch.equal(x, before)
@@ -67,13 +85,18 @@ class TestRmsNorm:
 class TestRope:
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 8), (6, 2, 16), (5, 1, 80), (4, 4, 64)])
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_rotates_views_in_place_and_nothing_beside_them(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    def test_rotates_views_in_place_and_nothing_beside_them(
+        self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> None:
         rng = torch.Generator().manual_seed(3)
         tokens, half = 6, dim // 2
         qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=rng).to(dtype)
         angle = torch.rand(tokens, half + 3, generator=rng)[:, :half] * 300
         cos, sin = angle.cos(), angle.sin()
-        pair = torch.complex(qkv[..., :half].double(), qkv[..., half:].double()) * torch.complex(cos.double(), sin.double())[:, None]
+        pair = (
+            torch.complex(qkv[..., :half].double(), qkv[..., half:].double())
+            * torch.complex(cos.double(), sin.double())[:, None]
+        )
         turned = torch.cat([pair.real, pair.imag], -1)
         values = qkv[:, heads + kv_heads :].clone()
         rope_(qkv[:, :heads], qkv[:, heads : heads + kv_heads], cos, sin)

@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
 
 from triton.runtime import interpreter
 
@@ -27,7 +31,15 @@ def asked(*rows: tuple[float, ...]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).view(-1, 6)
 
 
-def drawn(logits: Tensor, wishes: Tensor, chunk: int = 64, group: int = 8, bins: int = 16, listed: int = 64, part: int = 32) -> list[int]:
+def drawn(
+    logits: Tensor,
+    wishes: Tensor,
+    chunk: int = 64,
+    group: int = 8,
+    bins: int = 16,
+    listed: int = 64,
+    part: int = 32,
+) -> list[int]:
     """One for each wish. Rows that nobody asked for stay as they are, and so do logits."""
     before, tokens = logits.clone(), torch.full((len(logits),), -7)
     with patch.multiple(triton_sampling, _CHUNK=chunk, _GROUP=group, _BINS=bins, _LISTED=listed, _PART=part):
@@ -63,9 +75,18 @@ def possible(logits: Tensor, wish: Tensor) -> set[int]:
 )
 @settings(max_examples=20, deadline=None)
 def test_what_is_drawn(
-    seed: int, vocab: int, top_k: int, top_p: float, min_p: float, heat: float, steps: float | None, scale: float, listed: int
+    seed: int,
+    vocab: int,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    heat: float,
+    steps: float | None,
+    scale: float,
+    listed: int,
 ) -> None:
-    """Whatever the settings. `steps`: logits are rounded, so that many are equal. `listed`: it may be more than the list can hold."""
+    """Whatever the settings. `steps`: logits are rounded, so that many are equal. `listed`: it may be more
+    than the list can hold."""
     rng = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, vocab + 5, generator=rng)[:, :vocab] * scale
     if steps is not None:
@@ -75,7 +96,10 @@ def test_what_is_drawn(
     if seed % 3 == 0:
         logits[:, 0] = -0.0
     numbers = torch.rand(2, generator=rng, dtype=torch.float64).tolist()
-    wishes = asked((2, heat, top_k, top_p, min_p, numbers[0]), (0, heat, top_k, 1.0 if seed % 2 else top_p, min_p, numbers[1]))
+    wishes = asked(
+        (2, heat, top_k, top_p, min_p, numbers[0]),
+        (0, heat, top_k, 1.0 if seed % 2 else top_p, min_p, numbers[1]),
+    )
     for wish, token in zip(wishes, drawn(logits, wishes, listed=listed), strict=True):
         assert token in possible(logits, wish)
 
@@ -114,7 +138,9 @@ def test_the_order_of_the_programs_changes_nothing() -> None:
         assert drawn(logits, wishes[1:], bins=8) == before
 
 
-@pytest.mark.parametrize("sizes", [(32, 4, 64, 64, 8), (256, 8, 4, 8, 64), (128, 64, 1, 256, 256), (64, 2, 1024, 1, 16)])
+@pytest.mark.parametrize(
+    "sizes", [(32, 4, 64, 64, 8), (256, 8, 4, 8, 64), (128, 64, 1, 256, 256), (64, 2, 1024, 1, 16)]
+)
 def test_sizes_change_nothing(sizes: tuple[int, int, int, int, int]) -> None:
     """Of chunks, groups, bins, lists and their parts: sums are the same however a row is cut."""
     logits, wishes = batch()
@@ -134,26 +160,37 @@ def test_a_vocabulary_of_several_chunks_of_full_size() -> None:
 @pytest.mark.parametrize("listed", [16, 256])
 @pytest.mark.parametrize("most", [1, 150])
 def test_of_tokens_that_are_equally_likely_the_first_are_left(most: int, listed: int) -> None:
-    """In chunks of the vocabulary, too: 200 of them, of which every other one is banned. The list may be too short for them."""
+    """In chunks of the vocabulary, too: 200 of them, of which every other one is banned. The list may be too
+    short for them."""
     logits = torch.full((4, 400), -torch.inf)
     logits[:, ::2] = 3.0
     ends = (most, 1.0), (0, (most - 0.5) / 200), (most, 0.9999)
-    last = asked(*((row, 1.0, *end, 0.0, (most - 0.5) / most) for row, end in enumerate(ends)), (3, 1.0, most, 1.0, 0.0, 0.0))
+    last = asked(
+        *((row, 1.0, *end, 0.0, (most - 0.5) / most) for row, end in enumerate(ends)),
+        (3, 1.0, most, 1.0, 0.0, 0.0),
+    )
     assert drawn(logits, last, chunk=128, listed=listed) == [2 * (most - 1)] * 3 + [0]
 
 
 def test_of_those_at_both_thresholds_top_p_leaves_no_more_than_top_k() -> None:
-    """One token is likelier than the other 99; top-k takes nine of these, and top-p of all ten what it asks for."""
+    """One token is likelier than the other 99; top-k takes nine of these, and top-p of all ten what it asks
+    for."""
     logits = torch.zeros(4, 100)
     logits[:, 60] = 1.0
     wishes = asked(
-        *((row, 1.0, 10, *of) for row, of in enumerate(((0.2, 0.0, 0.999), (0.5, 0.0, 0.3), (0.9, 0.0, 0.5), (0.9999, 0.0, 0.65))))
+        *(
+            (row, 1.0, 10, *of)
+            for row, of in enumerate(
+                ((0.2, 0.0, 0.999), (0.5, 0.0, 0.3), (0.9, 0.0, 0.5), (0.9999, 0.0, 0.65))
+            )
+        )
     )
     assert drawn(logits, wishes) == draw_reference(logits, wishes).tolist()
 
 
 def test_top_p_goes_by_the_likelihood_of_all_tokens() -> None:
-    """Also of those that cannot be near its threshold: 100 tokens, and 300 that have a tenth of their likelihood."""
+    """Also of those that cannot be near its threshold: 100 tokens, and 300 that have a tenth of their
+    likelihood."""
     logits = torch.full((1, 400), 0.1).log()
     logits[0, ::4] = 0.0
     wish = asked((0, 1.0, 0, 0.503, 0.0, 0.99))
@@ -197,7 +234,9 @@ def test_extreme_temperatures(heat: float) -> None:
 
 
 def test_a_vocabulary_of_one_token() -> None:
-    assert drawn(torch.tensor([[3.0], [-1e4]]), asked((1, 1.0, 5, 0.5, 0.1, 0.3), (0, 0.1, 0, 1.0, 0.0, 1 - 2.0**-52))) == [0, 0]
+    assert drawn(
+        torch.tensor([[3.0], [-1e4]]), asked((1, 1.0, 5, 0.5, 0.1, 0.3), (0, 0.1, 0, 1.0, 0.0, 1 - 2.0**-52))
+    ) == [0, 0]
 
 
 def test_nothing_is_asked() -> None:
@@ -205,7 +244,8 @@ def test_nothing_is_asked() -> None:
 
 
 def odd() -> tuple[Tensor, int]:
-    """Rows of logits some of which are not numbers, or infinite. In so many of the first nothing can be drawn; the last is like any."""
+    """Rows of logits some of which are not numbers, or infinite. In so many of the first nothing can be
+    drawn; the last is like any."""
     logits = torch.randn(14, 150, generator=torch.Generator().manual_seed(3)) * 3
     nan, inf = torch.nan, torch.inf
     logits[0], logits[1], logits[2], logits[3] = nan, -nan, -inf, -inf
@@ -221,10 +261,12 @@ def odd() -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p", "listed"), [(0, 1.0, 0.0, 64), (5, 1.0, 0.1, 4), (0, 0.9, 0.0, 4), (5, 0.9, 0.0, 64), (120, 0.9, 0.05, 4)]
+    ("top_k", "top_p", "min_p", "listed"),
+    [(0, 1.0, 0.0, 64), (5, 1.0, 0.1, 4), (0, 0.9, 0.0, 4), (5, 0.9, 0.0, 64), (120, 0.9, 0.05, 4)],
 )
 def test_what_is_not_a_number_is_impossible(top_k: int, top_p: float, min_p: float, listed: int) -> None:
-    """And where there is nothing else, whatever is drawn is a token, and nothing is reached that is not the row's."""
+    """And where there is nothing else, whatever is drawn is a token, and nothing is reached that is not the
+    row's."""
     logits, nothing = odd()
     numbers = (0.4, 0.0, 1 - 2.0**-52)
     wishes = asked(*((row, 0.8, top_k, top_p, min_p, numbers[row % 3]) for row in range(len(logits))))

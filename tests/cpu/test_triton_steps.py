@@ -1,4 +1,5 @@
-"""The kernels around a decode step and the product of one row, interpreted on the CPU, against plain torch."""
+"""The kernels around a decode step and the product of one row, interpreted on the CPU, against plain
+torch."""
 
 import os
 
@@ -6,8 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
 
 import tiny
 from penstock.arch.spec import RopeKind, RopeSpec
@@ -17,7 +22,11 @@ from penstock.ops.rope import RotaryAngles
 from penstock.ops.triton_linear import one_row
 from penstock.ops.triton_steps import likeliest, place
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.5e-2, torch.float16: 3e-3}  # the interpreter truncates to bf16 where a GPU rounds
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 2.5e-2,
+    torch.float16: 3e-3,
+}  # the interpreter truncates to bf16 where a GPU rounds
 
 
 SIZES = [(64, 20, None), (100, 7, (4, 32, 4)), (96, 16, (8, 128, 4)), (2100, 5, (2, 512, 4))]
@@ -32,13 +41,17 @@ EVERY = [
 
 @pytest.mark.parametrize(("inner", "outer", "tuning", "dtype", "biased"), EVERY)
 class TestOneRow:
-    def given(self, inner: int, outer: int, dtype: torch.dtype, biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def given(
+        self, inner: int, outer: int, dtype: torch.dtype, biased: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         rng = torch.Generator().manual_seed(inner + outer)
         wide = torch.randn(outer, inner + 8, generator=rng) / inner**0.5
         bias = torch.randn(outer, generator=rng).to(dtype) if biased else None
         return torch.randn(1, inner, generator=rng).to(dtype), wide.to(dtype)[:, :inner], bias
 
-    def test_product(self, inner: int, outer: int, tuning: tuple[int, int, int] | None, dtype: torch.dtype, biased: bool) -> None:
+    def test_product(
+        self, inner: int, outer: int, tuning: tuple[int, int, int] | None, dtype: torch.dtype, biased: bool
+    ) -> None:
         x, weight, bias = self.given(inner, outer, dtype, biased)
         want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         out = torch.full((1, outer), torch.nan, dtype=dtype)
@@ -46,7 +59,9 @@ class TestOneRow:
         for got in (out, one_row(x, weight, bias, tuning=tuning)):
             torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
-    def test_with_its_gate(self, inner: int, outer: int, tuning: tuple[int, int, int] | None, dtype: torch.dtype, biased: bool) -> None:
+    def test_with_its_gate(
+        self, inner: int, outer: int, tuning: tuple[int, int, int] | None, dtype: torch.dtype, biased: bool
+    ) -> None:
         x, weight, bias = self.given(inner, 2 * outer, dtype, biased)
         want = silu_mul(x.double() @ weight.double().T + (0 if bias is None else bias.double()))
         got = one_row(x, weight, bias, gated=True, tuning=tuning)
@@ -57,10 +72,15 @@ class TestOneRow:
 class TestPlace:
     @pytest.mark.parametrize("seed", range(4))
     def test_as_step_by_step(self, seed: int) -> None:
-        """Rows in any order, some of nobody, some with a new page, which may be the one that they write to."""
+        """Rows in any order, some of nobody, some with a new page, which may be the one that they write
+        to."""
         rng = torch.Generator().manual_seed(seed)
         everyone, pages, size, count = 7, 300, 4, 5
-        rope = RopeSpec(10000.0, 16, RopeKind.YARN, 4.0, 64, attention_factor=1.3) if seed % 2 else RopeSpec(10000.0, 24)
+        rope = (
+            RopeSpec(10000.0, 16, RopeKind.YARN, 4.0, 64, attention_factor=1.3)
+            if seed % 2
+            else RopeSpec(10000.0, 24)
+        )
         angles = RotaryAngles(rope, torch.device("cpu"))
         table = torch.randint(0, 50, (everyone + 1, pages), generator=rng, dtype=torch.int32)
         newest = torch.randint(0, 90, (everyone + 1,), generator=rng)
@@ -127,8 +147,13 @@ class TestLikeliest:
         newest, tokens, best = torch.full((13,), -5), torch.full((10,), -5), torch.full((11,), steps.LEAST)
         for given in (logits, numbers, logits):
             likeliest(given, rows, newest, tokens, best)
-            first = [int((row == row.amax()).nonzero()[0, 0]) if not row.isnan().any() else steps.NO_TOKEN for row in given]
-            assert [row for row, token in enumerate(first) if token == steps.NO_TOKEN] == (sorted(wrong) if given is logits else [])
+            first = [
+                int((row == row.amax()).nonzero()[0, 0]) if not row.isnan().any() else steps.NO_TOKEN
+                for row in given
+            ]
+            assert [row for row, token in enumerate(first) if token == steps.NO_TOKEN] == (
+                sorted(wrong) if given is logits else []
+            )
             assert tokens.tolist() == first
             assert newest[rows.long()].tolist() == [max(token, 0) for token in first]
             assert newest[[6, 8, 10]].tolist() == [-5] * 3

@@ -1,4 +1,5 @@
-"""Sums over ranks in one launch, interpreted, between two and three processes that see the same files instead of each other's memory."""
+"""Sums over ranks in one launch, interpreted, between two and three processes that see the same files instead
+of each other's memory."""
 
 import os
 import random
@@ -15,8 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip("kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True)
+if (
+    os.environ.get("TRITON_INTERPRET") != "1"
+):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
+    pytest.skip(
+        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
+    )
 
 import bounds
 import tiny
@@ -47,8 +52,15 @@ def sharing(group: Group, dtype: torch.dtype, first: int = 0) -> Iterator[Shared
     bounds.install()
     size = window_bytes(group.ranks, MOST, DIM, dtype)
     with ExitStack() as ends:
-        folder = Path(group.broadcast(os.fsencode(ends.enter_context(tempfile.TemporaryDirectory())) if group.rank == 0 else None).decode())
-        windows = [torch.from_file(str(folder / str(rank)), True, size, dtype=torch.uint8) for rank in range(group.ranks)]
+        folder = Path(
+            group.broadcast(
+                os.fsencode(ends.enter_context(tempfile.TemporaryDirectory())) if group.rank == 0 else None
+            ).decode()
+        )
+        windows = [
+            torch.from_file(str(folder / str(rank)), True, size, dtype=torch.uint8)
+            for rank in range(group.ranks)
+        ]
         ends.enter_context(bounds.lent(map(bounds.span, [group.over, *windows])))
         where = torch.tensor([one.data_ptr() for one in (group.over, *windows)])
         group.barrier()
@@ -92,7 +104,10 @@ def norms(group: Group) -> None:
         with sharing(group, dtype) as shared:
             for turn in range(8):
                 every = parts(group, turn, some_rows(rows), dtype)
-                residual, weight = parts(group, 100 + turn, len(every[0]), dtype)[0], parts(group, 200 + turn, 1, dtype)[0][0]
+                residual, weight = (
+                    parts(group, 100 + turn, len(every[0]), dtype)[0],
+                    parts(group, 200 + turn, 1, dtype)[0][0],
+                )
                 total = residual + torch.stack(every).sum(0)
                 come_late(late)
                 x = every[group.rank].clone()
@@ -112,7 +127,8 @@ def the_same_bits(group: Group) -> None:
 
 
 def nobody_comes(group: Group) -> None:
-    """Rank 0 waits for others that do not come, until the host says that it is over; and then for nobody any more."""
+    """Rank 0 waits for others that do not come, until the host says that it is over; and then for nobody any
+    more."""
     with changed(_LOOKS=OFTEN), sharing(group, torch.float32) as shared:
         if group.rank == 0:
             timer = threading.Timer(0.1, lambda: group.over.fill_(1))
@@ -153,13 +169,19 @@ def without_waiting(group: Group) -> None:
         sum_over_ranks(x, shared)
         if not group.rank:
             group.barrier()
-        assert group.rank or not torch.equal(x, torch.full_like(x, group.ranks)), "rank 0 does not wait, and has the sum"
+        assert group.rank or not torch.equal(x, torch.full_like(x, group.ranks)), (
+            "rank 0 does not wait, and has the sum"
+        )
 
 
 def two_in_a_row(group: Group, patience: float) -> bool:
-    """Whether they are right, on the last rank, which looks late; patience: seconds until nobody waits any more."""
+    """Whether they are right, on the last rank, which looks late; patience: seconds until nobody waits any
+    more."""
     last = group.rank == group.ranks - 1
-    with changed(_LOOKS=OFTEN, **{"_look": look_late} if last else {}), sharing(group, torch.float32) as shared:
+    with (
+        changed(_LOOKS=OFTEN, **{"_look": look_late} if last else {}),
+        sharing(group, torch.float32) as shared,
+    ):
         found = [torch.full((1, DIM), float(one)) for one in (1, 2)]
         timer = threading.Timer(patience, lambda: group.over.fill_(1))
         timer.start()
@@ -167,7 +189,10 @@ def two_in_a_row(group: Group, patience: float) -> bool:
             sum_over_ranks(x, shared)
         timer.cancel()
         group.over.fill_(0)
-        return not last or all(torch.equal(x, torch.full((1, DIM), float(one * group.ranks))) for x, one in zip(found, (1, 2), strict=True))
+        return not last or all(
+            torch.equal(x, torch.full((1, DIM), float(one * group.ranks)))
+            for x, one in zip(found, (1, 2), strict=True)
+        )
 
 
 def two_slots(group: Group) -> None:
@@ -184,8 +209,8 @@ def one_slot(group: Group) -> None:
 
 
 class FileWindow:
-    """In the place of a GPU's memory: a file, which others find by its path. blind: whether this rank is refused others' windows. astray:
-    whether what it writes does not come out at the others'."""
+    """In the place of a GPU's memory: a file, which others find by its path. blind: whether this rank is
+    refused others' windows. astray: whether what it writes does not come out at the others'."""
 
     folder, blind, astray = Path(), False, False
 
@@ -219,7 +244,10 @@ def collected(group: Group, **ways: bool) -> Iterator[Collectives]:
     bounds.install()
     with ExitStack() as ends:
         ends.enter_context(bounds.lent([bounds.span(group.over)]))
-        for name, value in {"folder": Path(ends.enter_context(tempfile.TemporaryDirectory())), **ways}.items():
+        for name, value in {
+            "folder": Path(ends.enter_context(tempfile.TemporaryDirectory())),
+            **ways,
+        }.items():
             ends.enter_context(patch.object(FileWindow, name, value))
         ends.enter_context(patch.object(team, "_kernels", lambda _: triton_sums))
         ends.enter_context(patch.object(team, "Window", FileWindow))
@@ -236,7 +264,9 @@ def sums_right(group: Group, collectives: Collectives) -> bool:
         residual, weight = torch.ones_like(x), torch.ones(SPEC.hidden_size)
         collectives.add_rms_norm(torch.full_like(x, group.rank + 1.0), residual, weight, EPS)
         total = group.ranks * (group.ranks + 1) / 2
-        if not (torch.equal(x, torch.full_like(x, total)) and torch.equal(residual, torch.full_like(x, total + 1))):
+        if not (
+            torch.equal(x, torch.full_like(x, total)) and torch.equal(residual, torch.full_like(x, total + 1))
+        ):
             return False
     return True
 

@@ -48,7 +48,8 @@ def test_a_keys_large_bodies_are_read_at_a_rate_together() -> None:
         there = Uploads(1 << 30, keys=2)
         return await asyncio.gather(*(seconds(there, b"one", 512 << 10) for _ in range(2)))
 
-    # What is large of both, less what may come at once, at a mebibyte a second; when each ends depends on their turns.
+    # What is large of both, less what may come at once, at a mebibyte a second; when each ends depends on
+    # their turns.
     assert max(asyncio.run(both())) >= (2 * ((512 << 10) - SMALL) - 2 * SMALL - 2 * PART) / (1 << 20)
 
 
@@ -75,7 +76,9 @@ def test_a_server_of_one_key_reads_as_fast_as_it_can(monkeypatch: pytest.MonkeyP
 
 def test_to_be_read_slowly_is_not_to_come_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time that a body may take does not run while it is not read."""
-    monkeypatch.setattr(uploads, "_RATE", 128 << 10)  # It takes 2.5 seconds, with a second and a half to spare for a slow machine.
+    monkeypatch.setattr(
+        uploads, "_RATE", 128 << 10
+    )  # It takes 2.5 seconds, with a second and a half to spare for a slow machine.
     monkeypatch.setattr(uploads, "_PATIENCE", 1.5)
     monkeypatch.setattr(uploads, "_SLOWEST", 1 << 40)
     assert asyncio.run(seconds(Uploads(1 << 30, keys=2), b"one", 512 << 10)) > 2

@@ -1,5 +1,6 @@
-"""Kernels whose launches overlap: products of one row and of few, what stands around a recorded step, and a chain of all of them, which
-comes out the same as one after the other, and does not as soon as a wait on the device is left out."""
+"""Kernels whose launches overlap: products of one row and of few, what stands around a recorded step, and a
+chain of all of them, which comes out the same as one after the other, and does not as soon as a wait on the
+device is left out."""
 
 import types
 
@@ -32,7 +33,10 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("inner", "outer"), [(64, 100), (1000, 24), (1024, 3072), (4096, 4096), (14336, 520), (20000, 8), (28672, 16)])
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [(64, 100), (1000, 24), (1024, 3072), (4096, 4096), (14336, 520), (20000, 8), (28672, 16)],
+)
 def test_product_of_one_row(inner: int, outer: int, dtype: torch.dtype, early: bool) -> None:
     x, bias = random(1, inner, dtype=dtype), random(outer, dtype=dtype, seed=2)
     weight = (random(outer, inner + 8, dtype=dtype, seed=1) / inner**0.5)[:, :inner]
@@ -56,7 +60,9 @@ few = pytest.mark.skipif(
 @few
 @pytest.mark.parametrize(("early", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)
 @pytest.mark.parametrize("rows", [2, 17, 64])
-@pytest.mark.parametrize(("inner", "outer"), [(128, 256), (1024, 4096), (3072, 1000), (4096, 6144), (1024, 20000)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(128, 256), (1024, 4096), (3072, 1000), (4096, 6144), (1024, 20000)]
+)
 def test_product_of_few_rows(inner: int, outer: int, rows: int, early: bool, dtype: torch.dtype) -> None:
     x, bias = random(rows, inner + 8, dtype=dtype)[:, :inner], random(outer, dtype=dtype, seed=2)
     weight = (random(outer, inner + 8, dtype=dtype, seed=1) / inner**0.5)[:, :inner]
@@ -68,7 +74,9 @@ def test_product_of_few_rows(inner: int, outer: int, rows: int, early: bool, dty
             want = x.double() @ weight.double().T + (0 if some is None else some.double())
             got = few_rows(x, weight, some)
             assert float((got.double() - want).abs().max() / want.abs().max()) < tolerance
-            assert torch.equal(got[:1], few_rows(torch.cat((x[:1], x[1:].flip(0))), weight, some)[:1])  # whatever the others hold
+            assert torch.equal(
+                got[:1], few_rows(torch.cat((x[:1], x[1:].flip(0))), weight, some)[:1]
+            )  # whatever the others hold
             apart = torch.nn.functional.silu(want[:, : outer // 2].to(dtype).double()) * want[:, outer // 2 :]
             gated = few_rows(x, weight, some, gated=True)
             assert float((gated.double() - apart).abs().max() / apart.abs().max()) < 2 * tolerance
@@ -79,7 +87,10 @@ def test_likeliest_tokens() -> None:
     for vocab, rows in ((151936, 64), (100, 3), (8193, 256)):
         logits = (random(rows, vocab, seed=vocab) * 4).round()  # Full of ties.
         whose = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
-        newest, tokens = torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+        newest, tokens = (
+            torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE),
+            torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        )
         best = torch.full((rows,), steps.LEAST, dtype=torch.int64, device=DEVICE)
         for _ in range(2):
             likeliest(logits, whose, newest, tokens, best)
@@ -102,7 +113,13 @@ def test_places_of_rows() -> None:
     given[3], given[4] = given[0], given[1].clamp(min=0) // 64
     given[5] = torch.randint(0, 9999, (count,), generator=rng)
     other = table.clone()
-    want = steps.place(given.clone(), other.cpu(), newest.cpu(), RotaryAngles(RopeSpec(500000.0, 128), torch.device("cpu")), 64)
+    want = steps.place(
+        given.clone(),
+        other.cpu(),
+        newest.cpu(),
+        RotaryAngles(RopeSpec(500000.0, 128), torch.device("cpu")),
+        64,
+    )
     got = steps.Placed(*place(given.to(DEVICE), table, newest, angles.frequencies, angles.scale, 64))
     for name in ("tokens", "slots", "lengths", "blocks", "offsets"):
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
@@ -113,7 +130,8 @@ def test_places_of_rows() -> None:
 
 
 class Chain:
-    """Some layers as a decode step of so many rows computes them, over buffers that each time hold NaN before they are written."""
+    """Some layers as a decode step of so many rows computes them, over buffers that each time hold NaN before
+    they are written."""
 
     HEADS, KV_HEADS, DIM, HIDDEN, INNER, LAYERS, SIZE = 32, 8, 128, 4096, 14336, 3, 64
 
@@ -121,13 +139,24 @@ class Chain:
         self.rows, self.product = rows, one_row if rows == 1 else few_rows
         self.counters = torch.zeros(256, dtype=torch.int32, device=DEVICE)
         wide = (self.HEADS + 2 * self.KV_HEADS) * self.DIM
-        shapes = [(wide, self.HIDDEN), (self.HIDDEN, self.HEADS * self.DIM), (2 * self.INNER, self.HIDDEN), (self.HIDDEN, self.INNER)]
+        shapes = [
+            (wide, self.HIDDEN),
+            (self.HIDDEN, self.HEADS * self.DIM),
+            (2 * self.INNER, self.HIDDEN),
+            (self.HIDDEN, self.INNER),
+        ]
         self.layers = [
-            [random(*shape, seed=7 * layer + index) / shape[1] ** 0.5 for index, shape in enumerate(shapes)] for layer in range(self.LAYERS)
+            [random(*shape, seed=7 * layer + index) / shape[1] ** 0.5 for index, shape in enumerate(shapes)]
+            for layer in range(self.LAYERS)
         ]
         self.gain = torch.ones(self.HIDDEN, dtype=torch.bfloat16, device=DEVICE)
         self.pool = random(self.LAYERS, 2, 40 * rows, self.SIZE, self.KV_HEADS, self.DIM, seed=99)
-        self.table = torch.randperm(40 * rows, generator=torch.Generator().manual_seed(5)).int().view(rows, 40).to(DEVICE)
+        self.table = (
+            torch.randperm(40 * rows, generator=torch.Generator().manual_seed(5))
+            .int()
+            .view(rows, 40)
+            .to(DEVICE)
+        )
         self.lengths = torch.full((rows,), 2001, dtype=torch.int32, device=DEVICE)
         self.slots = self.table[:, 2000 // self.SIZE].long() * self.SIZE + 2000 % self.SIZE
         self.start = random(rows, self.HIDDEN, seed=3)
@@ -139,7 +168,16 @@ class Chain:
         for (qkv, out, gate_up, down), (k_cache, v_cache) in zip(self.layers, self.pool, strict=True):
             made = product(rms_norm(x, self.gain, 1e-5, residual)[0], qkv)
             q, _, _ = project(made, self.cos, self.sin, k_cache, v_cache, self.slots, heads=self.HEADS)
-            seen, _ = paged_decode(q, k_cache, v_cache, self.table, self.lengths, scale=self.DIM**-0.5, window=None, max_length=4096)
+            seen, _ = paged_decode(
+                q,
+                k_cache,
+                v_cache,
+                self.table,
+                self.lengths,
+                scale=self.DIM**-0.5,
+                window=None,
+                max_length=4096,
+            )
             x = product(seen.view(self.rows, -1), out)
             x = product(product(rms_norm(x, self.gain, 1e-5, residual)[0], gate_up, gated=True), down)
         return residual + x
@@ -205,7 +243,9 @@ HASTY = {
 }
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(one, marks=few) if one == "_few_rows" else one for one in HASTY])
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(one, marks=few) if one == "_few_rows" else one for one in HASTY]
+)
 def test_without_its_wait_it_is_wrong(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = HASTY[kernel]
     chain = Chain(9 if kernel == "_few_rows" else 1)
@@ -221,6 +261,8 @@ def test_without_its_wait_it_is_wrong(kernel: str, monkeypatch: pytest.MonkeyPat
     swapped = {"gdc_wait": _never}
     if module is triton_pointwise:
         swapped = {"in_turn": triton.jit(copied(triton_pointwise.in_turn, gdc_wait=_never))}
-    hasty = triton.jit(copied(plain, **swapped), do_not_specialize=["outer", "rows", "window", "batch", "workers", "s_table"])
+    hasty = triton.jit(
+        copied(plain, **swapped), do_not_specialize=["outer", "rows", "window", "batch", "workers", "s_table"]
+    )
     monkeypatch.setattr(module, kernel, hasty)
     assert any(not torch.equal(one, other) for one, other in zip(recorded(chain), want, strict=True))

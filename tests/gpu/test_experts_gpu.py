@@ -1,4 +1,5 @@
-"""A mixture of experts by kernels as a GPU compiles them: against the steps one by one at real shapes, in waves, and in a graph."""
+"""A mixture of experts by kernels as a GPU compiles them: against the steps one by one at real shapes, in
+waves, and in a graph."""
 
 from dataclasses import dataclass, field
 
@@ -47,10 +48,14 @@ class Layer:
         shape, rng = self.shape, torch.Generator(DEVICE).manual_seed(0)
 
         def matrix(rows: int, columns: int) -> Tensor:
-            return torch.empty(rows, columns, dtype=self.dtype, device=DEVICE).normal_(std=columns**-0.5, generator=rng)
+            return torch.empty(rows, columns, dtype=self.dtype, device=DEVICE).normal_(
+                std=columns**-0.5, generator=rng
+            )
 
         every = range(shape.experts)
-        self.weights = [(matrix(2 * shape.inner, shape.hidden), matrix(shape.hidden, shape.inner)) for _ in every]
+        self.weights = [
+            (matrix(2 * shape.inner, shape.hidden), matrix(shape.hidden, shape.inner)) for _ in every
+        ]
         self.table = torch.tensor([[w.data_ptr() for w in pair] for pair in self.weights], device=DEVICE)
 
     def step(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -91,17 +96,24 @@ def layer_of(layers: dict[tuple[str, torch.dtype], Layer], name: str, dtype: tor
 
 
 @pytest.mark.parametrize(("name", "tokens", "dtype"), CASES)
-def test_against_the_steps(layers: dict[tuple[str, torch.dtype], Layer], name: str, tokens: int, dtype: torch.dtype) -> None:
+def test_against_the_steps(
+    layers: dict[tuple[str, torch.dtype], Layer], name: str, tokens: int, dtype: torch.dtype
+) -> None:
     layer = layer_of(layers, name, dtype)
     x, scores = layer.step(tokens)
     mixed = layer.grouped(x, scores)
     mixed.compute(layer.table)
-    chosen, want = experts_reference(x, scores, layer.shape.top_k, layer.weights, normalise=layer.shape.normalise)
+    chosen, want = experts_reference(
+        x, scores, layer.shape.top_k, layer.weights, normalise=layer.shape.normalise
+    )
     assert mixed.used() == chosen.unique().tolist()
     torch.testing.assert_close(mixed.total(), want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().amax()))
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 100), ("mixtral-8x7b", 40), ("qwen3-30b-a3b", 2500)])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 100), ("mixtral-8x7b", 40), ("qwen3-30b-a3b", 2500)],
+)
 def test_waves_compute_the_same(layers: dict[tuple[str, torch.dtype], Layer], name: str, tokens: int) -> None:
     """To the last bit, from tables in which most addresses are 0."""
     layer, rng = layer_of(layers, name, torch.bfloat16), torch.Generator().manual_seed(tokens)
@@ -120,7 +132,9 @@ def test_waves_compute_the_same(layers: dict[tuple[str, torch.dtype], Layer], na
 
 
 @pytest.mark.parametrize("tokens", [7, 64, 250, 1500])
-def test_a_row_is_the_same_wherever_it_stands(layers: dict[tuple[str, torch.dtype], Layer], tokens: int) -> None:
+def test_a_row_is_the_same_wherever_it_stands(
+    layers: dict[tuple[str, torch.dtype], Layer], tokens: int
+) -> None:
     """Tokens in another order, and beside other tokens: to the last bit."""
     layer = layer_of(layers, "qwen3-30b-a3b", torch.bfloat16)
     x, scores = layer.step(tokens)
@@ -143,7 +157,9 @@ def test_choice_and_arrangement(tokens: int, count: int, top_k: int, normalise: 
     want = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     assert torch.equal(chosen.long(), want)
     best = scores.double().softmax(-1).gather(1, want)
-    torch.testing.assert_close(shares.double(), best / best.sum(-1, keepdim=True) if normalise else best, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        shares.double(), best / best.sum(-1, keepdim=True) if normalise else best, rtol=1e-5, atol=1e-7
+    )
     for rows in (16, 128):
         order, blocks, counts = arrange(chosen, count, rows)
         sorted_experts, places = chosen.flatten().sort(stable=True)
@@ -160,7 +176,9 @@ def test_choice_and_arrangement(tokens: int, count: int, top_k: int, normalise: 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("tokens", [1, 24])
-def test_a_graph_follows_its_inputs_without_a_wait(layers: dict[tuple[str, torch.dtype], Layer], tokens: int) -> None:
+def test_a_graph_follows_its_inputs_without_a_wait(
+    layers: dict[tuple[str, torch.dtype], Layer], tokens: int
+) -> None:
     """What is replayed over other tokens is what is computed eagerly; nothing is waited for on the host."""
     layer = layer_of(layers, "qwen3-30b-a3b", torch.bfloat16)
     x, scores = layer.step(tokens)
@@ -197,5 +215,8 @@ def test_memory_of_experts_that_nobody_takes_is_not_read() -> None:
 
 def test_every_tuning_is_visited() -> None:
     """What is above covers the sizes of blocks that real steps have."""
-    seen = {expert_tuning(tokens * SHAPES[name].top_k, SHAPES[name].experts, dtype) for name, tokens, dtype in CASES}
+    seen = {
+        expert_tuning(tokens * SHAPES[name].top_k, SHAPES[name].experts, dtype)
+        for name, tokens, dtype in CASES
+    }
     assert {tuning.rows for tuning in seen} == {16, 32, 64, 128}

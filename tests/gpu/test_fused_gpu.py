@@ -1,4 +1,5 @@
-"""A decode step's fused kernels as a GPU compiles them, eagerly and in a CUDA graph that is replayed with other inputs."""
+"""A decode step's fused kernels as a GPU compiles them, eagerly and in a CUDA graph that is replayed with
+other inputs."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from penstock.ops.triton_pointwise import rms_norm, rope_
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}
-"""The distance between neighbours of the dtype, relative to the smaller; of float32 with room for another order of a sum."""
+"""The distance between neighbours of the dtype, relative to the smaller; of float32 with room for another
+order of a sum."""
 DEVICE = "cuda"
 
 
@@ -27,7 +29,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def by_steps(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor, heads: int, norms: HeadNorms | None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+    heads: int,
+    norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `project` does, by one kernel for each step."""
     kv_heads, dim = cache[0].shape[2:]
@@ -60,15 +68,29 @@ def check_close(got: Tensor, want: Tensor, steps: float) -> None:
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim"),
-    [(1, 32, 8, 128), (64, 16, 8, 128), (700, 5, 5, 64), (9, 9, 3, 80), (33, 14, 2, 96), (5, 64, 4, 256), (3, 40, 20, 128)],
+    [
+        (1, 32, 8, 128),
+        (64, 16, 8, 128),
+        (700, 5, 5, 64),
+        (9, 9, 3, 80),
+        (33, 14, 2, 96),
+        (5, 64, 4, 256),
+        (3, 40, 20, 128),
+    ],
 )
-def test_projection(tokens: int, heads: int, kv_heads: int, dim: int, norms: bool, dtype: torch.dtype) -> None:
+def test_projection(
+    tokens: int, heads: int, kv_heads: int, dim: int, norms: bool, dtype: torch.dtype
+) -> None:
     around = random(tokens, (heads + 2 * kv_heads) * dim + 32, dtype=dtype)
     qkv = around[:, 16:-16]
-    gains = HeadNorms(random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2), 1e-6) if norms else None
+    gains = (
+        HeadNorms(random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2), 1e-6) if norms else None
+    )
     cos, sin = angles(tokens, dim)
     caches = [pool_views(tokens // 16 + 3, 16, kv_heads, dim, dtype, DEVICE) for _ in range(2)]
-    slots = torch.randperm((tokens // 16 + 3) * 16, generator=torch.Generator().manual_seed(1))[:tokens].to(DEVICE)
+    slots = torch.randperm((tokens // 16 + 3) * 16, generator=torch.Generator().manual_seed(1))[:tokens].to(
+        DEVICE
+    )
     slots[2::5] = -1
     beside = around[:, :16].clone(), around[:, -16:].clone()
     want = by_steps(qkv, cos, sin, caches[0], slots, heads, gains)
@@ -87,11 +109,15 @@ def test_projection(tokens: int, heads: int, kv_heads: int, dim: int, norms: boo
     ("heads", "kv_heads", "dim", "block_size"),
     [(32, 8, 128, 64), (16, 8, 128, 16), (8, 8, 64, 32), (14, 2, 80, 64), (16, 1, 96, 1), (16, 2, 256, 64)],
 )
-def test_decode_in_one_launch(heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype) -> None:
+def test_decode_in_one_launch(
+    heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
     arrivals = torch.zeros(7 * kv_heads, dtype=torch.int32, device=DEVICE)
     rng = torch.Generator().manual_seed(0)
     for lengths in ([1, 2500, 64, 333, 0, 65], [0] * 7, [9000], [700] * 7, [0, 5, 0, 3000]):
-        k_cache, v_cache = pool_views(sum(-(-n // block_size) for n in lengths) + 2, block_size, kv_heads, dim, dtype, DEVICE)
+        k_cache, v_cache = pool_views(
+            sum(-(-n // block_size) for n in lengths) + 2, block_size, kv_heads, dim, dtype, DEVICE
+        )
         table, keys, values = fill(k_cache, v_cache, lengths, rng)
         q, scale = torch.randn(len(lengths), heads, dim, generator=rng).to(k_cache), 1 / math.sqrt(dim)
         for bound in (max(*lengths, 1), 1 << 17):
@@ -101,14 +127,23 @@ def test_decode_in_one_launch(heads: int, kv_heads: int, dim: int, block_size: i
                 scale=scale, window=window, max_length=bound, out=out, arrivals=arrivals,
             )  # fmt: skip
             for row in range(len(lengths)):
-                check_answer(out[row], lse[row], *attend_exactly(q[row], keys[row], values[row], scale, window))
+                check_answer(
+                    out[row], lse[row], *attend_exactly(q[row], keys[row], values[row], scale, window)
+                )
             assert not arrivals.any()
 
 
-@pytest.mark.parametrize("lengths", [[2048], [40_000], [2000] * 64, [17, 9000, 0, 300] * 30], ids=["2K", "40K", "64 x 2K", "ragged"])
-@pytest.mark.parametrize("tuning", [None, DecodeTuning(64, 4, 2, 4), DecodeTuning(16, 4, 2, 8), DecodeTuning(32, 2, 3, 6)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [[2048], [40_000], [2000] * 64, [17, 9000, 0, 300] * 30],
+    ids=["2K", "40K", "64 x 2K", "ragged"],
+)
+@pytest.mark.parametrize(
+    "tuning", [None, DecodeTuning(64, 4, 2, 4), DecodeTuning(16, 4, 2, 8), DecodeTuning(32, 2, 3, 6)], ids=str
+)
 def test_who_arrives_last_does_not_matter(lengths: list[int], tuning: DecodeTuning | None) -> None:
-    """Partials are joined in their order, whoever joins them: a thousand launches answer alike to the last bit, and as two launches do."""
+    """Partials are joined in their order, whoever joins them: a thousand launches answer alike to the last
+    bit, and as two launches do."""
     rng = torch.Generator().manual_seed(0)
     k_cache, v_cache = pool_views(sum(-(-n // 64) for n in lengths) + 2, 64, 2, 128, torch.bfloat16, DEVICE)
     table, _, _ = fill(k_cache, v_cache, lengths, rng)
@@ -118,7 +153,8 @@ def test_who_arrives_last_does_not_matter(lengths: list[int], tuning: DecodeTuni
 
     def call(counters: Tensor | None) -> tuple[Tensor, Tensor]:
         return paged_decode(
-            q, k_cache, v_cache, table, visible, scale=0.09, window=None, max_length=1 << 16, arrivals=counters, tuning=tuning
+            q, k_cache, v_cache, table, visible, scale=0.09, window=None, max_length=1 << 16,
+            arrivals=counters, tuning=tuning
         )  # fmt: skip
 
     first, first_lse = call(arrivals)
@@ -145,11 +181,16 @@ def captured(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 @pytest.mark.parametrize(("heads", "kv_heads", "norms"), [(8, 2, False), (4, 2, True)])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("one_launch", [False, True])
-def test_a_step_in_a_graph_follows_its_inputs(heads: int, kv_heads: int, norms: bool, window: int | None, one_launch: bool) -> None:
-    """Projection and attention over other tokens, slots, lengths and tables than at capture; rows without a request are padding."""
+def test_a_step_in_a_graph_follows_its_inputs(
+    heads: int, kv_heads: int, norms: bool, window: int | None, one_launch: bool
+) -> None:
+    """Projection and attention over other tokens, slots, lengths and tables than at capture; rows without a
+    request are padding."""
     dim, size, dtype, rows, rng = 128, 16, torch.bfloat16, 4, torch.Generator().manual_seed(0)
     cache = pool_views(400, size, kv_heads, dim, dtype, DEVICE)
-    gains = HeadNorms(random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2), 1e-6) if norms else None
+    gains = (
+        HeadNorms(random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2), 1e-6) if norms else None
+    )
     fresh = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=dtype, device=DEVICE)
     cos, sin = (torch.zeros(rows, dim // 2, device=DEVICE) for _ in range(2))
     slots = torch.full((rows,), -1, dtype=torch.int64, device=DEVICE)
@@ -163,7 +204,9 @@ def test_a_step_in_a_graph_follows_its_inputs(heads: int, kv_heads: int, norms: 
         return attend(q, k, v, cache, step, 0.09, window, written=True)
 
     replay, out = captured(work)
-    for turn, now in enumerate(([1, 0, 900, 33], [2000, 7, 0, 1], [500, 500, 500, 500], [0, 0, 0, 0], [3, 2500, 16, 17])):
+    for turn, now in enumerate(
+        ([1, 0, 900, 33], [2000, 7, 0, 1], [500, 500, 500, 500], [0, 0, 0, 0], [3, 2500, 16, 17])
+    ):
         for pages in cache:
             pages.fill_(math.nan)
         blocks, keys, values = fill(*cache, now, rng)
@@ -172,7 +215,10 @@ def test_a_step_in_a_graph_follows_its_inputs(heads: int, kv_heads: int, norms: 
             kept.copy_(new)
         table.fill_(2**31 - 1)[:, : blocks.shape[1]].copy_(blocks)
         lengths.copy_(torch.tensor(now, dtype=torch.int32))
-        newest = [int(blocks[row, (n - 1) // size]) * size + (n - 1) % size if n else -1 for row, n in enumerate(now)]
+        newest = [
+            int(blocks[row, (n - 1) // size]) * size + (n - 1) % size if n else -1
+            for row, n in enumerate(now)
+        ]
         slots.copy_(torch.tensor(newest))
         before = tuple(pages.clone() for pages in cache)
         q, _, v = by_steps(fresh, cos, sin, before, slots, heads, gains)
@@ -186,5 +232,7 @@ def test_a_step_in_a_graph_follows_its_inputs(heads: int, kv_heads: int, norms: 
                 keys[row][-1], values[row][-1] = cache[0][at // size, at % size], v[row]
             want, _ = attend_exactly(q[row], keys[row], values[row], 0.09, window)
             # a key that came out one step beside moves the answer a little
-            torch.testing.assert_close(out[row].double(), want, rtol=0, atol=(4e-2 if norms else 1.6e-2) * float(want.abs().max()))
+            torch.testing.assert_close(
+                out[row].double(), want, rtol=0, atol=(4e-2 if norms else 1.6e-2) * float(want.abs().max())
+            )
         assert arrivals is None or not arrivals.any()

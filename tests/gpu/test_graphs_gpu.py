@@ -1,4 +1,5 @@
-"""Recorded decode steps on a GPU: the tokens of every family are those of steps that are not, and steps run ahead of each other."""
+"""Recorded decode steps on a GPU: the tokens of every family are those of steps that are not, and steps run
+ahead of each other."""
 
 import random
 import threading
@@ -55,7 +56,10 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(name: str) -> None:
         return run(self, plan)  # type: ignore[arg-type]
 
     with LLM(tiny.checkpoint(name), **SETTINGS) as llm, patch.object(DecodeGraphs, "run", noted):
-        recordable = why_not(llm.booted.spec, torch.device("cuda", 0), experts_rest=llm.booted.weights.experts_rest) is None
+        recordable = (
+            why_not(llm.booted.spec, torch.device("cuda", 0), experts_rest=llm.booted.weights.experts_rest)
+            is None
+        )
         for params in (QUICK, GREEDY, QUICK):
             for one, reference in zip(llm.generate(prompts, params), references, strict=True):
                 assert list(one.tokens) == reference.tokens
@@ -65,7 +69,9 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(name: str) -> None:
         expected = llm.generate(prompts, GREEDY)
     for one, other in zip(scored, expected, strict=True):
         assert one.tokens == other.tokens
-        assert max(abs(a.logprob - b.logprob) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 5e-5
+        assert (
+            max(abs(a.logprob - b.logprob) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 5e-5
+        )
 
 
 def test_engines_one_after_another_leave_no_more_behind_than_one() -> None:
@@ -101,7 +107,10 @@ def test_prompts_one_by_one(name: str) -> None:
         replayed.append(len(plan.runs))
         return run(self, plan)
 
-    with LLM(tiny.checkpoint(name), **(SETTINGS | {"max_step_tokens": 40})) as llm, patch.object(DecodeGraphs, "run", noted):
+    with (
+        LLM(tiny.checkpoint(name), **(SETTINGS | {"max_step_tokens": 40})) as llm,
+        patch.object(DecodeGraphs, "run", noted),
+    ):
         for one in references * 2:
             assert list(llm.generate([one.prompt], QUICK)[0].tokens) == one.tokens
     assert sum(replayed) > len(references) // 2
@@ -109,7 +118,9 @@ def test_prompts_one_by_one(name: str) -> None:
 
 def test_requests_that_push_each_other_out() -> None:
     references = tiny.references("llama")
-    with LLM(tiny.checkpoint("llama"), **(SETTINGS | {"kv_blocks": 40, "max_sequences": 5, "max_length": 110})) as llm:
+    with LLM(
+        tiny.checkpoint("llama"), **(SETTINGS | {"kv_blocks": 40, "max_sequences": 5, "max_length": 110})
+    ) as llm:
         found = llm.generate([one.prompt for one in references] * 4, QUICK)
         assert llm.stats().preemptions > 0
     for one, reference in zip(found, references * 4, strict=True):
@@ -118,17 +129,25 @@ def test_requests_that_push_each_other_out() -> None:
 
 def test_what_is_sampled_is_the_same_whether_steps_are_recorded_or_run_ahead() -> None:
     prompts = [one.prompt for one in tiny.references("llama")] * 2
-    params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=20, top_p=0.9 if seed % 2 else 1.0) for seed in range(len(prompts))]
+    params = [
+        SamplingParams(temperature=0.9, seed=seed, max_tokens=20, top_p=0.9 if seed % 2 else 1.0)
+        for seed in range(len(prompts))
+    ]
     found = []
     for graphs in (True, False):
         for ahead in (True, False):
-            with patch.object(Runner, "ahead", ahead), LLM(tiny.checkpoint("llama"), **SETTINGS, graphs=graphs) as llm:
+            with (
+                patch.object(Runner, "ahead", ahead),
+                LLM(tiny.checkpoint("llama"), **SETTINGS, graphs=graphs) as llm,
+            ):
                 found.append([one.tokens for one in llm.generate(prompts, params)])
     assert found[0] == found[1] == found[2] == found[3]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
-def test_weights_that_stream_pass_through_recorded_steps(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_stream_pass_through_recorded_steps(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, references = tiny.checkpoint("llama"), tiny.references("llama")
     with Checkpoint.open(path) as checkpoint:
         sizes = [padded(layout) for layout in group_layouts(checkpoint.spec, checkpoint.names, "float32")]
@@ -136,25 +155,44 @@ def test_weights_that_stream_pass_through_recorded_steps(share: float, monkeypat
     monkeypatch.setattr(api, "boot", partial(boot, override=override))
     with LLM(path, **SETTINGS) as llm:
         for _ in range(3):
-            for one, reference in zip(llm.generate([one.prompt for one in references], QUICK), references, strict=True):
+            for one, reference in zip(
+                llm.generate([one.prompt for one in references], QUICK), references, strict=True
+            ):
                 assert list(one.tokens) == reference.tokens
         assert llm.booted.weights.stats().copied > 0
         assert not llm.booted.weights.all_stay
 
 
 @pytest.mark.parametrize(("heads", "streams"), [((6, 2), False), ((5, 5), False), ((9, 3), True)])
-def test_no_request_waits_for_a_compiler(heads: tuple[int, int], streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few and many at once, short prompts and long ones, alone and beside others, behind what was found, whatever is drawn: a shape that no
-    other test has compiled kernels for. Also where weights would fit, but stream in the end."""
-    shapes = {"num_hidden_layers": 2, "hidden_size": 320, "intermediate_size": 576, "head_dim": 128, "vocab_size": 640}
-    shape = SHAPES["0.6B"] | shapes | dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
-    config = Config(Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096)
+def test_no_request_waits_for_a_compiler(
+    heads: tuple[int, int], streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few and many at once, short prompts and long ones, alone and beside others, behind what was found,
+    whatever is drawn: a shape that no other test has compiled kernels for. Also where weights would fit, but
+    stream in the end."""
+    shapes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 320,
+        "intermediate_size": 576,
+        "head_dim": 128,
+        "vocab_size": 640,
+    }
+    shape = (
+        SHAPES["0.6B"]
+        | shapes
+        | dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    )
+    config = Config(
+        Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096
+    )
     rng, late, told = random.Random(0), list[str](), "{repr} {compile}".format
     model = Shape.of(shape)
     sizes = [padded(layout) for layout in group_layouts(model.spec, model.names, "bfloat16")]
     limits = Limits(max(sizes) + sum(sizes) // 4, 4 * sum(sizes))
     booted = boot(config, model, override=Override(limits) if streams else None)
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **compiled: late.append(told(**compiled)[:900]))
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **compiled: late.append(told(**compiled)[:900])
+    )
     with closing(booted.engine):
         assert booted.weights.all_stay is not streams
         known = [rng.randrange(600) for _ in range(3000)]
@@ -165,14 +203,25 @@ def test_no_request_waits_for_a_compiler(heads: tuple[int, int], streams: bool, 
     assert not late
 
 
-@pytest.mark.parametrize(("heads", "hidden", "inner", "some"), [(7, 192, 576, {"_decode"}), (6, 256, 640, {"_decode", "_few_rows"})])
+@pytest.mark.parametrize(
+    ("heads", "hidden", "inner", "some"),
+    [(7, 192, 576, {"_decode"}), (6, 256, 640, {"_decode", "_few_rows"})],
+)
 def test_what_takes_long_is_compiled_side_by_side(
     heads: int, hidden: int, inner: int, some: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ahead, on other threads, and what is needed afterwards is just that."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": hidden, "intermediate_size": inner, "head_dim": 128, "vocab_size": 704}
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "head_dim": 128,
+        "vocab_size": 704,
+    }
     shape = SHAPES["0.6B"] | sizes | {"num_attention_heads": heads, "num_key_value_heads": 1}
-    config = Config(Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096)
+    config = Config(
+        Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096
+    )
     for kernel in (triton_attention._decode, triton_linear._few_rows):
         kernel.device_caches.clear()  # Of other tests' shapes, which may need the same.
     here, aside = set[str](), set[str]()

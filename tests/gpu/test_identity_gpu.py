@@ -1,4 +1,5 @@
-"""Graphs, compiled kernels and tuned launches are kept by shape: models that differ in weights alone are not mixed up."""
+"""Graphs, compiled kernels and tuned launches are kept by shape: models that differ in weights alone are not
+mixed up."""
 
 import shutil
 from pathlib import Path

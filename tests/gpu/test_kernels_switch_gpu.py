@@ -10,8 +10,21 @@ from penstock import LLM, Completion, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GREEDY = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True, logprobs=1)
-SETTINGS = {"device": "cuda", "dtype": "float32", "max_length": 400, "beyond_trained": True, "device_memory": "2GiB"}
-FAR = {"kv_blocks": 8, "block_size": 8, "host_kv_memory": "4MiB", "kv_tile": 32, "max_sequences": 4, "max_step_tokens": 48}
+SETTINGS = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_length": 400,
+    "beyond_trained": True,
+    "device_memory": "2GiB",
+}
+FAR = {
+    "kv_blocks": 8,
+    "block_size": 8,
+    "host_kv_memory": "4MiB",
+    "kv_tile": 32,
+    "max_sequences": 4,
+    "max_step_tokens": 48,
+}
 
 
 def answer(name: str, prompts: list[list[int]], *, kernels: bool, **more: object) -> list[Completion]:

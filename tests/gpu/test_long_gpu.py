@@ -1,4 +1,5 @@
-"""Contexts in host memory on CUDA: what they answer is what the same engine answers with all KV on the device, whatever is late."""
+"""Contexts in host memory on CUDA: what they answer is what the same engine answers with all KV on the
+device, whatever is late."""
 
 import random
 
@@ -44,7 +45,11 @@ class Slow(CudaStream):
 
 def slow_streams(late: str) -> tuple[Stream, Stream, Stream]:
     copies = Slow(CUDA)
-    streams = {"in": copies, "out": Slow(CUDA, clock=copies.clock), "compute": Slow(CUDA, current=True, clock=copies.clock)}
+    streams = {
+        "in": copies,
+        "out": Slow(CUDA, clock=copies.clock),
+        "compute": Slow(CUDA, current=True, clock=copies.clock),
+    }
     if late in streams:
         streams[late].cycles = LATE
     return streams["in"], streams["out"], streams["compute"]
@@ -53,7 +58,10 @@ def slow_streams(late: str) -> tuple[Stream, Stream, Stream]:
 def prompts() -> list[list[int]]:
     rng = random.Random(5)
     common = [rng.randrange(90) for _ in range(150)]
-    return [common + [rng.randrange(90) for _ in range(count)] for count in (110, 64, 7)] + [[5, 6, 7], common[:60]]
+    return [common + [rng.randrange(90) for _ in range(count)] for count in (110, 64, 7)] + [
+        [5, 6, 7],
+        common[:60],
+    ]
 
 
 def apart(got: list[Completion], expected: list[Completion]) -> float:
@@ -61,7 +69,10 @@ def apart(got: list[Completion], expected: list[Completion]) -> float:
     pairs = [
         pair
         for one, other in zip(got, expected, strict=True)
-        for pair in (*zip(one.logprobs, other.logprobs, strict=True), *zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True))
+        for pair in (
+            *zip(one.logprobs, other.logprobs, strict=True),
+            *zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True),
+        )
     ]
     return max(abs(one.logprob - other.logprob) for one, other in pairs)
 
@@ -72,14 +83,27 @@ def test_long_is_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3)
     with LLM(path, dtype="float32", block_size=8, max_step_tokens=64, **SETTINGS) as llm:
         expected = llm.generate(prompts(), ALL)
-    for pages, tile, step, late in ((9, 32, 64, ""), (8, 8, 16, "in"), (12, 400, 48, "out"), (9, 24, 40, "compute")):
+    for pages, tile, step, late in (
+        (9, 32, 64, ""),
+        (8, 8, 16, "in"),
+        (12, 400, 48, "out"),
+        (9, 24, 40, "compute"),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(boot, "streams_both_ways", lambda device, late=late: slow_streams(late))
-            sizes = {"block_size": 8, "kv_blocks": pages, "kv_tile": tile, "max_step_tokens": step, "host_kv_memory": "8MiB"}
+            sizes = {
+                "block_size": 8,
+                "kv_blocks": pages,
+                "kv_tile": tile,
+                "max_step_tokens": step,
+                "host_kv_memory": "8MiB",
+            }
             with LLM(path, dtype="float32", max_sequences=4, **SETTINGS, **sizes) as llm:
                 found = llm.generate(prompts(), ALL)
                 again = llm.generate(prompts(), plain)
-        assert [one.tokens for one in found] == [one.tokens for one in again] == [one.tokens for one in expected], (pages, tile, step, late)
+        assert (
+            [one.tokens for one in found] == [one.tokens for one in again] == [one.tokens for one in expected]
+        ), (pages, tile, step, late)
         assert apart(found, expected) < 5e-5, (pages, tile, step, late)
         assert again[0].cached_tokens > 200
 
@@ -91,9 +115,14 @@ def test_long_in_half_precision() -> None:
     with LLM(path, **settings) as llm:
         expected = llm.generate(tiny.long_prompts()[:3], wanted)
     for tile in (64, 1024, 2048):
-        with LLM(path, kv_blocks=12, kv_tile=tile, host_kv_memory="64MiB", max_sequences=4, **settings) as llm:
+        with LLM(
+            path, kv_blocks=12, kv_tile=tile, host_kv_memory="64MiB", max_sequences=4, **settings
+        ) as llm:
             found = llm.generate(tiny.long_prompts()[:3], wanted)
-        first = [abs(one.logprobs[0].logprob - other.logprobs[0].logprob) for one, other in zip(found, expected, strict=True)]
+        first = [
+            abs(one.logprobs[0].logprob - other.logprobs[0].logprob)
+            for one, other in zip(found, expected, strict=True)
+        ]
         assert max(first) < 0.1, tile
 
 

@@ -1,5 +1,5 @@
-"""Ranks meet on a device, for which one is enough here: what they meet by is closed in the end, and one that is lost there is not waited
-for."""
+"""Ranks meet on a device, for which one is enough here: what they meet by is closed in the end, and one that
+is lost there is not waited for."""
 
 import os
 import subprocess
@@ -31,7 +31,11 @@ print(len(children()), flush=True)
 
 def files() -> list[str]:
     """Of stores, that are open here."""
-    return [name for one in Path("/proc/self/fd").iterdir() if os.path.lexists(one) and "penstock store" in (name := os.readlink(one))]
+    return [
+        name
+        for one in Path("/proc/self/fd").iterdir()
+        if os.path.lexists(one) and "penstock store" in (name := os.readlink(one))
+    ]
 
 
 def test_what_ranks_meet_by_is_closed_with_their_group() -> None:
@@ -49,7 +53,15 @@ def test_what_ranks_meet_by_is_closed_with_their_group() -> None:
 def test_a_rank_that_is_lost_while_devices_meet_is_not_waited_for() -> None:
     """Nor by the process's end."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    result = subprocess.run([sys.executable, "-c", LOST], env=environment, capture_output=True, text=True, timeout=3 * LONG, check=False)
-    assert (result.returncode, result.stdout) == (0, "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too\n0\n"), (
-        result.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", LOST],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3 * LONG,
+        check=False,
     )
+    assert (result.returncode, result.stdout) == (
+        0,
+        "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too\n0\n",
+    ), result.stderr

@@ -1,4 +1,5 @@
-"""A process that has used torch before: what it keeps of the device and cannot give back is not counted on, and hides nothing of a step."""
+"""A process that has used torch before: what it keeps of the device and cannot give back is not counted on,
+and hides nothing of a step."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +18,13 @@ from penstock.memory.device import give_back, peak_of, stuck_memory
 
 DEVICE = torch.device("cuda", 0)
 WHOLE, PART = 512 << 20, 32 << 20
-SETTINGS = {"device": "cuda", "dtype": "bfloat16", "device_memory": "3GiB", "max_length": 4096, "beyond_trained": True}
+SETTINGS = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "device_memory": "3GiB",
+    "max_length": 4096,
+    "beyond_trained": True,
+}
 
 
 def small_in_large() -> Tensor:
@@ -59,7 +66,9 @@ def test_an_engine_counts_on_less(model: Path) -> None:
     prompts = [[rng.randrange(90) for _ in range(2000)] for _ in range(4)]
     four = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(model, **SETTINGS) as llm:
-        llm.generate(prompts, four)  # All kernels are in the process from here on, and are counted in what lies outside of torch.
+        llm.generate(
+            prompts, four
+        )  # All kernels are in the process from here on, and are counted in what lies outside of torch.
     del llm
     give_back(DEVICE)
     part = small_in_large()

@@ -1,4 +1,5 @@
-"""A model divided among two GPUs says what it says on one, recorded and not; what befalls a rank ends the run and leaves nothing."""
+"""A model divided among two GPUs says what it says on one, recorded and not; what befalls a rank ends the run
+and leaves nothing."""
 
 import os
 import signal
@@ -18,11 +19,28 @@ from penstock.engine.placing import Override
 from penstock.weights.residency import Limits
 from streams import LONG, within
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs; there are {torch.cuda.device_count()}")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs; there are {torch.cuda.device_count()}"
+)
 
-SETTINGS = {"device": "cuda", "dtype": "float32", "check": True, "max_step_tokens": 64, "block_size": 4, "max_sequences": 12}
+SETTINGS = {
+    "device": "cuda",
+    "dtype": "float32",
+    "check": True,
+    "max_step_tokens": 64,
+    "block_size": 4,
+    "max_sequences": 12,
+}
 QUICK = SamplingParams(temperature=0, max_tokens=tiny.OUTPUT, ignore_eos=True)
-NAMES = ["llama_biases", "llama_tied", "mistral", "qwen2_windows", "qwen3", "mixtral", "qwen3_moe_dense_layer"]
+NAMES = [
+    "llama_biases",
+    "llama_tied",
+    "mistral",
+    "qwen2_windows",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe_dense_layer",
+]
 
 
 def followers() -> list[psutil.Process]:
@@ -35,14 +53,19 @@ def test_tokens_are_those_of_the_reference(name: str, graphs: bool) -> None:
     references = tiny.references(name)
     with LLM(tiny.checkpoint(name), **SETTINGS, tensor_parallel=2, graphs=graphs) as llm:
         for _ in range(2):
-            for one, reference in zip(llm.generate([one.prompt for one in references], QUICK), references, strict=True):
+            for one, reference in zip(
+                llm.generate([one.prompt for one in references], QUICK), references, strict=True
+            ):
                 assert list(one.tokens) == reference.tokens
     assert not followers()
 
 
 def test_what_is_sampled_is_the_same_run_after_run() -> None:
     prompts = [one.prompt for one in tiny.references("llama")] * 2
-    params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=20, top_p=0.9 if seed % 2 else 1.0) for seed in range(len(prompts))]
+    params = [
+        SamplingParams(temperature=0.9, seed=seed, max_tokens=20, top_p=0.9 if seed % 2 else 1.0)
+        for seed in range(len(prompts))
+    ]
     found = []
     for graphs in (True, False, True):
         with LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, graphs=graphs) as llm:
@@ -69,7 +92,9 @@ def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
         patch("penstock.api.llm.boot", partial(boot, override=some)),
         LLM(tiny.checkpoint("llama"), **SETTINGS, tensor_parallel=2, cache=tmp_path) as llm,
     ):
-        for one, reference in zip(llm.generate([one.prompt for one in references], QUICK), references, strict=True):
+        for one, reference in zip(
+            llm.generate([one.prompt for one in references], QUICK), references, strict=True
+        ):
             assert list(one.tokens) == reference.tokens
         assert llm.booted.weights.stats().copied > 0
 

@@ -1,4 +1,5 @@
-"""Every family on the GPU against transformers on the same GPU: exact in float32, as close as transformers in half precision."""
+"""Every family on the GPU against transformers on the same GPU: exact in float32, as close as transformers in
+half precision."""
 
 from collections.abc import Iterator
 
@@ -43,7 +44,10 @@ def test_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", tiny.WIDE)
 def test_long_prompts(name: str) -> None:
-    prompts, path = tiny.long_prompts()[:WIDE_PROMPTS], tiny.write(tiny.WIDE[name], tiny.folder() / f"wide_{name}")
+    prompts, path = (
+        tiny.long_prompts()[:WIDE_PROMPTS],
+        tiny.write(tiny.WIDE[name], tiny.folder() / f"wide_{name}"),
+    )
     model = tiny.load(path, "cuda")
     tiny.turn_exactly(model)
     references = [tiny.decode(model, prompt) for prompt in prompts]

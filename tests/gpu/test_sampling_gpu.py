@@ -1,4 +1,5 @@
-"""Draws as a GPU compiles them, over whole vocabularies; and steps that sample are begun without waiting for the device."""
+"""Draws as a GPU compiles them, over whole vocabularies; and steps that sample are begun without waiting for
+the device."""
 
 import pytest
 import torch
@@ -17,10 +18,19 @@ NEAR = 1e-6
 """By how much sums of float32 exponentials may differ, of a whole."""
 
 
-def sampling(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, **more: object) -> Sampling:
+def sampling(
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    **more: object,
+) -> Sampling:
     settings: dict[str, object] = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "logit_bias": (), "seed": seed, "end_tokens": frozenset(), "min_tokens": 0, "logprobs": None,
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "logit_bias": (), "seed": seed, "end_tokens": frozenset(), "min_tokens": 0,
+        "logprobs": None,
         "prompt_logprobs": None,
     }  # fmt: skip
     return Sampling(**(settings | more))  # type: ignore[arg-type]
@@ -34,7 +44,9 @@ def possible(logits: Tensor, asked: Tensor) -> list[set[int]]:
             near = asked.clone()
             near[:, 3] += nucleus * (near[:, 3] < 1)
             near[:, 5] = (near[:, 5] + number).clamp(0, 1 - 2.0**-52)
-            for tokens, token in zip(found, draw_reference(logits[asked[:, 0].long()], near).tolist(), strict=True):
+            for tokens, token in zip(
+                found, draw_reference(logits[asked[:, 0].long()], near).tolist(), strict=True
+            ):
                 tokens.add(token)
     return found
 
@@ -86,10 +98,13 @@ def test_more_tokens_near_a_threshold_than_are_listed() -> None:
 
 
 def test_a_step_that_samples_waits_for_nothing() -> None:
-    """Whatever is asked for, the host comes back while the device still computes; what is drawn is right all the same."""
+    """Whatever is asked for, the host comes back while the device still computes; what is drawn is right all
+    the same."""
     wanted = [
-        sampling(0.0), sampling(0.8, 20, 0.95, seed=1), sampling(1.0, seed=2, logprobs=5), sampling(0.0, logprobs=0),
-        sampling(0.7, seed=3, repetition_penalty=1.2, frequency_penalty=0.3), sampling(1.0, seed=4, logit_bias=((5, 100.0),)),
+        sampling(0.0), sampling(0.8, 20, 0.95, seed=1), sampling(1.0, seed=2, logprobs=5), sampling(0.0,
+        logprobs=0),
+        sampling(0.7, seed=3, repetition_penalty=1.2, frequency_penalty=0.3), sampling(1.0, seed=4,
+        logit_bias=((5, 100.0),)),
         sampling(1.0, 0, 0.9, seed=5, min_tokens=4, end_tokens=frozenset((7, 9))),
     ]  # fmt: skip
     logits = torch.randn(len(wanted), 50_000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -116,9 +131,15 @@ def test_a_step_that_samples_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize("vocab", [99, 32000])
 def test_what_is_no_number_is_drawn_nowhere(vocab: int) -> None:
-    """And ends nothing: what is made of such a row stays within what was given. The other rows are drawn as without it."""
+    """And ends nothing: what is made of such a row stays within what was given. The other rows are drawn as
+    without it."""
     numbers = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
-    settings = [sampling(seed=1, top_p=0.9), sampling(seed=2, top_k=5), sampling(0, logprobs=2), sampling(seed=4, top_p=0.5)] * 2
+    settings = [
+        sampling(seed=1, top_p=0.9),
+        sampling(seed=2, top_k=5),
+        sampling(0, logprobs=2),
+        sampling(seed=4, top_p=0.5),
+    ] * 2
     shares = [Share(Row(row), 7, (0,), 0, (), sample=True, prompt_length=3) for row in range(6)]
 
     def drawn(logits: Tensor) -> tuple[list[int], frozenset[int], list[int]]:
@@ -148,9 +169,11 @@ def test_infinite_logits() -> None:
     logits = torch.zeros(8, 1000, device=DEVICE)
     logits[:, [3, 500]] = torch.inf
     each = [(0, 1.0, 0.0), (0, 0.9, 0.0), (5, 1.0, 0.0), (5, 0.9, 0.1)] * 2
-    asked = torch.from_numpy(wishes(list(range(8)), [sampling(0.7, *one, seed=row) for row, one in enumerate(each)], list(range(8)))).to(
-        DEVICE
-    )
+    asked = torch.from_numpy(
+        wishes(
+            list(range(8)), [sampling(0.7, *one, seed=row) for row, one in enumerate(each)], list(range(8))
+        )
+    ).to(DEVICE)
     tokens = torch.full((8,), -7, device=DEVICE)
     draw(logits, asked, tokens)
     assert set(tokens.tolist()) <= {3, 500}

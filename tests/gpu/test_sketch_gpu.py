@@ -1,4 +1,5 @@
-"""Attention policies on CUDA: sketches bound what they stand for there, too, and a limit of nothing reads everything."""
+"""Attention policies on CUDA: sketches bound what they stand for there, too, and a limit of nothing reads
+everything."""
 
 import pytest
 import torch
@@ -10,8 +11,22 @@ from penstock import LLM, SamplingParams
 from penstock.ops.sketch import SketchLayout, scores, sketch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SETTINGS = {"device": "cuda", "dtype": "float32", "max_length": 400, "beyond_trained": True, "device_memory": "2GiB", "check": True}
-FAR = {"kv_blocks": 8, "block_size": 8, "host_kv_memory": "4MiB", "kv_tile": 32, "max_sequences": 4, "max_step_tokens": 48}
+SETTINGS = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_length": 400,
+    "beyond_trained": True,
+    "device_memory": "2GiB",
+    "check": True,
+}
+FAR = {
+    "kv_blocks": 8,
+    "block_size": 8,
+    "host_kv_memory": "4MiB",
+    "kv_tile": 32,
+    "max_sequences": 4,
+    "max_step_tokens": 48,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -25,7 +40,11 @@ def test_bounds_hold(dtype: torch.dtype, bits: int, dim: int) -> None:
     sketches = sketch(keys.view(300, 64, 2, dim), layout)
     for queries in (1, 19):
         q = torch.randn(queries, 8, dim, generator=rng, device="cuda") * 0.3
-        exact = torch.einsum("qhd,thd->qht", q.double(), keys.double().repeat_interleave(4, 1)).view(queries, 8, 300, 64).logsumexp(3)
+        exact = (
+            torch.einsum("qhd,thd->qht", q.double(), keys.double().repeat_interleave(4, 1))
+            .view(queries, 8, 300, 64)
+            .logsumexp(3)
+        )
         found = scores(q, sketches, layout)
         assert (found.upper >= exact).all()
         if bits:

@@ -1,4 +1,5 @@
-"""Streamed weights on CUDA: bit for bit what resident ones give, whatever is late; and wrong as soon as a wait is left out."""
+"""Streamed weights on CUDA: bit for bit what resident ones give, whatever is late; and wrong as soon as a
+wait is left out."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -71,7 +72,9 @@ def outputs(llm: LLM) -> list[Completion]:
 
 
 def same(one: list[Completion], other: list[Completion]) -> bool:
-    return [(it.tokens, it.logprobs, it.prompt_logprobs) for it in one] == [(it.tokens, it.logprobs, it.prompt_logprobs) for it in other]
+    return [(it.tokens, it.logprobs, it.prompt_logprobs) for it in one] == [
+        (it.tokens, it.logprobs, it.prompt_logprobs) for it in other
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", tiny.CASES)
 def test_streamed_is_resident(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.checkpoint(name)
-    settings = {"device": "cuda", "dtype": "float32", "max_length": 128, "max_step_tokens": 24, "check": True, "cache": cache}
+    settings = {
+        "device": "cuda",
+        "dtype": "float32",
+        "max_length": 128,
+        "max_step_tokens": 24,
+        "check": True,
+        "cache": cache,
+    }
     with LLM(path, **settings) as llm:
         expected = outputs(llm)
     for share, host, cycles in ((0, True, 0), (0, False, 0), (0.4, True, 0), (0.4, False, 200_000)):
@@ -100,13 +110,21 @@ def test_streamed_is_resident(name: str, cache: Path, monkeypatch: pytest.Monkey
 
 def test_half_precision_and_long_prompts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write(next(iter(tiny.WIDE.values())), tiny.folder() / "wide_streamed")
-    settings = {"device": "cuda", "dtype": "bfloat16", "max_length": 2500, "max_step_tokens": 1024, "cache": cache}
+    settings = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "max_length": 2500,
+        "max_step_tokens": 1024,
+        "cache": cache,
+    }
     prompts = tiny.long_prompts()[:3]
     plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5)
     with LLM(path, **settings) as llm:
         expected = llm.generate(prompts, plain)
     with monkeypatch.context() as patched:
-        patched.setattr(api, "boot", partial(boot, override=Override(limits_of(path, 0.3, False, "bfloat16"))))
+        patched.setattr(
+            api, "boot", partial(boot, override=Override(limits_of(path, 0.3, False, "bfloat16")))
+        )
         with LLM(path, **settings) as llm:
             assert same(llm.generate(prompts, plain), expected)
             assert llm.booted.weights.stats().read > 0
@@ -116,7 +134,8 @@ def test_half_precision_and_long_prompts(cache: Path, monkeypatch: pytest.Monkey
 
 
 class World:
-    """Eight groups of one matrix each, of three sizes, all of which pass through a ring for two of them or so."""
+    """Eight groups of one matrix each, of three sizes, all of which pass through a ring for two of them or
+    so."""
 
     def __init__(self, ring: int, cycles: int) -> None:
         self.layouts = tuple(
@@ -127,9 +146,13 @@ class World:
         placement = solve(uses, Limits(ring << 20, 64 << 20, 0, resident=0, device_ring=ring << 20), RATES)
         self.streams = slow_streams(cycles)
         streams: tuple[Stream, Stream] = self.streams
-        self.weights = WeightStream(placement, self.layouts, "float32", RandomSource("float32"), CUDA, streams=streams)
+        self.weights = WeightStream(
+            placement, self.layouts, "float32", RandomSource("float32"), CUDA, streams=streams
+        )
         self.weights.load()
-        expected = WeightStream(solve(uses, Limits(64 << 20, 0, 0), RATES), self.layouts, "float32", RandomSource("float32"), CUDA)
+        expected = WeightStream(
+            solve(uses, Limits(64 << 20, 0, 0), RATES), self.layouts, "float32", RandomSource("float32"), CUDA
+        )
         expected.load()
         self.expected = {layout.id: expected.take(layout.id)["down"].clone() for layout in self.layouts}
         expected.close()
@@ -169,7 +192,9 @@ def test_every_wait_of_a_copy_is_needed(ring: int) -> None:
     feeder, copies = world.weights._feeder, world.streams[0]
     assert feeder is not None
     copies.done = feeder._done
-    waited = {segment.wait for segments in feeder._segments for segment in segments if segment.wait is not None}
+    waited = {
+        segment.wait for segments in feeder._segments for segment in segments if segment.wait is not None
+    }
     assert waited
     try:
         for victim in sorted(waited):

@@ -1,4 +1,5 @@
-"""Masks on a GPU are those on the CPU; steps that are recorded, and begun before the last is over, hold outputs to their structure."""
+"""Masks on a GPU are those on the CPU; steps that are recorded, and begun before the last is over, hold
+outputs to their structure."""
 
 import json
 from collections.abc import Sequence
@@ -18,11 +19,20 @@ from penstock.worker.runner import Runner
 from penstock.worker.structures import Masks
 from worlds import sampling
 
-SETTINGS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_length": 256, "max_sequences": 24, "check": True}
+SETTINGS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_length": 256,
+    "max_sequences": 24,
+    "check": True,
+}
 SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -32,7 +42,11 @@ class Given:
     """A guide with random masks."""
 
     def __init__(self, rows: int, vocab: int) -> None:
-        self.words = np.random.default_rng(5).integers(-(2**31), 2**31, (rows, vocab // 32 + 1), dtype=np.int64).astype(np.int32)
+        self.words = (
+            np.random.default_rng(5)
+            .integers(-(2**31), 2**31, (rows, vocab // 32 + 1), dtype=np.int64)
+            .astype(np.int32)
+        )
         self.words[:, 1] |= 1
 
     def begin(self, row: Row, sampling: object) -> None: ...

@@ -1,4 +1,5 @@
-"""Sums over the ranks of two GPUs in one launch, through memory that both see: right, the same on both, and never waited for for ever."""
+"""Sums over the ranks of two GPUs in one launch, through memory that both see: right, the same on both, and
+never waited for for ever."""
 
 import random
 import threading
@@ -21,7 +22,9 @@ from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
 from penstock.weights.shape import Shape
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs; there are {torch.cuda.device_count()}")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs; there are {torch.cuda.device_count()}"
+)
 
 Case = Callable[[Group], None]
 EPS = 1e-5
@@ -53,7 +56,9 @@ def come_late(rng: random.Random) -> None:
 def parts(group: Group, turn: int, rows: int, hidden: int, dtype: torch.dtype) -> list[Tensor]:
     """One for each rank, the same on every rank."""
     generator = torch.Generator().manual_seed(turn)
-    return [torch.randn(rows, hidden, generator=generator).to(dtype).to(group.device) for _ in range(group.ranks)]
+    return [
+        torch.randn(rows, hidden, generator=generator).to(dtype).to(group.device) for _ in range(group.ranks)
+    ]
 
 
 def added(every: list[Tensor]) -> Tensor:
@@ -64,7 +69,12 @@ def added(every: list[Tensor]) -> Tensor:
 
 
 def sums(group: Group) -> None:
-    for hidden, dtype in ((4096, torch.bfloat16), (1000, torch.float16), (72, torch.float32), (8192, torch.bfloat16)):
+    for hidden, dtype in (
+        (4096, torch.bfloat16),
+        (1000, torch.float16),
+        (72, torch.float32),
+        (8192, torch.bfloat16),
+    ):
         sizes, late = random.Random(hidden), random.Random(group.rank)
         rows = [sizes.choice((1, 2, 3, 64, 100, MOST, 2 * MOST)) for _ in range(60)]
         made = [parts(group, turn, count, hidden, dtype) for turn, count in enumerate(rows)]
@@ -75,17 +85,29 @@ def sums(group: Group) -> None:
                 collectives.all_reduce(every[group.rank])
             torch.cuda.synchronize()
         for turn, (count, every) in enumerate(zip(rows, made, strict=True)):
-            assert torch.equal(every[group.rank], added(parts(group, turn, count, hidden, dtype))), (hidden, dtype, count)
+            assert torch.equal(every[group.rank], added(parts(group, turn, count, hidden, dtype))), (
+                hidden,
+                dtype,
+                count,
+            )
 
 
 def norms(group: Group) -> None:
-    """As the library's sum, the residual sum and the norm make it, one after the other; beyond so many rows by these."""
-    for hidden, dtype, near in ((4096, torch.float32, 1e-5), (8192, torch.float16, 4e-3), (8192, torch.bfloat16, 3e-2)):
+    """As the library's sum, the residual sum and the norm make it, one after the other; beyond so many rows
+    by these."""
+    for hidden, dtype, near in (
+        (4096, torch.float32, 1e-5),
+        (8192, torch.float16, 4e-3),
+        (8192, torch.bfloat16, 3e-2),
+    ):
         late = random.Random(group.rank)
         with collected(group, hidden, dtype) as collectives:
             for turn, count in enumerate((1, 5, MOST, MOST + 1, 64)):
                 every = parts(group, turn, count, hidden, dtype)
-                residual, weight = parts(group, 50 + turn, count, hidden, dtype)[0], parts(group, 99, 1, hidden, dtype)[0][0]
+                residual, weight = (
+                    parts(group, 50 + turn, count, hidden, dtype)[0],
+                    parts(group, 99, 1, hidden, dtype)[0][0],
+                )
                 other, x = residual.clone(), every[group.rank].clone()
                 group.all_reduce(x)
                 want = add_rms_norm(x, other, weight, EPS)
@@ -99,7 +121,10 @@ def norms(group: Group) -> None:
 def recorded(group: Group) -> None:
     """A chain of them in a graph, launched early, whose replays follow its inputs."""
     dtype, hidden, late = torch.bfloat16, 4096, random.Random(group.rank)
-    start, weight = torch.empty(8, hidden, dtype=dtype, device=group.device), torch.ones(hidden, dtype=dtype, device=group.device)
+    start, weight = (
+        torch.empty(8, hidden, dtype=dtype, device=group.device),
+        torch.ones(hidden, dtype=dtype, device=group.device),
+    )
 
     def chain(add: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Tensor:
         residual, x = start.clone(), start * 1

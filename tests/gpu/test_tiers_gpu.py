@@ -1,5 +1,5 @@
-"""Prefixes that come from host memory and disk on CUDA: conversations go as they do where every prefix stays on the device, whatever is
-late."""
+"""Prefixes that come from host memory and disk on CUDA: conversations go as they do where every prefix stays
+on the device, whatever is late."""
 
 import random
 import time
@@ -55,15 +55,20 @@ class SlowThread(ThreadStream):
 def block_streams(device: torch.device, copies: Stream, late: str) -> tuple[Stream, Stream]:
     """Up and down."""
     if isinstance(copies, CudaStream):
-        up, down = ((Slow if way == late else CudaStream)(device, clock=copies.clock) for way in ("up", "down"))
+        up, down = (
+            (Slow if way == late else CudaStream)(device, clock=copies.clock) for way in ("up", "down")
+        )
         return up, down
-    slow_up, slow_down = ((SlowThread if way == late else ThreadStream)(f"blocks {way}") for way in ("up", "down"))
+    slow_up, slow_down = (
+        (SlowThread if way == late else ThreadStream)(f"blocks {way}") for way in ("up", "down")
+    )
     return slow_up, slow_down
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are loaded however fast they are to compute, and waited for: models as small as these are faster than any disk."""
+    """Blocks are loaded however fast they are to compute, and waited for: models as small as these are faster
+    than any disk."""
     monkeypatch.setattr(arrivals, "_LEAST_PATIENCE", 60.0)
     monkeypatch.setattr(Rates, "loading_pays", lambda *_: True)
     monkeypatch.setattr(Rates, "computed_first", lambda *_: 0)
@@ -84,7 +89,10 @@ def be_late(patched: pytest.MonkeyPatch, device: torch.device, late: str) -> Non
 def some_turns(rng: random.Random, talks: int, turns: int, most: int) -> Turns:
     """Every second conversation begins as another one does."""
     opening = [rng.randrange(90) for _ in range(70)]
-    found = [[[rng.randrange(90) for _ in range(rng.randrange(5, most))] for _ in range(turns)] for _ in range(talks)]
+    found = [
+        [[rng.randrange(90) for _ in range(rng.randrange(5, most))] for _ in range(turns)]
+        for _ in range(talks)
+    ]
     for talk in found[::2]:
         talk[0] = opening + talk[0]
     return found
@@ -101,17 +109,25 @@ def order_of(rng: random.Random, turns: Turns, at_once: int) -> list[list[int]]:
 
 
 def talk(
-    llm: LLM, turns: Turns, order: list[list[int]], answers: Sequence[Sequence[list[int]]] | None = None, rest: float = 0.0
+    llm: LLM,
+    turns: Turns,
+    order: list[list[int]],
+    answers: Sequence[Sequence[list[int]]] | None = None,
+    rest: float = 0.0,
 ) -> list[list[Completion]]:
-    """Of each conversation, what was answered. answers: what its history shall have, instead of what was answered. rest: seconds for blocks
-    to land in between."""
+    """Of each conversation, what was answered. answers: what its history shall have, instead of what was
+    answered. rest: seconds for blocks to land in between."""
     histories: list[list[int]] = [[] for _ in turns]
     found: list[list[Completion]] = [[] for _ in turns]
     for together in order:
         for one in together:
             histories[one] = histories[one] + turns[one][len(found[one])]
-        for one, completion in zip(together, llm.generate([histories[one] for one in together], PLAIN), strict=True):
-            histories[one] = histories[one] + (list(completion.tokens) if answers is None else answers[one][len(found[one])])
+        for one, completion in zip(
+            together, llm.generate([histories[one] for one in together], PLAIN), strict=True
+        ):
+            histories[one] = histories[one] + (
+                list(completion.tokens) if answers is None else answers[one][len(found[one])]
+            )
             found[one].append(completion)
         if rest:
             llm.booted.engine.tend(rest)
@@ -124,8 +140,14 @@ def tokens_of(found: list[list[Completion]]) -> list[list[list[int]]]:
 
 def apart(found: list[list[Completion]], expected: list[list[Completion]]) -> float:
     """The largest difference of a log-probability."""
-    pairs = zip((one for talk in found for one in talk), (one for talk in expected for one in talk), strict=True)
-    return max(abs(a.logprob - b.logprob) for one, other in pairs for a, b in zip(one.logprobs, other.logprobs, strict=True))
+    pairs = zip(
+        (one for talk in found for one in talk), (one for talk in expected for one in talk), strict=True
+    )
+    return max(
+        abs(a.logprob - b.logprob)
+        for one, other in pairs
+        for a, b in zip(one.logprobs, other.logprobs, strict=True)
+    )
 
 
 def moved(llm: LLM) -> Counter[Route]:
@@ -145,15 +167,25 @@ def test_conversations_are_those_without_tiers(
     with LLM(path, max_step_tokens=64, **settings) as llm:
         expected = talk(llm, turns, order)
     answers, all_moved = tokens_of(expected), Counter[Route]()
-    for late, store, step in (("", "eager", 64), ("up", "eager", 24), ("down", "eager", 48), ("compute", "lazy", 16), ("down", "lazy", 64)):
+    for late, store, step in (
+        ("", "eager", 64),
+        ("up", "eager", 24),
+        ("down", "eager", 48),
+        ("compute", "lazy", 16),
+        ("down", "lazy", 64),
+    ):
         with monkeypatch.context() as patched:
             be_late(patched, device, late)
-            with LLM(path, max_step_tokens=step, kv_store=store, kv_directory=tmp_path, **settings, **FEW) as llm:
+            with LLM(
+                path, max_step_tokens=step, kv_store=store, kv_directory=tmp_path, **settings, **FEW
+            ) as llm:
                 # In another order than before: what comes back is not what was there last.
                 found = talk(llm, turns, order_of(rng, turns, 3), answers)
                 all_moved += moved(llm)
         if late:  # The first run has left it there.
-            assert any(said[0].cached_disk for said in found), f"nothing was found on disk after a restart: {late}"
+            assert any(said[0].cached_disk for said in found), (
+                f"nothing was found on disk after a restart: {late}"
+            )
         assert tokens_of(found) == answers, (name, late, store, step)
         assert apart(found, expected) < 5e-5, (name, late, store, step)
     assert all(all_moved[route] > 0 for route in Route), all_moved
@@ -164,7 +196,12 @@ def test_half_precision_is_the_same_from_every_tier(
 ) -> None:
     """One at a time, and found to the same block as without tiers: then not a bit differs."""
     path, rng = tiny.write(tiny.WIDE["llama_128"], tiny.folder() / "wide_tiers"), random.Random(3)
-    settings = {"device": str(device), "dtype": "bfloat16", "max_step_tokens": 128, **SETTINGS | {"block_size": 16, "max_length": 1200}}
+    settings = {
+        "device": str(device),
+        "dtype": "bfloat16",
+        "max_step_tokens": 128,
+        **SETTINGS | {"block_size": 16, "max_length": 1200},
+    }
     turns = some_turns(rng, 9, 4, 250)
     order = order_of(rng, turns, 1)
     with LLM(path, **settings) as llm:

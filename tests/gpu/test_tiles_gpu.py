@@ -1,4 +1,5 @@
-"""KV that streams between host and device on CUDA: strided copies are exact, and what is sent comes back, whatever is late."""
+"""KV that streams between host and device on CUDA: strided copies are exact, and what is sent comes back,
+whatever is late."""
 
 import numpy as np
 import pytest
@@ -75,16 +76,23 @@ def test_pieces_are_copied_alone() -> None:
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("few", [0, 4])
 def test_what_is_sent_comes_back(slots: int, late: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks sent layer by layer and a block demoted per step, while what went before is read; k, v and page are used anew at once."""
+    """Chunks sent layer by layer and a block demoted per step, while what went before is read; k, v and page
+    are used anew at once."""
     monkeypatch.setattr(tiles_of_kv, "_FEW", few)
     copies = Slow(CUDA)
-    streams = {"copies": copies, "out": Slow(CUDA, clock=copies.clock), "compute": Slow(CUDA, current=True, clock=copies.clock)}
+    streams = {
+        "copies": copies,
+        "out": Slow(CUDA, clock=copies.clock),
+        "compute": Slow(CUDA, current=True, clock=copies.clock),
+    }
     if late != "nothing":
         streams[late].cycles = LATE
     pool = HostPool(LAYOUT, 32, CUDA)
     ring = TileRing(pool, slots, TOKENS, CUDA, copies, streams["compute"], None)
     outbox = Outbox(pool, slots, TOKENS, CUDA, streams["out"], streams["compute"])
-    truth = torch.randn(32, LAYOUT.layers, 2, LAYOUT.block_size, LAYOUT.kv_heads, LAYOUT.head_dim, device=CUDA).bfloat16()
+    truth = torch.randn(
+        32, LAYOUT.layers, 2, LAYOUT.block_size, LAYOUT.kv_heads, LAYOUT.head_dim, device=CUDA
+    ).bfloat16()
     free = [HostBlockId(block) for block in torch.randperm(32).tolist()]
     fused = torch.zeros(TOKENS, 6, LAYOUT.head_dim, dtype=torch.bfloat16, device=CUDA)
     page, k, v = torch.zeros_like(truth[0]), fused[:, 2:4], fused[:, 4:]
@@ -95,7 +103,10 @@ def test_what_is_sent_comes_back(slots: int, late: str, few: int, monkeypatch: p
         outbox.demote(page.view(-1).view(torch.uint8), demoted)
         page.zero_()
         blocks.append(demoted)
-        tiles = [Tile(tuple(blocks[at : at + TILE]), len(blocks[at : at + TILE]) * LAYOUT.block_size) for at in range(0, len(blocks), TILE)]
+        tiles = [
+            Tile(tuple(blocks[at : at + TILE]), len(blocks[at : at + TILE]) * LAYOUT.block_size)
+            for at in range(0, len(blocks), TILE)
+        ]
         ring.begin(tiles, range(LAYOUT.layers), outbox.landed())
         for layer in range(LAYOUT.layers):
             k.copy_(truth[new, layer, 0].flatten(0, 1))

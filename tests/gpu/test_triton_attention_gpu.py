@@ -1,4 +1,5 @@
-"""The kernels as a GPU compiles them, in every dtype they meet there, against float64 arithmetic written out plainly."""
+"""The kernels as a GPU compiles them, in every dtype they meet there, against float64 arithmetic written out
+plainly."""
 
 import math
 
@@ -13,7 +14,11 @@ from penstock.ops.triton_attention import DecodeTuning, merge_states, paged_deco
 from penstock.ops.triton_pointwise import rms_norm, rope_, silu_mul
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}  # one step of the dtype, with room for fp32 sums
+ULP = {
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-10,
+    torch.float32: 2.0**-20,
+}  # one step of the dtype, with room for fp32 sums
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -22,14 +27,24 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def close(got: Tensor, want: Tensor) -> None:
     """Two roundings, the first of which may fall to the other side."""
-    torch.testing.assert_close(got.double(), want.double(), rtol=1.6 * ULP[got.dtype], atol=ULP[got.dtype] * 1e-2)
+    torch.testing.assert_close(
+        got.double(), want.double(), rtol=1.6 * ULP[got.dtype], atol=ULP[got.dtype] * 1e-2
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 16, 32, 64])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_decode(dim: int, block_size: int, dtype: torch.dtype) -> None:
-    check_decode([1, 2500, 64, 333, 0, 65], heads=8, kv_heads=2, dim=dim, block_size=block_size, dtype=dtype, device="cuda")
+    check_decode(
+        [1, 2500, 64, 333, 0, 65],
+        heads=8,
+        kv_heads=2,
+        dim=dim,
+        block_size=block_size,
+        dtype=dtype,
+        device="cuda",
+    )
 
 
 @pytest.mark.parametrize(("dim", "block_size"), [(8, 4), (16, 16), (80, 32), (96, 64), (256, 64), (256, 256)])
@@ -39,13 +54,28 @@ def test_decode_with_other_head_dims(dim: int, block_size: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (9, 3), (5, 1), (14, 2), (16, 1)])
 def test_decode_with_other_groups(heads: int, kv_heads: int) -> None:
-    check_decode([300, 1025, 7], heads=heads, kv_heads=kv_heads, dim=128, block_size=32, dtype=torch.bfloat16, device="cuda")
+    check_decode(
+        [300, 1025, 7],
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=128,
+        block_size=32,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
 
 
 @pytest.mark.parametrize("window", [1, 100, 1024])
 @pytest.mark.parametrize("block_size", [4, 64])
 def test_decode_in_a_window(block_size: int, window: int) -> None:
-    check_decode([4000, 0, 1024, 1025, 99, 1], window=window, dim=64, block_size=block_size, dtype=torch.bfloat16, device="cuda")
+    check_decode(
+        [4000, 0, 1024, 1025, 99, 1],
+        window=window,
+        dim=64,
+        block_size=block_size,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
 
 
 @pytest.mark.parametrize("lengths", [[40_000], [17] * 200, [9000, *range(0, 700, 7)], [0] * 3])
@@ -53,11 +83,23 @@ def test_decode_over_batches_of_every_shape(lengths: list[int]) -> None:
     check_decode(lengths, heads=8, kv_heads=2, dim=128, block_size=32, dtype=torch.bfloat16, device="cuda")
 
 
-@pytest.mark.parametrize(("tokens", "start"), [(1, 4000), (2, 100), (63, 32768), (64, 256), (200, 511), (300, 0)])
+@pytest.mark.parametrize(
+    ("tokens", "start"), [(1, 4000), (2, 100), (63, 32768), (64, 256), (200, 511), (300, 0)]
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (16, 1, 80), (4, 4, 256)])
 @pytest.mark.parametrize("window", [None, 300])
 def test_runs(tokens: int, start: int, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
-    check_run(tokens, start, heads=heads, kv_heads=kv_heads, dim=dim, block_size=64, window=window, dtype=torch.bfloat16, device="cuda")
+    check_run(
+        tokens,
+        start,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        block_size=64,
+        window=window,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -67,10 +109,16 @@ def test_runs_in_other_precisions(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "start", "padding"), [(1, 0, 15), (48, 5000, 16), (300, 0, 212), (70, 1000, 58), (0, 3, 16)])
-def test_runs_placed_on_the_device(tokens: int, start: int, padding: int, dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "start", "padding"), [(1, 0, 15), (48, 5000, 16), (300, 0, 212), (70, 1000, 58), (0, 3, 16)]
+)
+def test_runs_placed_on_the_device(
+    tokens: int, start: int, padding: int, dtype: torch.dtype, window: int | None
+) -> None:
     shape = {"heads": 32, "kv_heads": 8, "dim": 128, "block_size": 64}
-    check_placed_run(tokens, start, padding, **shape, window=window, dtype=dtype, device="cuda", max_length=40_000)
+    check_placed_run(
+        tokens, start, padding, **shape, window=window, dtype=dtype, device="cuda", max_length=40_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +133,16 @@ def test_runs_placed_on_the_device(tokens: int, start: int, padding: int, dtype:
     ids=str,
 )
 def test_decode_cut_in_other_ways(tuning: DecodeTuning) -> None:
-    check_decode([3000, 500, 0, 129], heads=8, kv_heads=2, dim=128, block_size=64, dtype=torch.bfloat16, device="cuda", tuning=tuning)
+    check_decode(
+        [3000, 500, 0, 129],
+        heads=8,
+        kv_heads=2,
+        dim=128,
+        block_size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+        tuning=tuning,
+    )
 
 
 def test_decode_in_a_graph_follows_its_inputs() -> None:
@@ -99,7 +156,9 @@ def test_decode_in_a_graph_follows_its_inputs() -> None:
     out = torch.empty_like(q)
 
     def call() -> Tensor:
-        return paged_decode(q, k_cache, v_cache, table, lengths_in, scale=0.125, window=None, max_length=1 << 17, out=out)[1]
+        return paged_decode(
+            q, k_cache, v_cache, table, lengths_in, scale=0.125, window=None, max_length=1 << 17, out=out
+        )[1]
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -126,7 +185,10 @@ def test_a_pool_beyond_two_billion_elements() -> None:
     pool = torch.empty(blocks * stride, dtype=torch.bfloat16, device="cuda")
     shape, strides = (blocks, block_size, kv_heads, dim), (stride, kv_heads * dim, dim, 1)
     views = [pool.as_strided(shape, strides, start) for start in (0, block_size * kv_heads * dim)]
-    k, v = random(64, kv_heads, dim, dtype=torch.bfloat16, seed=1), random(64, kv_heads, dim, dtype=torch.bfloat16, seed=2)
+    k, v = (
+        random(64, kv_heads, dim, dtype=torch.bfloat16, seed=1),
+        random(64, kv_heads, dim, dtype=torch.bfloat16, seed=2),
+    )
     table = torch.tensor([[639, 520]], dtype=torch.int32, device="cuda")
     slots = (table[0].long()[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()
     write_kv(k, v, *views, slots)
@@ -183,7 +245,11 @@ def test_write(kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "dim"), [(1, 4096), (300, 1000), (3, 16384)])
 def test_rms_norm(tokens: int, dim: int, dtype: torch.dtype) -> None:
-    x, residual, weight = random(tokens, dim, dtype=dtype), random(tokens, dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
+    x, residual, weight = (
+        random(tokens, dim, dtype=dtype),
+        random(tokens, dim, dtype=dtype, seed=1),
+        random(dim, dtype=dtype, seed=2),
+    )
     total = residual + x
 
     def reference(x: Tensor) -> Tensor:
@@ -212,8 +278,13 @@ def test_rope(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     qkv = random(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
     angle = torch.rand(tokens, half, device="cuda") * 1000
     cos, sin = angle.cos(), angle.sin()
-    pair = torch.complex(qkv[..., :half].double(), qkv[..., half:].double()) * torch.complex(cos.double(), sin.double())[:, None]
-    want = torch.cat([torch.cat([pair.real, pair.imag], -1)[:, : heads + kv_heads], qkv[:, heads + kv_heads :].double()], 1)
+    pair = (
+        torch.complex(qkv[..., :half].double(), qkv[..., half:].double())
+        * torch.complex(cos.double(), sin.double())[:, None]
+    )
+    want = torch.cat(
+        [torch.cat([pair.real, pair.imag], -1)[:, : heads + kv_heads], qkv[:, heads + kv_heads :].double()], 1
+    )
     rope_(qkv[:, :heads], qkv[:, heads : heads + kv_heads], cos, sin)
     torch.testing.assert_close(qkv.double(), want, rtol=ULP[dtype], atol=ULP[dtype])
 

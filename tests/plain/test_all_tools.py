@@ -1,4 +1,5 @@
-"""Where all tools are said to be here, a test that skips for want of one fails; where they are not, it is skipped."""
+"""Where all tools are said to be here, a test that skips for want of one fails; where they are not, it is
+skipped."""
 
 import os
 import re
@@ -27,7 +28,16 @@ def test_that_never_runs(): pass
 def outcome(folder: Path, all_tools: str, *more: str) -> tuple[int, str]:
     """The exit status of pytest, and the last line that it prints."""
     environment = {**os.environ, "PENSTOCK_ALL_TOOLS": all_tools, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        *more,
+    ]
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return ran.returncode, re.sub(r" in [\d.]+s.*", "", ran.stdout.strip().splitlines()[-1])
 

@@ -1,4 +1,5 @@
-"""Long texts are cut into tokens in a process of their own: the tokens are the same, and whatever happens to it is told or made good."""
+"""Long texts are cut into tokens in a process of their own: the tokens are the same, and whatever happens to
+it is told or made good."""
 
 import gc
 import json
@@ -52,7 +53,9 @@ def test_texts_come_whole_to_whom_they_belong() -> None:
     here, there = Tokenizer.from_directory(SHIPPED), unable(aside())
     texts = [f"{number} boats. " * (LONG // 8) for number in range(6)]
     found: dict[int, list[int]] = {}
-    threads = [threading.Thread(target=lambda at=at: found.update({at: there.encode(texts[at])})) for at in range(6)]
+    threads = [
+        threading.Thread(target=lambda at=at: found.update({at: there.encode(texts[at])})) for at in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -78,7 +81,14 @@ def test_another_file_is_never_used(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_what_has_no_tokens_is_refused(tmp_path: Path) -> None:
-    whole = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None}
+    whole = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
+    }
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none of them"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole | {"model": model}))
     read = aside(tmp_path)
@@ -97,7 +107,9 @@ def test_one_that_was_killed_is_told_of_and_replaced() -> None:
     os.kill(process._process.pid, signal.SIGSTOP)
     killer = threading.Timer(0.2, os.kill, (process._process.pid, signal.SIGKILL))
     killer.start()
-    with pytest.raises(PenstockError, match="the process that cuts long texts into tokens has ended") as raised:
+    with pytest.raises(
+        PenstockError, match="the process that cuts long texts into tokens has ended"
+    ) as raised:
         read.encode(LONG_TEXT)
     assert not isinstance(raised.value, RequestError), "the request is not to blame"
     assert read.encode(LONG_TEXT) == right

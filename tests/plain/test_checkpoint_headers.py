@@ -1,4 +1,5 @@
-"""Headers, indexes and JSON files of checkpoints, sound, broken and hostile: read rightly or refused in one line, and never believed."""
+"""Headers, indexes and JSON files of checkpoints, sound, broken and hostile: read rightly or refused in one
+line, and never believed."""
 
 import json
 import os
@@ -41,12 +42,17 @@ def header(tensors: object, file_size: int | None = None, data: int = 32) -> dic
 
 def test_sound_header() -> None:
     raw = json.dumps({"__metadata__": {"format": "pt"}, "b": B, "a": A}).encode() + b"   "
-    assert header(raw) == {"a": TensorEntry("F32", (2, 3), 8 + len(raw), 24), "b": TensorEntry("BF16", (4,), 32 + len(raw), 8)}
+    assert header(raw) == {
+        "a": TensorEntry("F32", (2, 3), 8 + len(raw), 24),
+        "b": TensorEntry("BF16", (4,), 32 + len(raw), 8),
+    }
 
 
 def test_corners_that_are_sound() -> None:
     empty, scalar, packed = entry("F16", [0, 7], 4, 4), entry("I32", [], 0, 4), entry("F4", [4, 2], 4, 8)
-    assert {name: found.size for name, found in header({"e": empty, "s": scalar, "p": packed}, data=8).items()} == {"e": 0, "s": 4, "p": 4}
+    assert {
+        name: found.size for name, found in header({"e": empty, "s": scalar, "p": packed}, data=8).items()
+    } == {"e": 0, "s": 4, "p": 4}
     assert header({}, data=0) == {}
     assert header({"__metadata__": None}, data=0) == {}
 
@@ -71,19 +77,37 @@ BROKEN = {
     "shape fraction": ({"a": entry("F32", [2.0, 3], 0, 24), "b": B}, "has shape"),
     "shape bool": ({"a": entry("F32", [True, 6], 0, 24), "b": B}, "has shape"),
     "shape text": ({"a": entry("F32", ["6"], 0, 24), "b": B}, "has shape"),
-    "shape huge": ({"a": entry("F32", [2**63, 0], 0, 0), "b": entry("BF16", [16], 0, 32)}, "whole numbers from 0"),
-    "shape too many": ({"a": entry("F32", [2**40, 2**40, 0], 0, 0), "b": entry("BF16", [16], 0, 32)}, "more elements than any file"),
+    "shape huge": (
+        {"a": entry("F32", [2**63, 0], 0, 0), "b": entry("BF16", [16], 0, 32)},
+        "whole numbers from 0",
+    ),
+    "shape too many": (
+        {"a": entry("F32", [2**40, 2**40, 0], 0, 0), "b": entry("BF16", [16], 0, 32)},
+        "more elements than any file",
+    ),
     "shape endless": ({"a": entry("F32", [2**60] * 50_000, 0, 24), "b": B}, "more elements than any file"),
     "offsets missing": ({"a": {"dtype": "F32", "shape": [6]}, "b": B}, "has data_offsets None"),
-    "offsets three": ({"a": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24, 24]}, "b": B}, "must be two whole numbers"),
+    "offsets three": (
+        {"a": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24, 24]}, "b": B},
+        "must be two whole numbers",
+    ),
     "offsets negative": ({"a": entry("F32", [6], -24, 0), "b": B}, "must be two whole numbers"),
-    "offsets bool": ({"a": entry("U8", [1], False, True), "b": entry("U8", [31], 1, 32)}, "must be two whole numbers"),
+    "offsets bool": (
+        {"a": entry("U8", [1], False, True), "b": entry("U8", [31], 1, 32)},
+        "must be two whole numbers",
+    ),
     "offsets fraction": ({"a": entry("F32", [6], 0, 24.0), "b": B}, "must be two whole numbers"),
     "offsets reversed": ({"a": entry("F32", [6], 24, 0), "b": B}, "but \\[6\\] of F32 takes 24 bytes"),
-    "offsets too few": ({"a": entry("F32", [6], 0, 20), "b": entry("BF16", [6], 20, 32)}, "but \\[6\\] of F32 takes 24 bytes"),
+    "offsets too few": (
+        {"a": entry("F32", [6], 0, 20), "b": entry("BF16", [6], 20, 32)},
+        "but \\[6\\] of F32 takes 24 bytes",
+    ),
     "offsets too many": ({"a": entry("F32", [5], 0, 24), "b": B}, "but \\[5\\] of F32 takes 20 bytes"),
     "half a byte": ({"a": entry("F4", [3], 0, 1), "b": entry("U8", [31], 1, 32)}, "takes 1.5 bytes"),
-    "beyond the file": ({"a": A, "b": entry("BF16", [40], 24, 104)}, "cut short or damaged: it has \\d+ bytes, but tensor 'b' ends at"),
+    "beyond the file": (
+        {"a": A, "b": entry("BF16", [40], 24, 104)},
+        "cut short or damaged: it has \\d+ bytes, but tensor 'b' ends at",
+    ),
     "far beyond": ({"a": A, "b": entry("U8", [2**61], 24, 2**61 + 24)}, "cut short or damaged"),
     "overlap": ({"a": A, "b": entry("BF16", [6], 20, 32)}, "tensor 'b' overlaps"),
     "same place": ({"a": A, "c": A, "b": B}, "overlaps"),
@@ -148,25 +172,40 @@ def test_truncated_file_names_both_sizes(tmp_path: Path) -> None:
     assert str(tmp_path / "f") in message
 
 
-SIZES = st.one_of(st.integers(-2, 40), st.integers(), st.booleans(), st.floats(), st.none(), st.sampled_from([2**31, 2**62, 2**63, 2**64]))
+SIZES = st.one_of(
+    st.integers(-2, 40),
+    st.integers(),
+    st.booleans(),
+    st.floats(),
+    st.none(),
+    st.sampled_from([2**31, 2**62, 2**63, 2**64]),
+)
 ENTRIES = st.fixed_dictionaries(
     {},
     optional={
-        "dtype": st.one_of(st.sampled_from(["F32", "BF16", "U8", "F4", "F64"]), st.text(max_size=4), st.integers()),
+        "dtype": st.one_of(
+            st.sampled_from(["F32", "BF16", "U8", "F4", "F64"]), st.text(max_size=4), st.integers()
+        ),
         "shape": st.one_of(st.lists(SIZES, max_size=4), SIZES),
-        "data_offsets": st.one_of(st.lists(SIZES, min_size=2, max_size=2), st.lists(SIZES, max_size=3), SIZES),
+        "data_offsets": st.one_of(
+            st.lists(SIZES, min_size=2, max_size=2), st.lists(SIZES, max_size=3), SIZES
+        ),
     },
 )
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3))
-HEADERS = st.dictionaries(st.one_of(st.text(max_size=6), st.just("__metadata__")), st.one_of(ENTRIES, JSON), max_size=4)
+HEADERS = st.dictionaries(
+    st.one_of(st.text(max_size=6), st.just("__metadata__")), st.one_of(ENTRIES, JSON), max_size=4
+)
 
 
 @given(
     raw=st.one_of(
         st.binary(max_size=200),
         st.binary(max_size=64).map(lambda data: sealed(b"{" + data)),
-        st.builds(lambda tensors, data: sealed(json.dumps(tensors).encode(), data), HEADERS, st.binary(max_size=64)),
+        st.builds(
+            lambda tensors, data: sealed(json.dumps(tensors).encode(), data), HEADERS, st.binary(max_size=64)
+        ),
     )
 )
 def test_any_file_is_read_or_refused_within_little_memory(raw: bytes) -> None:
@@ -189,7 +228,11 @@ def test_any_file_is_read_or_refused_within_little_memory(raw: bytes) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["F32", "BF16", "U8", "F64"]), st.lists(st.integers(0, 5), max_size=3)), max_size=5), st.randoms()
+    st.lists(
+        st.tuples(st.sampled_from(["F32", "BF16", "U8", "F64"]), st.lists(st.integers(0, 5), max_size=3)),
+        max_size=5,
+    ),
+    st.randoms(),
 )
 def test_every_sound_header_is_read(drawn: list[tuple[str, list[int]]], rng: random.Random) -> None:
     width = {"F32": 4, "BF16": 2, "U8": 1, "F64": 8}
@@ -204,11 +247,12 @@ def test_every_sound_header_is_read(drawn: list[tuple[str, list[int]]], rng: ran
     rng.shuffle(names)
     found = header({name: tensors[name] for name in names}, data=at)
     assert {name: (one.dtype, list(one.shape), one.size) for name, one in found.items()} == {
-        name: (one["dtype"], one["shape"], one["data_offsets"][1] - one["data_offsets"][0]) for name, one in tensors.items()
+        name: (one["dtype"], one["shape"], one["data_offsets"][1] - one["data_offsets"][0])
+        for name, one in tensors.items()
     }
 
 
-# ---- JSON files ------------------------------------------------------------------------------------------------------
+# ---- JSON files --------------------------------------------------------------------------------------------
 
 
 def test_json_object_is_read(tmp_path: Path) -> None:
@@ -224,7 +268,9 @@ def test_json_that_is_no_object_is_refused() -> None:
 def test_json_too_large_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "c.json").open("wb") as out:
         out.truncate(1 << 30)
-    assert "is 1.00 GiB, more than the 9.54 MiB" in refusal(lambda: read_object(tmp_path / "c.json", 10_000_000))
+    assert "is 1.00 GiB, more than the 9.54 MiB" in refusal(
+        lambda: read_object(tmp_path / "c.json", 10_000_000)
+    )
 
 
 def test_json_that_is_not_there(tmp_path: Path) -> None:
@@ -241,7 +287,7 @@ def test_any_json_is_read_or_refused(data: bytes) -> None:
     assert "\n" not in message
 
 
-# ---- directories -----------------------------------------------------------------------------------------------------
+# ---- directories -------------------------------------------------------------------------------------------
 
 
 def one(name: str = "a") -> dict[str, tuple[str, list[int], bytes]]:
@@ -302,7 +348,9 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
 def test_shard_without_its_tensor(tmp_path: Path) -> None:
     sharded(tmp_path)
     index(tmp_path, {"a": "model-1.safetensors", "b": "model-1.safetensors"})
-    assert "says that tensor 'b' is in model-1.safetensors, which does not hold it" in refusal(lambda: Shards(tmp_path))
+    assert "says that tensor 'b' is in model-1.safetensors, which does not hold it" in refusal(
+        lambda: Shards(tmp_path)
+    )
     index(tmp_path, {"a": "model-2.safetensors", "b": "model-1.safetensors"})
     assert "tensor 'a' is in model-2.safetensors, which does not hold it" in refusal(lambda: Shards(tmp_path))
 
@@ -316,7 +364,9 @@ def test_tensor_that_the_index_leaves_out_is_there_all_the_same(tmp_path: Path) 
 def test_missing_shard(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
-    assert f"cannot open {tmp_path / 'model-2.safetensors'}: No such file" in refusal(lambda: Shards(tmp_path))
+    assert f"cannot open {tmp_path / 'model-2.safetensors'}: No such file" in refusal(
+        lambda: Shards(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -389,7 +439,7 @@ def test_files_are_given_back_also_after_a_fault(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# ---- generation defaults ---------------------------------------------------------------------------------------------
+# ---- generation defaults -----------------------------------------------------------------------------------
 
 
 def defaults(generation: dict[str, object], config: dict[str, object] | None = None) -> GenerationDefaults:
@@ -398,14 +448,27 @@ def defaults(generation: dict[str, object], config: dict[str, object] | None = N
 
 def test_generation_defaults() -> None:
     assert defaults({}) == GenerationDefaults()
-    found = defaults({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.05})
+    found = defaults(
+        {
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.05,
+        }
+    )
     assert found == GenerationDefaults(0.6, 20, 0.9, 0.1, 1.05)
-    assert defaults({"do_sample": False, "temperature": 0.6, "top_k": 20}) == GenerationDefaults(temperature=0.0, top_k=20)
+    assert defaults({"do_sample": False, "temperature": 0.6, "top_k": 20}) == GenerationDefaults(
+        temperature=0.0, top_k=20
+    )
     assert defaults({"top_k": -1}).top_k == 0
 
 
 def test_special_tokens_of_both_files() -> None:
-    found = defaults({"eos_token_id": [9, 7], "bos_token_id": 1}, {"eos_token_id": 7, "bos_token_id": 2, "pad_token_id": 3})
+    found = defaults(
+        {"eos_token_id": [9, 7], "bos_token_id": 1}, {"eos_token_id": 7, "bos_token_id": 2, "pad_token_id": 3}
+    )
     assert (found.eos_tokens, found.bos_token, found.pad_token) == ((9, 7), 1, 3)
     assert defaults({}, {"eos_token_id": [5, 4]}).eos_tokens == (5, 4)
 
@@ -434,5 +497,7 @@ def test_impossible_sampling_values(key: str, value: object) -> None:
 
 @pytest.mark.parametrize("value", [True, "2", 2.0, [1, "2"], [[1]], {"a": 1}])
 def test_impossible_tokens(value: object) -> None:
-    assert "generation_config.json: key 'eos_token_id' is" in refusal(lambda: defaults({"eos_token_id": value}))
+    assert "generation_config.json: key 'eos_token_id' is" in refusal(
+        lambda: defaults({"eos_token_id": value})
+    )
     assert "config.json: key 'pad_token_id' is" in refusal(lambda: defaults({}, {"pad_token_id": value}))

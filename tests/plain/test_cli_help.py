@@ -1,4 +1,5 @@
-"""The command line up to where a model is needed: help, arguments, prompts; and that none of it waits for torch."""
+"""The command line up to where a model is needed: help, arguments, prompts; and that none of it waits for
+torch."""
 
 import os
 import pty
@@ -49,18 +50,40 @@ sys.exit(", ".join(name for name in {HEAVY.split()!r} if name in sys.modules) or
 def test_nothing_heavy_is_imported_for(code: int, arguments: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     command = [sys.executable, "-c", PROBE, str(code), *arguments]
-    result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, f"imported: {result.stderr}"
 
 
 def test_only_the_command_that_is_called_is_imported() -> None:
-    code = "import sys; from penstock.cli.main import main; main(['--help']); sys.exit('penstock.cli.run' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(SOURCE)}, capture_output=True, check=False)
+    code = (
+        "import sys; from penstock.cli.main import main; main(['--help']); sys.exit('penstock.cli.run' in "
+        "sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        check=False,
+    )
     assert result.returncode == 0
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(COMMANDS) == ["run", "chat", "serve", "batch", "bench", "eval", "pack", "plan", "cache", "doctor", "config"]
+    assert list(COMMANDS) == [
+        "run",
+        "chat",
+        "serve",
+        "batch",
+        "bench",
+        "eval",
+        "pack",
+        "plan",
+        "cache",
+        "doctor",
+        "config",
+    ]
     assert main(["--help"]) == 0
     shown = capsys.readouterr()
     for name, purpose in COMMANDS.items():
@@ -86,7 +109,9 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ("plan", ["Machine", "Work", "Output"]),
     ],
 )
-def test_every_option_is_explained_in_a_section(name: str, sections: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_is_explained_in_a_section(
+    name: str, sections: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     main([name, "--help"])
     out = capsys.readouterr().out
     assert re.findall(r"^(\S.*):$", out, re.MULTILINE) == [*sections, "Other options", "Examples"]
@@ -118,12 +143,15 @@ def test_examples_in_the_help_are_commands_that_parse() -> None:
         (["chat", "a", "b"], "got unexpected extra argument (b); see penstock chat --help"),
     ],
 )
-def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr() == ("", f"penstock: error: {message}\n")
 
 
-# -- what [MODEL] PROMPT means -----------------------------------------------------------------------------------------------
+# -- what [MODEL] PROMPT means
+# -----------------------------------------------------------------------------------------------
 
 
 def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
@@ -136,26 +164,40 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_argument_is_the_prompt_for_the_shipped_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_argument_is_the_prompt_for_the_shipped_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe(monkeypatch, b"not read")
     assert model_and_prompt(("Once",), None) == (SHIPPED_MODEL, Prompt("Once", True))
     assert model_and_prompt((str(model), "Once"), None) == (model, Prompt("Once", True))
 
 
 def test_a_prompt_that_is_left_out_is_read_from_a_pipe(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments, path in (((), SHIPPED_MODEL), (("-",), SHIPPED_MODEL), ((str(model),), model), ((str(model), "-"), model)):
+    for arguments, path in (
+        ((), SHIPPED_MODEL),
+        (("-",), SHIPPED_MODEL),
+        ((str(model),), model),
+        ((str(model), "-"), model),
+    ):
         pipe(monkeypatch, "Grüße\n\n".encode())
         assert model_and_prompt(arguments, None) == (path, Prompt("Grüße\n", False))
 
 
-def test_a_prompt_that_is_left_out_on_a_terminal_is_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_left_out_on_a_terminal_is_missing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = pty.openpty()
     with open(theirs, closefd=True) as terminal, open(ours, "wb", closefd=True):
         for stdin in (terminal, None):
             monkeypatch.setattr(sys, "stdin", stdin)
-            with pytest.raises(click.UsageError, match="the prompt is missing; give it in quotes, with --file, or through a pipe"):
+            with pytest.raises(
+                click.UsageError,
+                match="the prompt is missing; give it in quotes, with --file, or through a pipe",
+            ):
                 model_and_prompt((), None)
-            with pytest.raises(click.UsageError, match=f"the prompt is missing after the model directory {model}; "):
+            with pytest.raises(
+                click.UsageError, match=f"the prompt is missing after the model directory {model}; "
+            ):
                 model_and_prompt((str(model),), None)
 
 
@@ -177,13 +219,25 @@ def test_a_prompt_is_never_mistaken_for_a_path(text: str, capsys: pytest.Capture
         model_and_prompt((text, "prompt"), None)
 
 
-# -- several outputs on one screen -------------------------------------------------------------------------------------------
+# -- several outputs on one screen
+# -------------------------------------------------------------------------------------------
 
 
-def test_outputs_are_written_one_below_the_other_however_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_are_written_one_below_the_other_however_they_come(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     screen = Screen(3, "P")
     stop = FinishReason.STOP
-    for index, text, finish in [(1, "b", None), (0, "a", None), (2, "c\n", stop), (1, "B", stop), (0, "A", stop)]:
+    for index, text, finish in [
+        (1, "b", None),
+        (0, "a", None),
+        (2, "c\n", stop),
+        (1, "B", stop),
+        (0, "A", stop),
+    ]:
         screen.show(Delta(text, (1,), finish, index))
     screen.end()
-    assert capsys.readouterr().out == "P\n--- output 1 of 3 ---\naA\n--- output 2 of 3 ---\nbB\n--- output 3 of 3 ---\nc\n"
+    assert (
+        capsys.readouterr().out
+        == "P\n--- output 1 of 3 ---\naA\n--- output 2 of 3 ---\nbB\n--- output 3 of 3 ---\nc\n"
+    )

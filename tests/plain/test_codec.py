@@ -19,18 +19,46 @@ from hypothesis import strategies as st
 from penstock.base.errors import DeviceError
 from penstock.parallel.codec import PLANS, Codec
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, BlockId, HostBlockId, Order, Outcome, Plan, Route, Row, Share, Transfer, TransferId
+from penstock.step.plan import (
+    Admission,
+    BlockId,
+    HostBlockId,
+    Order,
+    Outcome,
+    Plan,
+    Route,
+    Row,
+    Share,
+    Transfer,
+    TransferId,
+)
 from penstock.step.structure import Structure, StructureKind
 
 OUTCOMES = Codec(Outcome)
 WHOLE = st.one_of(st.integers(0, 40), st.integers(-(2**64), 2**64), st.integers(-(2**130), 2**130))
 KINDS = (Plan, Share, Admission, Sampling, Structure, Transfer, Order)
 FORM = Structure(StructureKind.CHOICE, '["ä", "b"]')
-SAMPLING = Sampling(0.7, 40, 0.9, 0.0, 1.1, 0.0, -0.5, ((5, -2.5), (9, float("-inf"))), 2**80, frozenset((3, 700)), 2, None, -1, FORM)
+SAMPLING = Sampling(
+    0.7,
+    40,
+    0.9,
+    0.0,
+    1.1,
+    0.0,
+    -0.5,
+    ((5, -2.5), (9, float("-inf"))),
+    2**80,
+    frozenset((3, 700)),
+    2,
+    None,
+    -1,
+    FORM,
+)
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """All that a type can hold: what stands in a field's annotation is in the test as soon as it is in the class."""
+    """All that a type can hold: what stands in a field's annotation is in the test as soon as it is in the
+    class."""
     while hasattr(kind, "__supertype__"):
         kind = kind.__supertype__
     origin, of = get_origin(kind), get_args(kind)
@@ -129,7 +157,9 @@ def other(value: Any) -> Any:
         case tuple():
             return value[:-1] if value else (1,)
         case _:
-            return dataclasses.replace(value, **{fields(value)[0].name: other(getattr(value, fields(value)[0].name))})
+            return dataclasses.replace(
+                value, **{fields(value)[0].name: other(getattr(value, fields(value)[0].name))}
+            )
 
 
 def changed(value: Any, path: tuple[Any, ...]) -> Any:
@@ -158,7 +188,9 @@ def test_each_field_of_each_part_travels() -> None:
 def test_a_field_that_is_added_is_sent() -> None:
     """And one of a kind that cannot be is refused before there is any message."""
     more = make_dataclass("Share", [("priority", int | None)], bases=(), frozen=True, slots=True)
-    plan = make_dataclass("Plan", [("shares", tuple[more, ...]), ("urgent", bool, False)], frozen=True, slots=True)  # type: ignore[valid-type]
+    plan = make_dataclass(
+        "Plan", [("shares", tuple[more, ...]), ("urgent", bool, False)], frozen=True, slots=True
+    )  # type: ignore[valid-type]
     codec: Codec[Any] = Codec(plan)
     value = plan((more(3), more(None)), True)
     assert codec.decode(codec.encode(value)) == value
@@ -176,7 +208,12 @@ def test_processes_of_another_version_are_refused() -> None:
         two: int
 
     made = Codec(Of).encode(Of(1, 2))
-    for members in ([("two", int), ("one", int)], [("one", int), ("two", int | None)], [("one", int)], [("one", int), ("zwei", int)]):
+    for members in (
+        [("two", int), ("one", int)],
+        [("one", int), ("two", int | None)],
+        [("one", int)],
+        [("one", int), ("zwei", int)],
+    ):
         codec: Codec[Any] = Codec(make_dataclass("Of", members, frozen=True, slots=True))
         with pytest.raises(DeviceError, match="another kind or version"):
             codec.decode(made)

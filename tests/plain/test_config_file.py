@@ -1,4 +1,5 @@
-"""Settings from a file: who wins, what is refused, what is told; and that the files in deploy/ name what there is."""
+"""Settings from a file: who wins, what is refused, what is told; and that the files in deploy/ name what
+there is."""
 
 import configparser
 import json
@@ -44,7 +45,10 @@ def parsed(name: str, *arguments: str, config: Path | None = None) -> click.Cont
 
 
 def expanded(context: click.Context) -> dict[str, object]:
-    return {name: value.expanduser() if isinstance(value, Path) else value for name, value in context.params.items()}
+    return {
+        name: value.expanduser() if isinstance(value, Path) else value
+        for name, value in context.params.items()
+    }
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -52,14 +56,17 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return code, *capsys.readouterr()
 
 
-# -- who wins ----------------------------------------------------------------------------------------------------------------
+# -- who wins
+# ------------------------------------------------------------------------------------------------------------
 
 
 def secrets(*arguments: str) -> tuple[bytes, ...]:
     return tuple(key.secret for key in api_keys(parsed(*arguments)))
 
 
-def test_what_is_typed_wins_over_the_environment_and_that_over_the_file(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_typed_wins_over_the_environment_and_that_over_the_file(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("typed", "set"):
         (elsewhere / name).write_text(f"{name}-key\n")
     Path("penstock.toml").write_text('port = 1\nqueue = 7\n[serve]\nport = 2\napi-keys = "set"\n')
@@ -88,7 +95,12 @@ def test_values_of_every_kind_are_as_if_they_were_typed(elsewhere: Path) -> None
         """)
     asked = parsed("serve").params
     assert asked["model"] == Path.home() / "a model"
-    assert (asked["device_memory"], asked["prefix_cache"], asked["patience"], asked["names"]) == ("1000000", False, 8.0, ("one",))
+    assert (asked["device_memory"], asked["prefix_cache"], asked["patience"], asked["names"]) == (
+        "1000000",
+        False,
+        8.0,
+        ("one",),
+    )
     asked = parsed("run", "prompt").params
     assert asked["logit_bias"] == {5: -1.5, 7: 2.0}
     assert (asked["temperature"], asked["stop"], asked["n"]) == (0.25, ("a b", ""), 3)
@@ -98,14 +110,18 @@ def test_values_of_every_kind_are_as_if_they_were_typed(elsewhere: Path) -> None
     assert parsed("bench", "decode").params == {}  # The command's own, of which none is set.
 
 
-def test_a_file_that_is_named_is_read_before_and_behind_the_command(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_named_is_read_before_and_behind_the_command(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (elsewhere / "one.toml").write_text("port = 1")
     (elsewhere / "two.toml").write_text("port = 2")
     assert parsed("serve", config=Path("one.toml")).params["port"] == 1
     assert parsed("serve", "--config", "two.toml", config=Path("one.toml")).params["port"] == 2
     (elsewhere / "penstock.toml").write_text("[cache]\n")
     assert said(capsys, "cache", "ls", str(elsewhere))[2] == "settings from penstock.toml\n"
-    assert said(capsys, "--config", "one.toml", "cache", "ls", str(elsewhere))[2] == "settings from one.toml\n"
+    assert (
+        said(capsys, "--config", "one.toml", "cache", "ls", str(elsewhere))[2] == "settings from one.toml\n"
+    )
     (elsewhere / "penstock.toml").unlink()
     (elsewhere / "penstock.toml").mkdir()
     assert said(capsys, "cache", "ls", str(elsewhere))[2] == ""
@@ -118,7 +134,9 @@ def test_help_does_not_depend_on_the_file(elsewhere: Path, capsys: pytest.Captur
     assert said(capsys, "cache", "ls")[0] == 2
 
 
-def test_run_takes_the_model_that_is_set_unless_one_is_typed(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_takes_the_model_that_is_set_unless_one_is_typed(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("penstock.toml").write_text('[run]\nmodel = "set"\n')
     assert "model 'set' does not exist" in said(capsys, "run", "prompt")[2]
     assert "model 'typed' does not exist" in said(capsys, "run", "typed", "prompt")[2]
@@ -126,7 +144,8 @@ def test_run_takes_the_model_that_is_set_unless_one_is_typed(elsewhere: Path, ca
     assert "model 'set' does not exist" in said(capsys, "run", "--file", "prompt")[2]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ---------------------------------------------------------------------------------------------------------
 
 WRONG = [
     ("prot = 1", "there is no setting prot; did you mean port?"),
@@ -144,7 +163,10 @@ WRONG = [
     ("port = 80.5", "port: invalid value for '--port': '80.5' is not a valid integer range"),
     ("port = true", "port: invalid value for '--port': it takes text or a number, and not true or false"),
     ("port = [1]", "port: invalid value for '--port': it takes text or a number, and not a list"),
-    ("host = 2026-01-01", "host: invalid value for '--host': it takes text or a number, and not a date or a time"),
+    (
+        "host = 2026-01-01",
+        "host: invalid value for '--host': it takes text or a number, and not a date or a time",
+    ),
     ("name = [1, [2]]", "name: invalid value for '--name': it takes text or a number, and not a list"),
     ("quiet = 'yes'", "quiet: invalid value for '--quiet' / '-q': it is true or false"),
     ("quiet = 1", "quiet: invalid value for '--quiet' / '-q': it is true or false"),
@@ -157,7 +179,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_what_is_wrong_is_refused_by_serve_and_by_the_check(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_refused_by_serve_and_by_the_check(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("penstock.toml").write_bytes(text.encode(errors="surrogateescape"))
     commands = [["config", "check"], ["cache", "ls"] if "cache" in text else ["serve", "nowhere"]]
     for arguments in commands:
@@ -170,7 +194,13 @@ def test_what_is_wrong_is_refused_by_serve_and_by_the_check(text: str, message: 
 
 
 def test_a_flag_refuses_the_same_with_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, value in (("port", "70000"), ("patience", "-1"), ("device-memory", "120%"), ("log-level", "loud"), ("kv-blocks", "0")):
+    for flag, value in (
+        ("port", "70000"),
+        ("patience", "-1"),
+        ("device-memory", "120%"),
+        ("log-level", "loud"),
+        ("kv-blocks", "0"),
+    ):
         Path("penstock.toml").unlink(missing_ok=True)
         typed = said(capsys, "serve", f"--{flag}", value)[2].removeprefix("penstock: error: ")
         Path("penstock.toml").write_text(f'{flag} = "{value}"')
@@ -179,21 +209,30 @@ def test_a_flag_refuses_the_same_with_the_same_words(capsys: pytest.CaptureFixtu
 
 def test_a_file_that_cannot_be_read_is_told(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (elsewhere / "large").write_bytes(b"#" * (1 << 21))
-    for name, message in (("nowhere", "No such file"), (".", "Is a directory"), ("large", "has more than 1048576 bytes")):
+    for name, message in (
+        ("nowhere", "No such file"),
+        (".", "Is a directory"),
+        ("large", "has more than 1048576 bytes"),
+    ):
         for arguments in (["config", "check", name], ["serve", "--config", name]):
             code, _, err = said(capsys, *arguments)
             assert (code, message in err) == (2, True), err
     assert "penstock.toml cannot be read: No such file" in said(capsys, "config", "check")[2]
-    assert said(capsys, "config", "check", "--command", "srv")[2].startswith("penstock: error: there is no command 'srv'")
+    assert said(capsys, "config", "check", "--command", "srv")[2].startswith(
+        "penstock: error: there is no command 'srv'"
+    )
 
 
-# -- the check ---------------------------------------------------------------------------------------------------------------
+# -- the check
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_check_prints_a_file_with_the_same_settings_and_where_they_are_from(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("penstock.toml").write_text('host-kv-memory = "1GiB"\nmodel = "m"\n[serve]\nport = 9000\nname = ["a", "b \\"c\\""]\n')
+    Path("penstock.toml").write_text(
+        'host-kv-memory = "1GiB"\nmodel = "m"\n[serve]\nport = 9000\nname = ["a", "b \\"c\\""]\n'
+    )
     code, out, err = said(capsys, "config", "check")
     assert (code, err) == (0, "")
     rows = {line.split(" = ")[0].strip("# "): line for line in out.splitlines()}
@@ -212,11 +251,20 @@ def test_the_check_prints_a_file_with_the_same_settings_and_where_they_are_from(
     assert "secret" not in out
 
 
-def test_the_check_finds_all_that_is_wrong_at_once_and_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("penstock.toml").write_text('prot = 1\ndevice-memory = "much"\n[eval]\ndepths = 0\n[bench]\nshape = "tiny"\n')
+def test_the_check_finds_all_that_is_wrong_at_once_and_nothing_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("penstock.toml").write_text(
+        'prot = 1\ndevice-memory = "much"\n[eval]\ndepths = 0\n[bench]\nshape = "tiny"\n'
+    )
     code, out, err = said(capsys, "config", "check")
     assert (code, out) == (2, "")
-    assert sorted(re.sub(r".*toml: (\S+).*", r"\1", line) for line in err.splitlines()) == ["depths", "device-memory:", "shape", "there"]
+    assert sorted(re.sub(r".*toml: (\S+).*", r"\1", line) for line in err.splitlines()) == [
+        "depths",
+        "device-memory:",
+        "shape",
+        "there",
+    ]
 
 
 def test_the_check_imports_nothing_heavy() -> None:
@@ -229,7 +277,9 @@ assert main(["config", "check"]) == 0
 sys.exit(", ".join(name for name in {heavy.split()!r} if name in sys.modules) or 0)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -244,7 +294,9 @@ sys.exit(", ".join(name for name in {heavy.split()!r} if name in sys.modules) or
         ('[serve]\napi-keys = "empty"', "empty has no API key in it"),
     ],
 )
-def test_the_check_finds_what_only_the_command_would(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_finds_what_only_the_command_would(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("empty").write_text("\n")
     Path("penstock.toml").write_text(text)
     code, out, err = said(capsys, "config", "check")
@@ -271,7 +323,8 @@ def test_every_flag_of_every_command_may_be_set() -> None:
     assert "model" in settable("run", run.command)
 
 
-# -- what is in deploy/ ------------------------------------------------------------------------------------------------------
+# -- what is in deploy/
+# ------------------------------------------------------------------------------------------------------
 
 
 def flags_of(command: click.Command) -> set[str]:
@@ -296,18 +349,31 @@ def test_the_service_starts_what_there_is_and_waits_longer_than_its_patience() -
     assert asked["log_format"] == "json"
     assert int(service["TimeoutStopSec"]) > asked["patience"] + 15
     assert asked["patience"] == parsed("serve").params["patience"] == PATIENCE
-    assert (service["DynamicUser"], service["ProtectSystem"], service["NoNewPrivileges"]) == ("yes", "strict", "yes")
+    assert (service["DynamicUser"], service["ProtectSystem"], service["NoNewPrivileges"]) == (
+        "yes",
+        "strict",
+        "yes",
+    )
     assert (service["LimitMEMLOCK"], service["Restart"]) == ("infinity", "on-failure")
-    assert not {"PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute"} & set(service)  # They would hide GPUs, or forbid kernels.
+    assert not {"PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute"} & set(
+        service
+    )  # They would hide GPUs, or forbid kernels.
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
 def test_systemd_understands_the_service(elsewhere: Path) -> None:
     there = shutil.which("true") or "/bin/true"
-    text = re.sub(r"^ExecStart=\S+", f"ExecStart={there}", (DEPLOY / "penstock.service").read_text(), flags=re.MULTILINE)
+    text = re.sub(
+        r"^ExecStart=\S+", f"ExecStart={there}", (DEPLOY / "penstock.service").read_text(), flags=re.MULTILINE
+    )
     (elsewhere / "penstock.service").write_text(text)
-    result = subprocess.run(["systemd-analyze", "verify", "./penstock.service"], capture_output=True, text=True, check=False)
-    assert (result.returncode, [line for line in result.stderr.splitlines() if "penstock.service" in line]) == (0, [])
+    result = subprocess.run(
+        ["systemd-analyze", "verify", "./penstock.service"], capture_output=True, text=True, check=False
+    )
+    assert (
+        result.returncode,
+        [line for line in result.stderr.splitlines() if "penstock.service" in line],
+    ) == (0, [])
 
 
 def test_the_settings_in_deploy_are_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,7 +406,13 @@ def test_the_image_runs_what_there_is_as_nobody_special() -> None:
     health = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", told["HEALTHCHECK"])
     assert health == [(told["EXPOSE"], "/health")]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = {word for kind, what in said if kind == "RUN" for word in what.partition("tools/install.py ")[2].split() if word[0] != "-"}
+    wanted = {
+        word
+        for kind, what in said
+        if kind == "RUN"
+        for word in what.partition("tools/install.py ")[2].split()
+        if word[0] != "-"
+    }
     assert wanted <= set(extras)
     assert {"serve", "grammar", "otel"} <= wanted
     copied = [name for kind, what in said if kind == "COPY" for name in what.split()[:-1]]
@@ -352,11 +424,18 @@ def test_the_image_runs_what_there_is_as_nobody_special() -> None:
 def test_commands_in_comments_and_on_the_page_name_flags_that_there_are() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     text = page + (DEPLOY / "Dockerfile").read_text() + (DEPLOY / "penstock.service").read_text()
-    known = {flag for some in all_commands(root, click.Context(root)).values() for command in some for flag in flags_of(command)}
+    known = {
+        flag
+        for some in all_commands(root, click.Context(root)).values()
+        for command in some
+        for flag in flags_of(command)
+    }
     foreign = {"--gpus", "--ulimit", "--stop-timeout", "--now", "--unit", "--output", "--help"}
     foreign |= {"--yes", "--no-install-recommends"} | set(re.findall(r"--\w[\w-]*", told_to_docker()))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known | foreign
-    assert {command.split()[1] for command in re.findall(r"^penstock [a-z]+", page, re.MULTILINE)} <= set(COMMANDS)
+    assert {command.split()[1] for command in re.findall(r"^penstock [a-z]+", page, re.MULTILINE)} <= set(
+        COMMANDS
+    )
     for file in re.findall(r"`(deploy/[\w.-]+)`", page):
         assert (ROOT / file).is_file()
 
@@ -368,8 +447,18 @@ def told_to_docker() -> str:
 def test_the_file_on_the_page_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     [text] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
     Path("penstock.toml").write_text(text)
-    with patch.dict(os.environ, {"PENSTOCK_API_KEYS": "a"}):  # Instead of the file of keys, which is not here.
+    with patch.dict(
+        os.environ, {"PENSTOCK_API_KEYS": "a"}
+    ):  # Instead of the file of keys, which is not here.
         code, out, err = said(capsys, "config", "check")
     assert (code, err) == (0, "")
     assert "port = 9000" in out
-    assert [entry.table for entry in read(Path("penstock.toml")).entries] == ["", "", "serve", "serve", "serve", "serve", "run"]
+    assert [entry.table for entry in read(Path("penstock.toml")).entries] == [
+        "",
+        "",
+        "serve",
+        "serve",
+        "serve",
+        "serve",
+        "run",
+    ]

@@ -1,4 +1,5 @@
-"""Costs of steps: kept and read as they were, between those measured where a forecast needs them, and part of what a forecast says."""
+"""Costs of steps: kept and read as they were, between those measured where a forecast needs them, and part of
+what a forecast says."""
 
 import json
 from dataclasses import replace
@@ -11,7 +12,15 @@ from penstock.arch.layout import GroupKind, group_layouts
 from penstock.base.errors import ConfigError
 from penstock.bench.shapes import LAYERS_OF, SHAPES
 from penstock.cli.plan import MACHINES, kept_costs, machine_of, settle
-from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, costs_file, keep_costs, prompt_seconds, read_costs
+from penstock.engine.costs import (
+    DecodeCosts,
+    PromptCosts,
+    StepCosts,
+    costs_file,
+    keep_costs,
+    prompt_seconds,
+    read_costs,
+)
 from penstock.engine.forecast import Machine, Work, forecast
 from penstock.engine.passes import UseWork, decode_step, pass_work, prompt_step
 from penstock.weights.passage import Rates
@@ -73,7 +82,12 @@ def test_rows_between_those_measured_cost_between_them() -> None:
     assert COSTS.rows(4) == FOUR
     assert COSTS.rows(300) == FOUR
     two = COSTS.rows(2)  # Half way in the logarithm.
-    assert (two.rows, two.step, two.layer, two.moe_layer) == (2, pytest.approx(2e-5), pytest.approx(3e-5), pytest.approx(5e-5))
+    assert (two.rows, two.step, two.layer, two.moe_layer) == (
+        2,
+        pytest.approx(2e-5),
+        pytest.approx(3e-5),
+        pytest.approx(5e-5),
+    )
     assert two.weight_read == pytest.approx(2 / (1 / 4e12 + 1 / 2e12))
 
 
@@ -106,7 +120,9 @@ def test_a_resident_models_forecast_is_the_sum_of_its_uses() -> None:
     assert (whole.steps, whole.layers, whole.moe_layers) == (1, spec.layers, 0)
     decode, prefill = paces("8B", COSTS, work)
     assert decode == pytest.approx(sum(COSTS.decode_seconds(1, use) for use in uses))
-    prompt = UseWork.sum(pass_work(spec, "bfloat16", every, None, prompt_step(spec, "bfloat16", 1, 2048, 2048)))
+    prompt = UseWork.sum(
+        pass_work(spec, "bfloat16", every, None, prompt_step(spec, "bfloat16", 1, 2048, 2048))
+    )
     assert prefill == pytest.approx(prompt_seconds(PROMPT, prompt))
     bound = paces("8B", None, work)
     assert decode > bound[0]
@@ -115,7 +131,9 @@ def test_a_resident_models_forecast_is_the_sum_of_its_uses() -> None:
 
 def test_a_prompt_takes_no_less_than_its_launches_unless_it_is_replayed() -> None:
     fast = replace(PROMPT, products=1e18, experts=1e18, attention=1e18, activations=1e18, step=0.0)
-    costs = replace(COSTS, prompt=fast, decode=(replace(FOUR, weight_read=1e18, expert_read=1e18, moe_layer=0.0),))
+    costs = replace(
+        COSTS, prompt=fast, decode=(replace(FOUR, weight_read=1e18, expert_read=1e18, moe_layer=0.0),)
+    )
     _, launched = paces("0.6B", costs, Work("bfloat16", context=640, step_tokens=640))
     assert launched == pytest.approx(2e-3 + 28 * 3e-4)
     _, mixed = paces("30B-A3B", costs, Work("bfloat16", context=256, step_tokens=256), layers=12)
@@ -132,7 +150,9 @@ def test_a_layer_whose_experts_are_elsewhere_costs_the_wait_for_its_router() -> 
     small = Machine(12 * GIB, 64 * GIB, RATES, 8e14, COSTS)
     work = Work("bfloat16", context=512, step_tokens=512)
     seconds = [
-        forecast(spec, names, replace(small, costs=costs), replace(work, experts_fetched=fetched)).decode.seconds
+        forecast(
+            spec, names, replace(small, costs=costs), replace(work, experts_fetched=fetched)
+        ).decode.seconds
         for costs, fetched in ((COSTS, 0.0), (replace(COSTS, expert_layer=0.0), 0.0), (COSTS, 10.0))
     ]
     assert seconds[0] - seconds[1] == pytest.approx(12 * 1e-3)

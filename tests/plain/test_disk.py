@@ -1,4 +1,5 @@
-"""Reading files: every byte, past short reads and request borders, and what a disk or a file that fails looks like."""
+"""Reading files: every byte, past short reads and request borders, and what a disk or a file that fails looks
+like."""
 
 import ctypes
 import mmap
@@ -14,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from penstock.memory import disk
-from penstock.memory.disk import DIRECT_ALIGNMENT, REQUEST_BYTES, DirectFile, DiskFile, ReadError, make_private, run_all
+from penstock.memory.disk import (
+    DIRECT_ALIGNMENT,
+    REQUEST_BYTES,
+    DirectFile,
+    DiskFile,
+    ReadError,
+    make_private,
+    run_all,
+)
 
 
 @pytest.fixture
@@ -25,7 +34,10 @@ def content(tmp_path: Path) -> tuple[Path, bytes]:
     return tmp_path / "data", data
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 2 * REQUEST_BYTES + 4321), (4000, REQUEST_BYTES + 1), (17, 0), (2 * REQUEST_BYTES, 4321)])
+@pytest.mark.parametrize(
+    ("start", "count"),
+    [(0, 2 * REQUEST_BYTES + 4321), (4000, REQUEST_BYTES + 1), (17, 0), (2 * REQUEST_BYTES, 4321)],
+)
 def test_reads_just_what_was_asked(content: tuple[Path, bytes], start: int, count: int) -> None:
     path, data = content
     buffer = bytearray(b"\xee" * (count + 2))
@@ -57,13 +69,19 @@ def test_goes_on_after_short_reads() -> None:
 
 def test_end_of_file_names_file_and_offset(content: tuple[Path, bytes]) -> None:
     path, data = content
-    with DiskFile(path) as file, pytest.raises(ReadError, match=f"data at byte {len(data)}: it ends there, 10 bytes too early"):
+    with (
+        DiskFile(path) as file,
+        pytest.raises(ReadError, match=f"data at byte {len(data)}: it ends there, 10 bytes too early"),
+    ):
         file.read(len(data) - 90, 100)
 
 
 def test_failing_read_names_file_and_offset() -> None:
     """Page 0 of a process is never mapped, so its memory file answers with a true input/output error."""
-    with DiskFile(Path("/proc/self/mem")) as file, pytest.raises(ReadError, match="/proc/self/mem at byte 16: Input/output error"):
+    with (
+        DiskFile(Path("/proc/self/mem")) as file,
+        pytest.raises(ReadError, match="/proc/self/mem at byte 16: Input/output error"),
+    ):
         file.read(16, 8)
 
 
@@ -86,7 +104,11 @@ def test_no_other_read_is_in_flight_when_one_failed(content: tuple[Path, bytes])
 @pytest.mark.timeout(20)
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path, fault in ((tmp_path, "not a regular file"), (tmp_path / "pipe", "not a regular file"), (tmp_path / "none", "No such file")):
+    for path, fault in (
+        (tmp_path, "not a regular file"),
+        (tmp_path / "pipe", "not a regular file"),
+        (tmp_path / "none", "No such file"),
+    ):
         with pytest.raises(ReadError, match=fault):
             DiskFile(path)
     with pytest.raises(ReadError, match="null"):
@@ -117,7 +139,7 @@ def test_requests_are_bounded(content: tuple[Path, bytes], monkeypatch: pytest.M
     assert buffer == data[3:5503]
 
 
-# ---- past the page cache ---------------------------------------------------------------------------------------------
+# ---- past the page cache -----------------------------------------------------------------------------------
 
 PAGE = DIRECT_ALIGNMENT
 
@@ -133,7 +155,12 @@ def cached(path: Path) -> int:
         seen = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
         first = ctypes.c_char.from_buffer(mapped)
         try:
-            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped)), seen) == 0
+            assert (
+                ctypes.CDLL(None).mincore(
+                    ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped)), seen
+                )
+                == 0
+            )
         finally:
             del first  # the map cannot be closed before
         return sum(page & 1 for page in seen)
@@ -187,8 +214,13 @@ def test_direct_reads_are_the_files_bytes(
         assert buffer == data[start:]
 
 
-@pytest.mark.parametrize(("shift", "start", "count"), [(1, 0, PAGE), (0, 1, PAGE), (0, 0, PAGE + 1), (0, 5 * PAGE, 0), (512, 512, 512)])
-def test_what_is_not_aligned_is_read_through_the_cache(whole: tuple[Path, bytes], shift: int, start: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("shift", "start", "count"),
+    [(1, 0, PAGE), (0, 1, PAGE), (0, 0, PAGE + 1), (0, 5 * PAGE, 0), (512, 512, 512)],
+)
+def test_what_is_not_aligned_is_read_through_the_cache(
+    whole: tuple[Path, bytes], shift: int, start: int, count: int
+) -> None:
     path, data = whole
     memory = pages(3 * PAGE)
     memory[:] = b"\xee" * len(memory)
@@ -232,7 +264,9 @@ def test_files_that_refuse_at_open() -> None:
     assert memory[: len(expected)] == expected
 
 
-def test_files_that_refuse_at_the_first_read(whole: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_refuse_at_the_first_read(
+    whole: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here because a read is tried that no disk takes."""
     path, data = whole
     if not reads_directly(path):
@@ -259,10 +293,14 @@ def test_direct_reads_of_a_file_that_ends_early(whole: tuple[Path, bytes]) -> No
         for end in (10 * PAGE + 700, 10 * PAGE, 0):
             os.truncate(path, end)
             buffer = pages(20 * PAGE)
-            with pytest.raises(ReadError, match=f"{path} at byte {end}: it ends there, {20 * PAGE - end} bytes too early"):
+            with pytest.raises(
+                ReadError, match=f"{path} at byte {end}: it ends there, {20 * PAGE - end} bytes too early"
+            ):
                 file.read_direct(buffer, 0)
             assert buffer[:end] == data[:end]
-            with pytest.raises(ReadError, match=f"{path} at byte {30 * PAGE}: it ends there, {20 * PAGE} bytes too early"):
+            with pytest.raises(
+                ReadError, match=f"{path} at byte {30 * PAGE}: it ends there, {20 * PAGE} bytes too early"
+            ):
                 file.read_direct(buffer, 30 * PAGE)
         assert file.direct == before
 

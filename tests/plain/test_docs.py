@@ -1,4 +1,5 @@
-"""What the documents name is there: files, classes, functions, settings, commands and links. Sources are parsed, not imported."""
+"""What the documents name is there: files, classes, functions, settings, commands and links. Sources are
+parsed, not imported."""
 
 import ast
 import functools
@@ -19,14 +20,17 @@ from penstock.cli.main import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "penstock"
 README, TOUR, ADDING = ROOT / "README.md", ROOT / "docs" / "tour.md", ROOT / "docs" / "adding-a-model.md"
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
 DOCUMENTS = pytest.mark.parametrize("document", [README, TOUR, ADDING], ids=lambda path: path.name)
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 CALL = re.compile(rf"({NAME.pattern})\(.*\)")
 
 
 class Names:
-    """What the package's modules define: top-level names and `Class.member`, each with the files it is in; and every string in them."""
+    """What the package's modules define: top-level names and `Class.member`, each with the files it is in;
+    and every string in them."""
 
     def __init__(self) -> None:
         self.files: defaultdict[str, set[str]] = defaultdict(set)
@@ -134,21 +138,31 @@ def is_size(token: str) -> bool:
 @DOCUMENTS
 def test_everything_in_backticks_is_known(document: Path) -> None:
     # A command line that only sets things up, and a path that setting up makes, are nothing of the package's.
-    foreign = {"python3 -m venv .venv", ".venv", 'config.only("key", supported)', *[f"pip install 'penstock[{extra}]'" for extra in EXTRAS]}
+    foreign = {
+        "python3 -m venv .venv",
+        ".venv",
+        'config.only("key", supported)',
+        *[f"pip install 'penstock[{extra}]'" for extra in EXTRAS],
+    }
     assert [token for token in quoted(document) if token not in foreign and not known(token, document)] == []
 
 
 @DOCUMENTS
 def test_dotted_names_and_classes_exist(document: Path) -> None:
     """Names of these forms can be nothing else, so that they occur in some string does not count."""
-    tokens = [token for token in quoted(document) if NAME.fullmatch(token) and not is_path(token) and token not in code(document)]
+    tokens = [
+        token
+        for token in quoted(document)
+        if NAME.fullmatch(token) and not is_path(token) and token not in code(document)
+    ]
     strict = [token for token in tokens if re.match(r"_?[A-Z]\w*(\.\w+)?$", token) and not token.isupper()]
     assert [token for token in strict if token not in names()] == []
     assert len(strict) > 5
 
 
 def test_the_tour_says_where_everything_is() -> None:
-    """For every class and function it names there is a file it names, too; and it names nothing of another sort."""
+    """For every class and function it names there is a file it names, too; and it names nothing of another
+    sort."""
     tokens = set(quoted(TOUR))
     files = {token for token in tokens if token.endswith(".py")}
     assert all((SOURCE / file).is_file() for file in files)
@@ -169,12 +183,18 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert target.exists(), f"{document.name} links to {link}, which is not there"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", prose(target), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in [
+                re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+            ]
 
 
 @pytest.mark.parametrize(
     ("row", "supported"),
-    [("families", {*FAMILIES, "model_type"}), ("rotary embeddings", set(RopeKind)), ("dtypes", set(DTYPE_BYTES))],
+    [
+        ("families", {*FAMILIES, "model_type"}),
+        ("rotary embeddings", set(RopeKind)),
+        ("dtypes", set(DTYPE_BYTES)),
+    ],
     ids=["families", "rope", "dtypes"],
 )
 def test_the_table_of_what_runs_is_complete(row: str, supported: set[str]) -> None:
@@ -204,7 +224,10 @@ def errors() -> dict[str, tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 for base in node.bases:
-                    classes[node.name] = base.id if isinstance(base, ast.Name) else "", path.relative_to(SOURCE).as_posix()
+                    classes[node.name] = (
+                        base.id if isinstance(base, ast.Name) else "",
+                        path.relative_to(SOURCE).as_posix(),
+                    )
 
     def is_ours(name: str) -> bool:
         return name == "PenstockError" or (name in classes and is_ours(classes[name][0]))
@@ -215,7 +238,9 @@ def errors() -> dict[str, tuple[str, str]]:
 def test_every_error_is_in_the_tree_and_in_the_readme() -> None:
     tree: dict[str, tuple[str, str]] = {}
     above: list[str] = []
-    for depth, name, where in re.findall(r"^((?:    )+)(\w+) *([\w/]+\.py)?$", ast.get_docstring(_errors_file(), clean=False) or "", re.M):
+    for depth, name, where in re.findall(
+        r"^((?:    )+)(\w+) *([\w/]+\.py)?$", ast.get_docstring(_errors_file(), clean=False) or "", re.M
+    ):
         level = len(depth) // 4 - 1
         above[level:] = [name]
         if level:

@@ -1,4 +1,5 @@
-"""Prompts of the evaluation are of the asked length, hide what is asked for where they should, and answers are scored right."""
+"""Prompts of the evaluation are of the asked length, hide what is asked for where they should, and answers
+are scored right."""
 
 import json
 import random
@@ -36,14 +37,20 @@ DEPTHS = [0.0, 0.1, 0.25, 0.5, 0.8, 1.0]
 
 @cache
 def material(model: str = SHIPPED, raw: bool = False, text: str | None = None) -> Material:
-    path = SHIPPED_MODEL if model == SHIPPED else Path(__file__).resolve().parents[3] / "shared" / "data" / model
+    path = (
+        SHIPPED_MODEL if model == SHIPPED else Path(__file__).resolve().parents[3] / "shared" / "data" / model
+    )
     if not path.is_dir():
         pytest.skip("needs the real material in ../shared/data, which is not here")
     dress = Dress(Tokenizer.from_directory(path), raw)
-    return Material(dress, Haystack(generated_text(random.Random(1), 100_000) if text is None else text, dress, 4096))
+    return Material(
+        dress, Haystack(generated_text(random.Random(1), 100_000) if text is None else text, dress, 4096)
+    )
 
 
-def make(task: str, length: int = 1024, depth: float = 0.5, seed: int = 1, of: Material | None = None) -> Sample:
+def make(
+    task: str, length: int = 1024, depth: float = 0.5, seed: int = 1, of: Material | None = None
+) -> Sample:
     return TASKS[task].make(random.Random(seed), length, depth, of or material())
 
 
@@ -51,13 +58,16 @@ def told(sample: Sample) -> str:
     return material().dress.tokenizer.decode(sample.tokens, skip_special=False)
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------------
+# -- what is said
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_facts_and_questions_are_phrased_as_the_shipped_model_was_trained() -> None:
     assert set(phrases.INSTRUCTIONS) <= set(needles.INSTRUCTIONS)
     assert phrases.CHAT_LEAD in needles.QUESTION_LEADS
-    assert (phrases.RAW_LEAD, phrases.RAW_ANSWER + "x") in [(lead, between + "x") for lead, between in needles.PLAIN_LEADS]
+    assert (phrases.RAW_LEAD, phrases.RAW_ANSWER + "x") in [
+        (lead, between + "x") for lead, between in needles.PLAIN_LEADS
+    ]
     kinds = Counter()
     for seed in range(20):
         for fact, _ in zip(facts(random.Random(seed)), range(20), strict=False):
@@ -95,7 +105,8 @@ def test_generated_text_is_varied_prose_without_numbers() -> None:
     assert len(set(paragraphs)) == len(paragraphs) > 200
 
 
-# -- prompts -----------------------------------------------------------------------------------------------------------------
+# -- prompts
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -119,7 +130,11 @@ def test_what_is_asked_for_stands_at_its_depth(task: str) -> None:
         for seed in range(4):
             sample = make(task, 2048, depth, seed)
             text = told(sample)
-            value = sample.expected[0] if task != "variables" else next(iter(re.findall(r"the value (\d+),", text)))
+            value = (
+                sample.expected[0]
+                if task != "variables"
+                else next(iter(re.findall(r"the value (\d+),", text)))
+            )
             beside = re.search(r"[^.!?\"]*" + value, text)
             assert beside
             before = len(tokenizer.encode(text[: beside.start()], special=False))
@@ -127,7 +142,9 @@ def test_what_is_asked_for_stands_at_its_depth(task: str) -> None:
             frame = len(tokenizer.encode(text[: text.index(".") + 1], special=False))
             after = len(tokenizer.encode("\n\n" + text.rpartition("\n\n")[2], special=False))
             room = len(sample.tokens) - frame - after
-            others = {"single": 0, "keys": 16 * 24, "variables": 9 * 16}[task]  # tokens of other statements that may stand before
+            others = {"single": 0, "keys": 16 * 24, "variables": 9 * 16}[
+                task
+            ]  # tokens of other statements that may stand before
             low, high = depth * (room - hidden - others), depth * room
             assert low - BLOCK <= before - frame <= high + BLOCK, (depth, seed)
 
@@ -140,7 +157,11 @@ def test_prompts_are_tokens_as_the_text_itself_would_be(task: str) -> None:
 
 def test_a_prompt_wears_the_chat_template_or_what_a_plain_text_does() -> None:
     chat, raw = told(make("single")), told(make("single", of=material(raw=True)))
-    assert re.match(r"<\|endoftext\|><\|user\|>\w.*\?<\|end\|><\|assistant\|>$|.*\.<\|end\|><\|assistant\|>$", chat, re.DOTALL)
+    assert re.match(
+        r"<\|endoftext\|><\|user\|>\w.*\?<\|end\|><\|assistant\|>$|.*\.<\|end\|><\|assistant\|>$",
+        chat,
+        re.DOTALL,
+    )
     assert re.match(r"<\|endoftext\|>\w.*\n\nQuestion: .*[.?]\nAnswer: The .* is$", raw, re.DOTALL)
     assert chat.count("<|endoftext|>") == raw.count("<|endoftext|>") == 1
     assert "<|user|>" not in raw
@@ -205,7 +226,8 @@ def test_texts_of_a_folder_are_read_together(tmp_path: Path) -> None:
         text_of(Path(__file__).parent)
 
 
-# -- scores ------------------------------------------------------------------------------------------------------------------
+# -- scores
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,7 +261,10 @@ def test_an_exact_answer_has_the_number_first(answer: str, score: float) -> None
     ],
 )
 def test_a_share_counts_what_is_found_and_what_is_named_wrongly(answer: str, score: float) -> None:
-    assert share(answer, Sample([], ("Kalo", "Mira", "Venka", "Torsha"), ("Dodo", "Lyku", "Anro", "Silva"))) == score
+    assert (
+        share(answer, Sample([], ("Kalo", "Mira", "Venka", "Torsha"), ("Dodo", "Lyku", "Anro", "Silva")))
+        == score
+    )
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 8), (0.3, 10), (0.5, 1), (0.95, 88), (1.0, 8)])
@@ -253,13 +278,21 @@ def test_the_interval_holds_the_shares_that_lie_within_so_many_deviations(share:
     assert high < 1 or share == 1
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------------
+# -- what is shown
+# -----------------------------------------------------------------------------------------------------------
 
 
 def report() -> Report:
-    scores = {("single", length, depth): length * depth / 1024 for length in (256, 512, 1024) for depth in (0.0, 0.5, 1.0)}
+    scores = {
+        ("single", length, depth): length * depth / 1024
+        for length in (256, 512, 1024)
+        for depth in (0.0, 0.5, 1.0)
+    }
     scores |= {("words", 512, None): 0.999}
-    cells = [Cell(task, length, depth, 8, score, *wilson(score, 8), ()) for (task, length, depth), score in scores.items()]
+    cells = [
+        Cell(task, length, depth, 8, score, *wilson(score, 8), ())
+        for (task, length, depth), score in scores.items()
+    ]
     return Report("ruler", "a/model", "generated", True, "float32", "cpu", 1, 8, 80, 5, 1.5, tuple(cells))
 
 
@@ -281,9 +314,14 @@ def test_the_line_has_every_cell() -> None:
     line = json.loads(report().line(machine={"cores": 2}))
     assert line["machine"] == {"cores": 2}
     assert len(line["cells"]) == 10
-    assert line["cells"][5] == {"task": "single", "length": 512, "depth": 1.0, "samples": 8, "score": 0.5, "misses": []} | dict(
-        zip(("low", "high"), wilson(0.5, 8), strict=True)
-    )
+    assert line["cells"][5] == {
+        "task": "single",
+        "length": 512,
+        "depth": 1.0,
+        "samples": 8,
+        "score": 0.5,
+        "misses": [],
+    } | dict(zip(("low", "high"), wilson(0.5, 8), strict=True))
 
 
 def test_the_picture_has_a_cell_for_every_score_in_its_colour(tmp_path: Path) -> None:
@@ -309,7 +347,8 @@ def test_the_picture_has_a_cell_for_every_score_in_its_colour(tmp_path: Path) ->
         draw(report(), tmp_path)
 
 
-# -- flags -------------------------------------------------------------------------------------------------------------------
+# -- flags
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -319,16 +358,24 @@ def test_the_picture_has_a_cell_for_every_score_in_its_colour(tmp_path: Path) ->
         (["needle", "--lengths", "0"], "'0' is not a list of token counts"),
         (["needle", "--depths", "0"], "'--depths'"),
         (["needle", "--tasks", "keys"], "no such option"),
-        (["ruler", "--tasks", "keys,singing"], "there is no task 'singing'; give some of single,keys,variables,words"),
+        (
+            ["ruler", "--tasks", "keys,singing"],
+            "there is no task 'singing'; give some of single,keys,variables,words",
+        ),
         (["ruler", "--text", "/nowhere"], "'/nowhere' does not exist"),
         (["ruler", "--out", "/nowhere/a.json"], "cannot write /nowhere/a.json: its directory does not exist"),
-        (["ruler", "--picture", "/nowhere/a.png"], "cannot write /nowhere/a.png: its directory does not exist"),
+        (
+            ["ruler", "--picture", "/nowhere/a.png"],
+            "cannot write /nowhere/a.png: its directory does not exist",
+        ),
         (["needle", "--device-memory", "much"], "much"),
         (["needle", "--dtype", "int3"], "int3"),
         (["haystack"], "no such command 'haystack'"),
     ],
 )
-def test_bad_flags_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -341,7 +388,13 @@ def test_bad_flags_are_one_line(arguments: list[str], message: str, capsys: pyte
 def test_every_option_is_explained_in_a_section(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", name, "--help"]) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"^(\S.*):$", out, re.MULTILINE) == ["Work", "Output", "Engine", "Other options", "Examples"]
+    assert re.findall(r"^(\S.*):$", out, re.MULTILINE) == [
+        "Work",
+        "Output",
+        "Engine",
+        "Other options",
+        "Examples",
+    ]
     command = cli.command.commands[name]
     assert all(option.help for option in command.params if isinstance(option, click.Option))
 

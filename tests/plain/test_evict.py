@@ -1,4 +1,5 @@
-"""What is given up: only what is idle, each block once, the least likely to return; and never far worse than the least recently used."""
+"""What is given up: only what is idle, each block once, the least likely to return; and never far worse than
+the least recently used."""
 
 import os
 import random
@@ -15,17 +16,32 @@ from penstock.kv.evict import Eviction, Lru, Prospect, Returns
 from penstock.kv.shadows import Expert, Shadows, _Fifo, _Lru, _SecondUse
 
 THOROUGH = "PENSTOCK_THOROUGH" in os.environ
-MAKES: list[Callable[[], Eviction[int]]] = [Lru, lambda: Prospect(8), lambda: Prospect(8, deep=2, remembered=3)]
+MAKES: list[Callable[[], Eviction[int]]] = [
+    Lru,
+    lambda: Prospect(8),
+    lambda: Prospect(8, deep=2, remembered=3),
+]
 
 
-# -- what any order of giving up must keep ------------------------------------------------------------------------------------
+# -- what any order of giving up must keep
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", MAKES)
-@given(st.lists(st.tuples(st.sampled_from(["added", "found", "busy", "idle", "victim", "dropped"]), st.integers(0, 11)), max_size=300))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["added", "found", "busy", "idle", "victim", "dropped"]), st.integers(0, 11)
+        ),
+        max_size=300,
+    )
+)
 @settings(max_examples=150, deadline=None)
-def test_only_what_is_idle_is_given_up(make: Callable[[], Eviction[int]], calls: list[tuple[str, int]]) -> None:
-    """Blocks are a tree: 0 and 1 are roots, each other continues the one of half its number. Calls that are not allowed are left out."""
+def test_only_what_is_idle_is_given_up(
+    make: Callable[[], Eviction[int]], calls: list[tuple[str, int]]
+) -> None:
+    """Blocks are a tree: 0 and 1 are roots, each other continues the one of half its number. Calls that are
+    not allowed are left out."""
     policy, there = make(), dict[int, bool]()
     for call, key in calls:
         idle = there.get(key)
@@ -63,7 +79,9 @@ def test_no_block_is_given_up_before_those_that_continue_it(requests: list[tuple
             assert (one, depth + 1) not in there
 
 
-def come(policy: Eviction[tuple[int, int]], there: set[tuple[int, int]], keys: Sequence[tuple[int, int]]) -> None:
+def come(
+    policy: Eviction[tuple[int, int]], there: set[tuple[int, int]], keys: Sequence[tuple[int, int]]
+) -> None:
     for parent, key in zip((None, *keys), keys, strict=False):
         if key in there:
             policy.found(key)
@@ -96,16 +114,25 @@ def test_many_that_are_found_are_as_if_one_by_one(runs: list[list[int]], idle: s
         assert [together.worth(key) for key in range(40)] == [apart.worth(key) for key in range(40)]
     assert [together.victim() for _ in idle] == [apart.victim() for _ in idle]
     one, other = together._returns, apart._returns
-    assert (one.epoch, one._unused, one._used, one._came) == (other.epoch, other._unused, other._used, other._came)
+    assert (one.epoch, one._unused, one._used, one._came) == (
+        other.epoch,
+        other._unused,
+        other._used,
+        other._came,
+    )
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["idle", "busy", "found", "added"]), st.integers(0, 59)), max_size=120),
+    st.lists(
+        st.tuples(st.sampled_from(["idle", "busy", "found", "added"]), st.integers(0, 59)), max_size=120
+    ),
     st.lists(st.integers(1, 12), min_size=1, max_size=8),
     st.integers(1, 80),
 )
 @settings(max_examples=150, deadline=None)
-def test_many_victims_are_as_if_one_by_one(calls: list[tuple[str, int]], counts: list[int], blocks: int) -> None:
+def test_many_victims_are_as_if_one_by_one(
+    calls: list[tuple[str, int]], counts: list[int], blocks: int
+) -> None:
     """Of chains of ten, some of which are held in part, over the ends of epochs."""
     together, apart = Prospect[int](blocks), Prospect[int](blocks)
     there, idle = set(range(60)), set[int]()
@@ -115,10 +142,17 @@ def test_many_victims_are_as_if_one_by_one(calls: list[tuple[str, int]], counts:
     calls = [("idle", key) for key in reversed(range(60))] + calls
     for at, count in enumerate(counts):
         for what, key in calls[at :: len(counts)]:
-            may = {"idle": key in there - idle, "busy": key in idle, "found": key in there, "added": key not in there}
+            may = {
+                "idle": key in there - idle,
+                "busy": key in idle,
+                "found": key in there,
+                "added": key not in there,
+            }
             if may[what]:
                 for policy in (together, apart):
-                    policy.added(key, key - 1 if key % 10 else None) if what == "added" else getattr(policy, what)(key)
+                    policy.added(key, key - 1 if key % 10 else None) if what == "added" else getattr(
+                        policy, what
+                    )(key)
                 there.add(key)
                 idle = idle | {key} if what == "idle" else idle - {key} if what == "busy" else idle
         many = min(count, len(idle))
@@ -141,7 +175,8 @@ def test_lru_gives_up_the_longest_unused() -> None:
     assert [policy.victim() for _ in range(len(policy))] == ["d", "a", "b"]
 
 
-# -- what is learned ----------------------------------------------------------------------------------------------------------
+# -- what is learned
+# ----------------------------------------------------------------------------------------------------------
 
 Trace = list[list[int]]
 
@@ -163,7 +198,11 @@ def shifting() -> Trace:
     """What is popular changes every 3,000 requests."""
     rng = random.Random(2)
     weights = [1 / (rank + 1) for rank in range(1000)]
-    return flat(chain.from_iterable((10_000 * phase + key for key in rng.choices(range(1000), weights, k=3000)) for phase in range(10)))
+    return flat(
+        chain.from_iterable(
+            (10_000 * phase + key for key in rng.choices(range(1000), weights, k=3000)) for phase in range(10)
+        )
+    )
 
 
 def scans() -> Trace:
@@ -202,7 +241,11 @@ def conversations() -> Trace:
 
 
 WORKLOADS = [loop, zipf, shifting, scans, recent, conversations]
-ROOMS = [(workload, blocks) for turn, workload in enumerate(WORKLOADS) for blocks in ((64, 200) if THOROUGH else ((64, 200)[turn % 2],))]
+ROOMS = [
+    (workload, blocks)
+    for turn, workload in enumerate(WORKLOADS)
+    for blocks in ((64, 200) if THOROUGH else ((64, 200)[turn % 2],))
+]
 
 
 @pytest.mark.parametrize(("workload", "blocks"), ROOMS)
@@ -213,15 +256,17 @@ def test_it_is_never_far_worse_than_lru(workload: Callable[[], Trace], blocks: i
 
 
 @pytest.mark.parametrize(("workload", "share"), [(loop, 0.5), (scans, 0.45), (conversations, 0.3)])
-def test_where_recency_misleads_it_goes_far_toward_the_best(workload: Callable[[], Trace], share: float) -> None:
+def test_where_recency_misleads_it_goes_far_toward_the_best(
+    workload: Callable[[], Trace], share: float
+) -> None:
     trace, blocks = workload(), 150
     lru, learned = replay(trace, LeastRecent(), blocks), replay(trace, Learned(blocks), blocks)
     assert learned - lru >= share * (replay(trace, Clairvoyant(trace), blocks) - lru) > 0
 
 
 def test_an_age_that_few_have_passed_does_not_look_as_if_nothing_returned_at_it() -> None:
-    """One block in five hundred returns in each epoch, whatever its age, so the gain is the same at all ages. The span from 128 to 192
-    epochs has been entered but not passed."""
+    """One block in five hundred returns in each epoch, whatever its age, so the gain is the same at all ages.
+    The span from 128 to 192 epochs has been entered but not passed."""
     returns, unused = Returns(), dict[int, int]()
     for _ in range(160):
         for since, blocks in unused.items():
@@ -266,7 +311,9 @@ def test_what_is_mixed_keeps_up_where_what_is_learned_misleads() -> None:
     assert mixed >= best - 0.01
 
 
-@pytest.mark.parametrize(("leader", "simple"), [(Expert.LRU, LeastRecent), (Expert.SECOND_USE, SecondUse), (Expert.FIFO, Fifo)])
+@pytest.mark.parametrize(
+    ("leader", "simple"), [(Expert.LRU, LeastRecent), (Expert.SECOND_USE, SecondUse), (Expert.FIFO, Fifo)]
+)
 def test_who_leads_decides(leader: Expert, simple: Callable[[], Offered[int]]) -> None:
     policy = Learned[int](150, mixed=False)
     policy._lead(leader)
@@ -320,7 +367,8 @@ def test_a_block_used_once_has_to_be_likelier_to_return_than_one_used_twice() ->
 
 
 def test_what_the_simple_experts_hold() -> None:
-    """Two blocks each: the last that were used, the last that came, the last that were used more than once."""
+    """Two blocks each: the last that were used, the last that came, the last that were used more than
+    once."""
     lru, fifo, second = _Lru[int](2), _Fifo[int](2), _SecondUse[int](2)
     uses = [(1, False), (2, False), (1, True), (2, True), (1, True), (3, False), (1, True), (2, True)]
     assert [lru.use(*use) for use in uses] == [False, False, True, True, True, False, True, False]

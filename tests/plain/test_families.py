@@ -1,4 +1,5 @@
-"""Configs become specs as their families mean them, or are refused with the key; frequencies and layouts follow from specs alone."""
+"""Configs become specs as their families mean them, or are refused with the key; frequencies and layouts
+follow from specs alone."""
 
 import math
 from math import prod
@@ -40,11 +41,18 @@ def refusal(model_type: str = "llama", **keys: object) -> str:
     return message
 
 
-# ---- what a config means ---------------------------------------------------------------------------------------------
+# ---- what a config means -----------------------------------------------------------------------------------
 
 
 def test_plain_llama() -> None:
-    spec = read(rms_norm_eps=1e-5, torch_dtype="bfloat16", rope_theta=5e5, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    spec = read(
+        rms_norm_eps=1e-5,
+        torch_dtype="bfloat16",
+        rope_theta=5e5,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    )
     assert spec == ModelSpec(
         family="llama",
         vocab_size=96,
@@ -88,7 +96,14 @@ def test_switches_of_each_family(family: str, qkv_bias: bool, out_bias: bool, qk
 
 def test_keys_left_out_mean_what_the_family_says() -> None:
     left_out = {"num_key_value_heads": ..., "max_position_embeddings": ..., "num_attention_heads": 32}
-    assert [read(family, **left_out).max_length for family in FAMILIES] == [2048, 131072, 32768, 32768, 131072, 32768]
+    assert [read(family, **left_out).max_length for family in FAMILIES] == [
+        2048,
+        131072,
+        32768,
+        32768,
+        131072,
+        32768,
+    ]
     assert [read(family, **left_out).kv_heads for family in FAMILIES] == [32, 8, 32, 32, 8, 4]
     assert [read(family, num_key_value_heads=None).kv_heads for family in FAMILIES] == [8] * 6
     assert [read(family, head_dim=...).head_dim for family in FAMILIES] == [8, 8, 8, 128, 8, 8]
@@ -106,9 +121,13 @@ def test_mixture_of_experts() -> None:
     spec = read("mixtral", num_local_experts=6, num_experts_per_tok=3)
     assert spec.moe == MoeSpec(experts=6, top_k=3, intermediate_size=80, normalise=True)
     assert spec.moe_layers == (True, True, True)
-    spec = read("qwen3_moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, norm_topk_prob=True)
+    spec = read(
+        "qwen3_moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, norm_topk_prob=True
+    )
     assert spec.moe == MoeSpec(experts=16, top_k=4, intermediate_size=24, normalise=True)
-    spec = read("qwen3_moe", num_local_experts=16, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    spec = read(
+        "qwen3_moe", num_local_experts=16, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]
+    )
     assert spec.moe == MoeSpec(experts=16, top_k=8, intermediate_size=768, normalise=False)
     assert spec.moe_layers == (False, True, False, False, False, True)
     assert [spec.is_moe(layer) for layer in range(6)] == list(spec.moe_layers)
@@ -123,28 +142,56 @@ def test_windows() -> None:
     for family in ("qwen2", "qwen3"):
         assert read(family, sliding_window=7).windows == (None, None, None)
         assert read(family, sliding_window=7, use_sliding_window=True).windows == (None, None, None)
-        assert read(family, sliding_window=7, use_sliding_window=True, max_window_layers=1).windows == (None, 7, 7)
-        assert read(family, sliding_window=7, use_sliding_window=True, max_window_layers=0).windows == (7, 7, 7)
+        assert read(family, sliding_window=7, use_sliding_window=True, max_window_layers=1).windows == (
+            None,
+            7,
+            7,
+        )
+        assert read(family, sliding_window=7, use_sliding_window=True, max_window_layers=0).windows == (
+            7,
+            7,
+            7,
+        )
         mixed = ["sliding_attention", "full_attention", "sliding_attention"]
-        assert read(family, sliding_window=7, use_sliding_window=True, layer_types=mixed).windows == (7, None, 7)
-        assert read(family, sliding_window=7, layer_types=["full_attention"] * 3).windows == (None, None, None)
+        assert read(family, sliding_window=7, use_sliding_window=True, layer_types=mixed).windows == (
+            7,
+            None,
+            7,
+        )
+        assert read(family, sliding_window=7, layer_types=["full_attention"] * 3).windows == (
+            None,
+            None,
+            None,
+        )
         assert "key 'layer_types'" in refusal(family, sliding_window=7, layer_types=mixed)
 
 
 def test_windows_of_qwen3_moe_are_in_every_layer() -> None:
     assert read("qwen3_moe", sliding_window=7).windows == (None, None, None)
-    assert read("qwen3_moe", sliding_window=7, use_sliding_window=True, max_window_layers=1).windows == (7, 7, 7)
+    assert read("qwen3_moe", sliding_window=7, use_sliding_window=True, max_window_layers=1).windows == (
+        7,
+        7,
+        7,
+    )
     assert read("qwen3_moe", sliding_window=None, use_sliding_window=True).windows == (None, None, None)
 
 
 def test_rope_in_both_spellings() -> None:
-    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    llama3 = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     expected = RopeSpec(theta=5e5, dim=16, kind=RopeKind.LLAMA3, factor=8.0, original_length=64)
     assert read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama3}).rope == expected
     assert read(rope_theta=5e5, rope_scaling={"type": "llama3", **llama3}).rope == expected
     assert read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3}).rope == expected
     assert read(rope_theta=1.5, rope_parameters={"rope_type": "default", "rope_theta": 5e5}).rope.theta == 5e5
-    both = read(rope_scaling={"type": "linear", "factor": 3}, rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 7e3})
+    both = read(
+        rope_scaling={"type": "linear", "factor": 3},
+        rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 7e3},
+    )
     assert (both.rope.factor, both.rope.theta) == (3, 1e4)
     assert read(rope_scaling={}, rope_parameters=None).rope == RopeSpec(theta=1e4, dim=16)
 
@@ -168,7 +215,7 @@ def test_yarn_lengthens_the_context_whether_or_not_the_config_says_so() -> None:
     assert read(rope_scaling={"rope_type": "linear", "factor": 4.0}).max_length == 128
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------------------
 
 YARN, LLAMA3 = {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 4.0}
 
@@ -177,7 +224,11 @@ YARN, LLAMA3 = {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "fa
     ("key", "value"),
     [
         *(("model_type", value) for value in ("gpt2", None, ..., ["llama"], 3)),
-        *((key, value) for key in ("vocab_size", "hidden_size") for value in (..., None, 0, -1, 1.5, "8", True, 2**41)),
+        *(
+            (key, value)
+            for key in ("vocab_size", "hidden_size")
+            for value in (..., None, 0, -1, 1.5, "8", True, 2**41)
+        ),
         *(("intermediate_size", value) for value in (..., 0)),
         *(("num_hidden_layers", value) for value in (..., 0, True, MOST + 1)),
         *(("num_attention_heads", value) for value in (..., 0, 3, "8")),
@@ -206,12 +257,18 @@ def test_refused_with_its_key(key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("scaling", "key"),
     [
-        *(({"rope_type": name, "factor": 2.0}, "rope_type") for name in ("longrope", "su", "mrope", None, ["yarn"])),
+        *(
+            ({"rope_type": name, "factor": 2.0}, "rope_type")
+            for name in ("longrope", "su", "mrope", None, ["yarn"])
+        ),
         *(({"rope_type": kind}, "factor") for kind in ("linear", "dynamic", "llama3")),
         *(({"rope_type": "linear", "factor": value}, "factor") for value in (0, -1, "2", True, math.nan)),
         ({"rope_theta": 0}, "rope_theta"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        *((YARN | {key: -1}, key) for key in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")),
+        *(
+            (YARN | {key: -1}, key)
+            for key in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+        ),
         *((YARN | {"attention_factor": value}, "attention_factor") for value in (0, math.inf)),
         (YARN | {"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
         (YARN | {"beta_fast": 1, "beta_slow": 2}, "beta_fast"),
@@ -235,7 +292,13 @@ def test_refused_in_some_families() -> None:
     assert "key 'sliding_window'" in refusal("qwen3", sliding_window="all", use_sliding_window=True)
     assert "key 'use_sliding_window'" in refusal("qwen2", use_sliding_window="yes")
     assert "key 'max_window_layers'" in refusal("qwen2", max_window_layers=-1)
-    for types in (["full_attention"] * 2, ["full_attention"] * 2 + ["chunked"], "full_attention", 7, ["full_attention"] * 2 + [[]]):
+    for types in (
+        ["full_attention"] * 2,
+        ["full_attention"] * 2 + ["chunked"],
+        "full_attention",
+        7,
+        ["full_attention"] * 2 + [[]],
+    ):
         assert "key 'layer_types'" in refusal("qwen3", layer_types=types)
     for family in ("mixtral", "qwen3_moe"):
         assert "key 'num_experts_per_tok'" in refusal(family, num_local_experts=4, num_experts_per_tok=5)
@@ -248,22 +311,66 @@ def test_refused_in_some_families() -> None:
 
 
 ANY = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.integers(0, 130), st.floats(), st.text(max_size=5), st.just(10**400)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.integers(0, 130),
+        st.floats(),
+        st.text(max_size=5),
+        st.just(10**400),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
 )
-ROPE_VALUES = st.one_of(st.floats(1e-30, 1e30), st.floats(0.5, 100), st.integers(1, 4096), st.booleans(), st.none(), ANY)
+ROPE_VALUES = st.one_of(
+    st.floats(1e-30, 1e30), st.floats(0.5, 100), st.integers(1, 4096), st.booleans(), st.none(), ANY
+)
 ROPE_KEYS = (
-    *("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    *(
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+    ),
     *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
 )
 ROPES = st.fixed_dictionaries(
-    {"rope_type": st.one_of(st.sampled_from([kind.value for kind in RopeKind]), ANY)}, optional=dict.fromkeys(ROPE_KEYS, ROPE_VALUES)
+    {"rope_type": st.one_of(st.sampled_from([kind.value for kind in RopeKind]), ANY)},
+    optional=dict.fromkeys(ROPE_KEYS, ROPE_VALUES),
 )
 KEYS = (
     *SMALL,
-    *("hidden_act", "rms_norm_eps", "rope_theta", "dtype", "torch_dtype", "tie_word_embeddings", "attention_bias", "mlp_bias"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor", "pretraining_tp"),
-    *("mlp_only_layers", "decoder_sparse_step", "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"),
+    *(
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_theta",
+        "dtype",
+        "torch_dtype",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+    ),
+    *(
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "partial_rotary_factor",
+        "pretraining_tp",
+    ),
+    *(
+        "mlp_only_layers",
+        "decoder_sparse_step",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+    ),
     "quantization_config",
 )
 
@@ -289,7 +396,7 @@ def test_any_rope_is_refused_or_gives_frequencies(rope: dict[str, object], key: 
     assert attention_scale(found) > 0
 
 
-# ---- frequencies -----------------------------------------------------------------------------------------------------
+# ---- frequencies -------------------------------------------------------------------------------------------
 
 
 def test_frequencies_by_hand() -> None:
@@ -303,8 +410,11 @@ def test_dynamic_grows_with_the_length_alone() -> None:
     rope = RopeSpec(theta=1e4, dim=8, kind=RopeKind.DYNAMIC, factor=2.0, original_length=100)
     for length in (0, 1, 100):
         assert inverse_frequencies(rope, length) == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-14)
-    # Twice the length: theta is stretched by (2 * 2 - 1) ** (8 / 6), so the slowest pair turns three times slower.
-    assert inverse_frequencies(rope, 200) == pytest.approx([1.0, 0.1 / 3 ** (1 / 3), 0.01 / 3 ** (2 / 3), 0.001 / 3], rel=1e-12)
+    # Twice the length: theta is stretched by (2 * 2 - 1) ** (8 / 6), so the slowest pair turns three times
+    # slower.
+    assert inverse_frequencies(rope, 200) == pytest.approx(
+        [1.0, 0.1 / 3 ** (1 / 3), 0.01 / 3 ** (2 / 3), 0.001 / 3], rel=1e-12
+    )
 
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
@@ -331,14 +441,19 @@ def test_attention_is_sharpened_by_yarn_alone() -> None:
         scale = attention_scale(RopeSpec(theta=1e4, dim=8, kind=kind, factor=math.e, original_length=64))
         assert scale == pytest.approx(1.1 if kind is RopeKind.YARN else 1.0)
     yarn = {"theta": 1e4, "dim": 8, "kind": RopeKind.YARN, "original_length": 64}
-    assert attention_scale(RopeSpec(**yarn, factor=math.e, mscale=2.0, mscale_all_dim=5.0)) == pytest.approx(1.2 / 1.5)
+    assert attention_scale(RopeSpec(**yarn, factor=math.e, mscale=2.0, mscale_all_dim=5.0)) == pytest.approx(
+        1.2 / 1.5
+    )
     assert attention_scale(RopeSpec(**yarn, factor=math.e, mscale=2.0)) == pytest.approx(1.1)
     assert attention_scale(RopeSpec(**yarn, factor=math.e, mscale_all_dim=2.0)) == pytest.approx(1.1)
-    assert attention_scale(RopeSpec(**yarn, factor=math.e, mscale=2.0, mscale_all_dim=5.0, attention_factor=0.7)) == 0.7
+    assert (
+        attention_scale(RopeSpec(**yarn, factor=math.e, mscale=2.0, mscale_all_dim=5.0, attention_factor=0.7))
+        == 0.7
+    )
     assert attention_scale(RopeSpec(**yarn, factor=0.5)) == 1.0
 
 
-# ---- layouts ---------------------------------------------------------------------------------------------------------
+# ---- layouts -----------------------------------------------------------------------------------------------
 
 
 def layouts(family: str, dtype: str = "bfloat16", **keys: object) -> tuple[GroupLayout, ...]:
@@ -346,12 +461,23 @@ def layouts(family: str, dtype: str = "bfloat16", **keys: object) -> tuple[Group
     return group_layouts(spec, family_of({"model_type": family}).names, dtype)
 
 
-MOE_KEYS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1], "attention_bias": True}
+MOE_KEYS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
+    "attention_bias": True,
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.parametrize(("family", "keys"), [("llama", {"mlp_bias": True, "vocab_size": 97}), ("qwen2", {}), ("qwen3_moe", MOE_KEYS)])
-def test_fields_are_aligned_apart_and_as_long_as_their_sources(family: str, keys: dict[str, object], dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("llama", {"mlp_bias": True, "vocab_size": 97}), ("qwen2", {}), ("qwen3_moe", MOE_KEYS)],
+)
+def test_fields_are_aligned_apart_and_as_long_as_their_sources(
+    family: str, keys: dict[str, object], dtype: str
+) -> None:
     for group in layouts(family, dtype, **keys):
         end = 0
         for field in group.fields:
@@ -380,8 +506,14 @@ def test_groups_of_a_dense_model_in_the_order_of_a_pass() -> None:
     assert [source.tensor for source in attention.fields[1].sources] == [
         f"model.layers.1.self_attn.{name}_proj.weight" for name in ("q", "k", "v")
     ]
-    assert {field.name: field.shape for field in ffn.fields} == {"norm": (64,), "gate_up": (160, 64), "down": (64, 80)}
-    assert [source.tensor for source in ffn.fields[1].sources] == [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    assert {field.name: field.shape for field in ffn.fields} == {
+        "norm": (64,),
+        "gate_up": (160, 64),
+        "down": (64, 80),
+    }
+    assert [source.tensor for source in ffn.fields[1].sources] == [
+        f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")
+    ]
     assert {field.name: field.shape for field in head.fields} == {"norm": (64,), "output": (96, 64)}
     tied = layouts("llama", tie_word_embeddings=True)
     assert [field.name for field in tied[-1].fields] == ["norm"]
@@ -395,7 +527,12 @@ def test_groups_of_a_dense_model_in_the_order_of_a_pass() -> None:
         ("llama", {"mlp_bias": True}, "norm qkv out", "norm gate_up down gate_up_bias down_bias"),
         ("qwen2", {}, "norm qkv qkv_bias out", "norm gate_up down"),
         ("qwen3", {}, "norm qkv q_norm k_norm out", "norm gate_up down"),
-        ("qwen3", {"attention_bias": True}, "norm qkv qkv_bias q_norm k_norm out out_bias", "norm gate_up down"),
+        (
+            "qwen3",
+            {"attention_bias": True},
+            "norm qkv qkv_bias q_norm k_norm out out_bias",
+            "norm gate_up down",
+        ),
     ],
 )
 def test_fields_that_switches_add(family: str, keys: dict[str, object], attention: str, ffn: str) -> None:
@@ -407,15 +544,29 @@ def test_fields_that_switches_add(family: str, keys: dict[str, object], attentio
 def test_groups_of_a_mixture_of_experts() -> None:
     found = layouts("qwen3_moe", **MOE_KEYS)
     names = [str(group.id) for group in found]
-    assert names[:7] == ["embedding", "attention.0", "router.0", *(f"expert.0.{expert}" for expert in range(4))]
+    assert names[:7] == [
+        "embedding",
+        "attention.0",
+        "router.0",
+        *(f"expert.0.{expert}" for expert in range(4)),
+    ]
     assert names[7:10] == ["attention.1", "ffn.1", "attention.2"]
     assert {field.name: field.shape for field in found[2].fields} == {"norm": (64,), "router": (4, 64)}
     assert {field.name: field.shape for field in found[3].fields} == {"gate_up": (48, 64), "down": (64, 24)}
     assert found[8].fields[1].shape == (160, 64)
-    names = [source.tensor for group in layouts("mixtral") for field in group.fields for source in field.sources]
+    names = [
+        source.tensor for group in layouts("mixtral") for field in group.fields for source in field.sources
+    ]
     at = "model.layers.2.block_sparse_moe"
-    assert {f"{at}.gate.weight", f"{at}.experts.7.w1.weight", f"{at}.experts.7.w2.weight", f"{at}.experts.7.w3.weight"} <= set(names)
-    expert = next(group for group in layouts("mixtral") if group.id.kind is GroupKind.EXPERT and group.id.expert == 3)
+    assert {
+        f"{at}.gate.weight",
+        f"{at}.experts.7.w1.weight",
+        f"{at}.experts.7.w2.weight",
+        f"{at}.experts.7.w3.weight",
+    } <= set(names)
+    expert = next(
+        group for group in layouts("mixtral") if group.id.kind is GroupKind.EXPERT and group.id.expert == 3
+    )
     assert [source.tensor.split(".")[-2] for source in expert.fields[0].sources] == ["w1", "w3"]
 
 

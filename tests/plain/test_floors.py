@@ -37,7 +37,9 @@ Lint = Callable[[Path], tuple[int, str]]
 @pytest.fixture(scope="module")
 def lint() -> Iterator[Lint]:
     """What the command ends with and says in a folder."""
-    with subprocess.Popen([sys.executable, "-c", LINT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LINT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
 
         def run(folder: Path) -> tuple[int, str]:
             assert process.stdin is not None
@@ -53,7 +55,11 @@ def lint() -> Iterator[Lint]:
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """A copy of the package's modules, with the contracts beside it."""
-    shutil.copytree(ROOT / "src" / "penstock", tmp_path / "penstock", ignore=shutil.ignore_patterns("shipped", "__pycache__"))
+    shutil.copytree(
+        ROOT / "src" / "penstock",
+        tmp_path / "penstock",
+        ignore=shutil.ignore_patterns("shipped", "__pycache__"),
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -126,7 +132,9 @@ def test_an_empty_package_keeps_every_contract(empty_house: Path, lint: Lint) ->
         ("engine.budget", "torch", {"no-torch"}),
     ],
 )
-def test_an_import_against_the_floors_breaks(empty_house: Path, lint: Lint, module: str, imported: str, contracts: set[str]) -> None:
+def test_an_import_against_the_floors_breaks(
+    empty_house: Path, lint: Lint, module: str, imported: str, contracts: set[str]
+) -> None:
     intrude(empty_house, module, imported)
     assert broken(empty_house, lint) == contracts
 

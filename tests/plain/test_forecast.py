@@ -1,4 +1,5 @@
-"""A forecast is what hand arithmetic says where that is simple, adds up, and never gets worse with more of anything."""
+"""A forecast is what hand arithmetic says where that is simple, adds up, and never gets worse with more of
+anything."""
 
 import json
 import random
@@ -15,7 +16,18 @@ from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layou
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
-from penstock.engine.forecast import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, Forecast, Machine, More, Work, forecast, gains
+from penstock.engine.forecast import (
+    BLOCK_SIZE,
+    CONTEXT,
+    PROCESS,
+    TABLES,
+    Forecast,
+    Machine,
+    More,
+    Work,
+    forecast,
+    gains,
+)
 from penstock.weights.passage import Link, Rates
 from penstock.weights.residency import padded
 
@@ -46,7 +58,12 @@ DENSE = {
     "max_position_embeddings": 4096,
     "dtype": "bfloat16",
 }
-MIXED = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 2048}
+MIXED = DENSE | {
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 2048,
+}
 FAST = Rates(host_to_device=50e9, disk_to_host=5e9, device_read=1e12)
 WORK = Work("bfloat16", batch=1, context=512, step_tokens=512)
 
@@ -69,9 +86,20 @@ def beside(config: Mapping[str, object], work: Work = WORK, *, host: int | None 
     return budget.kv + budget.activations
 
 
-def machine(config: Mapping[str, object], device: float, host: float = 64 * GIB, rates: Rates = FAST, operations: float = 1e15) -> Machine:
+def machine(
+    config: Mapping[str, object],
+    device: float,
+    host: float = 64 * GIB,
+    rates: Rates = FAST,
+    operations: float = 1e15,
+) -> Machine:
     """One with room for `device` of the weights, as a share of them."""
-    return Machine(int(whole(config) * device) + beside(config) + CONTEXT + int(host) // TABLES, int(host), rates, operations)
+    return Machine(
+        int(whole(config) * device) + beside(config) + CONTEXT + int(host) // TABLES,
+        int(host),
+        rates,
+        operations,
+    )
 
 
 # ---- by hand
@@ -102,7 +130,12 @@ def test_what_is_resident_takes_prompts_in_as_fast_as_it_computes() -> None:
 def test_many_sequences_are_bound_by_arithmetic() -> None:
     found = of(DENSE, Machine(64 * GIB, 0, FAST, 1e11), replace(WORK, batch=64, context=32))
     layouts = [layout for layout in layouts_of(DENSE) if layout.id.kind is not GroupKind.EMBEDDING]
-    products = sum(2 * 64 * field.shape[0] * field.shape[1] for layout in layouts for field in layout.fields if len(field.shape) == 2)
+    products = sum(
+        2 * 64 * field.shape[0] * field.shape[1]
+        for layout in layouts
+        for field in layout.fields
+        if len(field.shape) == 2
+    )
     attention = 16 * 4 * 64 * 32 * 8 * 128
     assert found.decode.seconds == pytest.approx((products + attention) / 1e11, rel=0.01)
 
@@ -115,14 +148,17 @@ def test_what_is_on_the_host_takes_as_long_as_its_copy() -> None:
         # At most the arithmetic with what is in the ring is not hidden.
         assert 0 <= found.decode.seconds - found.decode.copied / 50e9 <= found.decode.busy[Link.COMPUTE]
         assert found.decode.binding is Link.LINK
-        assert found.decode.share(Link.LINK) == pytest.approx(found.decode.copied / 50e9 / found.decode.seconds)
+        assert found.decode.share(Link.LINK) == pytest.approx(
+            found.decode.copied / 50e9 / found.decode.seconds
+        )
 
 
 LONG = DENSE | {"max_position_embeddings": 1 << 20}
 
 
 def test_kv_that_the_device_does_not_hold_comes_over_the_link() -> None:
-    """Every token of the output brings what pages do not hold as well, every chunk of a prompt what is before it."""
+    """Every token of the output brings what pages do not hold as well, every chunk of a prompt what is before
+    it."""
     context, chunk = 1 << 18, 4096
     roomy = Machine(CONTEXT + (64 * GIB) // TABLES + int(1.5 * whole(DENSE)) + GIB // 2, 64 * GIB, FAST, 1e14)
     found = of(LONG, roomy, replace(WORK, context=context, step_tokens=chunk))
@@ -152,7 +188,10 @@ def test_kv_that_fits_stays_on_the_device() -> None:
 
 
 def test_kv_that_nobody_holds_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"KV of 1 x 1,048,576 tokens takes 16.0 GiB, which neither the device holds nor the"):
+    with pytest.raises(
+        BudgetError,
+        match=r"KV of 1 x 1,048,576 tokens takes 16.0 GiB, which neither the device holds nor the",
+    ):
         of(LONG, Machine(4 * GIB, PROCESS + 2 * GIB, FAST, 1e14), replace(WORK, context=1 << 20))
 
 
@@ -174,7 +213,10 @@ def test_tied_embeddings_are_read_whole_once() -> None:
 
 def test_windows_bound_the_kv_that_is_read() -> None:
     windowed = DENSE | {"model_type": "mistral", "sliding_window": 64}
-    seconds = [of(config, Machine(64 * GIB, 0, FAST, 1e15)).decode.seconds for config in (windowed, windowed | {"sliding_window": None})]
+    seconds = [
+        of(config, Machine(64 * GIB, 0, FAST, 1e15)).decode.seconds
+        for config in (windowed, windowed | {"sliding_window": None})
+    ]
     assert seconds[1] - seconds[0] == pytest.approx(16 * 2 * 2 * 128 * 2 * (512 - 64) / 1e12)
 
 
@@ -182,7 +224,9 @@ def test_experts_that_are_resident_are_read_as_they_are_chosen() -> None:
     spec, layouts = read_spec(MIXED), layouts_of(MIXED)
     for batch in (1, 5):
         found = of(MIXED, Machine(64 * GIB, 0, FAST, 1e15), replace(WORK, batch=batch, context=32))
-        read = bounds.weight_bytes_read(spec, layouts, batch) + batch * bounds.kv_bytes_read(spec, "bfloat16", 32)
+        read = bounds.weight_bytes_read(spec, layouts, batch) + batch * bounds.kv_bytes_read(
+            spec, "bfloat16", 32
+        )
         assert found.everything_resident
         assert found.decode.seconds == pytest.approx(read / 1e12)
 
@@ -199,7 +243,9 @@ def test_experts_on_the_host_are_copied_when_they_are_chosen() -> None:
     dense = sum(found.placement.prediction.busy.values())
     assert found.decode.seconds == pytest.approx(copied / 50e9, abs=2 * dense + 16 * 2 * room.size / 1e12)
     # A prompt needs all experts, but in the last layer those of its last token.
-    assert found.prefill.copied == pytest.approx((15 * 8 + 2) * (1 - room.on_device / room.experts) * room.size, rel=1e-4)
+    assert found.prefill.copied == pytest.approx(
+        (15 * 8 + 2) * (1 - room.on_device / room.experts) * room.size, rel=1e-4
+    )
 
 
 def test_experts_on_disk_come_as_in_many_draws() -> None:
@@ -208,14 +254,18 @@ def test_experts_on_disk_come_as_in_many_draws() -> None:
     room = found.experts
     assert room is not None
     assert min(room.on_device, room.on_host, room.on_disk) > 0
-    rng, homes = random.Random(0), [Tier.DEVICE] * room.on_device + [Tier.HOST] * room.on_host + [Tier.DISK] * room.on_disk
+    rng, homes = (
+        random.Random(0),
+        [Tier.DEVICE] * room.on_device + [Tier.HOST] * room.on_host + [Tier.DISK] * room.on_disk,
+    )
     copy, read, total, draws = room.size / 50e9, room.size / 25e9, 0.0, 20_000
     for _ in range(draws):
         drawn = rng.choices(homes, k=2)
         on_disk, fetched = drawn.count(Tier.DISK), 2 - drawn.count(Tier.DEVICE)
         total += max(on_disk * read + copy if on_disk else 0, fetched * copy)
     arithmetic = found.decode.busy[Link.COMPUTE]
-    # How many of the others are on HOST is taken at its mean, which is a little less than the mean of the longer.
+    # How many of the others are on HOST is taken at its mean, which is a little less than the mean of the
+    # longer.
     assert found.decode.seconds - arithmetic == pytest.approx(16 * total / draws, rel=0.05)
 
 
@@ -232,7 +282,9 @@ def test_a_cpu_streams_from_disk_through_a_part_of_its_memory() -> None:
 
 @pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "mixture"])
 @pytest.mark.parametrize("share", [0.3, 0.55, 0.8, 2.0])
-def test_every_byte_has_one_home_and_no_tier_holds_too_much(config: Mapping[str, object], share: float) -> None:
+def test_every_byte_has_one_home_and_no_tier_holds_too_much(
+    config: Mapping[str, object], share: float
+) -> None:
     found = of(config, machine(config, share, host=PROCESS + 0.4 * whole(config)))
     budget = found.budget
     assert sum(found.resting(tier) for tier in Tier) == whole(config)
@@ -295,7 +347,12 @@ def test_what_more_would_buy() -> None:
     ("given", "work", "error", "message"),
     [
         (Machine(GIB // 100, 64 * GIB, FAST, 1e12), WORK, BudgetError, "too small for one group of weights"),
-        (machine(DENSE, 0.3, host=PROCESS, rates=replace(FAST, disk_to_host=0)), WORK, BudgetError, "no disk for the rest"),
+        (
+            machine(DENSE, 0.3, host=PROCESS, rates=replace(FAST, disk_to_host=0)),
+            WORK,
+            BudgetError,
+            "no disk for the rest",
+        ),
         (machine(DENSE, 0.3, host=PROCESS), WORK, BudgetError, "too small for a ring"),
         (machine(DENSE, 0.3), replace(WORK, batch=500), BudgetError, "of KV and"),
         (machine(DENSE, 0.3), replace(WORK, context=5000), ConfigError, "4,096 positions"),
@@ -319,7 +376,10 @@ def test_dynamic_rope_goes_beyond_its_positions() -> None:
 def test_the_shapes_are_of_the_size_that_is_published(file: Path) -> None:
     config = json.loads(file.read_text())
     spec: ModelSpec = read_spec(config)
-    assert bounds.parameters(group_layouts(spec, family_of(config).names, spec.dtype)) == PARAMETERS[file.parent.name]
+    assert (
+        bounds.parameters(group_layouts(spec, family_of(config).names, spec.dtype))
+        == PARAMETERS[file.parent.name]
+    )
     assert len(SHAPES) == len(PARAMETERS)
 
 
@@ -328,7 +388,9 @@ def test_the_position_at_which_a_token_is_as_dear_again() -> None:
     spec, layouts = read_spec(DENSE), layouts_of(DENSE)
 
     def added(position: int) -> float:
-        return bounds.prefill_operations(spec, layouts, [position + 1]) - bounds.prefill_operations(spec, layouts, [position])
+        return bounds.prefill_operations(spec, layouts, [position + 1]) - bounds.prefill_operations(
+            spec, layouts, [position]
+        )
 
     at = bounds.doubles_at(spec, layouts)
     assert added(round(at)) == pytest.approx(2 * added(1), rel=0.01)

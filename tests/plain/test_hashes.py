@@ -1,4 +1,5 @@
-"""What is installed has a hash in hashes.txt: the files agree, nothing goes round the check, and what is not as listed is refused."""
+"""What is installed has a hash in hashes.txt: the files agree, nothing goes round the check, and what is not
+as listed is refused."""
 
 import base64
 import hashlib
@@ -28,11 +29,13 @@ from hashes import HashesError, Release  # noqa: E402
 ONE, TWO = "1" * 64, "2" * 64
 PIP = importlib.metadata.version("pip")
 needs_new_pip = pytest.mark.skipif(
-    tuple(map(int, PIP.split(".")[:2])) < (26, 1), reason=f"needs pip 26.1, which `make setup` installs; this is {PIP}"
+    tuple(map(int, PIP.split(".")[:2])) < (26, 1),
+    reason=f"needs pip 26.1, which `make setup` installs; this is {PIP}",
 )
 
 
-# -- the files -----------------------------------------------------------------------------------------------------------------
+# -- the files
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_version_has_its_hashes() -> None:
@@ -42,13 +45,19 @@ def test_every_version_has_its_hashes() -> None:
 
 
 def test_whatever_the_project_asks_for_is_pinned() -> None:
-    asked = [re.split(r"[^\w.-]", one)[0].lower() for one in install.needs(["dev", "ray", "schema-tests", "fuzz"])]
+    asked = [
+        re.split(r"[^\w.-]", one)[0].lower() for one in install.needs(["dev", "ray", "schema-tests", "fuzz"])
+    ]
     assert set(asked) <= set(hashes.read_pins())
     assert {"torch", "hatchling", "editables", "pytest", "starlette", "ray", "atheris"} <= set(asked)
 
 
 def test_an_extra_brings_those_that_it_names() -> None:
-    assert set(install.needs(["serve"])) - set(install.needs([])) < set(install.needs(["ray"])) < set(install.needs(["ray", "dev"]))
+    assert (
+        set(install.needs(["serve"])) - set(install.needs([]))
+        < set(install.needs(["ray"]))
+        < set(install.needs(["ray", "dev"]))
+    )
     assert not [one for one in install.needs(["dev"]) if "penstock" in one]
     with pytest.raises(HashesError, match="there are dev, fuzz, grammar"):
         install.needs(["nothing"])
@@ -68,7 +77,17 @@ def test_differences_are_told(pins: dict[str, str], said: list[str]) -> None:
     assert list(hashes.differences(pins, releases)) == said
 
 
-@pytest.mark.parametrize("line", ["a", "a==1", "a>=1 --hash=sha256:" + ONE, "a==1 --hash=sha256:12", "a==1 --hash=md5:" + ONE[:32], "A==1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a",
+        "a==1",
+        "a>=1 --hash=sha256:" + ONE,
+        "a==1 --hash=sha256:12",
+        "a==1 --hash=md5:" + ONE[:32],
+        "A==1",
+    ],
+)
 def test_an_entry_without_a_whole_sha256_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "hashes.txt").write_text(f"b==1 --hash=sha256:{ONE}\n{line}\n")
     with pytest.raises(HashesError, match=r"hashes\.txt has an entry that is none"):
@@ -90,7 +109,13 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 
 
 def test_of_a_release_all_wheels_are_listed_and_nothing_else() -> None:
-    names = ["a_b-1-py3-none-any.whl", "A.b-1-cp311-cp311-linux.whl", "a_b-1.tar.gz", "a_b-1.0-py3-none-any.whl", "a-1-py3-none-any.whl"]
+    names = [
+        "a_b-1-py3-none-any.whl",
+        "A.b-1-cp311-cp311-linux.whl",
+        "a_b-1.tar.gz",
+        "a_b-1.0-py3-none-any.whl",
+        "a-1-py3-none-any.whl",
+    ]
     files = [{"filename": name, "hashes": {"sha256": str(number) * 64}} for number, name in enumerate(names)]
     assert hashes.wheels_of({"files": files}, "a-b", "1") == ["0" * 64, "1" * 64]
     with pytest.raises(HashesError, match="no wheel of a-b==2"):
@@ -100,22 +125,35 @@ def test_of_a_release_all_wheels_are_listed_and_nothing_else() -> None:
         hashes.wheels_of({"files": files}, "a-b", "1")
 
 
-# -- nothing goes round the check ----------------------------------------------------------------------------------------------
+# -- nothing goes round the check
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["Makefile", "deploy/Dockerfile", "tools/test_tools.sh", ".ci/run"])
 def test_only_the_check_calls_pip(file: str) -> None:
-    around = re.compile(r"-m pip\b|\bpip3? (install|wheel|download)\b|\bnpm (i|install|add)\b|\buv (pip|sync|add)\b")
+    around = re.compile(
+        r"-m pip\b|\bpip3? (install|wheel|download)\b|\bnpm (i|install|add)\b|\buv (pip|sync|add)\b"
+    )
     lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if around.search(line)] == []
 
 
 def test_make_installs_by_the_check_alone() -> None:
     text = (ROOT / "Makefile").read_text()
-    assert re.findall(r"^INSTALL := (.*)$", text, re.MULTILINE) == ["$(BIN)/python tools/install.py --editable"]
-    stamps = dict(re.findall(r"^\$\((RUNTIME|DEV|ALL)\): (?:.*\n)(?:\t.*\n)*?\t(\$\(INSTALL\).*)\n", text, re.MULTILINE))
-    assert stamps == {"RUNTIME": "$(INSTALL)", "DEV": "$(INSTALL) dev", "ALL": "$(INSTALL) dev ray schema-tests"}
-    assert {"constraints.txt", "hashes.txt", "pyproject.toml"} == set(re.findall(r"^PINNED := (.*)$", text, re.MULTILINE)[0].split())
+    assert re.findall(r"^INSTALL := (.*)$", text, re.MULTILINE) == [
+        "$(BIN)/python tools/install.py --editable"
+    ]
+    stamps = dict(
+        re.findall(r"^\$\((RUNTIME|DEV|ALL)\): (?:.*\n)(?:\t.*\n)*?\t(\$\(INSTALL\).*)\n", text, re.MULTILINE)
+    )
+    assert stamps == {
+        "RUNTIME": "$(INSTALL)",
+        "DEV": "$(INSTALL) dev",
+        "ALL": "$(INSTALL) dev ray schema-tests",
+    }
+    assert {"constraints.txt", "hashes.txt", "pyproject.toml"} == set(
+        re.findall(r"^PINNED := (.*)$", text, re.MULTILINE)[0].split()
+    )
 
 
 def test_packages_for_node_have_exact_versions_and_hashes() -> None:
@@ -129,14 +167,17 @@ def test_packages_for_node_have_exact_versions_and_hashes() -> None:
     assert {f"node_modules/{name}" for name in asked} <= set(locked)
 
 
-# -- what is not as listed is refused ------------------------------------------------------------------------------------------
+# -- what is not as listed is refused
+# ------------------------------------------------------------------------------------------
 
 
 def wheel(folder: Path, name: str, version: str, requires: str = "", text: str = "") -> Path:
     """A wheel with one module."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
     about = f"{name}-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + (f"Requires-Dist: {requires}\n" if requires else "")
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + (
+        f"Requires-Dist: {requires}\n" if requires else ""
+    )
     files = {
         f"{name}.py": text,
         f"{about}/METADATA": metadata,
@@ -160,17 +201,26 @@ def sha256(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """A project that needs torch and `tiny`, which needs `other`; its tools are ours, `files` is where pip finds everything."""
+    """A project that needs torch and `tiny`, which needs `other`; its tools are ours, `files` is where pip
+    finds everything."""
 
     folder: Path
     files: Path
     python: Path
 
     def run(self, tool: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
-        environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.files)} | variables
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))
+        }
+        environment |= {
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.files),
+        } | variables
         command = [str(self.python), str(self.folder / "tools" / tool), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=100
+        )
 
     @property
     def installed(self) -> set[str]:
@@ -184,7 +234,9 @@ class Project:
             name, version = path.name.split("-")[:2]
             releases[name] = Release(version.partition("+")[0], frozenset([sha256(path)]), {})
         releases.pop(without, None)
-        (self.folder / "constraints.txt").write_text("".join(f"{name}=={one.version}\n" for name, one in releases.items()))
+        (self.folder / "constraints.txt").write_text(
+            "".join(f"{name}=={one.version}\n" for name, one in releases.items())
+        )
         (self.folder / "hashes.txt").write_text(hashes.written(releases))
 
 
@@ -243,7 +295,12 @@ def test_what_is_as_listed_is_installed(project: Project) -> None:
 def change(name: str) -> Callable[[Project], None]:
     def changed(project: Project) -> None:
         [path] = project.files.glob(f"{name}-*.whl")
-        wheel(project.files, *path.name.split("-")[:2], "other>=0.1" if name == "tiny" else "", text="import os  # one line more\n")
+        wheel(
+            project.files,
+            *path.name.split("-")[:2],
+            "other>=0.1" if name == "tiny" else "",
+            text="import os  # one line more\n",
+        )
 
     return changed
 
@@ -291,22 +348,32 @@ def test_pip_itself_is_held_against_its_hash(project: Project) -> None:
     path = wheel(project.files, "pip", "99")
     project.list(pip="99")  # With another hash than the file's.
     releases = hashes.read_hashes(project.folder / "hashes.txt")
-    (project.folder / "hashes.txt").write_text(hashes.written(releases | {"pip": Release("99", frozenset([ONE]), {})}))
+    (project.folder / "hashes.txt").write_text(
+        hashes.written(releases | {"pip": Release("99", frozenset([ONE]), {})})
+    )
     done = project.run("install.py", "--without-project")
     assert done.returncode == 1
-    assert re.search(f"DO NOT MATCH.*Expected sha256 {ONE}.*Got +{sha256(path)}", done.stderr, re.DOTALL), done.stderr
+    assert re.search(f"DO NOT MATCH.*Expected sha256 {ONE}.*Got +{sha256(path)}", done.stderr, re.DOTALL), (
+        done.stderr
+    )
     assert project.installed == set()
 
 
 def test_nothing_is_installed_while_the_files_disagree(project: Project) -> None:
-    (project.folder / "constraints.txt").write_text((project.folder / "constraints.txt").read_text().replace("tiny==1", "tiny==2"))
+    (project.folder / "constraints.txt").write_text(
+        (project.folder / "constraints.txt").read_text().replace("tiny==1", "tiny==2")
+    )
     for tool, arguments in (("hashes.py", []), ("install.py", ["--editable"])):
         done = project.run(tool, *arguments)
         assert (done.returncode, done.stdout) == (1, "")
-        assert "tiny: 2 in constraints.txt, 1 in hashes.txt\nafter a change of constraints.txt call: " in done.stderr
+        assert (
+            "tiny: 2 in constraints.txt, 1 in hashes.txt\nafter a change of constraints.txt call: "
+            in done.stderr
+        )
 
 
-# -- a list that is written anew -----------------------------------------------------------------------------------------------
+# -- a list that is written anew
+# -----------------------------------------------------------------------------------------------
 
 
 class _Index(http.server.BaseHTTPRequestHandler):
@@ -318,10 +385,17 @@ class _Index(http.server.BaseHTTPRequestHandler):
         name = self.path.strip("/").split("/")[-1]
         assert self.headers["Accept"] == "application/vnd.pypi.simple.v1+json"
         there = [
-            {"filename": path.name, "hashes": {"sha256": sha256(path)}} for path in self.files.glob(f"{name}-*.whl") if "+" not in path.name
+            {"filename": path.name, "hashes": {"sha256": sha256(path)}}
+            for path in self.files.glob(f"{name}-*.whl")
+            if "+" not in path.name
         ]
-        there += [{"filename": f"{name}-{version}-py3-none-any.whl", "hashes": {"sha256": TWO}} for version in ("0.9", PIP)]
-        there += [{"filename": "torch-1-py3-none-any.whl", "hashes": {"sha256": TWO}}] if name == "torch" else []
+        there += [
+            {"filename": f"{name}-{version}-py3-none-any.whl", "hashes": {"sha256": TWO}}
+            for version in ("0.9", PIP)
+        ]
+        there += (
+            [{"filename": "torch-1-py3-none-any.whl", "hashes": {"sha256": TWO}}] if name == "torch" else []
+        )
         body = json.dumps({"files": there}).encode()
         self.send_response(200)
         self.end_headers()
@@ -362,13 +436,19 @@ def test_the_list_is_written_anew_from_the_index_that_pip_is_set_to(project: Pro
     assert project.run("hashes.py", "--update", PIP_INDEX_URL=index).returncode == 0
     assert hashes.read_hashes(listed) == {"torch": Release("0.9", frozenset([TWO]), {})}
     refused = project.run("hashes.py", "--update", str(build), PIP_INDEX_URL=index)
-    assert (refused.returncode, "is of torch 1, of which constraints.txt has 0.9" in refused.stderr) == (1, True)
+    assert (refused.returncode, "is of torch 1, of which constraints.txt has 0.9" in refused.stderr) == (
+        1,
+        True,
+    )
 
 
 def test_an_index_that_does_not_answer_changes_nothing(project: Project, index: str) -> None:
     before = (project.folder / "hashes.txt").read_text()
     (project.folder / "constraints.txt").write_text("other==3\n")
-    for url, said in ((index, "the index has no wheel of other==3"), ("http://127.0.0.1:1/simple", "does not answer with JSON")):
+    for url, said in (
+        (index, "the index has no wheel of other==3"),
+        ("http://127.0.0.1:1/simple", "does not answer with JSON"),
+    ):
         done = project.run("hashes.py", "--update", PIP_INDEX_URL=url)
         assert (done.returncode, said in done.stderr) == (1, True), done.stderr
     assert (project.folder / "hashes.txt").read_text() == before

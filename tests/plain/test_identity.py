@@ -66,7 +66,9 @@ def test_digests_are_of_every_byte(tmp_path: Path) -> None:
     assert len(set(found.files)) == len(sizes)
 
 
-def test_what_does_not_fit_memory_has_the_same_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_memory_has_the_same_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [path] = files(tmp_path, PIECE_BYTES + 4096)
     forgotten: list[int] = []
     monkeypatch.setattr(DiskFile, "forget", lambda self, offset, count: forgotten.append(offset))
@@ -87,7 +89,10 @@ def test_a_second_time_nothing_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert digests(cache, *paths) == Digests(first.files, 0, 0.0)
     flip(paths[1], 4999)
     again = digests(cache, *paths)
-    assert (again.files, again.hashed_bytes) == (tuple(map(reference, paths)), 5000)  # The others are still remembered.
+    assert (again.files, again.hashed_bytes) == (
+        tuple(map(reference, paths)),
+        5000,
+    )  # The others are still remembered.
     monkeypatch.setattr(identity, "_hashed", lambda *_: pytest.fail("bytes were hashed"))
     assert digests(cache, *paths).files == again.files
 
@@ -118,7 +123,9 @@ def lengthen(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("old")
-@pytest.mark.parametrize("change", [rewrite_keeping_times, replace_keeping_times, write_through_a_mapping, lengthen])
+@pytest.mark.parametrize(
+    "change", [rewrite_keeping_times, replace_keeping_times, write_through_a_mapping, lengthen]
+)
 def test_what_has_changed_is_not_remembered(tmp_path: Path, change: Callable[[Path], None]) -> None:
     [path] = files(tmp_path, 5000)
     before = digests(tmp_path / "cache", path)
@@ -131,7 +138,8 @@ def test_what_has_changed_is_not_remembered(tmp_path: Path, change: Callable[[Pa
 
 @pytest.mark.usefixtures("old")
 def test_a_page_that_was_dirty_in_a_mapping_before(tmp_path: Path) -> None:
-    """Its next write would not move the file's times, had it not been written to the disk before it was hashed."""
+    """Its next write would not move the file's times, had it not been written to the disk before it was
+    hashed."""
     [path] = files(tmp_path, 5000)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped, DiskFile(path) as probe:
         if probe.file_system() == "tmpfs":
@@ -145,7 +153,9 @@ def test_a_page_that_was_dirty_in_a_mapping_before(tmp_path: Path) -> None:
         assert after.files == (reference(path),)
 
 
-def test_what_may_still_change_unseen_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_still_change_unseen_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [path] = files(tmp_path, 5000)
     with DiskFile(path) as file:
         monkeypatch.setattr(identity, "TRUSTED", {file.file_system()})
@@ -159,7 +169,9 @@ def test_what_may_still_change_unseen_is_not_remembered(tmp_path: Path, monkeypa
         assert found.hashed_bytes == 5000
         assert "do not tell of every change" in found.forgettable
     assert not (tmp_path / "cache").exists()
-    assert not {"tmpfs", "fuse", "fuseblk", "9p", "virtiofs", "cifs", "vfat", ""} & set(identity.TRUSTED - {"none"})
+    assert not {"tmpfs", "fuse", "fuseblk", "9p", "virtiofs", "cifs", "vfat", ""} & set(
+        identity.TRUSTED - {"none"}
+    )
 
 
 @pytest.mark.usefixtures("old")
@@ -178,7 +190,11 @@ def test_a_damaged_memory_is_no_memory(tmp_path: Path) -> None:
     (cache / MEMORY).unlink()
     (cache / MEMORY).mkdir()
     found = digests(cache, *paths)
-    assert (found.files, found.hashed_bytes, found.forgettable) == (expected, 300, "the cache directory cannot be written")
+    assert (found.files, found.hashed_bytes, found.forgettable) == (
+        expected,
+        300,
+        "the cache directory cannot be written",
+    )
     found = digests(paths[0] / "cache", *paths)
     assert (found.files, found.forgettable) == (expected, "the cache directory cannot be written")
 
@@ -193,7 +209,9 @@ def test_the_memory_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("old")
-def test_a_file_that_changes_while_it_is_hashed_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_hashed_has_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [path] = files(tmp_path, 3 * STEP_BYTES)
     real, lock, changed = DiskFile.read_into, threading.Lock(), list[int]()
 
@@ -206,7 +224,10 @@ def test_a_file_that_changes_while_it_is_hashed_has_no_digest(tmp_path: Path, mo
                 changed.append(offset)
 
     monkeypatch.setattr(DiskFile, "read_into", read_into)
-    with pytest.raises(CheckpointError, match="file0 changed while it was read; wait until nothing writes there, and start again"):
+    with pytest.raises(
+        CheckpointError,
+        match="file0 changed while it was read; wait until nothing writes there, and start again",
+    ):
         digests(tmp_path / "cache", path)
     assert not (tmp_path / "cache").exists()
 
@@ -232,7 +253,8 @@ def test_a_change_since_opening_or_after_hashing_is_seen(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("old")
 def test_another_mount_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two images that are mounted at one place, one after the other, may have the same numbers in all else."""
+    """Two images that are mounted at one place, one after the other, may have the same numbers in all
+    else."""
     [path] = files(tmp_path, 1000)
     with DiskFile(path) as file, DiskFile(path) as again:
         assert file.mount() == again.mount() != ""
@@ -274,7 +296,8 @@ def test_it_can_be_left_at_any_time(tmp_path: Path) -> None:
 
 
 def test_every_part_of_a_stamp_counts() -> None:
-    """Leave one out, and two files of one size, made at one time, or a file and what it was before, are the same."""
+    """Leave one out, and two files of one size, made at one time, or a file and what it was before, are the
+    same."""
     names = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     told = dict.fromkeys(names, 7)
     stamps = [FileStamp.of(SimpleNamespace(**told | {name: 8})) for name in names]  # type: ignore[arg-type]

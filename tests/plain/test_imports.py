@@ -1,4 +1,5 @@
-"""What must start without torch does: the floors that decide, the package itself, the command line, the plain tests."""
+"""What must start without torch does: the floors that decide, the package itself, the command line, the plain
+tests."""
 
 import os
 import pkgutil
@@ -37,13 +38,20 @@ def modules(folder: Path, package: str) -> Iterator[str]:
 def torch_free_modules() -> list[str]:
     prefixes = torch_free_prefixes()
     names = modules(SOURCE / "penstock", "penstock")
-    return [name for name in names if name == "penstock" or any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)]
+    return [
+        name
+        for name in names
+        if name == "penstock" or any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
+    ]
 
 
 def probe(name: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """Imports `name` in a fresh interpreter that looks into `path` first; exits with 1 if torch came along or the import failed."""
+    """Imports `name` in a fresh interpreter that looks into `path` first; exits with 1 if torch came along or
+    the import failed."""
     environment = os.environ | {"PYTHONPATH": str(path)}
-    return subprocess.run([sys.executable, "-c", PROBE, name], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", PROBE, name], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("name", torch_free_modules())
@@ -69,5 +77,7 @@ def test_probe_notices_torch(tmp_path: Path) -> None:
 def test_plain_tests_are_collected_where_torch_is_missing() -> None:
     collect = "import sys, pytest; sys.modules['torch'] = None; sys.exit(pytest.main(sys.argv[1:]))"
     arguments = ["tests/plain", "--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    result = subprocess.run([sys.executable, "-c", collect, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", collect, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout

@@ -15,7 +15,11 @@ from penstock.kv import keys
 from penstock.kv.keys import KEY_BYTES, block_key, root_key
 from penstock.sched.rules import PrefixRule
 
-PINNED = ("50677c98afa2c1b5f6c9a551b2812264", "09e5e6880fb84582038c350970738aaf", "8165b94cd8884628e9b72137afb916f0")
+PINNED = (
+    "50677c98afa2c1b5f6c9a551b2812264",
+    "09e5e6880fb84582038c350970738aaf",
+    "8165b94cd8884628e9b72137afb916f0",
+)
 """Journals on disk name blocks by these: if they change, every stored block is lost."""
 CHAIN = """
 from penstock.kv.keys import block_key, root_key
@@ -37,14 +41,19 @@ def chained(root: bytes, parts: list[list[int]]) -> bytes:
 def test_keys_are_the_same_in_every_process(seed: str) -> None:
     source = Path(keys.__file__).parents[2]
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(source)}
-    printed = subprocess.run([sys.executable, "-c", CHAIN], env=env, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", CHAIN], env=env, capture_output=True, text=True, check=True
+    ).stdout
     assert tuple(printed.split()) == PINNED
 
 
 def test_a_key_hashes_the_parent_and_little_endian_words() -> None:
     parent = bytes(range(16))
     words = struct.pack("<3I", 1, 256, 2**32 - 1)
-    assert block_key(parent, [1, 256, 2**32 - 1]) == blake2b(parent + words, digest_size=16, person=b"penstock-block").digest()
+    assert (
+        block_key(parent, [1, 256, 2**32 - 1])
+        == blake2b(parent + words, digest_size=16, person=b"penstock-block").digest()
+    )
 
 
 @given(blocks, blocks)
@@ -81,7 +90,8 @@ def test_a_root_covers_the_model_and_every_fact() -> None:
 
 
 def test_a_root_is_no_block() -> None:
-    """A root derived from another one, as for long prompts with dynamic rope, never equals the key of a block."""
+    """A root derived from another one, as for long prompts with dynamic rope, never equals the key of a
+    block."""
     root = root_key(b"model")
     rule = PrefixRule(root, length_matters_from=10)
     assert rule.root_of(10) == rule.root_of(1) == root

@@ -158,7 +158,10 @@ def shared_without_a_key(ledger: BlockLedger) -> None:
     ledger.hold(BlockId(1))
 
 
-@pytest.mark.parametrize("misuse", [too_many, fewer_than_none, released_twice, sealed_by_nobody, sealed_twice, shared_without_a_key])
+@pytest.mark.parametrize(
+    "misuse",
+    [too_many, fewer_than_none, released_twice, sealed_by_nobody, sealed_twice, shared_without_a_key],
+)
 def test_misuse_is_refused_and_changes_nothing(misuse: Callable[[BlockLedger], None]) -> None:
     ledger = BlockLedger(5)
     held = [*sealed(ledger, A), *ledger.allocate(1)]
@@ -252,14 +255,17 @@ class Twin(RuleBasedStateMachine):
         assert self.ledger.cached == len(self.cached)
         assert self.ledger.available == len(self.cached) + len(self.free)
         for key in (A, B, C, D, E):
-            assert self.ledger.find(key) == next((block for block, its in self.keys.items() if its == key), None)
+            assert self.ledger.find(key) == next(
+                (block for block, its in self.keys.items() if its == key), None
+            )
 
 
 TestTwin = Twin.TestCase
 TestTwin.settings = settings(max_examples=100, stateful_step_count=30, derandomize=True, deadline=None)
 
 
-# -- host blocks -------------------------------------------------------------------------------------------------------------
+# -- host blocks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def runs(blocks: list[HostBlockId]) -> int:
@@ -273,7 +279,9 @@ def test_host_blocks_begin_in_the_middle_and_go_on_where_they_ended() -> None:
     assert (first, second) == ([6, 7], [3, 4])
     assert ledger.allocate(2, first[-1]) == [8, 9]
     assert ledger.allocate(1, second[-1]) == [5]
-    assert ledger.allocate(1, HostBlockId(5)) == [1], "it cannot go on; out of the longest run, which is in front"
+    assert ledger.allocate(1, HostBlockId(5)) == [1], (
+        "it cannot go on; out of the longest run, which is in front"
+    )
     assert ledger.available == 4
 
 
@@ -356,7 +364,9 @@ class HostTwin(RuleBasedStateMachine):
         free = set(self.ledger._free)
         taken = self.ledger.allocate(count, after, expected)
         assert len(taken) == count
-        assert free.issuperset(taken) or len(free) < count, "a cached block is given up while there are free ones"
+        assert free.issuperset(taken) or len(free) < count, (
+            "a cached block is given up while there are free ones"
+        )
         if after is not None and after + 1 in free and count:
             assert taken[0] == after + 1, "it could go on where it ended"
         if count <= len(free):
@@ -412,7 +422,8 @@ TestHostTwin = HostTwin.TestCase
 TestHostTwin.settings = settings(max_examples=60, stateful_step_count=30, derandomize=True, deadline=None)
 
 
-# -- host blocks, and behind them those on disk --------------------------------------------------------------------------------
+# -- host blocks, and behind them those on disk
+# --------------------------------------------------------------------------------
 
 
 def test_blocks_on_disk_are_used_when_the_host_has_none() -> None:
@@ -479,13 +490,18 @@ class TieredTwin(HostTwin):
     def allocate(self, count: int, follows: int, expected: int) -> None:
         count = min(count, self.ledger.available)
         after = self.chains[follows % len(self.chains)][-1] if self.chains and follows % 2 else None
-        free, available = {block for block in self.ledger._free if block < self.near}, self.ledger.available_near
+        free, available = (
+            {block for block in self.ledger._free if block < self.near},
+            self.ledger.available_near,
+        )
         taken = self.ledger.allocate(count, after, expected)
         near = [block for block in taken if block < self.near]
         assert len(taken) == len(set(taken)) == count
         assert len(near) == min(count, available), "the disk is used while the host has room"
         assert taken[: len(near)] == near, "the disk comes before the host"
-        assert free.issuperset(near) or len(free) < count, "a cached block is given up while there are free ones"
+        assert free.issuperset(near) or len(free) < count, (
+            "a cached block is given up while there are free ones"
+        )
         if after is not None and after + 1 in free and count:
             assert taken[0] == after + 1, "it could go on where it ended"
         if taken:
@@ -493,8 +509,13 @@ class TieredTwin(HostTwin):
 
     @invariant()
     def no_run_is_on_both(self) -> None:
-        for runs, blocks in ((self.ledger._free.near, range(self.near)), (self.ledger._free._far, range(self.near, self.ledger.blocks))):
-            assert all(start in blocks and start + length - 1 in blocks for start, length in runs._lengths.items())
+        for runs, blocks in (
+            (self.ledger._free.near, range(self.near)),
+            (self.ledger._free._far, range(self.near, self.ledger.blocks)),
+        ):
+            assert all(
+                start in blocks and start + length - 1 in blocks for start, length in runs._lengths.items()
+            )
 
 
 TestTieredTwin = TieredTwin.TestCase

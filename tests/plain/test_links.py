@@ -1,4 +1,5 @@
-"""Links of a model's directory: within it, and of the Hugging Face cache to its blobs; never to what else there is on a machine."""
+"""Links of a model's directory: within it, and of the Hugging Face cache to its blobs; never to what else
+there is on a machine."""
 
 from pathlib import Path
 
@@ -16,7 +17,14 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja", "weights.bin"]
+    "name",
+    [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "weights.bin",
+    ],
 )
 @pytest.mark.parametrize("absolute", [True, False])
 def test_a_link_that_leads_out_is_refused(model: Path, name: str, absolute: bool) -> None:

@@ -1,4 +1,5 @@
-"""Manifests of packs, sound, broken and hostile: read rightly or refused in one line, and never believed. Without torch."""
+"""Manifests of packs, sound, broken and hostile: read rightly or refused in one line, and never believed.
+Without torch."""
 
 import json
 import random
@@ -95,17 +96,24 @@ def test_runs_are_whole_pages_in_the_order_of_a_pass() -> None:
 
 
 def test_each_piece_has_its_digest() -> None:
-    groups = layouts(vocab_size=524_288, hidden_size=32, head_dim=8)  # an embedding of 32 MiB, and 32.5 with the head's norm
+    groups = layouts(
+        vocab_size=524_288, hidden_size=32, head_dim=8
+    )  # an embedding of 32 MiB, and 32.5 with the head's norm
     found = parse(manifest_of(groups).text(), "m")
     assert [len(run.pieces) for run in (found.runs[0], found.runs[1], found.runs[-1])] == [4, 1, 5]
     for run, layout in zip(found.runs, groups, strict=True):
         assert sum(run.piece_length(start) for start in run.pieces) == run.length >= layout.size
         assert b"".join(run.digest(start) for start in run.pieces) == run.digests
         assert all(run.piece_length(start) == PIECE_BYTES for start in run.pieces[:-1])
-    assert len({run.digest(start) for run in found.runs for start in run.pieces}) == sum(len(run.pieces) for run in found.runs)
+    assert len({run.digest(start) for run in found.runs for start in run.pieces}) == sum(
+        len(run.pieces) for run in found.runs
+    )
 
 
-@given(st.lists(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES), min_size=1, max_size=5), st.integers(0, 6))
+@given(
+    st.lists(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES), min_size=1, max_size=5),
+    st.integers(0, 6),
+)
 def test_digests_are_read_in_their_number_only(digests: list[bytes], count: int) -> None:
     joined = b"".join(digests)
     assert decoded(encoded(joined), len(digests)) == joined
@@ -114,8 +122,18 @@ def test_digests_are_read_in_their_number_only(digests: list[bytes], count: int)
 
 def test_the_largest_models_fit() -> None:
     """10**12 parameters in 384 experts for each of 61 layers, in float32."""
-    more = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_experts": 384, "num_experts_per_tok": 8}
-    config = CONFIG | more | {"model_type": "qwen3_moe", "vocab_size": 163_840, "head_dim": 64, "decoder_sparse_step": 1}
+    more = {
+        "hidden_size": 7168,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_experts": 384,
+        "num_experts_per_tok": 8,
+    }
+    config = (
+        CONFIG
+        | more
+        | {"model_type": "qwen3_moe", "vocab_size": 163_840, "head_dim": 64, "decoder_sparse_step": 1}
+    )
     groups = group_layouts(read_spec(config), family_of(config).names, "float32")
     found = manifest_of(groups)
     assert found.size > 4e12
@@ -161,7 +179,10 @@ FIELD = {"name": "embedding", "shape": [131, 24], "offset": 0}
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another format": (lambda body: body.update(format="zip"), "is no pack's manifest"),
     "a later version": (lambda body: body.update(version=3), "version 3; this penstock reads 2"),
-    "of sampled fingerprints": (lambda body: body.update(version=1), "version 1; this penstock reads 2; remove the pack, and pack the"),
+    "of sampled fingerprints": (
+        lambda body: body.update(version=1),
+        "version 1; this penstock reads 2; remove the pack, and pack the",
+    ),
     "version true": (lambda body: body.update(version=True), "has version True"),
     "an unknown key": (lambda body: body.update(more=1), "it has the keys"),
     "a missing key": (lambda body: body.pop("store"), "it has the keys"),
@@ -220,7 +241,9 @@ def test_broken_manifests_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"\xff", b"{}", b'{"format": "penstock pack", "format": 1}', b'{"a":' + b"[" * 100_000], ids=range(6)
+    "data",
+    [b"", b"[]", b"\xff", b"{}", b'{"format": "penstock pack", "format": 1}', b'{"a":' + b"[" * 100_000],
+    ids=range(6),
 )
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
     refusal(lambda: parse(data, "m"))
@@ -239,9 +262,15 @@ def places(value: object) -> list[tuple[str | int, ...]]:
     return [way for key, part in inner for way in ((key,), *((key, *rest) for rest in places(part)))]
 
 
-@given(st.sampled_from(places({key: value for key, value in json.loads(manifest().text()).items() if key != "checksum"})), _JSON)
+@given(
+    st.sampled_from(
+        places({key: value for key, value in json.loads(manifest().text()).items() if key != "checksum"})
+    ),
+    _JSON,
+)
 def test_any_value_anywhere_is_refused_or_right(way: tuple[str | int, ...], value: object) -> None:
-    """Whatever takes the place of a part, parsing ends in a manifest that is sound in itself or in a CheckpointError."""
+    """Whatever takes the place of a part, parsing ends in a manifest that is sound in itself or in a
+    CheckpointError."""
 
     def change(body: dict[str, Any]) -> None:
         at: Any = body
@@ -267,10 +296,18 @@ def test_any_value_anywhere_is_refused_or_right(way: tuple[str | int, ...], valu
 
 def test_groups_of_another_model() -> None:
     found = manifest()
-    assert "is not group attention.0 as config.json calls for it" in refusal(lambda: found.check(layouts(num_key_value_heads=3), "m"))
+    assert "is not group attention.0 as config.json calls for it" in refusal(
+        lambda: found.check(layouts(num_key_value_heads=3), "m")
+    )
     assert "has 11 groups" not in refusal(lambda: found.check(layouts(num_hidden_layers=1), "m"))
-    shorter = Manifest(found.fingerprint, found.config, found.dtype, found.store, found.files, found.runs[:-1])
-    assert f"has {len(found.runs) - 1} groups; config.json calls for {len(found.runs)}" in refusal(lambda: shorter.check(layouts(), "m"))
-    renamed = [Run(run.id, run.offset, run.size, (FieldPlace("x", (1,), 0), *run.fields[1:])) for run in found.runs]
+    shorter = Manifest(
+        found.fingerprint, found.config, found.dtype, found.store, found.files, found.runs[:-1]
+    )
+    assert f"has {len(found.runs) - 1} groups; config.json calls for {len(found.runs)}" in refusal(
+        lambda: shorter.check(layouts(), "m")
+    )
+    renamed = [
+        Run(run.id, run.offset, run.size, (FieldPlace("x", (1,), 0), *run.fields[1:])) for run in found.runs
+    ]
     other = Manifest(found.fingerprint, found.config, found.dtype, found.store, found.files, tuple(renamed))
     assert "group 'embedding'" in refusal(lambda: other.check(layouts(), "m"))

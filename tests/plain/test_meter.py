@@ -26,7 +26,9 @@ BEFORE = WeightStats(
 
 def test_what_came_since_is_counted_and_the_rest_is_as_it_is_now() -> None:
     after = replace(BEFORE, device=90, passes=4, copied=1100, read=660, stalled_link=1.5, stalled_disk=3.0)
-    assert after.since(BEFORE) == replace(BEFORE, device=90, passes=1, copied=100, read=60, stalled_link=0.5, stalled_disk=1.0)
+    assert after.since(BEFORE) == replace(
+        BEFORE, device=90, passes=1, copied=100, read=60, stalled_link=0.5, stalled_disk=1.0
+    )
 
 
 def test_a_flow_is_rates_and_shares_of_an_interval() -> None:
@@ -39,7 +41,9 @@ def test_nothing_flows_in_no_time(seconds: float) -> None:
 
 
 def test_a_ceiling_may_be_surpassed_but_not_the_time_there_was() -> None:
-    after = replace(BEFORE, copied=1110, stalled_disk=3.5, stalled_link=0.5)  # waits told late, and one told of the wrong link before
+    after = replace(
+        BEFORE, copied=1110, stalled_disk=3.5, stalled_link=0.5
+    )  # waits told late, and one told of the wrong link before
     flow = after.since(BEFORE).flow(1.0)
     assert flow.copied_share == pytest.approx(2.2)
     assert (flow.waited_disk, flow.waited_link) == (1.0, 0.0)
@@ -56,7 +60,10 @@ def test_without_a_ring_nothing_streams() -> None:
 
 
 def test_of_kv_what_moved_is_counted_and_what_rests_is_as_it_is_now() -> None:
-    before, after = KVStats(host=10, disk=0, room=50, copied=100, sent=20), KVStats(host=50, disk=5, room=50, copied=190, sent=65)
+    before, after = (
+        KVStats(host=10, disk=0, room=50, copied=100, sent=20),
+        KVStats(host=50, disk=5, room=50, copied=190, sent=65),
+    )
     assert after.since(before) == KVStats(host=50, disk=5, room=50, copied=90, sent=45)
     assert not KVStats(0, 0, 50, 0, 0).streams
     assert all(

@@ -49,14 +49,20 @@ def test_readme_has_the_table_that_the_results_make(numbers: ModuleType) -> None
         ("h200_execution", ("2026-11-23, gaps explained", "decode", "8B, batch 64", "batch"), 32),
         ("h200_execution", ("2026-11-23, gaps explained", "decode", "8B, batch 64", "context"), 1024),
         ("h200_execution", ("2026-11-23, gaps explained", "decode", "8B, batch 64", "dtype"), "float16"),
-        ("h200_tensor_parallel", ("2026-11-23, kernels noted", "stream", "2 ranks", "streaming", "copied_per_pass"), 14e9),
+        (
+            "h200_tensor_parallel",
+            ("2026-11-23, kernels noted", "stream", "2 ranks", "streaming", "copied_per_pass"),
+            14e9,
+        ),
         ("h200_weight_streaming", ("machine", "batch_32", "context"), 16),
         ("h200_prefix_tiers", ("environment", "devices"), [{"name": "NVIDIA H100 80GB HBM3"}]),
         ("cpu_against_transformers", ("requests",), 16),
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )
-def test_another_number_or_condition_makes_another_table(numbers: ModuleType, file: str, path: tuple[str, ...], other: object) -> None:
+def test_another_number_or_condition_makes_another_table(
+    numbers: ModuleType, file: str, path: tuple[str, ...], other: object
+) -> None:
     results = numbers.Results(FOLDER)
     before = numbers.table(results)
     changed = copy.deepcopy(results[file])
@@ -76,8 +82,20 @@ def test_a_run_above_its_caps_is_refused(numbers: ModuleType) -> None:
         numbers.table(results)
 
 
-RECORD = {"seconds": [2.0, 1.0, 3.0], "median_s": 2.0, "least_s": 1.0, "most_s": 3.0, "warm": True, "falling": False}
-MACHINE = {"date": "2027-01-01", "devices": [{"name": "NVIDIA H100 80GB HBM3"}], "cores": 16, "processor": "x"}
+RECORD = {
+    "seconds": [2.0, 1.0, 3.0],
+    "median_s": 2.0,
+    "least_s": 1.0,
+    "most_s": 3.0,
+    "warm": True,
+    "falling": False,
+}
+MACHINE = {
+    "date": "2027-01-01",
+    "devices": [{"name": "NVIDIA H100 80GB HBM3"}],
+    "cores": 16,
+    "processor": "x",
+}
 
 
 def test_what_is_measured_anew_takes_the_place_of_what_was_not_warm(numbers: ModuleType) -> None:
@@ -87,14 +105,24 @@ def test_what_is_measured_anew_takes_the_place_of_what_was_not_warm(numbers: Mod
     ours = {"prefill": RECORD, "decode": RECORD, "peak": 5 << 30, "prefill_ratio": 1.25, "decode_ratio": 3.5}
     peer = {"environment": MACHINE, "tokens": 65536, "transformers": side, "penstock, with its memory": ours}
     results._files["h100_long_contexts"] = {"peer": peer}
-    offload = {"environment": MACHINE, "layers": 16, "layers_kept": 6, "accelerate": RECORD, "penstock": RECORD, "ratio": 6.5}
+    offload = {
+        "environment": MACHINE,
+        "layers": 16,
+        "layers_kept": 6,
+        "accelerate": RECORD,
+        "penstock": RECORD,
+        "ratio": 6.5,
+    }
     batch = RECORD | {"batch": 32, "context": 512, "read_per_pass": 20 << 30}
     caps = {"device_memory": "16GiB", "host_memory": "100GiB"}
     machine = {"environment": MACHINE, "caps": caps, "layers": 80, "over": [], "disk": 2e9, "batch_32": batch}
     results._files["h100_weight_streaming"] = {"offload": offload, "machine": machine}
     lines = numbers.table(results).splitlines()
     [prefill, decode] = [line for line in lines if "transformers, offloaded cache" in line]
-    assert "64K of context in chunks, prefill, 5.0 GiB beside the weights | 1 H100 | 2.00 s | 1.00 s to 3.00 s, 3 runs |" in prefill
+    assert (
+        "64K of context in chunks, prefill, 5.0 GiB beside the weights | 1 H100 | 2.00 s | 1.00 s to 3.00 "
+        "s, 3 runs |" in prefill
+    )
     assert prefill.endswith("| 1.25 |")
     assert "not warm" in decode
     [host] = [line for line in lines if "accelerate" in line]
@@ -111,11 +139,17 @@ def test_results_say_of_which_sources_and_machine_they_are(file: Path) -> None:
     assert said
     assert [one for one in said if not isinstance(one, str) or not COMMIT.fullmatch(one)] == []
     parts = [whole, *[one for one in whole.values() if isinstance(one, dict)]]
-    assert any(isinstance(one.get(name), dict) and "commit" in one[name] for one in parts for name in ("environment", "machine"))
+    assert any(
+        isinstance(one.get(name), dict) and "commit" in one[name]
+        for one in parts
+        for name in ("environment", "machine")
+    )
 
 
 def test_a_cell_has_one_number_and_one_unit(numbers: ModuleType) -> None:
     for row in numbers.rows(numbers.Results(FOLDER)):
         for value in (row.penstock, row.theirs):
-            assert re.fullmatch(r"([\d,.]+ (tokens/s|ms|s|GB/s|MiB))?|[\d,]+ of [\d,]+ answers exact", value.text), row
+            assert re.fullmatch(
+                r"([\d,.]+ (tokens/s|ms|s|GB/s|MiB))?|[\d,]+ of [\d,]+ answers exact", value.text
+            ), row
         assert re.fullmatch(r"(\d+(\.\d+)?)?", row.ratio), row

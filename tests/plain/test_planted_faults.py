@@ -1,4 +1,5 @@
-"""The table of faults that tools/planted_faults.py plants is of today's sources and names tests that there are."""
+"""The table of faults that tools/planted_faults.py plants is of today's sources and names tests that there
+are."""
 
 import ast
 import sys
@@ -24,7 +25,10 @@ def names_in(file: str) -> frozenset[str]:
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.ClassDef):
-            names |= {node.name, *(f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef))}
+            names |= {
+                node.name,
+                *(f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)),
+            }
         elif isinstance(node, ast.Assign):  # A machine of Hypothesis's is a test by another name.
             names |= {f"{target.id}::runTest" for target in node.targets if isinstance(target, ast.Name)}
     return frozenset(names)
@@ -50,7 +54,8 @@ def flaws(fault: Fault) -> Iterator[str]:
 
 
 def test_all_can_be_planted() -> None:
-    """What stands there has been changed, or a test was renamed: change the table too, and plant the fault (make faults ARGS=NAME)."""
+    """What stands there has been changed, or a test was renamed: change the table too, and plant the fault
+    (make faults ARGS=NAME)."""
     assert [f"{fault.name}: {flaw}" for fault in FAULTS for flaw in flaws(fault)] == []
 
 
@@ -58,7 +63,9 @@ def test_it_is_planted_and_taken_out_again(tmp_path: Path, monkeypatch: pytest.M
     project = tmp_path / "project"
     (project / "src").mkdir(parents=True)
     (project / "src" / "sums.py").write_text("def double(x):\n    return x + x\n")
-    (project / "test_sums.py").write_text("from sums import double\n\n\ndef test_double():\n    assert double(3) == 6\n")
+    (project / "test_sums.py").write_text(
+        "from sums import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
+    )
     monkeypatch.setattr("planted_faults.PROJECT", project)
     told = [Fault("wrong", "src/sums.py", "x + x", new, ("test_sums.py",)) for new in ("x * x", "2 * x")]
     told.append(Fault("gone", "src/sums.py", "y + y", "y", ("test_sums.py",)))
@@ -68,4 +75,6 @@ def test_it_is_planted_and_taken_out_again(tmp_path: Path, monkeypatch: pytest.M
     assert found[0]["by"] == ["test_sums.py::test_double"]
     assert found[2]["error"] == "what is to be replaced stands 0 times in src/sums.py"
     assert "test_nothing.py" in str(found[3]["error"])
-    assert (tmp_path / "copies" / "0" / "copy" / "src" / "sums.py").read_text() == (project / "src" / "sums.py").read_text()
+    assert (tmp_path / "copies" / "0" / "copy" / "src" / "sums.py").read_text() == (
+        project / "src" / "sums.py"
+    ).read_text()

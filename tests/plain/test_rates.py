@@ -1,5 +1,6 @@
-"""First tokens of prompts that are on another tier, in a room whose device, link and disk take the time that one H200 and its disk took:
-never much later than computing them, whatever is known, and earlier where that can be.
+"""First tokens of prompts that are on another tier, in a room whose device, link and disk take the time that
+one H200 and its disk took: never much later than computing them, whatever is known, and earlier where that
+can be.
 
 Time is counted, none passes: the same every time, on every machine.
 """
@@ -34,8 +35,9 @@ class Begun(NamedTuple):
 
 
 class Device:
-    """Takes its time for plans: `now` goes on when it is told a step, or waited for. It computes behind what it was told before; to tell it
-    a step takes `launch` seconds however few tokens it has, as long as they are more than the newest of each request."""
+    """Takes its time for plans: `now` goes on when it is told a step, or waited for. It computes behind what
+    it was told before; to tell it a step takes `launch` seconds however few tokens it has, as long as they
+    are more than the newest of each request."""
 
     def __init__(self, launch: float, token: float, read: float, noise: float) -> None:
         self.launch, self.token, self.read, self.noise = launch, token, read, noise
@@ -62,10 +64,15 @@ class Device:
             since = at if route in (Route.IN, Route.OUT) else start
             self.going[transfer.id] = self.idle[route], self.idle[route] - since
         if plan.shares:
-            work = sum(len(share.tokens) * (1 + (share.start + len(share.tokens) / 2) / 21800) for share in plan.shares)
+            work = sum(
+                len(share.tokens) * (1 + (share.start + len(share.tokens) / 2) / 21800)
+                for share in plan.shares
+            )
             newest = all(len(share.tokens) == 1 for share in plan.shares)
             self.now += 1e-3 if newest else self.launch
-            self.computed = max(self.now, max(behind, at + 1e-3) + max(self.token * work, 7e-3 if newest else 0.0))
+            self.computed = max(
+                self.now, max(behind, at + 1e-3) + max(self.token * work, 7e-3 if newest else 0.0)
+            )
         return Begun(plan, at, self.computed)
 
     def outcome(self, begun: Begun) -> Outcome:
@@ -73,11 +80,15 @@ class Device:
         if any(share.sample for share in plan.shares):
             self.now = max(self.now, begun.done)
         if self.going and not (plan.shares or plan.transfers or plan.forget):
-            self.now = max(self.now, min(self.now + 0.02, 1e-4 + min(when for when, _ in self.going.values())))
+            self.now = max(
+                self.now, min(self.now + 0.02, 1e-4 + min(when for when, _ in self.going.values()))
+            )
         landed = [id for id, (when, _) in self.going.items() if when <= self.now]
         reports = tuple(Landed(id, self.going.pop(id)[1]) for id in landed)
         since, self.ended = max(begun.at, self.ended), self.now
-        return Outcome(tuple(Result(1 if share.sample else None) for share in plan.shares), reports, self.ended - since)
+        return Outcome(
+            tuple(Result(1 if share.sample else None) for share in plan.shares), reports, self.ended - since
+        )
 
 
 class First(NamedTuple):
@@ -87,7 +98,8 @@ class First(NamedTuple):
 
 
 class Room:
-    """An engine's loop around a scheduler: a step is planned while the one before it is computed. Time is the device's."""
+    """An engine's loop around a scheduler: a step is planned while the one before it is computed. Time is the
+    device's."""
 
     def __init__(
         self,
@@ -125,7 +137,11 @@ class Room:
                 self._flight = begun
             else:
                 ended.append(begun)
-        return [event for begun in ended for event in self.scheduler.commit(begun.plan, self.device.outcome(begun))]
+        return [
+            event
+            for begun in ended
+            for event in self.scheduler.commit(begun.plan, self.device.outcome(begun))
+        ]
 
     def ask(self, *prompts: Sequence[int], tokens: int = 1) -> list[First]:
         """All at once, of which each has so many tokens of output."""
@@ -133,7 +149,9 @@ class Room:
         asked = [self.scheduler.submit(prompt, sampling(), tokens) for prompt in prompts]
         while self.scheduler.busy or self._flight:
             for event in self._step():
-                found.setdefault(event.request, First(self.device.now - begin, event.cached_host, event.cached_disk))
+                found.setdefault(
+                    event.request, First(self.device.now - begin, event.cached_host, event.cached_disk)
+                )
         self.settle()
         return [found[id] for id in asked]
 
@@ -175,7 +193,8 @@ def restarted(length: int, prompts: int, **how: float) -> Room:
     return Room(keys=list(disk._there), **how)
 
 
-# -- what one H200 showed ----------------------------------------------------------------------------------------------------
+# -- what one H200 showed
+# ----------------------------------------------------------------------------------------------------
 
 BETTER = {8192: 0.9, 16384: 0.8, 32768: 0.7}
 """Of the time it takes to compute such a prompt, from a disk that brings a block in 5.2 ms."""
@@ -184,7 +203,8 @@ BETTER = {8192: 0.9, 16384: 0.8, 32768: 0.7}
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("restart", [False, True])
 def test_the_first_tries_from_a_disk_are_no_later_than_computing(length: int, restart: bool) -> None:
-    """Nothing is known of the disk, and after a restart of the device neither. What is learned beside is made use of."""
+    """Nothing is known of the disk, and after a restart of the device neither. What is learned beside is made
+    use of."""
     alone, tries = computed(length), 6
     room = restarted(length, tries) if restart else Room()
     for seed in range(0 if restart else tries):
@@ -196,7 +216,8 @@ def test_the_first_tries_from_a_disk_are_no_later_than_computing(length: int, re
 
 @pytest.mark.parametrize(("noise", "seed"), [(0.0, 0), *((0.2, seed) for seed in range(4))])
 def test_whatever_was_measured_before_the_disk_is_no_later_than_computing(noise: float, seed: int) -> None:
-    """Lengths from the least to the most: what is known is of shorter ones alone. Each from nowhere, pages, host and disk."""
+    """Lengths from the least to the most: what is known is of shorter ones alone. Each from nowhere, pages,
+    host and disk."""
     room = Room(noise=noise)
     room.device.chance.seed(seed)
     for length in LENGTHS:
@@ -245,7 +266,8 @@ def test_other_disks_and_devices(how: dict[str, float], ratios: dict[int, float]
 
 
 def test_what_follows_a_prefix_is_no_step_more() -> None:
-    """Where much is computed behind it, bringing a prefix spares what computing it costs, and not a step's own time less."""
+    """Where much is computed behind it, bringing a prefix spares what computing it costs, and not a step's
+    own time less."""
     room, found = Room(read=4e-4), list[int]()
     for tail in (TAIL, 4096):
         prompt = prompt_of(1024, tail, tail)
@@ -257,7 +279,8 @@ def test_what_follows_a_prefix_is_no_step_more() -> None:
     assert found == [0, 1024]
 
 
-# -- a disk that is not as it was --------------------------------------------------------------------------------------------
+# -- a disk that is not as it was
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [8192, 16384, 32768])
@@ -279,14 +302,17 @@ def test_a_disk_that_became_slow_is_left_alone_until_it_is_fast_again() -> None:
     for number in range(60):
         room.device.slow = 5.0 if 5 <= number < 25 else 1.0
         times.append(room.again(prompt).seconds / alone)
-    assert sum(ratio > 1.03 for ratio in times) <= 4, "it takes a few to tell that from a disk that was held up"
+    assert sum(ratio > 1.03 for ratio in times) <= 4, (
+        "it takes a few to tell that from a disk that was held up"
+    )
     assert max(times) < 1.4
     assert max(times[10:]) < 1.03
     assert times[-1] < BETTER[16384]
 
 
 def test_copies_that_wait_for_what_is_computed_are_not_late() -> None:
-    """The disk is as slow as it was, and then much faster: what it brings is there long before the device is done with the first part."""
+    """The disk is as slow as it was, and then much faster: what it brings is there long before the device is
+    done with the first part."""
     room, prompt, alone = Room(), prompt_of(LONGEST), computed(LONGEST)
     room.device.slow = 3.0
     room.ask(prompt)
@@ -311,7 +337,8 @@ def test_several_at_once_know_of_each_other() -> None:
 
 
 def test_nobody_waits_for_a_look_at_the_disk() -> None:
-    """What comes beside is for nobody, and is few; and it is asked for ever more seldom while that tells nothing new."""
+    """What comes beside is for nobody, and is few; and it is asked for ever more seldom while that tells
+    nothing new."""
     room, prompt, alone = Room(), prompt_of(2048), computed(2048)
     room.ask(prompt)
     for number in range(1, 41):
@@ -323,7 +350,8 @@ def test_nobody_waits_for_a_look_at_the_disk() -> None:
     assert room.tiers.counts.moved[Route.IN] == 8 * (3 + 5), "the 1st, 2nd and 4th, and each eighth"
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------------
+# -- what is measured
+# --------------------------------------------------------------------------------------------------------
 
 
 def curve_of(*points: tuple[float, float]) -> Curve:
@@ -465,11 +493,13 @@ def test_what_comes_already_is_waited_for_first() -> None:
     assert rates.queued(Route.IN, 4.1) == 0.0
 
 
-# -- what is decided ---------------------------------------------------------------------------------------------------------
+# -- what is decided
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_copies_to_the_device_count_too() -> None:
-    """Half of the blocks would come in the time it takes to compute the others, if they need not be copied then."""
+    """Half of the blocks would come in the time it takes to compute the others, if they need not be copied
+    then."""
     rates = Rates(token=1e-5, block={Route.IN: 6.4e-4, Route.UP: 6.4e-4}, late=0.0)
     assert rates.computed_first(100, 64, 0) == 100
     assert rates.computed_first(100, 64, 0, 1, 0.0, False) == 50
@@ -547,7 +577,8 @@ def test_the_next_process_knows_what_the_last_one_knew() -> None:
         for blocks in (16, 512):
             assert again(found).computed_first(blocks, SIZE, 0) == found.computed_first(blocks, SIZE, 0)
     assert again(read).computed_first(512, SIZE, 0) == read.computed_first(512, SIZE, 0)
-    # A disk that was only written is thought to be read as fast: this one is worth it for a long prompt, for a short one it is not.
+    # A disk that was only written is thought to be read as fast: this one is worth it for a long prompt, for
+    # a short one it is not.
     assert rates.computed_first(512, SIZE, 0) == 512
     assert again(rates).block[Route.IN] == rates.block[Route.OUT]
     assert 0 < again(rates).computed_first(512, SIZE, 0) < 512

@@ -1,4 +1,5 @@
-"""Templates that burn and swell, in processes of their own: what is asked besides is answered, and rightly."""
+"""Templates that burn and swell, in processes of their own: what is asked besides is answered, and
+rightly."""
 
 import json
 import os
@@ -19,7 +20,8 @@ from penstock.base.errors import RequestError
 
 ECHO = Template("{% for word in words %}{{ word }}{% endfor %}")
 BURNS = {
-    "numbers": "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
+    "numbers": "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ "
+    "n.x }}",
     "center": "{{ 'x' | center(100000000000) }}",
     "ljust": "{{ 'x'.ljust(100000000000) }}",
     "format": "{{ '%99999999999d' % 1 }}",
@@ -27,11 +29,15 @@ BURNS = {
     "method": "{{ '{:99999999999}'.format(1) }}",
     "indent": "{{ ('a\n' * 9999999) | indent(9999) }}",
     "replace": "{{ ('a' * 9999999) | replace('a', 'b' * 99999) }}",
-    "joined": "{% set n = namespace(x='x' * 60000000) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}",
-    "added": "{% set n = namespace(x=[1] * 9999999) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x | length }}",
-    "sliced": "{% set n = namespace(x=[1] * 99) %}{% for i in range(60) %}{% set n.x = (n.x + n.x)[:] %}{% endfor %}{{ n.x | length }}",
+    "joined": "{% set n = namespace(x='x' * 60000000) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% "
+    "endfor %}{{ n.x | length }}",
+    "added": "{% set n = namespace(x=[1] * 9999999) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% "
+    "endfor %}{{ n.x | length }}",
+    "sliced": "{% set n = namespace(x=[1] * 99) %}{% for i in range(60) %}{% set n.x = (n.x + n.x)[:] %}{% "
+    "endfor %}{{ n.x | length }}",
     "tojson": "{{ [[[[1] * 999] * 999] * 99] | tojson(indent=99999) }}",
-    "compared": "{% set x = 'x' * 60000000 %}{% for i in range(90000) %}{% if x ~ 'a' == x ~ 'b' %}{% endif %}{% endfor %}",
+    "compared": "{% set x = 'x' * 60000000 %}{% for i in range(90000) %}{% if x ~ 'a' == x ~ 'b' %}{% endif "
+    "%}{% endfor %}",
 }
 
 
@@ -188,7 +194,8 @@ def test_what_json_cannot_hold_is_refused(what: object) -> None:
 
 
 def test_the_start_of_a_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, where starting takes longer than a rendering may, each would be rendered by a new one, which yields from its start."""
+    """Otherwise, where starting takes longer than a rendering may, each would be rendered by a new one, which
+    yields from its start."""
     monkeypatch.setattr(processes, "_CHILD", "import time; time.sleep(2)\n" + processes._CHILD)
     monkeypatch.setattr(rendering.RENDERERS, "_briefly", 1.0)
     assert ECHO.render({"words": ["a"]}) == "a"

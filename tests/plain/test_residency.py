@@ -12,7 +12,16 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.errors import BudgetError
 from penstock.base.tiers import Tier
 from penstock.weights.passage import Link, Rates, RingLayout, Wait, lay_pieces, lay_ring
-from penstock.weights.residency import ExpertRoom, Limits, Placement, Use, predict, solve, solve_mixture, spread
+from penstock.weights.residency import (
+    ExpertRoom,
+    Limits,
+    Placement,
+    Use,
+    predict,
+    solve,
+    solve_mixture,
+    spread,
+)
 
 UNIT = 256
 GIB = 1 << 30
@@ -25,7 +34,9 @@ def world(*sizes: int) -> list[Use]:
     return [Use(GroupId(GroupKind.FFN, layer), size * UNIT) for layer, size in enumerate(sizes)]
 
 
-def solved(uses: Sequence[Use], device: int, host: int = 10_000, seconds: Sequence[float] | None = None, **more: int) -> Placement:
+def solved(
+    uses: Sequence[Use], device: int, host: int = 10_000, seconds: Sequence[float] | None = None, **more: int
+) -> Placement:
     """The placement for budgets in units."""
     limits = Limits(device * UNIT, host * UNIT, **{name: size * UNIT for name, size in more.items()})
     return solve(uses, limits, RATES, seconds, PIECE)
@@ -34,9 +45,15 @@ def solved(uses: Sequence[Use], device: int, host: int = 10_000, seconds: Sequen
 def llama_70b() -> list[Use]:
     attention, ffn, vocabulary = 302_006_272, 1_409_302_528, 2_101_346_304
     layers = [
-        Use(GroupId(kind, layer), size) for layer in range(80) for kind, size in ((GroupKind.ATTENTION, attention), (GroupKind.FFN, ffn))
+        Use(GroupId(kind, layer), size)
+        for layer in range(80)
+        for kind, size in ((GroupKind.ATTENTION, attention), (GroupKind.FFN, ffn))
     ]
-    return [Use(GroupId(GroupKind.EMBEDDING), vocabulary), *layers, Use(GroupId(GroupKind.HEAD), vocabulary + 16384)]
+    return [
+        Use(GroupId(GroupKind.EMBEDDING), vocabulary),
+        *layers,
+        Use(GroupId(GroupKind.HEAD), vocabulary + 16384),
+    ]
 
 
 MEASURED = Rates(host_to_device=54e9, disk_to_host=2.5e9, device_read=4.2e12)
@@ -45,7 +62,9 @@ MEASURED = Rates(host_to_device=54e9, disk_to_host=2.5e9, device_read=4.2e12)
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Use]:
     """A few groups of few different sizes, some used again later in the pass."""
-    uses = world(*draw(st.lists(st.sampled_from([1, 3, 8, 15]) | st.integers(1, 20), min_size=1, max_size=12)))
+    uses = world(
+        *draw(st.lists(st.sampled_from([1, 3, 8, 15]) | st.integers(1, 20), min_size=1, max_size=12))
+    )
     return uses + draw(st.lists(st.sampled_from(uses), max_size=2))
 
 
@@ -71,7 +90,9 @@ def test_what_fits_stays_and_nothing_streams() -> None:
 
 
 @given(worlds(), st.integers(0, 300), st.integers(0, 300), st.booleans())
-def test_every_byte_has_one_home_and_no_budget_is_exceeded(uses: list[Use], extra: int, host: int, disk: bool) -> None:
+def test_every_byte_has_one_home_and_no_budget_is_exceeded(
+    uses: list[Use], extra: int, host: int, disk: bool
+) -> None:
     device = largest_of(uses) + extra
     try:
         placement = solved(uses, device, host, **({} if disk else {"disk": 0}))
@@ -92,14 +113,19 @@ def test_every_byte_has_one_home_and_no_budget_is_exceeded(uses: list[Use], extr
     assert placement.read == sum(uses[index].size for index in read)
     assert disk or not read
     for ring in (placement.device_ring, placement.host_ring):
-        assert all(run.offset >= 0 and run.offset + run.size <= ring.size and run.offset % UNIT == 0 for run in ring.runs)
+        assert all(
+            run.offset >= 0 and run.offset + run.size <= ring.size and run.offset % UNIT == 0
+            for run in ring.runs
+        )
     pieces = {index: [run for run in placement.host_ring.runs if run.use == index] for index in read}
     for index, runs in pieces.items():
         assert [run.start for run in runs] == list(range(0, uses[index].size, PIECE))
         assert sum(run.size for run in runs) == uses[index].size
     assert predict(placement, RATES, piece=PIECE) == placement.prediction
     assert sum(placement.prediction.busy.values()) >= placement.prediction.seconds * (1 - 1e-9)
-    assert all(busy <= placement.prediction.seconds * (1 + 1e-6) for busy in placement.prediction.busy.values())
+    assert all(
+        busy <= placement.prediction.seconds * (1 + 1e-6) for busy in placement.prediction.busy.values()
+    )
 
 
 def test_room_for_50_of_80_layers_streams_31_where_a_window_streams_80() -> None:
@@ -167,26 +193,37 @@ def test_a_group_used_twice_stays_before_others_and_streams_twice_if_it_cannot()
 
 def test_a_group_that_would_widen_the_ring_for_itself_alone_stays() -> None:
     placement = solved(world(20, *[10] * 20, 20), 100)
-    assert placement.homes[GroupId(GroupKind.FFN, 0)] is placement.homes[GroupId(GroupKind.FFN, 21)] is Tier.DEVICE
+    assert (
+        placement.homes[GroupId(GroupKind.FFN, 0)]
+        is placement.homes[GroupId(GroupKind.FFN, 21)]
+        is Tier.DEVICE
+    )
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    assert solve(llama_70b(), Limits(16 * GIB, 100 * GIB), MEASURED) == solve(llama_70b(), Limits(16 * GIB, 100 * GIB), MEASURED)
+    assert solve(llama_70b(), Limits(16 * GIB, 100 * GIB), MEASURED) == solve(
+        llama_70b(), Limits(16 * GIB, 100 * GIB), MEASURED
+    )
 
 
 # ---- rings
 
 
 def laziest(ring: RingLayout, passes: int = 4) -> Iterator[tuple[int, int]]:
-    """Bytes written over while in use, as (run that writes, run still in use), when arithmetic is as late as the waits let it be.
+    """Bytes written over while in use, as (run that writes, run still in use), when arithmetic is as late as
+    the waits let it be.
 
-    Copies go byte by byte in order; arithmetic, in order too, has finished exactly what some wait so far has asked for.
+    Copies go byte by byte in order; arithmetic, in order too, has finished exactly what some wait so far has
+    asked for.
     """
     count, finished = len(ring.runs), -1
     written_by = [-1] * ring.size
     for visit in range(passes * count):
         run = ring.runs[visit % count]
-        waits = {wait.at: (visit - visit % count) + wait.run - (0 if wait.run < visit % count else count) for wait in run.waits}
+        waits = {
+            wait.at: (visit - visit % count) + wait.run - (0 if wait.run < visit % count else count)
+            for wait in run.waits
+        }
         for byte in range(run.size):
             finished = max(finished, waits.get(byte, -1))
             assert finished < visit, "a copy that waits for itself or a later one never starts"
@@ -219,7 +256,9 @@ def test_no_byte_is_written_over_too_early_and_every_wait_is_needed(sizes: list[
 
 
 @given(st.lists(st.integers(1, 17), min_size=1, max_size=6), st.integers(1, 9))
-def test_slots_of_the_host_ring_are_not_read_into_too_early_and_every_wait_is_needed(sizes: list[int], slots: int) -> None:
+def test_slots_of_the_host_ring_are_not_read_into_too_early_and_every_wait_is_needed(
+    sizes: list[int], slots: int
+) -> None:
     ring = lay_pieces(list(enumerate(sizes)), slots * 4, 4)
     assert all(run.offset % 4 == 0 for run in ring.runs)
     check_waits(replace(ring, runs=tuple(replace(run, size=4) for run in ring.runs)))
@@ -246,10 +285,17 @@ def test_a_ring_of_one_group_waits_for_each_before_the_next() -> None:
 # ---- prediction
 
 
-def reference(placement: Placement, rates: Rates, seconds: Sequence[float], piece: int, passes: int = 10) -> float:
-    """Seconds of a late pass, from events: three workers, each with its own list of jobs, and the addresses and waits of the placement."""
+def reference(
+    placement: Placement, rates: Rates, seconds: Sequence[float], piece: int, passes: int = 10
+) -> float:
+    """Seconds of a late pass, from events: three workers, each with its own list of jobs, and the addresses
+    and waits of the placement."""
     host_runs, device_runs = placement.host_ring.runs, placement.device_ring.runs
-    queues: dict[str, list[tuple[tuple[int, ...], float, list[tuple[int, ...]]]]] = {"disk": [], "link": [], "compute": []}
+    queues: dict[str, list[tuple[tuple[int, ...], float, list[tuple[int, ...]]]]] = {
+        "disk": [],
+        "link": [],
+        "compute": [],
+    }
 
     def before(number: int, lap: int, index: int) -> int:
         return lap if number < index else lap - 1
@@ -259,12 +305,19 @@ def reference(placement: Placement, rates: Rates, seconds: Sequence[float], piec
     read_as = {(run.use, run.start): index for index, run in enumerate(host_runs)}
     for lap in range(passes):
         for index, run in enumerate(host_runs):
-            needs = [(1, before(wait.run, lap, index), host_runs[wait.run].use, host_runs[wait.run].start) for wait in run.waits]
+            needs = [
+                (1, before(wait.run, lap, index), host_runs[wait.run].use, host_runs[wait.run].start)
+                for wait in run.waits
+            ]
             queues["disk"].append(((0, lap, run.use, run.start), run.size / rates.disk_to_host, list(needs)))
         for index, run in enumerate(device_runs):
             for start in range(0, run.size, piece):
                 size = min(piece, run.size - start)
-                needs = [(2, before(wait.run, lap, index), use_of[wait.run]) for wait in run.waits if wait.at < start + size]
+                needs = [
+                    (2, before(wait.run, lap, index), use_of[wait.run])
+                    for wait in run.waits
+                    if wait.at < start + size
+                ]
                 needs += [(0, lap, run.use, start)] if (run.use, start) in read_as else []
                 queues["link"].append(((1, lap, run.use, start), size / rates.host_to_device, needs))
         for use, work in enumerate(seconds):
@@ -275,7 +328,11 @@ def reference(placement: Placement, rates: Rates, seconds: Sequence[float], piec
     now = 0.0
     while True:
         for name, jobs in queues.items():
-            if name not in busy and at[name] < len(jobs) and all(need[1] < 0 or need in finished for need in jobs[at[name]][2]):
+            if (
+                name not in busy
+                and at[name] < len(jobs)
+                and all(need[1] < 0 or need in finished for need in jobs[at[name]][2])
+            ):
                 busy.add(name)
                 heapq.heappush(events, (now + jobs[at[name]][1], name))
         if not events:
@@ -338,7 +395,8 @@ def test_without_overlap_copies_and_arithmetic_add_up() -> None:
 
 
 def test_copies_wrap_around_the_end_of_a_pass() -> None:
-    """Copies take 6 seconds and arithmetic 7.2: it never waits only if what a pass begins with comes while the pass before still runs."""
+    """Copies take 6 seconds and arithmetic 7.2: it never waits only if what a pass begins with comes while
+    the pass before still runs."""
     placement = solved(world(*[40] * 8), 319, 2000, seconds=[0.9] * 8, device_ring=80)
     assert placement.streamed == 120 * UNIT
     assert placement.prediction.seconds == pytest.approx(7.2)
@@ -374,7 +432,9 @@ def test_a_ring_that_cannot_be_is_refused(ring: int) -> None:
 
 
 def test_no_disk_and_too_little_host_memory_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"do not fit into 3\.00 KiB .* 7\.50 KiB on the host, and there is no disk"):
+    with pytest.raises(
+        BudgetError, match=r"do not fit into 3\.00 KiB .* 7\.50 KiB on the host, and there is no disk"
+    ):
         solved(world(*[10] * 6), device=12, host=30, disk=0)
 
 
@@ -385,7 +445,9 @@ def test_too_small_a_disk_is_refused() -> None:
 
 def test_host_memory_below_one_piece_is_refused_only_where_a_disk_is_needed() -> None:
     uses = world(*[10] * 6)
-    with pytest.raises(BudgetError, match=r"768 B of host memory is too small for a ring of one piece of 1\.00 KiB"):
+    with pytest.raises(
+        BudgetError, match=r"768 B of host memory is too small for a ring of one piece of 1\.00 KiB"
+    ):
         solved(uses, device=30, host=3)
     assert solved(uses, device=30, host=4).host_ring.size == PIECE
     assert solved(uses, device=60, host=0).everything_resident
@@ -401,7 +463,9 @@ def test_without_a_disk_its_rate_does_not_matter() -> None:
 # ---- experts
 
 
-def mixture(uses: Sequence[Use], size: int, count: int, device: int, host: int, **more: int) -> tuple[Placement, ExpertRoom]:
+def mixture(
+    uses: Sequence[Use], size: int, count: int, device: int, host: int, **more: int
+) -> tuple[Placement, ExpertRoom]:
     """For budgets and sizes of experts in units; pieces hold any group."""
     limits = Limits(device * UNIT, host * UNIT, **more)
     return solve_mixture(uses, size * UNIT, count, limits, RATES, piece=max(size, largest_of(uses)) * UNIT)
@@ -415,7 +479,8 @@ def test_experts_that_fit_stay_on_the_device() -> None:
 
 
 def test_experts_take_what_the_others_leave() -> None:
-    """Of 30 units 6 are for what every pass needs, 16 for the ring of experts, and 8 for those that stay; the host takes ten."""
+    """Of 30 units 6 are for what every pass needs, 16 for the ring of experts, and 8 for those that stay; the
+    host takes ten."""
     placement, room = mixture(world(5, 1), 2, 24, device=30, host=20)
     assert placement.everything_resident
     assert (room.on_device, room.device_ring) == (4, 8)
@@ -432,7 +497,12 @@ def test_a_device_too_small_for_all_that_every_pass_needs_streams_that_too() -> 
 
 
 @given(
-    worlds(), st.sampled_from([1, 2, 7]), st.integers(1, 20), st.integers(1, 200), st.integers(0, 100), st.sampled_from([{}, {"disk": 0}])
+    worlds(),
+    st.sampled_from([1, 2, 7]),
+    st.integers(1, 20),
+    st.integers(1, 200),
+    st.integers(0, 100),
+    st.sampled_from([{}, {"disk": 0}]),
 )
 def test_experts_have_one_home_each_and_no_budget_is_exceeded(
     uses: list[Use], size: int, count: int, device: int, host: int, disk: dict[str, int]
@@ -460,9 +530,16 @@ def test_no_more_experts_stay_than_there_are() -> None:
 def test_experts_without_a_home_are_refused() -> None:
     with pytest.raises(BudgetError, match=r"is too small for 2 experts of 512 B at a time"):
         mixture(world(5, 5), 2, 24, device=4, host=100)
-    with pytest.raises(BudgetError, match=r"24 experts of 512 B do not fit into .* on the device and .* on the host, and there is no disk"):
+    with pytest.raises(
+        BudgetError,
+        match=r"24 experts of 512 B do not fit into .* on the device and .* on the host, and there is no "
+        r"disk",
+    ):
         mixture(world(5, 5), 2, 24, device=20, host=20, disk=0)
-    with pytest.raises(BudgetError, match=r"256 B of host memory is too small for one expert of 512 B, through which the others would"):
+    with pytest.raises(
+        BudgetError,
+        match=r"256 B of host memory is too small for one expert of 512 B, through which the others would",
+    ):
         mixture(world(5, 5), 2, 24, device=20, host=1)
 
 
@@ -489,5 +566,8 @@ def test_70b_from_host_memory_runs_at_the_pace_of_the_link() -> None:
 
 
 def test_70b_with_more_device_memory_is_never_slower() -> None:
-    predicted = [solve(llama_70b(), Limits(gib * GIB, 140 * GIB), MEASURED).prediction.seconds for gib in range(2, 136, 6)]
+    predicted = [
+        solve(llama_70b(), Limits(gib * GIB, 140 * GIB), MEASURED).prediction.seconds
+        for gib in range(2, 136, 6)
+    ]
     assert predicted == sorted(predicted, reverse=True)

@@ -96,7 +96,9 @@ def test_the_oldest_is_forgotten_first_and_of_a_prompt_its_end() -> None:
     affinity.note("b", keys(*range(100, 124)))
     assert affinity.ranked(TALK)[0] == "a"
     affinity.note("b", keys(*range(200, 280)))
-    assert affinity.ranked(keys(*range(200, 224)))[0] == "b", "of a prompt larger than all room, the beginning is remembered"
+    assert affinity.ranked(keys(*range(200, 224)))[0] == "b", (
+        "of a prompt larger than all room, the beginning is remembered"
+    )
 
 
 NAMES = "abc"

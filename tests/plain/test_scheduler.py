@@ -39,7 +39,8 @@ def finished(world: World, *prompts: list[int]) -> None:
         world.drain()
 
 
-# -- one request -------------------------------------------------------------------------------------------------------------
+# -- one request
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_from_its_prompt_to_its_end() -> None:
@@ -100,7 +101,8 @@ def test_an_end_token_as_the_last_that_fits_is_a_stop() -> None:
     assert event.finish is FinishReason.STOP
 
 
-# -- sharing -----------------------------------------------------------------------------------------------------------------
+# -- sharing
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_seen_before_skips_its_full_blocks() -> None:
@@ -145,7 +147,11 @@ def test_a_block_is_shared_in_the_very_step_that_computes_it() -> None:
     world.submit(NINE, 2)
     world.submit([*NINE[:8], 0], 2)
     world.submit([*NINE[:4], 2, 2], 2)
-    assert brief(world.step()) == [(1, 8, 9, (0, 1, 3), True), (0, 0, 9, (0, 1, 2), True), (2, 4, 6, (0, 4), True)]
+    assert brief(world.step()) == [
+        (1, 8, 9, (0, 1, 3), True),
+        (0, 0, 9, (0, 1, 2), True),
+        (2, 4, 6, (0, 4), True),
+    ]
 
 
 def test_siblings_share_the_prompt_and_part_with_their_outputs() -> None:
@@ -217,7 +223,8 @@ def test_a_long_prompt_does_not_take_a_short_one_for_its_length() -> None:
     assert [known.cached for known in world.ended] == [0, 0]
 
 
-# -- eviction ----------------------------------------------------------------------------------------------------------------
+# -- eviction
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_longest_unused_is_given_up_first_and_tails_before_heads() -> None:
@@ -238,7 +245,8 @@ def test_a_waiting_prompt_never_loses_what_it_has_found_in_the_same_step() -> No
     assert brief(world.step()) == [(0, 12, 20, (0, 1, 2, 4, 3), True)]
 
 
-# -- chunks and budget -------------------------------------------------------------------------------------------------------
+# -- chunks and budget
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_decodes_come_first_and_a_prompt_takes_what_is_left() -> None:
@@ -251,7 +259,12 @@ def test_decodes_come_first_and_a_prompt_takes_what_is_left() -> None:
     assert brief(world.step()) == [(0, 2, 3, (), True), (1, 2, 3, (), True), (2, 4, 8, (3,), False)]
     world.submit(OTHER, 1)
     plan = world.step()
-    assert brief(plan) == [(0, 3, 4, (), True), (1, 3, 4, (), True), (2, 8, 9, (4,), True), (3, 0, 3, (5,), False)]
+    assert brief(plan) == [
+        (0, 3, 4, (), True),
+        (1, 3, 4, (), True),
+        (2, 8, 9, (4,), True),
+        (3, 0, 3, (5,), False),
+    ]
     assert plan.tokens == 6
     world.drain()
 
@@ -308,7 +321,8 @@ def test_no_more_run_than_there_are_rows() -> None:
     assert [share.row for share in world.step().shares] == [1, 0]
 
 
-# -- admission ---------------------------------------------------------------------------------------------------------------
+# -- admission
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "admitted"), [(12, True), (13, False)])
@@ -326,7 +340,9 @@ def test_blocks_that_a_newcomer_finds_need_no_room() -> None:
     first = world.submit([*NINE, 0, 0, 0], 2)
     world.step()
     world.submit([*NINE, 0, 0, 1], 1)
-    assert brief(world.step()) == [(0, 12, 13, (3,), True)], "one to take and one to leave, and only one is there"
+    assert brief(world.step()) == [(0, 12, 13, (3,), True)], (
+        "one to take and one to leave, and only one is there"
+    )
     assert first not in world.live
     assert brief(world.step()) == [(0, 8, 12, (0, 1, 3), True)]
 
@@ -342,7 +358,8 @@ def test_a_small_request_does_not_overtake_a_large_one() -> None:
     world.drain()
 
 
-# -- preemption --------------------------------------------------------------------------------------------------------------
+# -- preemption
+# ------------------------------------------------------------------------------------------------------------
 
 
 def preempting() -> tuple[World, RequestId, RequestId]:
@@ -392,11 +409,16 @@ def test_who_was_preempted_returns_with_its_output_and_finds_its_blocks() -> Non
     known = world.live[young]
     world.stop(old)
     plan = world.step()
-    assert [(a.prompt, a.output) for a in plan.admissions] == [(tuple(OTHER[:8]), tuple(known.expected[:2])), ((1,), ())]
+    assert [(a.prompt, a.output) for a in plan.admissions] == [
+        (tuple(OTHER[:8]), tuple(known.expected[:2])),
+        ((1,), ()),
+    ]
     assert brief(plan)[1] == (0, 8, 10, (2, 3, 4), True)
     assert world.scheduler.preemptions == 1
     world.drain()
-    assert [known.cached for known in world.ended] == [0, 0, 0], "what was found when it returned is not counted"
+    assert [known.cached for known in world.ended] == [0, 0, 0], (
+        "what was found when it returned is not counted"
+    )
 
 
 def test_who_was_preempted_is_computed_again_where_its_blocks_were_given_up() -> None:
@@ -407,7 +429,9 @@ def test_who_was_preempted_is_computed_again_where_its_blocks_were_given_up() ->
     plan = world.step()
     (admission,) = plan.admissions
     assert len(admission.output) == 2
-    assert [(share.start, share.stop) for share in plan.shares] == [(4, 10)], "the tail was given up, the head was not"
+    assert [(share.start, share.stop) for share in plan.shares] == [(4, 10)], (
+        "the tail was given up, the head was not"
+    )
     world.drain()
 
 
@@ -420,7 +444,8 @@ def test_two_that_cannot_be_together_take_turns() -> None:
     assert [known.prompt for known in world.ended] == [[0], [1]]
 
 
-# -- log-probabilities of the prompt -----------------------------------------------------------------------------------------
+# -- log-probabilities of the prompt
+# -----------------------------------------------------------------------------------------
 
 
 def test_every_prompt_position_is_computed_where_its_logprobs_are_asked_for() -> None:
@@ -440,7 +465,10 @@ def test_others_share_what_was_computed_for_logprobs() -> None:
     world = World()
     world.submit(NINE, 1, prompt_logprobs=0)
     world.submit(NINE, 1)
-    assert [(share.start, share.new_blocks) for share in world.step().shares] == [(8, (0, 1, 3)), (0, (0, 1, 2))]
+    assert [(share.start, share.new_blocks) for share in world.step().shares] == [
+        (8, (0, 1, 3)),
+        (0, (0, 1, 2)),
+    ]
 
 
 def test_a_prompt_of_one_token_has_no_logprobs() -> None:
@@ -463,7 +491,8 @@ def test_logprobs_come_once_though_the_prompt_is_computed_twice() -> None:
 
 
 def test_logprobs_go_on_where_an_interrupt_cut_them() -> None:
-    """Five of the prompt's positions have been reported when it starts anew, and then it is computed six at a time."""
+    """Five of the prompt's positions have been reported when it starts anew, and then it is computed six at a
+    time."""
     world = World(max_step_tokens=6)
     other = world.submit([0], 9)
     world.step()
@@ -479,17 +508,40 @@ def test_logprobs_go_on_where_an_interrupt_cut_them() -> None:
     assert [score.token for score in world.ended[-1].scored] == NINE[1:]
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------------
+# -- refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "max_length", "message"),
     [
         ([], 1, 1000, r"^the prompt is empty; give at least one token$"),
-        ([0] * 12, None, 12, r"^the request has 12 tokens of prompt, but the context holds 12 in all; shorten it, or "),
-        ([0] * 10, 3, 12, r"^the request has 10 tokens of prompt and 3 of output, but the context holds 12 in all; shorten it, or "),
-        ([0] * 21, None, 1000, r"^the request has 21 tokens of prompt, but the KV blocks hold 21 in all; shorten it, or "),
-        ([0] * 20, 2, 1000, r"^the request has 20 tokens of prompt and 2 of output, but the KV blocks hold 21 in all; shorten it, or "),
+        (
+            [0] * 12,
+            None,
+            12,
+            r"^the request has 12 tokens of prompt, but the context holds 12 in all; shorten it, or ",
+        ),
+        (
+            [0] * 10,
+            3,
+            12,
+            r"^the request has 10 tokens of prompt and 3 of output, but the context holds 12 in all; "
+            r"shorten it, or ",
+        ),
+        (
+            [0] * 21,
+            None,
+            1000,
+            r"^the request has 21 tokens of prompt, but the KV blocks hold 21 in all; shorten it, or ",
+        ),
+        (
+            [0] * 20,
+            2,
+            1000,
+            r"^the request has 20 tokens of prompt and 2 of output, but the KV blocks hold 21 in all; "
+            r"shorten it, or ",
+        ),
     ],
 )
 def test_what_can_never_be_served_is_refused_and_leaves_no_trace(
@@ -503,7 +555,9 @@ def test_what_can_never_be_served_is_refused_and_leaves_no_trace(
     assert world.submit([0], 1) == 0
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "max_length"), [(11, 1, 12), (1, 11, 12), (20, 1, 1000), (1, 20, 1000)])
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "max_length"), [(11, 1, 12), (1, 11, 12), (20, 1, 1000), (1, 20, 1000)]
+)
 def test_what_just_fits_is_served(prompt: int, max_tokens: int, max_length: int) -> None:
     world = World(max_length=max_length)
     world.submit([0] * prompt, max_tokens)
@@ -511,7 +565,8 @@ def test_what_just_fits_is_served(prompt: int, max_tokens: int, max_length: int)
     assert len(world.ended[0].output) == max_tokens
 
 
-# -- stop, interrupt ---------------------------------------------------------------------------------------------------------
+# -- stop, interrupt
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_stop_in_every_phase_frees_everything_and_only_once() -> None:
@@ -559,13 +614,18 @@ def test_after_an_interrupt_no_kv_is_trusted_and_all_start_anew_in_order() -> No
     assert len(world.interrupt().admissions) == 1
     assert world.ledger.available == 10
     plan = world.step()
-    assert [(list(a.prompt), list(a.output)) for a in plan.admissions] == [([0, 1], outputs[0]), (NINE, outputs[1]), (OTHER, [])]
+    assert [(list(a.prompt), list(a.output)) for a in plan.admissions] == [
+        ([0, 1], outputs[0]),
+        (NINE, outputs[1]),
+        (OTHER, []),
+    ]
     assert sorted((share.row, share.start) for share in plan.shares) == [(0, 0), (1, 0), (2, 0)]
     world.drain()
 
 
 def cut_short(call: Callable[[], object], lines: int) -> bool:
-    """Calls, and interrupts before the call has run more than this many lines of the package. False if it ended by itself."""
+    """Calls, and interrupts before the call has run more than this many lines of the package. False if it
+    ended by itself."""
     left, before = lines, sys.gettrace()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -589,7 +649,8 @@ def cut_short(call: Callable[[], object], lines: int) -> bool:
 
 @pytest.mark.parametrize("preempts", [True, False])
 def test_a_plan_may_be_interrupted_anywhere(preempts: bool) -> None:
-    """It preempts one, or takes two in again: between any two of its lines an interrupt can be recovered from."""
+    """It preempts one, or takes two in again: between any two of its lines an interrupt can be recovered
+    from."""
     lines, unfinished = 0, True
     while unfinished:
         world, old, _ = preempting()
@@ -604,7 +665,8 @@ def test_a_plan_may_be_interrupted_anywhere(preempts: bool) -> None:
     assert lines > 50
 
 
-# -- the check itself --------------------------------------------------------------------------------------------------------
+# -- the check itself
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_check_sees_a_request_that_holds_what_the_ledger_does_not_know() -> None:
@@ -622,12 +684,15 @@ def test_check_sees_a_lost_row() -> None:
         world.scheduler.check()
 
 
-# -- priorities --------------------------------------------------------------------------------------------------------------
+# -- priorities
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_those_of_a_lower_number_are_admitted_first_and_among_equals_who_came_first() -> None:
     world = World(max_sequences=1)
-    zero, one, too, less, more, three = [world.submit([0, 1], 2, priority=priority) for priority in (0, 1, 0, -1, 1, 0)]
+    zero, one, too, less, more, three = [
+        world.submit([0, 1], 2, priority=priority) for priority in (0, 1, 0, -1, 1, 0)
+    ]
     world.step()
     urgent = world.submit([0, 1], 2, priority=-2)
     world.drain()
@@ -653,12 +718,15 @@ def test_after_an_interrupt_all_start_anew_in_their_turns() -> None:
     assert [known.id for known in world.ended] == [sooner, later]
 
 
-# -- steps that were too large for the memory, and steps cut short that ran ahead ----------------------------------------------
+# -- steps that were too large for the memory, and steps cut short that ran ahead
+# ----------------------------------------------
 
 
 def crowd(*, host: int = 0) -> tuple[Scheduler, list[RequestId]]:
     """Four requests, each of which lacks only its newest token."""
-    scheduler = Scheduler(BlockLedger(80), Limits(4, 16, 4, 300), PrefixRule(ROOT), host=HostLedger(host), check=True)
+    scheduler = Scheduler(
+        BlockLedger(80), Limits(4, 16, 4, 300), PrefixRule(ROOT), host=HostLedger(host), check=True
+    )
     ids = [scheduler.submit([number, 1, 2], sampling(), 70) for number in range(4)]
     yielded(scheduler)
     return scheduler, ids

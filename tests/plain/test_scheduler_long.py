@@ -1,7 +1,8 @@
-"""Long requests: what rests on the host, what on the device, and that a worker who does as told always finds the KV it reads.
+"""Long requests: what rests on the host, what on the device, and that a worker who does as told always finds
+the KV it reads.
 
-A hall has eight device blocks of four tokens, twenty host blocks, sixteen tokens a step and four rows, unless a test says otherwise;
-a request of twenty tokens is long.
+A hall has eight device blocks of four tokens, twenty host blocks, sixteen tokens a step and four rows, unless
+a test says otherwise; a request of twenty tokens is long.
 """
 
 import random
@@ -64,13 +65,15 @@ class Table:
         """Of the positions below `stop`. Tokens are only ever appended, so each is computed once."""
         done = len(self.known_facts)
         if done < stop:
-            self.known_facts += facts_of(self.tokens[done:stop], self.known_facts[-1] if done else self.start_fact)
+            self.known_facts += facts_of(
+                self.tokens[done:stop], self.known_facts[-1] if done else self.start_fact
+            )
         return self.known_facts[:stop]
 
 
 class Worker:
-    """Keeps a fact for every position of every page and host block. A step: orders, then pages are written, then all is read, then the
-    host is written, as late as may be."""
+    """Keeps a fact for every position of every page and host block. A step: orders, then pages are written,
+    then all is read, then the host is written, as late as may be."""
 
     def __init__(self, blocks: int, host_blocks: int, size: int, rope_from: int | None) -> None:
         self.size = size
@@ -120,22 +123,31 @@ class Worker:
         return Outcome(results, tuple(self._land(waits=not plan.shares)), 0.01 * plan.tokens)
 
     def _land(self, waits: bool) -> Iterator[Landed]:
-        """Some of what is under way has arrived by now, and reads what it reads as late as that; at least one, if somebody waits for it."""
+        """Some of what is under way has arrived by now, and reads what it reads as late as that; at least
+        one, if somebody waits for it."""
         for id in [id for id in self.going if self.chance.random() < 0.4] or list(self.going)[: int(waits)]:
             transfer = self.going.pop(id)
             self.landed[transfer.route] += 1
-            lost = [index for index in range(len(transfer.blocks)) if self.lossy and self.chance.random() < 0.1]
+            lost = [
+                index for index in range(len(transfer.blocks)) if self.lossy and self.chance.random() < 0.1
+            ]
             for index, block in enumerate(transfer.blocks):
                 if transfer.route is Route.UP:
-                    self.pages[transfer.pages[index]] = list(self.host[block]) if index not in lost else [None] * self.size
+                    self.pages[transfer.pages[index]] = (
+                        list(self.host[block]) if index not in lost else [None] * self.size
+                    )
                 elif transfer.route is Route.DOWN:
-                    self.host[block] = list(self.pages[transfer.pages[index]]) if index not in lost else [None] * self.size
+                    self.host[block] = (
+                        list(self.pages[transfer.pages[index]]) if index not in lost else [None] * self.size
+                    )
                 elif transfer.route is Route.OUT and index not in lost:
                     self.disk[transfer.keys[index]] = list(self.host[block])
                 elif transfer.route is Route.IN:
                     found = self.disk.get(transfer.keys[index])
                     lost += [index] if found is None and index not in lost else []
-                    self.host[block] = list(found) if found is not None and index not in lost else [None] * self.size
+                    self.host[block] = (
+                        list(found) if found is not None and index not in lost else [None] * self.size
+                    )
             yield Landed(id, self.seconds * len(transfer.blocks), tuple(sorted(lost)), self.gone(transfer))
 
     def gone(self, transfer: Transfer) -> tuple[bytes, ...]:
@@ -170,7 +182,9 @@ class Worker:
         assert share.sample == (share.stop == len(table.tokens)), "sampled before the end, or not at it"
         assert share.first_new_cold == len(table.cold), "the table of host blocks has a gap or is overwritten"
         table.cold.extend(share.new_cold)
-        assert len(table.cold) * size == share.cold_stop, "the table of host blocks does not end with what rests there"
+        assert len(table.cold) * size == share.cold_stop, (
+            "the table of host blocks does not end with what rests there"
+        )
         assert 0 <= share.cold_start <= min(share.start, share.cold_stop)
         assert share.cold_start % size == share.cold_stop % size == 0
         for index, page in enumerate(share.new_blocks, share.first_new_block):
@@ -181,7 +195,9 @@ class Worker:
             assert len(share.tokens) > 1, "a row of one token writes to the host"
             assert share.start % size == 0, "a chunk that starts in a tail"
             assert share.cold_stop > share.stop - size, "a full block of a chunk is left on the device"
-        assert share.cold_start == min(share.start, share.near), "what is near is read from the host, or what is not is not"
+        assert share.cold_start == min(share.start, share.near), (
+            "what is near is read from the host, or what is not is not"
+        )
         assert share.near <= share.cold_stop, "a gap between what is on the host and what is near"
 
     def _write_pages(self, plan: Plan) -> set[BlockId]:
@@ -197,14 +213,17 @@ class Worker:
         return {page for page, _ in written}
 
     def verify(self, share: Share) -> None:
-        """What a share reads: the host's blocks, then pages, then for what goes to the host alone what is in hand."""
+        """What a share reads: the host's blocks, then pages, then for what goes to the host alone what is in
+        hand."""
         table, size = self.rows[share.row], self.size
         read: Facts = [fact for block in table.cold[: share.cold_start // size] for fact in self.host[block]]
         facts = table.facts(share.stop)
         first = share.start if share.near > share.start else share.stop
         read += [self.pages[table.pages[at // size]][at % size] for at in range(share.cold_start, first)]
         read += facts[first : share.near]
-        read += [self.pages[table.pages[at // size]][at % size] for at in range(max(first, share.near), share.stop)]
+        read += [
+            self.pages[table.pages[at // size]][at % size] for at in range(max(first, share.near), share.stop)
+        ]
         assert read == facts, f"row {share.row} reads KV that is not its own prefix"
         self.near += max(0, share.cold_stop - share.near) // size if len(share.tokens) == 1 else 0
 
@@ -214,7 +233,9 @@ class Worker:
             facts = table.facts(share.stop)
             for index in range(share.start // self.size, share.cold_stop // self.size):
                 block = table.cold[index]
-                assert block not in taken, "a host block is written that someone else reads or writes in the same step"
+                assert block not in taken, (
+                    "a host block is written that someone else reads or writes in the same step"
+                )
                 taken.add(block)
                 self.host[block] = list(facts[index * self.size : (index + 1) * self.size])
 
@@ -296,7 +317,9 @@ class Hall:
             expected.append(chosen(fact, wanted.seed))
             fact = facts_of(expected[-1:], fact)[0]
         stopped = expected[-1] in wanted.end_tokens
-        self.live[id] = Known(id, list(prompt), expected, FinishReason.STOP if stopped else FinishReason.LENGTH)
+        self.live[id] = Known(
+            id, list(prompt), expected, FinishReason.STOP if stopped else FinishReason.LENGTH
+        )
         return id
 
     def stop(self, id: RequestId) -> None:
@@ -333,7 +356,9 @@ class Hall:
             known.output.append(event.token)
             known.cached = event.cached
             assert known.output == known.expected[: len(known.output)], "the output depends on what else ran"
-            assert (event.finish is not None) == (len(known.output) == len(known.expected)), "ended too early or too late"
+            assert (event.finish is not None) == (len(known.output) == len(known.expected)), (
+                "ended too early or too late"
+            )
             if event.finish is not None:
                 assert event.finish is known.reason
                 self.ended.append(self.live.pop(known.id))
@@ -345,7 +370,9 @@ class Hall:
         size, recent = self.limits.block_size, self.limits.recent
         assert bool(self.live) >= bool(plan.shares), "a step for nobody"
         # Who had to go, though nobody else is there, comes back with the next.
-        assert bool(plan.shares) or not self.live or self.scheduler.tiers.moving or self.flight or preempted, "an empty step"
+        assert (
+            bool(plan.shares) or not self.live or self.scheduler.tiers.moving or self.flight or preempted
+        ), "an empty step"
         assert plan.tokens <= self.limits.max_step_tokens
         many = [len(share.tokens) > 1 for share in plan.shares]
         assert many == sorted(many), "a share of one token stands behind a longer one"
@@ -356,7 +383,9 @@ class Hall:
             if is_chunk and not share.sample:
                 assert share.stop % size == 0, "a chunk leaves part of a block before the prompt's end"
             if share.cold_stop and not is_chunk:
-                assert (share.start - share.cold_stop) // size <= recent, "full blocks of the tail stay longer than they should"
+                assert (share.start - share.cold_stop) // size <= recent, (
+                    "full blocks of the tail stay longer than they should"
+                )
 
     def interrupt(self) -> None:
         self.flight = None
@@ -368,9 +397,12 @@ class Hall:
         assert self.scheduler.running == self.ledger.cached == 0
 
     def drain(self) -> None:
-        """Runs until nobody is left, and everything has been given back. Whoever is the oldest goes on until it ends, so it does end."""
+        """Runs until nobody is left, and everything has been given back. Whoever is the oldest goes on until
+        it ends, so it does end."""
         # Of all that are computed in vain, none is before the oldest that waits has begun.
-        left = 50 + 4 * sum(len(known.prompt) + len(known.expected) for known in self.live.values()) * max(1, len(self.live))
+        left = 50 + 4 * sum(len(known.prompt) + len(known.expected) for known in self.live.values()) * max(
+            1, len(self.live)
+        )
         while self.live:
             assert left > 0, "it does not come to an end"
             left -= 1
@@ -386,25 +418,55 @@ class Hall:
 
 
 def cold(plan: Plan) -> list[tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]]:
-    """Each share's start and stop, how much rests on the host before and after, its new pages and its new host blocks."""
-    return [(share.start, share.stop, share.cold_start, share.cold_stop, share.new_blocks, share.new_cold) for share in plan.shares]
+    """Each share's start and stop, how much rests on the host before and after, its new pages and its new
+    host blocks."""
+    return [
+        (share.start, share.stop, share.cold_start, share.cold_stop, share.new_blocks, share.new_cold)
+        for share in plan.shares
+    ]
 
 
-# -- one request -------------------------------------------------------------------------------------------------------------
+# -- one request
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_long_request_from_its_prompt_to_its_end() -> None:
-    """Twenty-two tokens of prompt: a chunk of sixteen, one of six, of which two are left over. Then the tail grows to a full block and
-    another, and the first of them goes to the host before the step that begins a third."""
+    """Twenty-two tokens of prompt: a chunk of sixteen, one of six, of which two are left over. Then the tail
+    grows to a full block and another, and the first of them goes to the host before the step that begins a
+    third."""
     hall = Hall(host_blocks=20, max_sequences=1)
     prompt = [*TEN, *TEN, 1, 1]
     id = hall.submit(prompt, 9)
     out = hall.live[id].expected
     taken = tuple(range(10, 15))  # in the middle of the host's blocks
-    first = Share(0, 0, tuple(prompt[:16]), 4, (), False, 22, cold_start=0, cold_stop=16, near=16, first_new_cold=0, new_cold=taken[:4])
+    first = Share(
+        0,
+        0,
+        tuple(prompt[:16]),
+        4,
+        (),
+        False,
+        22,
+        cold_start=0,
+        cold_stop=16,
+        near=16,
+        first_new_cold=0,
+        new_cold=taken[:4],
+    )
     assert hall.step() == Plan((Admission(0, sampling(), tuple(prompt), ()),), (first,))
     rest = Share(
-        0, 16, tuple(prompt[16:]), 5, (BlockId(0),), True, 22, cold_start=16, cold_stop=20, near=20, first_new_cold=4, new_cold=taken[4:]
+        0,
+        16,
+        tuple(prompt[16:]),
+        5,
+        (BlockId(0),),
+        True,
+        22,
+        cold_start=16,
+        cold_stop=20,
+        near=20,
+        first_new_cold=4,
+        new_cold=taken[4:],
     )
     assert hall.step() == Plan((), (rest,))
     assert hall.ledger.available == 7
@@ -414,7 +476,18 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
     for at in (25, 26, 27):
         assert cold(hall.step()) == [(at, at + 1, 20, 20, (), ())]
     last = Share(
-        0, 28, (out[6],), 7, (BlockId(2),), True, 22, cold_start=24, cold_stop=24, near=24, first_new_cold=5, new_cold=(HostBlockId(15),)
+        0,
+        28,
+        (out[6],),
+        7,
+        (BlockId(2),),
+        True,
+        22,
+        cold_start=24,
+        cold_stop=24,
+        near=24,
+        first_new_cold=5,
+        new_cold=(HostBlockId(15),),
     )
     assert hall.scheduler.plan() == Plan((), (last,), (Order(BlockId(0), HostBlockId(15)),))
     assert hall.ledger.available == 5, "the page that leaves is not free in the step that carries the order"
@@ -425,7 +498,9 @@ def test_a_page_that_left_is_free_in_the_next_step() -> None:
     hall.submit([0] * 20, 12)
     pages = [hall.step() for _ in range(13)]
     orders = [(order.source, at) for at, plan in enumerate(pages) for order in plan.orders]
-    given = [(page, at) for at, plan in enumerate(pages) for share in plan.shares for page in share.new_blocks]
+    given = [
+        (page, at) for at, plan in enumerate(pages) for share in plan.shares for page in share.new_blocks
+    ]
     assert orders == [(0, 6), (1, 10)]
     assert given == [(0, 2), (1, 6), (0, 10)]
 
@@ -461,7 +536,8 @@ def test_a_short_request_is_not_touched_by_host_blocks() -> None:
 
 
 def test_an_output_without_an_end_makes_a_short_request_long() -> None:
-    """Once it has eighteen tokens: then of its four full blocks one stays, and whenever another is full the one before it leaves."""
+    """Once it has eighteen tokens: then of its four full blocks one stays, and whenever another is full the
+    one before it leaves."""
     hall = Hall(max_length=40)
     id = hall.submit([0] * 3)
     other = hall.submit([0] * 3, 2)
@@ -474,7 +550,8 @@ def test_an_output_without_an_end_makes_a_short_request_long() -> None:
     assert len(hall.ended[-1].output) == 37
 
 
-# -- runs, sharing -----------------------------------------------------------------------------------------------------------
+# -- runs, sharing
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_computed_in_chunks_lies_side_by_side_on_the_host() -> None:
@@ -533,7 +610,8 @@ def test_without_a_prefix_cache_nothing_is_kept_on_the_host() -> None:
     assert (hall.host.cached, hall.host.available) == (0, 20)
 
 
-# -- admission ---------------------------------------------------------------------------------------------------------------
+# -- admission
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "admitted"), [(20, True), (21, False)])
@@ -564,7 +642,8 @@ def test_a_long_newcomer_needs_pages_for_its_tail(blocks: int, admitted: bool) -
     assert bool(hall.step().admissions) == admitted
 
 
-# -- preemption --------------------------------------------------------------------------------------------------------------
+# -- preemption
+# ------------------------------------------------------------------------------------------------------------
 
 
 def running(hall: Hall) -> list[RequestId]:
@@ -630,7 +709,8 @@ def test_a_long_request_goes_when_nobody_else_can_and_returns_to_find_its_host_b
 
 
 def test_who_was_preempted_waits_before_those_who_came_later() -> None:
-    """The short one in the middle goes, though the long one is younger. The one that has not begun stays behind it."""
+    """The short one in the middle goes, though the long one is younger. The one that has not begun stays
+    behind it."""
     hall = Hall(blocks=7, recent=1, long_from=25, max_sequences=3)
     old, middle = hall.submit([1], 23), hall.submit([2] * 3, 21)
     long, last = hall.submit([*TEN, *TEN], 30), hall.submit([0], 1)
@@ -643,7 +723,8 @@ def test_who_was_preempted_waits_before_those_who_came_later() -> None:
     hall.drain()
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------------
+# -- what fits
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -673,18 +754,31 @@ def test_the_longest_request_is_served_and_no_longer_one(settings: dict[str, Any
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "KV has room for 84 in all; shorten it, or allow host memory or disk for 96 tokens of KV (80 now)"),
+        (
+            {},
+            "KV has room for 84 in all; shorten it, or allow host memory or disk for 96 tokens of KV (80 "
+            "now)",
+        ),
         ({"max_length": 60}, "the context holds 60 in all; shorten it, or allow more length"),
-        ({"host_blocks": 0}, "the KV blocks hold 33 in all; shorten it, or allow more memory, or KV in host memory"),
+        (
+            {"host_blocks": 0},
+            "the KV blocks hold 33 in all; shorten it, or allow more memory, or KV in host memory",
+        ),
         (
             {"recent": 7, "max_length": 90},
-            "KV has room for 33 in all; shorten it, or allow host memory or disk for 96 tokens of KV (80 now) "
+            "KV has room for 33 in all; shorten it, or allow host memory or disk for 96 tokens of KV (80 "
+            "now) "
             "and 9 KV blocks on the device (8 now) and a max_length of 99 (90 now)",
         ),
-        ({"recent": 7, "host_blocks": 30}, "KV has room for 33 in all; shorten it, or allow 9 KV blocks on the device (8 now)"),
+        (
+            {"recent": 7, "host_blocks": 30},
+            "KV has room for 33 in all; shorten it, or allow 9 KV blocks on the device (8 now)",
+        ),
     ],
 )
-def test_what_can_never_fit_is_refused_with_what_would_make_it_fit(settings: dict[str, Any], message: str) -> None:
+def test_what_can_never_fit_is_refused_with_what_would_make_it_fit(
+    settings: dict[str, Any], message: str
+) -> None:
     hall = Hall(**settings)
     with pytest.raises(RequestError) as refusal:
         hall.scheduler.submit([0] * 90, sampling(), 9)
@@ -692,7 +786,8 @@ def test_what_can_never_fit_is_refused_with_what_would_make_it_fit(settings: dic
     assert not hall.scheduler.busy
 
 
-# -- the check itself --------------------------------------------------------------------------------------------------------
+# -- the check itself
+# --------------------------------------------------------------------------------------------------------
 
 
 def decoding() -> tuple[Hall, Plan]:
@@ -720,9 +815,21 @@ def altered(plan: Plan, **changes: Any) -> Plan:
     [
         (decoding, lambda plan: replace(plan, orders=()), "reads a host block before it is written"),
         (decoding, lambda plan: replace(plan, orders=plan.orders * 2), "two orders go to one block"),
-        (decoding, lambda plan: replace(plan, orders=(replace(plan.orders[0], target=3),)), "before it is written"),
-        (decoding, lambda plan: replace(plan, orders=(*plan.orders, Order(BlockId(7), HostBlockId(3)))), "nobody's block"),
-        (decoding, lambda plan: replace(plan, orders=(replace(plan.orders[0], source=1),)), "writes a page that is copied"),
+        (
+            decoding,
+            lambda plan: replace(plan, orders=(replace(plan.orders[0], target=3),)),
+            "before it is written",
+        ),
+        (
+            decoding,
+            lambda plan: replace(plan, orders=(*plan.orders, Order(BlockId(7), HostBlockId(3)))),
+            "nobody's block",
+        ),
+        (
+            decoding,
+            lambda plan: replace(plan, orders=(replace(plan.orders[0], source=1),)),
+            "writes a page that is copied",
+        ),
         (decoding, lambda plan: altered(plan, start=23, tokens=(0, 0), cold_start=23), "part of a block"),
         (decoding, lambda plan: altered(plan, cold_stop=20), "wrong table of host blocks"),
         (chunk, lambda plan: altered(plan, cold_start=28), "neither on the host nor in pages"),
@@ -731,7 +838,9 @@ def altered(plan: Plan, **changes: Any) -> Plan:
         (chunk, lambda plan: altered(plan, tokens=(0,)), "wrong block table"),
     ],
 )
-def test_check_sees_a_wrong_plan(make: Callable[[], tuple[Hall, Plan]], alter: Callable[[Plan], Plan], message: str) -> None:
+def test_check_sees_a_wrong_plan(
+    make: Callable[[], tuple[Hall, Plan]], alter: Callable[[Plan], Plan], message: str
+) -> None:
     hall, plan = make()
     hall.prove(plan)
     with pytest.raises(AssertionError, match=message):
@@ -752,11 +861,13 @@ def test_check_sees_a_host_block_that_the_ledger_does_not_know() -> None:
         hall.scheduler.check()
 
 
-# -- interrupts --------------------------------------------------------------------------------------------------------------
+# -- interrupts
+# ------------------------------------------------------------------------------------------------------------
 
 
 def cut_short(call: Callable[[], object], lines: int) -> bool:
-    """Calls, and interrupts before the call has run more than this many lines of the package. False if it ended by itself."""
+    """Calls, and interrupts before the call has run more than this many lines of the package. False if it
+    ended by itself."""
     left, before = lines, sys.gettrace()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -795,7 +906,8 @@ def test_a_plan_of_long_requests_may_be_interrupted_anywhere() -> None:
 
 
 def halved(hall: Hall, prompt: list[int]) -> list[int]:
-    """Lengths of the shares of a prompt whose blocks are on the disk alone, when a block takes as long to come as to compute."""
+    """Lengths of the shares of a prompt whose blocks are on the disk alone, when a block takes as long to
+    come as to compute."""
     tiers = hall.scheduler.tiers
     hall.submit(prompt, 1)
     hall.drain()
@@ -813,17 +925,25 @@ def halved(hall: Hall, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("long_from", [None, 20])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_comes_from_the_disk_meets_what_is_computed(long_from: int | None, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen blocks and two tokens: the first eight are computed while the others come, by a disk that is fast or late."""
+def test_what_comes_from_the_disk_meets_what_is_computed(
+    long_from: int | None, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen blocks and two tokens: the first eight are computed while the others come, by a disk that is
+    fast or late."""
     hall = Hall(blocks=40, host_blocks=40, store="eager", disk=60, long_from=long_from)
-    monkeypatch.setattr(hall.worker.chance, "random", lambda: float(late and len(hall.live) > 0 and hall.worker.landed[Route.OUT] > 0))
+    monkeypatch.setattr(
+        hall.worker.chance,
+        "random",
+        lambda: float(late and len(hall.live) > 0 and hall.worker.landed[Route.OUT] > 0),
+    )
     shares = halved(hall, [*TEN, *TEN, *TEN, *TEN, *TEN, *TEN, 1, 2, 0, 1, 2, 2])
     assert shares == [16, 16, 2]
     assert hall.worker.landed[Route.IN] == 1
     assert hall.scheduler.tiers.counts.found_disk == 32
 
 
-# -- anything at any time ----------------------------------------------------------------------------------------------------
+# -- anything at any time
+# ----------------------------------------------------------------------------------------------------
 
 
 tokens = st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40)
@@ -850,8 +970,12 @@ class Nights(RuleBasedStateMachine):
         rope_from=st.sampled_from([None, None, 0, 6]),
         ahead=st.booleans(),
     )
-    def begin(self, block_size: int, max_step_tokens: int, max_sequences: int, seconds: float, **more: Any) -> None:
-        step = max(block_size, max_step_tokens, max_sequences)  # With fewer tokens than sequences an engine does not start.
+    def begin(
+        self, block_size: int, max_step_tokens: int, max_sequences: int, seconds: float, **more: Any
+    ) -> None:
+        step = max(
+            block_size, max_step_tokens, max_sequences
+        )  # With fewer tokens than sequences an engine does not start.
         self.hall = Hall(block_size=block_size, max_step_tokens=step, max_sequences=max_sequences, **more)
         self.hall.worker.seconds = seconds
 
@@ -863,7 +987,15 @@ class Nights(RuleBasedStateMachine):
         scored=st.booleans(),
         priority=st.sampled_from([0, 0, -1, 1]),
     )
-    def submit(self, prompt: list[int], max_tokens: int | None, copies: int, ends: bool, scored: bool = False, priority: int = 0) -> None:
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        copies: int,
+        ends: bool,
+        scored: bool = False,
+        priority: int = 0,
+    ) -> None:
         longest = self.hall.scheduler.longest
         prompt = prompt[: longest - 1]
         if max_tokens is not None:
@@ -872,7 +1004,12 @@ class Nights(RuleBasedStateMachine):
             self.hall.submit(prompt, max_tokens, end=[END] if ends else (), scored=scored, priority=priority)
 
     @precondition(lambda self: self.hall.live or self.hall.ended)
-    @rule(which=some, cut=some, more=st.lists(st.integers(0, ALPHABET - 1), max_size=3), max_tokens=st.sampled_from([1, 5, 30]))
+    @rule(
+        which=some,
+        cut=some,
+        more=st.lists(st.integers(0, ALPHABET - 1), max_size=3),
+        max_tokens=st.sampled_from([1, 5, 30]),
+    )
     def go_on(self, which: int, cut: int, more: list[int], max_tokens: int) -> None:
         """A prompt that begins like another request, perhaps with its output."""
         everyone = [*self.hall.live.values(), *self.hall.ended]
@@ -911,7 +1048,8 @@ TestNights.settings = settings(max_examples=60, stateful_step_count=25, derandom
 
 
 def crowded(seed: int, short: bool = False) -> Hall:
-    """A hall with little memory and much to do, which it has done: short and long ones, prompts that begin alike, aborts, interrupts.
+    """A hall with little memory and much to do, which it has done: short and long ones, prompts that begin
+    alike, aborts, interrupts.
 
     short: all of them, and steps begin before the last is committed.
     """
@@ -936,7 +1074,9 @@ def crowded(seed: int, short: bool = False) -> Hall:
     for _ in range(100):
         room = (hall.ledger.blocks * size if short else hall.scheduler.longest) - 1
         if hall.scheduler.waiting < 3 and chance.random() < 0.4:
-            prompt = (chance.choice(beginnings) + [chance.randrange(2) for _ in range(chance.randint(0, 3 * size))])[: room // 2 + 1]
+            prompt = (
+                chance.choice(beginnings) + [chance.randrange(2) for _ in range(chance.randint(0, 3 * size))]
+            )[: room // 2 + 1]
             most = chance.choice([*([] if short else [None]), *range(1, room - len(prompt) + 2)])
             hall.submit(prompt, most, end=[END] if short else ())
         elif hall.live and chance.random() < 0.03:

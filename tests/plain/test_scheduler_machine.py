@@ -1,4 +1,5 @@
-"""No block leaked, shared wrongly or freed twice, and no wrong token, under any order of add, finish, abort, preempt and forget."""
+"""No block leaked, shared wrongly or freed twice, and no wrong token, under any order of add, finish, abort,
+preempt and forget."""
 
 import os
 import random
@@ -15,7 +16,8 @@ some = st.integers(0, 30)
 
 
 class Days(RuleBasedStateMachine):
-    """A world in which anything happens between two steps. `World.step` judges every plan and everything that is read from the KV."""
+    """A world in which anything happens between two steps. `World.step` judges every plan and everything that
+    is read from the KV."""
 
     @initialize(
         blocks=st.integers(1, 10),
@@ -27,7 +29,14 @@ class Days(RuleBasedStateMachine):
         rope_from=st.sampled_from([None, None, 0, 2, 6]),
     )
     def begin(
-        self, blocks: int, block_size: int, max_step_tokens: int, max_sequences: int, max_length: int, share: bool, rope_from: int | None
+        self,
+        blocks: int,
+        block_size: int,
+        max_step_tokens: int,
+        max_sequences: int,
+        max_length: int,
+        share: bool,
+        rope_from: int | None,
     ) -> None:
         self.world = World(
             blocks=blocks,
@@ -49,7 +58,14 @@ class Days(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, -1, 1]),
     )
     def submit(
-        self, prompt: list[int], max_tokens: int | None, copies: int, ends: bool, min_tokens: int, scored: int | None, priority: int = 0
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        copies: int,
+        ends: bool,
+        min_tokens: int,
+        scored: int | None,
+        priority: int = 0,
     ) -> None:
         prompt = prompt[: self.world.scheduler.longest - 1]
         if max_tokens is not None:
@@ -66,7 +82,12 @@ class Days(RuleBasedStateMachine):
             )
 
     @precondition(lambda self: self.world.live or self.world.ended)
-    @rule(which=some, cut=some, more=st.lists(st.integers(0, ALPHABET - 1), max_size=3), max_tokens=st.sampled_from([1, 5, 30]))
+    @rule(
+        which=some,
+        cut=some,
+        more=st.lists(st.integers(0, ALPHABET - 1), max_size=3),
+        max_tokens=st.sampled_from([1, 5, 30]),
+    )
     def go_on(self, which: int, cut: int, more: list[int], max_tokens: int) -> None:
         """A prompt that begins like another request, perhaps with its output."""
         everyone = [*self.world.live.values(), *self.world.ended]
@@ -102,7 +123,8 @@ TestDays.settings = settings(max_examples=150, stateful_step_count=30, derandomi
 
 
 def crowded(seed: int) -> World:
-    """A world with little memory and much to do, which it has done: long outputs, prompts that begin alike, a few aborts."""
+    """A world with little memory and much to do, which it has done: long outputs, prompts that begin alike, a
+    few aborts."""
     chance = random.Random(seed)
     size = chance.choice([1, 2, 4, 8])
     world = World(
@@ -116,7 +138,9 @@ def crowded(seed: int) -> World:
     for _ in range(100):
         room = world.scheduler.longest - 1
         if len(world.waiting()) < 3 and chance.random() < 0.4:
-            prompt = (chance.choice(beginnings) + [chance.randrange(2) for _ in range(chance.randint(0, 3))])[: room // 2 + 1]
+            prompt = (chance.choice(beginnings) + [chance.randrange(2) for _ in range(chance.randint(0, 3))])[
+                : room // 2 + 1
+            ]
             scored = chance.choice([None, None, None, 1])
             world.submit(
                 prompt,

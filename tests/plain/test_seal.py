@@ -1,4 +1,5 @@
-"""Codes of records: of one key, one store, one block and its bytes; and the key, which nobody else may have."""
+"""Codes of records: of one key, one store, one block and its bytes; and the key, which nobody else may
+have."""
 
 import os
 import threading
@@ -44,7 +45,9 @@ def test_no_two_have_the_same_nonce() -> None:
 
 
 def test_another_key_has_another_store() -> None:
-    names = {sealed_identity(identity, secret) for identity in (b"a" * 16, b"b" * 16) for secret in (MINE, OTHERS)}
+    names = {
+        sealed_identity(identity, secret) for identity in (b"a" * 16, b"b" * 16) for secret in (MINE, OTHERS)
+    }
     assert len(names) == 4
     assert key_id(MINE) != key_id(OTHERS)
 

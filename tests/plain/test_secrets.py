@@ -1,4 +1,5 @@
-"""What is secret is compared in a time that tells nothing of it. From outside that cannot be seen, so the sources are looked at."""
+"""What is secret is compared in a time that tells nothing of it. From outside that cannot be seen, so the
+sources are looked at."""
 
 import ast
 from collections.abc import Iterator
@@ -12,19 +13,32 @@ COMPARE = "hmac.compare_digest"
 
 def is_keys(node: ast.AST) -> bool:
     """Whether it is the keys of a server's settings."""
-    return isinstance(node, ast.Attribute) and node.attr == "keys" and ast.unparse(node.value).endswith("settings")
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "keys"
+        and ast.unparse(node.value).endswith("settings")
+    )
 
 
 def faults(source: str) -> Iterator[str]:
-    """What is done with the keys, or with one of them, but to count them, to have their secrets compared, and to see what they may."""
+    """What is done with the keys, or with one of them, but to count them, to have their secrets compared, and
+    to see what they may."""
     tree = ast.parse(source)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    each = {loop.target.id for loop in ast.walk(tree) if is_loop_over_keys(loop) and isinstance(loop.target, ast.Name)}
+    each = {
+        loop.target.id
+        for loop in ast.walk(tree)
+        if is_loop_over_keys(loop) and isinstance(loop.target, ast.Name)
+    }
     for node in ast.walk(tree):
         about = parents.get(node)
         if is_keys(node):
             asked = isinstance(about, ast.UnaryOp) and isinstance(about.op, ast.Not)
-            counted = isinstance(about, ast.Call) and node in about.args and ast.unparse(about.func) in ("bool", "len")
+            counted = (
+                isinstance(about, ast.Call)
+                and node in about.args
+                and ast.unparse(about.func) in ("bool", "len")
+            )
             of_one = isinstance(about, ast.Subscript) and is_harmless(parents[about])
             right = asked or counted or of_one or is_loop_over_keys(about)
         elif isinstance(node, ast.Name) and node.id in each and isinstance(node.ctx, ast.Load):
@@ -70,4 +84,9 @@ def test_keys_are_only_compared_in_constant_time() -> None:
 def test_what_else_is_done_with_them_is_seen(line: str) -> None:
     assert list(faults(line))
     allowed = "right = [hmac.compare_digest(sent, key.secret) for key in settings.keys]"
-    assert not list(faults(f"{allowed}\nif not settings.keys: bool(settings.keys)\nlen(settings.keys)\nsettings.keys[0].priority"))
+    assert not list(
+        faults(
+            f"{allowed}\nif not settings.keys: "
+            "bool(settings.keys)\nlen(settings.keys)\nsettings.keys[0].priority"
+        )
+    )

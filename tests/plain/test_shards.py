@@ -1,4 +1,5 @@
-"""What ranks hold, in numbers: everything once, KV heads at least once, in the order of ranks; and how layouts and manifests say it."""
+"""What ranks hold, in numbers: everything once, KV heads at least once, in the order of ranks; and how
+layouts and manifests say it."""
 
 import json
 from collections import Counter
@@ -30,7 +31,14 @@ RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 
 
 def spec(family: str = "llama", **keys: object) -> ModelSpec:
-    shape = {"vocab_size": 23, "hidden_size": 12, "intermediate_size": 17, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 2}
+    shape = {
+        "vocab_size": 23,
+        "hidden_size": 12,
+        "intermediate_size": 17,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "head_dim": 2,
+    }
     return read_spec({"model_type": family, "num_key_value_heads": 3, **shape, **MODELS[family], **keys})
 
 
@@ -64,7 +72,10 @@ def test_things_are_cut_evenly(count: int, ranks: int) -> None:
 @given(st.data(), st.integers(1, 12), st.integers(1, 9))
 def test_each_rank_holds_its_own(data: st.DataObject, kv_heads: int, group: int) -> None:
     ranks = data.draw(st.integers(1, kv_heads * group))
-    sizes = {"intermediate_size": data.draw(st.integers(ranks, 200)), "vocab_size": data.draw(st.integers(ranks, 300))}
+    sizes = {
+        "intermediate_size": data.draw(st.integers(ranks, 200)),
+        "vocab_size": data.draw(st.integers(ranks, 300)),
+    }
     model = spec(num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, **sizes)
     parts = all_of(model, ranks)
     assert [head for part in parts for head in part.heads] == list(range(model.heads))
@@ -74,7 +85,9 @@ def test_each_rank_holds_its_own(data: st.DataObject, kv_heads: int, group: int)
         assert part.heads
         assert len(part.heads) % len(part.kv_heads) == 0
         each = len(part.heads) // len(part.kv_heads)
-        assert [part.kv_heads[number // each] for number in range(len(part.heads))] == [head // group for head in part.heads]
+        assert [part.kv_heads[number // each] for number in range(len(part.heads))] == [
+            head // group for head in part.heads
+        ]
     if ranks <= kv_heads:
         check_cut([part.kv_heads for part in parts], kv_heads)
     else:
@@ -96,9 +109,24 @@ def test_experts_are_cut_each(ranks: int) -> None:
 
 def test_by_hand() -> None:
     first, second, third = all_of(spec("qwen2"), 3)
-    assert (first.heads, first.kv_heads, first.inner, first.vocabulary) == (range(3), range(1), range(5), range(7))
-    assert (second.heads, second.kv_heads, second.inner, second.vocabulary) == (range(3, 4), range(1, 2), range(5, 11), range(7, 15))
-    assert (third.heads, third.kv_heads, third.inner, third.vocabulary) == (range(4, 6), range(1, 2), range(11, 17), range(15, 23))
+    assert (first.heads, first.kv_heads, first.inner, first.vocabulary) == (
+        range(3),
+        range(1),
+        range(5),
+        range(7),
+    )
+    assert (second.heads, second.kv_heads, second.inner, second.vocabulary) == (
+        range(3, 4),
+        range(1, 2),
+        range(5, 11),
+        range(7, 15),
+    )
+    assert (third.heads, third.kv_heads, third.inner, third.vocabulary) == (
+        range(4, 6),
+        range(1, 2),
+        range(11, 17),
+        range(15, 23),
+    )
     local = local_spec(spec("qwen3_moe"), Shard(2, 3))
     assert (local.heads, local.kv_heads, local.intermediate_size, local.vocab_size) == (2, 1, 6, 8)
     assert local.moe is not None
@@ -107,7 +135,9 @@ def test_by_hand() -> None:
 
 
 def test_ranks_that_would_have_nothing() -> None:
-    assert "7 ranks were asked for, but the model has 6 query heads" in refusal(lambda: held(spec(), Shard(0, 7)))
+    assert "7 ranks were asked for, but the model has 6 query heads" in refusal(
+        lambda: held(spec(), Shard(0, 7))
+    )
     assert "4 rows in a feed-forward" in refusal(lambda: held(spec(intermediate_size=4), Shard(4, 5)))
     few = spec("qwen3_moe", moe_intermediate_size=2)
     assert "2 rows in an expert to share; ask for at most 2" in refusal(lambda: held(few, Shard(0, 3)))
@@ -124,7 +154,7 @@ def test_no_such_rank(rank: int, ranks: int) -> None:
     assert f"there is no rank {rank} of {ranks}" in refusal(lambda: Shard(rank, ranks))
 
 
-# ---- layouts ---------------------------------------------------------------------------------------------------------
+# ---- layouts -----------------------------------------------------------------------------------------------
 
 
 def places(source: Source) -> set[tuple[int, ...]]:
@@ -143,7 +173,12 @@ def places(source: Source) -> set[tuple[int, ...]]:
 @RANKS
 def test_every_element_is_laid_out_once(family: str, ranks: int) -> None:
     counts: dict[str, Counter[tuple[int, ...]]] = {}
-    names = {source.tensor: source.shape for group in layouts(family) for field in group.fields for source in field.sources}
+    names = {
+        source.tensor: source.shape
+        for group in layouts(family)
+        for field in group.fields
+        for source in field.sources
+    }
     for rank in range(ranks):
         for group in layouts(family, Shard(rank, ranks)):
             for field in group.fields:
@@ -172,7 +207,9 @@ def test_groups_and_fields_are_those_of_the_whole(family: str, ranks: int) -> No
         sums = {"out_bias", "down_bias"} if rank else set()
         for group, whole in zip(mine, layouts(family), strict=True):
             assert group.id == whole.id
-            assert [field.name for field in group.fields] == [field.name for field in whole.fields if field.name not in sums]
+            assert [field.name for field in group.fields] == [
+                field.name for field in whole.fields if field.name not in sums
+            ]
             end = 0
             for field in group.fields:
                 assert field.offset == -(-end // 256) * 256
@@ -187,7 +224,10 @@ def test_groups_and_fields_are_those_of_the_whole(family: str, ranks: int) -> No
             assert shapes["ffn.1"]["gate_up"] == (2 * model.intermediate_size, 12)
             assert shapes["ffn.1"]["down"] == (12, model.intermediate_size)
         if model.moe is not None:
-            assert shapes["expert.0.2"] == {"gate_up": (2 * model.moe.intermediate_size, 12), "down": (12, model.moe.intermediate_size)}
+            assert shapes["expert.0.2"] == {
+                "gate_up": (2 * model.moe.intermediate_size, 12),
+                "down": (12, model.moe.intermediate_size),
+            }
             assert shapes["router.0"]["router"] == (3, 12)
 
 
@@ -205,12 +245,15 @@ def test_kv_of_a_rank() -> None:
     assert sum(layout.block_bytes for layout in found) == kv_layout(spec("qwen3"), "float16", 8).block_bytes
 
 
-# ---- manifests -------------------------------------------------------------------------------------------------------
+# ---- manifests ---------------------------------------------------------------------------------------------
 
 
 def manifest(shard: Shard) -> Manifest:
     runs = place(layouts("qwen3", shard))
-    full = tuple(type(run)(run.id, run.offset, run.size, run.fields, bytes(DIGEST_BYTES * len(run.pieces))) for run in runs)
+    full = tuple(
+        type(run)(run.id, run.offset, run.size, run.fields, bytes(DIGEST_BYTES * len(run.pieces)))
+        for run in runs
+    )
     return Manifest("ab" * 16, "cd" * 32, "bfloat16", "weights.bin", {"config.json": "ef" * 32}, full, shard)
 
 
@@ -219,13 +262,18 @@ def test_a_manifest_says_of_which_shard_it_is() -> None:
         assert parse(manifest(shard).text(), "m") == manifest(shard)
         manifest(shard).check(layouts("qwen3", shard), "m")
     for one, other in pairwise([WHOLE, Shard(0, 2), Shard(1, 3)]):
-        assert "is not group" in refusal(lambda one=one, other=other: manifest(one).check(layouts("qwen3", other), "m"), CheckpointError)
+        assert "is not group" in refusal(
+            lambda one=one, other=other: manifest(one).check(layouts("qwen3", other), "m"), CheckpointError
+        )
     assert list(json.loads(manifest(WHOLE).text())) == [
         *("format", "version", "fingerprint", "config", "dtype", "store", "files", "groups", "checksum"),
     ]
 
 
-@pytest.mark.parametrize("value", [None, [], [0], [0, 1], [1, 1], [2, 2], [-1, 2], [0, 2, 3], ["0", 2], [0, 2.0], [False, True], {}, 2])
+@pytest.mark.parametrize(
+    "value",
+    [None, [], [0], [0, 1], [1, 1], [2, 2], [-1, 2], [0, 2, 3], ["0", 2], [0, 2.0], [False, True], {}, 2],
+)
 def test_a_manifest_of_no_shard(value: object) -> None:
     body = json.loads(manifest(Shard(0, 2)).text())
     del body["checksum"]

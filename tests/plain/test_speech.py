@@ -52,7 +52,11 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 def calls(*expected: tuple[str, str]) -> list[Part]:
-    return [part for n, (name, given) in enumerate(expected) for part in (Begin(n, name), Arguments(n, given), End(n))]
+    return [
+        part
+        for n, (name, given) in enumerate(expected)
+        for part in (Begin(n, name), Arguments(n, given), End(n))
+    ]
 
 
 XML = """I look.
@@ -103,15 +107,21 @@ WELL: list[tuple[str | None, dict[str, Any], str, list[Part]]] = [
     (
         "hermes",
         {},
-        'Both.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n<tool_call>\n{"name": "now"}\n</tool_call>',
+        'Both.\n<tool_call>\n{"name": "weather", "arguments": {"city": '
+        '"Köln"}}\n</tool_call>\n<tool_call>\n{"name": "now"}\n</tool_call>',
         [Content("Both."), *calls(("weather", '{"city": "Köln"}'), ("now", "{}"))],
     ),
-    ("hermes", {}, '<tool_call>{"arguments": {"a": [1]}, "id": 3, "name": "x"}</tool_call>', calls(("x", '{"a": [1]}'))),
-    ("hermes", {}, '<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>', calls(("x", '{"a": 1}'))),
+    ("hermes", {}, '<tool_call>{"arguments": {"a": [1]}, "id": 3, "name": "x"}</tool_call>', calls(("x",
+    '{"a": [1]}'))),
+    ("hermes", {}, '<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>', calls(("x", '{"a": '
+                                                                                                    '1}'))),
     ("hermes", {}, '<tool_call>{"name": "x", "arguments": null}', calls(("x", "{}"))),
-    ("hermes", {}, '<tool_call>{"name": "x", "arguments": {"a": "l1\nl2\t"}}', calls(("x", '{"a": "l1\\nl2\\t"}'))),
-    ("hermes", {}, '<tool_call>{"name": "now"}</tool_call>\n\nThere.', [*calls(("now", "{}")), Content("There.")]),
-    ("hermes", {"several": False}, '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "x"}</tool_call>', calls(("now", "{}"))),
+    ("hermes", {}, '<tool_call>{"name": "x", "arguments": {"a": "l1\nl2\t"}}', calls(("x", '{"a": '
+                                                                                           '"l1\\nl2\\t"}'))),
+    ("hermes", {}, '<tool_call>{"name": "now"}</tool_call>\n\nThere.', [*calls(("now", "{}")),
+    Content("There.")]),
+    ("hermes", {"several": False}, '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": '
+                                   '"x"}</tool_call>', calls(("now", "{}"))),
     ("qwen3_coder", {}, XML, [Content("I look."), *calls(("weather", json.dumps(READ_XML)))]),
     ("qwen3_coder", {}, "<function=now>\n</function>", calls(("now", "{}"))),
     ("qwen3_coder", {}, '<tool_call>{"name": "now", "arguments": {}}</tool_call>', calls(("now", "{}"))),
@@ -123,11 +133,13 @@ WELL: list[tuple[str | None, dict[str, Any], str, list[Part]]] = [
         calls(("now", "{}"), ("weather", "{}")),
     ),
     ("llama3_json", {}, '<|python_tag|>{"name": "other", "parameters": {}}', calls(("other", "{}"))),
-    ("llama3_json", {}, 'So: {"name": "now", "parameters": {}}', [Content('So: {"name": "now", "parameters": {}}')]),
+    ("llama3_json", {}, 'So: {"name": "now", "parameters": {}}', [Content('So: {"name": "now", '
+                                                                          '"parameters": {}}')]),
     (
         "mistral",
         {},
-        'Well[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "x", "arguments": {"a": {}}, "id": "123456789"}]',
+        'Well[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "x", "arguments": {"a": {}}, "id": '
+        '"123456789"}]',
         [Content("Well"), *calls(("now", "{}"), ("x", '{"a": {}}'))],
     ),
     (
@@ -136,18 +148,23 @@ WELL: list[tuple[str | None, dict[str, Any], str, list[Part]]] = [
         '[THINK]hm[/THINK][TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]x.y-z[CALL_ID]a1[ARGS]{"a": 1}',
         [Reasoning("hm"), *calls(("now", "{}"), ("x.y-z", '{"a": 1}'))],
     ),
-    ("mistral", {"several": False}, '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "x"}]', calls(("now", "{}"))),
+    ("mistral", {"several": False}, '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "x"}]',
+    calls(("now", "{}"))),
     ("list", {}, '[{"name": "now", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]',
      calls(("now", "{}"), ("weather", '{"city": "a"}'))),
     ("list", {}, '[{"name": "now"}', calls(("now", "{}"))),
     ("mistral", {}, '[TOOL_CALLS][{"name": "now"}', calls(("now", "{}"))),
-    (None, {"thought": THINK}, "\n<think>\n\na\n\nb\n\n</think>\n\n\n  c\n", [Reasoning("a\n\nb"), Content("  c\n")]),
-    (None, {"thought": THINK, "thinking": True}, "\na <think> b</think>c", [Reasoning("a <think> b"), Content("c")]),
+    (None, {"thought": THINK}, "\n<think>\n\na\n\nb\n\n</think>\n\n\n  c\n", [Reasoning("a\n\nb"),
+    Content("  c\n")]),
+    (None, {"thought": THINK, "thinking": True}, "\na <think> b</think>c", [Reasoning("a <think> b"),
+    Content("c")]),
     (None, {"thought": THINK, "thinking": True}, "a\n", [Reasoning("a\n")]),
     (None, {"thought": THINK}, " \n <think", [Content(" \n <think")]),
     (None, {"thought": THINK}, "a<think>b</think>", [Content("a<think>b</think>")]),
-    ("llama3_json", {"thought": THINK}, '<think>a</think>\n\n{"name": "now", "parameters": {}}', [Reasoning("a"), *calls(("now", "{}"))]),
-    ("hermes", {"thought": THINK}, '<think>a<tool_call></think><tool_call>{"name":"x"}', [Reasoning("a<tool_call>"), *calls(("x", "{}"))]),
+    ("llama3_json", {"thought": THINK}, '<think>a</think>\n\n{"name": "now", "parameters": {}}',
+    [Reasoning("a"), *calls(("now", "{}"))]),
+    ("hermes", {"thought": THINK}, '<think>a<tool_call></think><tool_call>{"name":"x"}',
+    [Reasoning("a<tool_call>"), *calls(("x", "{}"))]),
 ]  # fmt: skip
 ILL: list[tuple[str, str]] = [
     ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
@@ -190,7 +207,9 @@ BROKEN: list[tuple[str, str, str]] = [  # and what was told of the arguments
 
 
 @pytest.mark.parametrize(("name", "how", "text", "expected"), WELL, ids=range(len(WELL)))
-def test_what_is_well_formed_is_told_apart(name: str | None, how: dict[str, Any], text: str, expected: list[Part]) -> None:
+def test_what_is_well_formed_is_told_apart(
+    name: str | None, how: dict[str, Any], text: str, expected: list[Part]
+) -> None:
     assert parts(name, [text], **how) == expected
     assert parts(name, list(text), **how) == expected
 
@@ -213,7 +232,10 @@ def test_a_call_that_breaks_off_is_content_where_it_was_not_told_yet(name: str, 
 
 def test_a_call_behind_a_broken_one_is_a_call() -> None:
     text = '<tool_call>{"name": "x", "arguments": {,}}</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
-    assert whole(speech("hermes"), text) == [Content('<tool_call>{"name": "x", "arguments": {,}}</tool_call>'), Called("now", "{}")]
+    assert whole(speech("hermes"), text) == [
+        Content('<tool_call>{"name": "x", "arguments": {,}}</tool_call>'),
+        Called("now", "{}"),
+    ]
     assert whole(speech("list"), '[{"name": "now"}, 5]') == [Called("now", "{}"), Content(", 5]")]
 
 
@@ -221,9 +243,13 @@ def test_line_breaks_are_left_out_before_a_marker_and_nowhere_else() -> None:
     for more in ("", "\n", "\n\n\n"):
         made, expected = speech("hermes"), [f"a\n\n{more}b", "c"]
         told = [
-            part for piece in ("a", "\n", f"\n{more}", "b\n", more, '<tool_call>{"name": "now"}\n', more, "c") for part in made.push(piece)
+            part
+            for piece in ("a", "\n", f"\n{more}", "b\n", more, '<tool_call>{"name": "now"}\n', more, "c")
+            for part in made.push(piece)
         ]
-        assert [part.text for part in _joined([*told, *made.finish()]) if isinstance(part, Content)] == expected
+        assert [
+            part.text for part in _joined([*told, *made.finish()]) if isinstance(part, Content)
+        ] == expected
         ends = parts("hermes", ["a\n", more, "\n"])
         assert ends == [Content(f"a\n{more}\n")]
         assert parts("hermes", ["a\n", more, "<tool_call>", "\n!"]) == [Content(f"a\n{more}<tool_call>\n!")]
@@ -235,7 +261,11 @@ def test_no_more_is_held_back_than_may_be_a_marker() -> None:
     assert made.push("ick> a < b") == [Content(" \n<thick> a < b")]
     assert made.push(" <tool_cal") == [Content(" ")]
     assert made.push("m>\n") == [Content("<tool_calm>")]
-    assert made.push('x\n<tool_call>{"name": "now", "arguments": {"a": "b') == [Content("\nx"), Begin(0, "now"), Arguments(0, '{"a": "b')]
+    assert made.push('x\n<tool_call>{"name": "now", "arguments": {"a": "b') == [
+        Content("\nx"),
+        Begin(0, "now"),
+        Arguments(0, '{"a": "b'),
+    ]
     assert made.push("c\\u00") == [Arguments(0, "c")]
     assert made.push('e9"') == [Arguments(0, '\\u00e9"')]
     assert made.push(', "n": 12') == [Arguments(0, ', "n": ')]
@@ -247,15 +277,23 @@ def test_no_more_is_held_back_than_may_be_a_marker() -> None:
 
 _SOUP = st.lists(
     st.sampled_from(
-        ["<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "[TOOL_CALLS]", "[ARGS]", "<think>",
-         "</think>", "<|python_tag|>", '{"name":"', '{"name":"now","arguments":{', '"arguments":{', '"', '",', '":', "{", "}", "[", "]",
+        ["<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>",
+        "[TOOL_CALLS]", "[ARGS]", "<think>",
+         "</think>", "<|python_tag|>", '{"name":"', '{"name":"now","arguments":{', '"arguments":{', '"',
+         '",', '":', "{", "}", "[", "]",
          ",", ";", ">", "\\", "\\u12", "1.", "true", "<", "</", "[TOOL", "\n", " ", "W", "W", "W"]
     ),
     max_size=24,
 )  # fmt: skip
 
 
-@given(st.sampled_from([*FORMATS, "list", None]), _SOUP, st.lists(st.integers(0, 10**6), max_size=12), st.booleans(), st.booleans())
+@given(
+    st.sampled_from([*FORMATS, "list", None]),
+    _SOUP,
+    st.lists(st.integers(0, 10**6), max_size=12),
+    st.booleans(),
+    st.booleans(),
+)
 @example("hermes", ["<tool_call>", '{"name":"now","arguments":{', '"', "W", "\\", "W"], [1, 50], False, True)
 @settings(max_examples=250, deadline=None)
 def test_parts_do_not_depend_on_cuts_and_no_word_is_lost(
@@ -265,9 +303,14 @@ def test_parts_do_not_depend_on_cuts_and_no_word_is_lost(
     text = "".join(f"w{next(words)}" if piece == "W" else piece for piece in pieces)
     how: dict[str, Any] = {"thought": THINK, "thinking": thinking}
     found = parts(name, [text], several=several, **how)
-    assert found == parts(name, cut(text, places), several=several, **how) == parts(name, list(text), several=several, **how)
+    assert (
+        found
+        == parts(name, cut(text, places), several=several, **how)
+        == parts(name, list(text), several=several, **how)
+    )
     said = "".join(
-        part.name if isinstance(part, Begin) else "" if isinstance(part, End) else part.text for part in parts(name, [text], **how)
+        part.name if isinstance(part, Begin) else "" if isinstance(part, End) else part.text
+        for part in parts(name, [text], **how)
     )
     # A whole call may have keys that mean nothing.
     kept = re.sub(r"(?s)\{.*\}", "", text) if any(isinstance(part, End) for part in found) else text
@@ -283,14 +326,22 @@ _JSON = st.recursive(
 
 @given(_JSON, st.booleans(), st.sampled_from([None, 1]), st.lists(st.integers(0, 10**6), max_size=8))
 @settings(max_examples=80, deadline=None)
-def test_any_json_is_read_to_its_end_and_no_further(value: object, plain: bool, indent: int | None, places: list[int]) -> None:
+def test_any_json_is_read_to_its_end_and_no_further(
+    value: object, plain: bool, indent: int | None, places: list[int]
+) -> None:
     text = json.dumps({"a": value}, ensure_ascii=plain, indent=indent)
-    arguments = "".join(part.text for part in parts("mistral", cut(f"[TOOL_CALLS]x{text} rest", places)) if isinstance(part, Arguments))
+    arguments = "".join(
+        part.text
+        for part in parts("mistral", cut(f"[TOOL_CALLS]x{text} rest", places))
+        if isinstance(part, Arguments)
+    )
     assert arguments == text
 
 
-@pytest.mark.parametrize("text", ['{"a" 1}', "{1: 2}", "[1,]", "[,1]", '{"a": 1,}', "01,", "1.,", "+1,", "tru,", "nul]", "'a'", "]",
-                                  '"\\x"', "NaN,", "-,", "1e,", '{"a": }', "[1 2]", '"\\u12g4"', "9" * 500 + ","])  # fmt: skip
+@pytest.mark.parametrize("text", ['{"a" 1}', "{1: 2}", "[1,]", "[,1]", '{"a": 1,}', "01,", "1.,", "+1,",
+"tru,", "nul]", "'a'", "]",
+                                  '"\\x"', "NaN,", "-,", "1e,", '{"a": }', "[1 2]", '"\\u12g4"',
+                                  "9" * 500 + ","])  # fmt: skip
 def test_what_is_no_json_is_refused(text: str) -> None:
     def read() -> None:
         value, at = Value(), 0
@@ -304,8 +355,10 @@ def test_what_is_no_json_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "text", "expected"),
-    [("city", "5", '"5"'), ("days", " 5 ", "5"), ("days", "five", '"five"'), ("exact", "False", "false"), ("exact", "maybe", '"maybe"'),
-     ("note", "null", "null"), ("note", "7", '"7"'), ("places", '{"a": 1}', '{"a": 1}'), ("places", "[1", '"[1"'), ("level", "3", '"3"'),
+    [("city", "5", '"5"'), ("days", " 5 ", "5"), ("days", "five", '"five"'), ("exact", "False", "false"),
+    ("exact", "maybe", '"maybe"'),
+     ("note", "null", "null"), ("note", "7", '"7"'), ("places", '{"a": 1}', '{"a": 1}'), ("places", "[1",
+     '"[1"'), ("level", "3", '"3"'),
      ("any", "[1]", "[1]"), ("any", "NaN", '"NaN"'), ("any", '"a"', '"\\"a\\""'), ("else", "1", '"1"')],
 )  # fmt: skip
 def test_arguments_written_as_text_have_the_types_of_their_schema(key: str, text: str, expected: str) -> None:
@@ -313,17 +366,29 @@ def test_arguments_written_as_text_have_the_types_of_their_schema(key: str, text
 
 
 def test_schemas_that_go_in_circles_or_are_none_leave_it_open() -> None:
-    circle = {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"anyOf": [{"$ref": "#/nowhere"}, 5]}, "c": True, "d": {"const": 1.5}}}
+    circle = {
+        "properties": {
+            "a": {"$ref": "#/properties/a"},
+            "b": {"anyOf": [{"$ref": "#/nowhere"}, 5]},
+            "c": True,
+            "d": {"const": 1.5},
+        }
+    }
     assert [sorted(kinds_of(circle, key)) for key in "abcd"] == [[], [], [], ["number"]]
     assert kinds_of({"properties": 3}, "a") == {"string"}
-    many = {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}, {"type": "null"}, {"$ref": "#/properties/a"}] * 2}}}
+    many = {
+        "properties": {
+            "a": {"anyOf": [{"$ref": "#/properties/a"}, {"type": "null"}, {"$ref": "#/properties/a"}] * 2}
+        }
+    }
     with patch.object(schemas, "_found", wraps=schemas._found) as found:
         assert kinds_of(many, "a") == {"null"}
     assert found.call_count < 10, "each schema is looked into once"
 
 
 def test_long_texts_take_time_in_proportion() -> None:
-    """A run of line breaks, an endless number and a long argument are each looked through once, or nearly so."""
+    """A run of line breaks, an endless number and a long argument are each looked through once, or nearly
+    so."""
     made = speech("hermes")
     for _ in range(5_000):
         made.push("\n")
@@ -334,4 +399,6 @@ def test_long_texts_take_time_in_proportion() -> None:
         assert made.push("word ") == [Arguments(0, "word ")]
     assert len(whole(speech("hermes"), '<tool_call>{"name": "now"}</tool_call>\n' * 5_000)) == 5_000
     assert whole(speech("qwen3_coder"), "<tool_call>x" * 10_000) == [Content("<tool_call>x" * 10_000)]
-    assert whole(speech("hermes", thought=THINK), "\n" * 50_000 + "<think>" + "\n" * 50_000 + "a") == [Reasoning("a")]
+    assert whole(speech("hermes", thought=THINK), "\n" * 50_000 + "<think>" + "\n" * 50_000 + "a") == [
+        Reasoning("a")
+    ]

@@ -1,4 +1,5 @@
-"""Tokenizer, incremental detokenizer and chat templates, on a byte-level BPE and on a SentencePiece-style BPE with byte fallback."""
+"""Tokenizer, incremental detokenizer and chat templates, on a byte-level BPE and on a SentencePiece-style BPE
+with byte fallback."""
 
 import json
 import os
@@ -23,7 +24,9 @@ from penstock.base.errors import CheckpointError, RequestError, UnsupportedModel
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 QWEN, STORIES = "tokenizer_qwen_hf", "stories260k_hf"
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs the real material in ../shared/data, which is not here")
+pytestmark = pytest.mark.skipif(
+    not DATA.is_dir(), reason="needs the real material in ../shared/data, which is not here"
+)
 
 
 @cache
@@ -47,16 +50,36 @@ def in_chunks(tokens: list[int], sizes: list[int]) -> Iterator[list[int]]:
 
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467\U0001f3fd"
 snippets = st.sampled_from(
-    [FAMILY, "🇩🇪", "日本語", "e\u0301", "\ufffd", "  ", "\n\n", "<s>", "<|im_start|>", "<0x41>", " the", "▁", "Ġ", "\x00", "❤️"]
+    [
+        FAMILY,
+        "🇩🇪",
+        "日本語",
+        "e\u0301",
+        "\ufffd",
+        "  ",
+        "\n\n",
+        "<s>",
+        "<|im_start|>",
+        "<0x41>",
+        " the",
+        "▁",
+        "Ġ",
+        "\x00",
+        "❤️",
+    ]
 )
-texts = st.lists(snippets | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12).map("".join)
+texts = st.lists(snippets | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12).map(
+    "".join
+)
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("name", [QWEN, STORIES])
 @given(text=texts, sizes=sizes, skip_special=st.booleans())
 @settings(max_examples=150)
-def test_stream_of_encoded_text_equals_decode(name: str, text: str, sizes: list[int], skip_special: bool) -> None:
+def test_stream_of_encoded_text_equals_decode(
+    name: str, text: str, sizes: list[int], skip_special: bool
+) -> None:
     tokenizer = load(name)
     tokens = tokenizer.encode(text)
     stream = tokenizer.detokenizer(skip_special=skip_special)
@@ -67,9 +90,15 @@ def test_stream_of_encoded_text_equals_decode(name: str, text: str, sizes: list[
     assert "\ufffd" in text or "\ufffd" not in stream.text
 
 
-@given(tokens=st.lists(st.integers(0, 151_700) | st.integers(0, 255), max_size=30), sizes=sizes, skip_special=st.booleans())
+@given(
+    tokens=st.lists(st.integers(0, 151_700) | st.integers(0, 255), max_size=30),
+    sizes=sizes,
+    skip_special=st.booleans(),
+)
 @settings(max_examples=300)
-def test_byte_level_stream_of_any_tokens_equals_decode(tokens: list[int], sizes: list[int], skip_special: bool) -> None:
+def test_byte_level_stream_of_any_tokens_equals_decode(
+    tokens: list[int], sizes: list[int], skip_special: bool
+) -> None:
     stream = load(QWEN).detokenizer(skip_special=skip_special)
     pushed = "".join(stream.push(chunk) for chunk in in_chunks(tokens, sizes))
     assert pushed + stream.finish() == load(QWEN).decode(tokens, skip_special=skip_special)
@@ -78,7 +107,8 @@ def test_byte_level_stream_of_any_tokens_equals_decode(tokens: list[int], sizes:
 def well_formed(tokens: list[int], skip_special: bool) -> list[int]:
     """Every run of byte tokens (3 to 258, bytes 0 to 255) that is not UTF-8 rewritten with U+FFFD.
 
-    Left out, and so no end of a run: skipped special tokens (0 to 2) and those the tokenizer does not know (from 512 on).
+    Left out, and so no end of a run: skipped special tokens (0 to 2) and those the tokenizer does not know
+    (from 512 on).
     """
     out: list[int] = []
     run = bytearray()
@@ -91,7 +121,9 @@ def well_formed(tokens: list[int], skip_special: bool) -> list[int]:
     return out + [byte + 3 for byte in run.decode("utf-8", "replace").encode()]
 
 
-byte_runs = st.binary(min_size=1, max_size=6) | st.text(max_size=3).map(lambda text: text.encode("utf-8", "replace"))
+byte_runs = st.binary(min_size=1, max_size=6) | st.text(max_size=3).map(
+    lambda text: text.encode("utf-8", "replace")
+)
 byte_tokens = byte_runs.map(lambda run: [byte + 3 for byte in run])
 any_tokens = st.lists(byte_tokens | st.lists(st.integers(0, 520), max_size=4), max_size=10).map(
     lambda runs: [token for run in runs for token in run]
@@ -105,7 +137,9 @@ def test_byte_fallback_stream_of_any_tokens_equals_decode_of_their_well_formed_r
 ) -> None:
     stream = load(STORIES).detokenizer(skip_special=skip_special)
     pushed = "".join(stream.push(chunk) for chunk in in_chunks(tokens, sizes))
-    assert pushed + stream.finish() == load(STORIES).decode(well_formed(tokens, skip_special), skip_special=skip_special)
+    assert pushed + stream.finish() == load(STORIES).decode(
+        well_formed(tokens, skip_special), skip_special=skip_special
+    )
 
 
 def test_ill_formed_run_keeps_the_characters_already_given_out() -> None:
@@ -125,7 +159,11 @@ def test_half_a_character_waits_and_comes_as_replacement_at_the_end(tokenizer: T
 
 def test_first_space_goes_with_the_first_token_that_has_text() -> None:
     for unseen in (1, 600):  # one skipped, one that the tokenizer does not know
-        assert load(STORIES).detokenizer().push([unseen, 265, 265]) == load(STORIES).decode([unseen, 265, 265]) == "the the"
+        assert (
+            load(STORIES).detokenizer().push([unseen, 265, 265])
+            == load(STORIES).decode([unseen, 265, 265])
+            == "the the"
+        )
 
 
 def test_output_that_continues_a_text_keeps_its_first_space() -> None:
@@ -161,7 +199,9 @@ def test_stop_strings(name: str, text: str, stops: list[str], include: bool, siz
         seen, stopped = cut(plain.text, stops, include)
         begun = [n for stop in stops for n in range(len(stop)) if seen.endswith(stop[:n])]
         held = 0 if stopped else max(begun, default=0)
-        assert (stream.text, stream.stopped) == (seen[: len(seen) - held], stopped), "all that is certain and no more"
+        assert (stream.text, stream.stopped) == (seen[: len(seen) - held], stopped), (
+            "all that is certain and no more"
+        )
     rest = stream.finish()
     assert (stream.text, stream.stopped) == cut(text, stops, include)
     if stream.stopped:
@@ -176,12 +216,17 @@ def test_stop_string_may_hold_a_replacement_character_that_only_the_end_reveals(
 
 @pytest.mark.parametrize(
     ("decoder", "text"),
-    [(None, "b a b"), ({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}, "bab c")],
+    [
+        (None, "b a b"),
+        ({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}, "bab c"),
+    ],
 )
 def test_other_decoders(decoder: object, text: str) -> None:
     vocabulary = {"a": 0, "b": 1, "▁c": 2, "[UNK]": 3}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
-    inner = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model, "decoder": decoder}))
+    inner = tokenizers.Tokenizer.from_str(
+        json.dumps({"version": "1.0", "added_tokens": [], "model": model, "decoder": decoder})
+    )
     tokenizer = Tokenizer(inner, {}, {})
     tokens = [1, 0, 1] if decoder is None else [1, 0, 1, 2]
     assert tokenizer.detokenizer().push(tokens) == tokenizer.decode(tokens) == text
@@ -219,7 +264,10 @@ def test_encode_decode_and_what_a_token_shows(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokens) == text
     assert b"".join(tokenizer.token_bytes(token) for token in tokens).lstrip() == text.encode()
     assert (tokenizer.token_bytes(10**6), tokenizer.token_text(10**6)) == (b"", "")
-    assert tokenizer.encode_batch([text, "x"], special=False) == [tokens, tokenizer.encode("x", special=False)]
+    assert tokenizer.encode_batch([text, "x"], special=False) == [
+        tokens,
+        tokenizer.encode("x", special=False),
+    ]
 
 
 def test_special_tokens_go_round_a_text_only_when_asked() -> None:
@@ -231,7 +279,10 @@ def test_special_tokens_go_round_a_text_only_when_asked() -> None:
     assert (stories.token_text(265), stories.token_text(3 + 0xE2)) == (" the", "\ufffd")
 
 
-@pytest.mark.parametrize(("text", "where"), [("ab\udcff", "byte 0xff at character 2"), ("\ud83d", r"surrogate U\+D83D at character 0")])
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("ab\udcff", "byte 0xff at character 2"), ("\ud83d", r"surrogate U\+D83D at character 0")],
+)
 def test_prompt_that_is_not_unicode(tokenizer: Tokenizer, text: str, where: str) -> None:
     with pytest.raises(RequestError, match=f"not valid UTF-8: {where}"):
         tokenizer.encode(text)
@@ -255,15 +306,22 @@ HELLO = [{"role": "user", "content": "Hello"}]
 def test_length_limits_in_the_file_are_ignored(folder: Path) -> None:
     table = json.loads((folder / "tokenizer.json").read_text())
     table["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    table["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>",
+    table["padding"] = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_id": 0, "pad_type_id": 0,
+    "pad_token": "<unk>",
                         "pad_to_multiple_of": None}  # fmt: skip
     write(folder / "tokenizer.json", table)
     assert Tokenizer.from_directory(folder).encode("a longer text") == load(STORIES).encode("a longer text")
 
 
 def test_names_of_special_tokens(folder: Path) -> None:
-    write(folder / "tokenizer_config.json", {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": None, "add_bos_token": True})
-    assert (Tokenizer.from_directory(folder).bos_token, Tokenizer.from_directory(folder).eos_token) == ("<s>", None)
+    write(
+        folder / "tokenizer_config.json",
+        {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": None, "add_bos_token": True},
+    )
+    assert (Tokenizer.from_directory(folder).bos_token, Tokenizer.from_directory(folder).eos_token) == (
+        "<s>",
+        None,
+    )
     write(folder / "special_tokens_map.json", {"bos_token": "</s>"})
     assert Tokenizer.from_directory(folder).bos_token == "</s>"
     write(folder / "tokenizer_config.json", {"bos_token": "<s>", "added_tokens_decoder": {}})
@@ -278,13 +336,19 @@ def test_names_of_special_tokens(folder: Path) -> None:
         ("tokenizer.json", None, "cannot be read: No such file"),
         ("tokenizer.json", Path("pipe"), "cannot be read: it is not a regular file"),
         ("tokenizer_config.json", Path("pipe"), "cannot be read: it is not a regular file"),
-        ("chat_template.jinja", Path("/dev/zero"), "is a link to /dev/zero, outside of the model's directory"),
+        (
+            "chat_template.jinja",
+            Path("/dev/zero"),
+            "is a link to /dev/zero, outside of the model's directory",
+        ),
         ("tokenizer_config.json", "{", "is not JSON"),
         ("tokenizer_config.json", "[" * 100_000, "is not JSON"),
         ("tokenizer_config.json", "[1]", "holds a list"),
     ],
 )
-def test_damaged_file_is_named(folder: Path, file: str, content: str | bytes | Path | None, says: str) -> None:
+def test_damaged_file_is_named(
+    folder: Path, file: str, content: str | bytes | Path | None, says: str
+) -> None:
     """content: of the file; a Path is what it is a link to."""
     if content is None:
         (folder / file).unlink()
@@ -307,14 +371,22 @@ def test_where_chat_templates_are_looked_for(folder: Path) -> None:
         rendered()
     write(folder / "chat_template.json", {"chat_template": "old {{ messages[0].content }}"})
     assert rendered() == "old Hello"
-    named = [{"name": "tool_use", "template": "tools {{ tools | length }}"}, {"name": "rag", "template": "rag"}]
+    named = [
+        {"name": "tool_use", "template": "tools {{ tools | length }}"},
+        {"name": "rag", "template": "rag"},
+    ]
     write(folder / "tokenizer_config.json", {"chat_template": named})
     with pytest.raises(RequestError, match="no default chat template, only rag, tool_use"):
         rendered()
     write(
-        folder / "tokenizer_config.json", {"chat_template": [*named, {"name": "default", "template": "config {{ add_generation_prompt }}"}]}
+        folder / "tokenizer_config.json",
+        {"chat_template": [*named, {"name": "default", "template": "config {{ add_generation_prompt }}"}]},
     )
-    assert (rendered(), rendered(add_generation_prompt=False), rendered(tools=[{}])) == ("config True", "config False", "tools 1")
+    assert (rendered(), rendered(add_generation_prompt=False), rendered(tools=[{}])) == (
+        "config True",
+        "config False",
+        "tools 1",
+    )
     write(folder / "chat_template.jinja", "file")
     assert rendered(tools=[]) == "file"
     write(folder / "additional_chat_templates" / "tool_use.jinja", "file tools")
@@ -322,7 +394,10 @@ def test_where_chat_templates_are_looked_for(folder: Path) -> None:
 
 
 def test_encode_chat_adds_no_second_start_token(folder: Path) -> None:
-    write(folder / "tokenizer_config.json", {"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ more }}"})
+    write(
+        folder / "tokenizer_config.json",
+        {"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ more }}"},
+    )
     tokenizer = Tokenizer.from_directory(folder)
     assert tokenizer.encode_chat(HELLO, more="!").count(1) == 1
     assert tokenizer.encode_chat(HELLO, bos_token="") == tokenizer.encode("Hello", special=False)
@@ -351,8 +426,14 @@ def test_template_language() -> None:
         ("{{ absent.field }}", "'absent' is undefined"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "more than 5000 steps"),
-        ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "more than 5000 steps"),
+        (
+            "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+            "more than 5000 steps",
+        ),
+        (
+            "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+            "more than 5000 steps",
+        ),
         ("{% for a in range(4000) %}{{ 'x' * 99999 }}{% endfor %}", "more than 67108864 characters"),
         ("{{ 'x' * 99999999999 }}", r"str \* int may become too large"),
         ("{{ 9 ** 9 ** 9 }}", "too large"),
@@ -370,7 +451,9 @@ def test_template_recovers_after_it_ran_too_long(monkeypatch: pytest.MonkeyPatch
     template = ChatTemplate("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}done")
     with pytest.raises(RequestError, match="steps"):
         template.render({"n": 100})
-    assert [template.render({"n": 54}) for _ in range(2)] == ["done"] * 2, "each rendering has its own count of steps"
+    assert [template.render({"n": 54}) for _ in range(2)] == ["done"] * 2, (
+        "each rendering has its own count of steps"
+    )
 
 
 @pytest.mark.parametrize(
@@ -398,16 +481,28 @@ def test_what_a_template_sees_of_messages(folder: Path) -> None:
     write(folder / "chat_template.jinja", "{{ messages | tojson(sort_keys=True) }}")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     seen = Tokenizer.from_directory(folder).render_chat(
-        [{"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": None, "tool_calls": [], "reasoning": "r"}]
+        [
+            {"role": "user", "content": parts, "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [], "reasoning": "r"},
+        ]
     )
     assert json.loads(seen) == [
         {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": "", "tool_calls": [], "reasoning": "r", "thinking": "r", "reasoning_content": "r"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [],
+            "reasoning": "r",
+            "thinking": "r",
+            "reasoning_content": "r",
+        },
     ]
 
 
 def test_threads_share_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.api.chat_template.MOST_STEPS", 5000)  # enough for one rendering, not for two at once
+    monkeypatch.setattr(
+        "penstock.api.chat_template.MOST_STEPS", 5000
+    )  # enough for one rendering, not for two at once
     write(folder / "chat_template.jinja", "{% for n in range(4000) %}{{ messages[0].content }}{% endfor %}")
     tokenizer = Tokenizer.from_directory(folder)
 
@@ -427,5 +522,8 @@ def test_threads_share_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_imports_stay_light() -> None:
-    code = "import sys, penstock.api.text; sys.exit(any(name in sys.modules for name in ('torch', 'jinja2', 'numpy', 'transformers')))"
+    code = (
+        "import sys, penstock.api.text; sys.exit(any(name in sys.modules for name in ('torch', 'jinja2', "
+        "'numpy', 'transformers')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

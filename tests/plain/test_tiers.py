@@ -1,4 +1,5 @@
-"""Prefix blocks between tiers while requests come, wait, grow, stop and begin anew: in a hall whose transfers land when a test says so."""
+"""Prefix blocks between tiers while requests come, wait, grow, stop and begin anew: in a hall whose transfers
+land when a test says so."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,15 @@ class Porter(Worker):
 class Quay(Hall):
     """A hall with a porter, and a clock that goes when it is told."""
 
-    def __init__(self, *, blocks: int = BLOCKS, host_blocks: int = HOST, block_size: int = SIZE, disk: int = 0, **more: Any) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: int = BLOCKS,
+        host_blocks: int = HOST,
+        block_size: int = SIZE,
+        disk: int = 0,
+        **more: Any,
+    ) -> None:
         more = {"store": "eager", "long_from": None} | more
         super().__init__(blocks=blocks, host_blocks=host_blocks, block_size=block_size, disk=disk, **more)
         self.worker: Porter = Porter(blocks, host_blocks, block_size, more.get("rope_from"))
@@ -80,7 +89,8 @@ def routes(plan: Plan) -> list[tuple[Route, int]]:
     return [(transfer.route, len(transfer.blocks)) for transfer in plan.transfers]
 
 
-# -- as it should be ---------------------------------------------------------------------------------------------------------
+# -- as it should be
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_go_down_and_out_and_come_in_and_up_again() -> None:
@@ -91,7 +101,11 @@ def test_blocks_go_down_and_out_and_come_in_and_up_again() -> None:
     hall.host.forget()
     hall.submit(A, 2)
     plans = [hall.step() for _ in range(3)]
-    assert [(routes(plan), plan.tokens) for plan in plans] == [([(Route.IN, 3)], 0), ([(Route.UP, 3)], 0), ([], 1)]
+    assert [(routes(plan), plan.tokens) for plan in plans] == [
+        ([(Route.IN, 3)], 0),
+        ([(Route.UP, 3)], 0),
+        ([], 1),
+    ]
     hall.drain()
     assert hall.ended[-1].cached == 12
 
@@ -276,7 +290,9 @@ def test_a_disk_that_is_only_read_is_read_and_never_written() -> None:
     hall.submit(A, 2)
     hall.submit(B, 2)
     hall.drain()
-    assert hall.tiers.counts.moved == {Route.IN: 3, Route.UP: 3, Route.DOWN: 6, Route.OUT: 3}, "what went out did so before"
+    assert hall.tiers.counts.moved == {Route.IN: 3, Route.UP: 3, Route.DOWN: 6, Route.OUT: 3}, (
+        "what went out did so before"
+    )
     assert hall.scheduler.forget() > 0
     hall.drain()
     assert not hall.worker.disk
@@ -312,7 +328,8 @@ def test_the_end_of_an_interrupted_step_is_a_new_beginning() -> None:
     assert len(hall.ended) == 4
 
 
-# -- findings: priority and pages --------------------------------------------------------------------------------------------
+# -- findings: priority and pages
+# --------------------------------------------------------------------------------------------
 
 
 def test_whose_blocks_come_too_late_from_the_host_computes_them() -> None:
@@ -371,7 +388,8 @@ def test_a_slow_disk_keeps_no_long_request_waiting() -> None:
     assert any(hall.step().shares for _ in range(3))
 
 
-# -- findings: what is forgotten ---------------------------------------------------------------------------------------------
+# -- findings: what is forgotten
+# ---------------------------------------------------------------------------------------------
 
 
 def test_what_was_on_its_way_to_the_device_when_all_was_forgotten_is_not_found() -> None:
@@ -438,7 +456,8 @@ def test_after_an_interrupt_the_disk_still_forgets_what_it_should(planned: bool)
     assert set(hall.worker.disk) == set(hall.disk._there)
 
 
-# -- findings: lazily --------------------------------------------------------------------------------------------------------
+# -- findings: lazily
+# --------------------------------------------------------------------------------------------------------
 
 
 def given_up(hall: Quay) -> Iterator[bytes]:
@@ -474,7 +493,8 @@ def test_lazily_what_was_forgotten_goes_to_the_host_again() -> None:
     assert run() == first
 
 
-# -- findings: rates and counts ----------------------------------------------------------------------------------------------
+# -- findings: rates and counts
+# ----------------------------------------------------------------------------------------------
 
 
 def test_waiting_for_a_transfer_does_not_make_tokens_dearer() -> None:
@@ -487,7 +507,9 @@ def test_waiting_for_a_transfer_does_not_make_tokens_dearer() -> None:
 
 @settings(deadline=None)
 @given(st.floats(0, 0.1), st.floats(1e-6, 1e-2), st.lists(st.integers(1, 4000), min_size=2, max_size=40))
-def test_what_each_transfer_takes_is_told_from_what_each_block_takes(first: float, each: float, counts: list[int]) -> None:
+def test_what_each_transfer_takes_is_told_from_what_each_block_takes(
+    first: float, each: float, counts: list[int]
+) -> None:
     rates = Rates()
     for blocks in counts:
         rates.moved(Route.IN, blocks, first + each * blocks)
@@ -532,9 +554,14 @@ def test_tokens_far_back_are_dearer_to_compute() -> None:
 
 
 @pytest.mark.parametrize(("step_tokens", "sequences", "output"), [(4, 4, 2), (4, 4, 12), (8, 8, 5)])
-def test_a_long_prompt_goes_on_however_many_come_whose_blocks_are_on_the_host(step_tokens: int, sequences: int, output: int) -> None:
-    """They are admitted without tokens, and then have one in each step: never so many that less than a block is left."""
-    hall = Quay(blocks=60, host_blocks=100, max_step_tokens=step_tokens, max_sequences=sequences, long_from=30)
+def test_a_long_prompt_goes_on_however_many_come_whose_blocks_are_on_the_host(
+    step_tokens: int, sequences: int, output: int
+) -> None:
+    """They are admitted without tokens, and then have one in each step: never so many that less than a block
+    is left."""
+    hall = Quay(
+        blocks=60, host_blocks=100, max_step_tokens=step_tokens, max_sequences=sequences, long_from=30
+    )
     prompt = [0, 1, 2, 0, 0, 1, 2, 0]
     hall.only_on_host([*prompt, 0])
     long = hall.submit([2, 1] * 20, 2)
@@ -582,7 +609,8 @@ def test_what_came_from_the_disk_is_part_of_what_was_not_computed() -> None:
     assert event.cached_disk <= event.cached
 
 
-# -- anything at any time ----------------------------------------------------------------------------------------------------
+# -- anything at any time
+# ----------------------------------------------------------------------------------------------------
 
 
 class Tides(Nights):
@@ -599,9 +627,13 @@ class Tides(Nights):
         disk=st.sampled_from([0, 3, 40]),
         lossy=st.booleans(),
     )
-    def begin(self, block_size: int, max_step_tokens: int, max_sequences: int, lossy: bool = False, **more: Any) -> None:
+    def begin(
+        self, block_size: int, max_step_tokens: int, max_sequences: int, lossy: bool = False, **more: Any
+    ) -> None:
         step = max(block_size, max_step_tokens, max_sequences)
-        self.hall: Quay = Quay(block_size=block_size, max_step_tokens=step, max_sequences=max_sequences, **more)
+        self.hall: Quay = Quay(
+            block_size=block_size, max_step_tokens=step, max_sequences=max_sequences, **more
+        )
         self.hall.worker.lossy = lossy
 
     @rule(held=st.sets(st.sampled_from(list(Route))))

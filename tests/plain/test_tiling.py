@@ -1,4 +1,5 @@
-"""What requests share passes by once, and each finds its own blocks in order: stretches, against the definition."""
+"""What requests share passes by once, and each finds its own blocks in order: stretches, against the
+definition."""
 
 import random
 from collections.abc import Sequence
@@ -18,14 +19,18 @@ def tables_of(tables: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 
 def found(tables: Sequence[Sequence[int]], most: int) -> list[tuple[int, Ids, Ids]]:
-    return [(one.first, tuple(one.blocks.tolist()), one.members) for one in stretches(tables_of(tables), most)]
+    return [
+        (one.first, tuple(one.blocks.tolist()), one.members) for one in stretches(tables_of(tables), most)
+    ]
 
 
 def check(tables: Sequence[Sequence[int]], most: int) -> list[Stretch]:
     """All that is promised of them."""
     given, kept = tables_of(tables), tables_of(tables)
     made = stretches(given, most)
-    assert all(np.array_equal(one, other) for one, other in zip(given, kept, strict=True)), "a table was changed"
+    assert all(np.array_equal(one, other) for one, other in zip(given, kept, strict=True)), (
+        "a table was changed"
+    )
     walked: list[list[int]] = [[] for _ in tables]
     for one in made:
         assert 1 <= len(one.blocks) <= most
@@ -35,7 +40,9 @@ def check(tables: Sequence[Sequence[int]], most: int) -> list[Stretch]:
             assert one.first == len(walked[member]), f"table {member} is out of order"
             walked[member] += one.blocks.tolist()
     assert walked == [list(table) for table in tables]
-    assert sum(len(one.blocks) for one in made) == beginnings(tables), "what is shared passes by more than once"
+    assert sum(len(one.blocks) for one in made) == beginnings(tables), (
+        "what is shared passes by more than once"
+    )
     for one in made:
         stop = one.first + len(one.blocks)
         ends = {tuple(tables[member][stop : stop + 1]) for member in one.members}
@@ -71,12 +78,19 @@ def test_every_table_is_walked_and_every_beginning_passes_once(tables: list[list
 
 
 @given(alike(), st.integers(1, 9), st.randoms(use_true_random=False))
-def test_the_order_of_the_tables_matters_to_nobody(tables: list[list[int]], most: int, rng: random.Random) -> None:
+def test_the_order_of_the_tables_matters_to_nobody(
+    tables: list[list[int]], most: int, rng: random.Random
+) -> None:
     """Which of two that have parted comes first may change, but what passes, and for whom, does not."""
     order = rng.sample(range(len(tables)), len(tables))
 
-    def passing(tables: Sequence[Sequence[int]], names: Sequence[int]) -> set[tuple[int, Ids, frozenset[int]]]:
-        return {(first, blocks, frozenset(names[member] for member in members)) for first, blocks, members in found(tables, most)}
+    def passing(
+        tables: Sequence[Sequence[int]], names: Sequence[int]
+    ) -> set[tuple[int, Ids, frozenset[int]]]:
+        return {
+            (first, blocks, frozenset(names[member] for member in members))
+            for first, blocks, members in found(tables, most)
+        }
 
     assert passing([tables[at] for at in order], order) == passing(tables, range(len(tables)))
 
@@ -101,7 +115,11 @@ def test_the_order_of_the_tables_matters_to_nobody(tables: list[list[int]], most
             [(0, (1,), (0, 1, 2)), (1, (2,), (0, 2)), (2, (3,), (0,)), (2, (4,), (2,)), (1, (7, 3), (1,))],
         ),
         # Where they part in the midst of what one could be.
-        ([[1, 2, 3, 4], [1, 2, 3, 5]], 2, [(0, (1, 2), (0, 1)), (2, (3,), (0, 1)), (3, (4,), (0,)), (3, (5,), (1,))]),
+        (
+            [[1, 2, 3, 4], [1, 2, 3, 5]],
+            2,
+            [(0, (1, 2), (0, 1)), (2, (3,), (0, 1)), (3, (4,), (0,)), (3, (5,), (1,))],
+        ),
     ],
 )
 def test_by_hand(tables: list[list[int]], most: int, expected: list[tuple[int, Ids, Ids]]) -> None:
@@ -124,6 +142,7 @@ def test_long_tables_that_part_late_and_many_that_part_everywhere() -> None:
     common = list(range(50_000))
     made = check([[*common, 60_000 + member] for member in range(8)], 1024)
     assert len(made) == -(-len(common) // 1024) + 8
-    # Each leaves the first at another block: one stretch for what is common up to there, one for what is its own.
+    # Each leaves the first at another block: one stretch for what is common up to there, one for what is its
+    # own.
     many = [[*common[:at], 100_000 + at] for at in range(1, 400)]
     assert len(check([common[:400], *many], 1024)) == 2 * 399 + 1

@@ -1,4 +1,5 @@
-"""Tokenizers that the library panics over, or that make texts many times as long: one request or one model is refused, no more."""
+"""Tokenizers that the library panics over, or that make texts many times as long: one request or one model is
+refused, no more."""
 
 import json
 import random
@@ -41,7 +42,9 @@ def tokenizer(path: Path, **changed: object) -> Tokenizer:
     ],
     ids=["charsmap", "prefix"],
 )
-def test_a_file_over_which_the_library_panics_is_no_tokenizer(tmp_path: Path, changed: dict[str, object]) -> None:
+def test_a_file_over_which_the_library_panics_is_no_tokenizer(
+    tmp_path: Path, changed: dict[str, object]
+) -> None:
     with pytest.raises(CheckpointError, match="is not a tokenizer"):
         tokenizer(tmp_path, **changed)
 
@@ -131,7 +134,14 @@ def test_no_text_has_fewer_tokens_than_is_said(shared_data: Path, file: str) -> 
             }
         },
         {"model": WHOLE["model"]},
-        {"pre_tokenizer": {"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"String": "a"},
+                "behavior": "Removed",
+                "invert": False,
+            }
+        },
         {"normalizer": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"}},
         {"normalizer": {"type": "NFKC"}},
     ],
@@ -140,8 +150,19 @@ def test_no_text_has_fewer_tokens_than_is_said(shared_data: Path, file: str) -> 
 def test_nothing_is_said_where_text_may_vanish(tmp_path: Path, changed: dict[str, object]) -> None:
     """All bytes have tokens in the first of each pair, but for what is changed."""
     names = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    whole = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}}
+    whole = {
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
+    }
     if "model" not in changed:
-        whole["model"] = {"type": "BPE", "vocab": {name: at for at, name in enumerate(sorted(names))}, "merges": []}
+        whole["model"] = {
+            "type": "BPE",
+            "vocab": {name: at for at, name in enumerate(sorted(names))},
+            "merges": [],
+        }
         assert tokenizer(tmp_path, **whole).least_tokens("a" * 1000) == 500  # The longest name has two bytes.
     assert tokenizer(tmp_path, **whole | changed).least_tokens("a" * 1000) == 0

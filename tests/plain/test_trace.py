@@ -47,8 +47,14 @@ class Read:
             whole = json.loads(path.read_text())
         self.other = whole["otherData"]
         self.entries: list[Entry] = whole["traceEvents"]
-        self.threads = {entry["tid"]: entry["args"]["name"] for entry in self.entries if entry["name"] == "thread_name"}
-        self.order = {entry["tid"]: entry["args"]["sort_index"] for entry in self.entries if entry["name"] == "thread_sort_index"}
+        self.threads = {
+            entry["tid"]: entry["args"]["name"] for entry in self.entries if entry["name"] == "thread_name"
+        }
+        self.order = {
+            entry["tid"]: entry["args"]["sort_index"]
+            for entry in self.entries
+            if entry["name"] == "thread_sort_index"
+        }
         self.process = [entry["args"]["name"] for entry in self.entries if entry["name"] == "process_name"]
         self.counters = [entry for entry in self.entries if entry["ph"] == "C"]
         self.spans = [entry for entry in self.entries if entry["ph"] == "X"]
@@ -56,7 +62,9 @@ class Read:
     @property
     def tracks(self) -> list[str]:
         """From top to bottom."""
-        return [self.threads[thread] for thread in sorted(self.threads, key=lambda thread: self.order[thread])]
+        return [
+            self.threads[thread] for thread in sorted(self.threads, key=lambda thread: self.order[thread])
+        ]
 
     def on(self, track: str) -> list[Entry]:
         return [span for span in self.spans if self.threads[span["tid"]] == track]
@@ -91,7 +99,15 @@ def test_tracks_stand_in_an_order_that_does_not_depend_on_who_was_first() -> Non
     trace = Trace()
     for track in ("zebra", "disk read 10", "host to device", "disk read 2", "apple", "stalls", "compute"):
         trace.span(track, "x", 1.0, 2.0)
-    assert Read(trace).tracks == ["compute", "stalls", "host to device", "disk read 2", "disk read 10", "apple", "zebra"]
+    assert Read(trace).tracks == [
+        "compute",
+        "stalls",
+        "host to device",
+        "disk read 2",
+        "disk read 10",
+        "apple",
+        "zebra",
+    ]
 
 
 def test_a_counter_is_a_graph_beside_the_tracks() -> None:
@@ -101,7 +117,10 @@ def test_a_counter_is_a_graph_beside_the_tracks() -> None:
     trace.counter("ring", now + 1, ready=0, coming=0)
     trace.span("compute", "x", now, now + 1)
     read = Read(trace)
-    assert [entry["args"] for entry in read.counters] == [{"ready": 0, "coming": 0}, {"ready": 1, "coming": 2.5}]
+    assert [entry["args"] for entry in read.counters] == [
+        {"ready": 0, "coming": 0},
+        {"ready": 1, "coming": 2.5},
+    ]
     assert read.counters[1]["ts"] - read.counters[0]["ts"] == pytest.approx(1e6)
     assert read.tracks == ["compute"]
 
@@ -125,11 +144,15 @@ def test_readers_at_once_have_lanes_and_one_reader_has_none() -> None:
     assert len(read.on("compute")) == 5
 
 
-TIMES = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0] / 7, (pair[0] + pair[1]) / 7))
+TIMES = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(
+    lambda pair: (pair[0] / 7, (pair[0] + pair[1]) / 7)
+)
 
 
 @given(st.lists(TIMES, max_size=40), st.sampled_from([0, 10**6]))
-def test_no_lane_has_two_spans_at_a_time_and_none_is_there_for_nothing(times: list[tuple[float, float]], base: int) -> None:
+def test_no_lane_has_two_spans_at_a_time_and_none_is_there_for_nothing(
+    times: list[tuple[float, float]], base: int
+) -> None:
     trace = Trace()
     for number, (begin, end) in enumerate(times):
         trace.span("disk read", "piece", base + begin, base + end, number=number)
@@ -143,7 +166,10 @@ def test_no_lane_has_two_spans_at_a_time_and_none_is_there_for_nothing(times: li
         assert found[number]["dur"] == pytest.approx((end - begin) * 1e6, abs=0.01)
     for track in read.tracks:
         spans = sorted(read.on(track), key=lambda span: (span["ts"], span["dur"]))
-        assert all(round((one["ts"] + one["dur"]) * 1000) <= round(next["ts"] * 1000) for one, next in pairwise(spans))
+        assert all(
+            round((one["ts"] + one["dur"]) * 1000) <= round(next["ts"] * 1000)
+            for one, next in pairwise(spans)
+        )
     at_once = max((sum(b <= begin < max(e, b + 1e-9) for b, e in times) for begin, _ in times), default=0)
     assert len(read.tracks) <= at_once
 
@@ -166,7 +192,9 @@ def test_spans_of_many_threads_at_once_are_all_there() -> None:
     assert read.tracks == [f"disk read {thread}" for thread in range(threads)]
     for thread in range(threads):
         assert [span["args"]["number"] for span in read.on(f"disk read {thread}")] == list(range(each))
-    assert Counter(entry["name"] for entry in read.counters) == {f"counter {thread}": each // 100 for thread in range(threads)}
+    assert Counter(entry["name"] for entry in read.counters) == {
+        f"counter {thread}": each // 100 for thread in range(threads)
+    }
 
 
 def test_a_trace_is_bounded_and_says_what_it_dropped() -> None:
@@ -228,7 +256,10 @@ def test_where_no_file_can_be_is_said_early_and_late(tmp_path: Path) -> None:
 def test_what_only_making_a_file_tells_is_said_early(tmp_path: Path, name: str) -> None:
     (tmp_path / "proc").symlink_to("/proc")
     (tmp_path / "link").symlink_to("missing/trace.json")
-    with pytest.raises(ConfigError, match=r"cannot be written to .*: (No such file or directory|File name too long|.* permitted); "):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be written to .*: (No such file or directory|File name too long|.* permitted); ",
+    ):
         Trace.check(tmp_path / name)
 
 
@@ -242,10 +273,12 @@ def test_looking_whether_a_trace_can_be_written_changes_nothing(tmp_path: Path) 
 
 
 def test_where_nothing_may_be_written_is_said_early(tmp_path: Path) -> None:
-    """In a process of its own, which root, who may write everywhere, leaves for nobody. The path is relative, as others need not see
-    the folder's parents."""
+    """In a process of its own, which root, who may write everywhere, leaves for nobody. The path is relative,
+    as others need not see the folder's parents."""
     tmp_path.chmod(0o555)
-    said = subprocess.run([sys.executable, "-c", UNPRIVILEGED], cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        [sys.executable, "-c", UNPRIVILEGED], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert said.returncode == 0, said.stderr
     assert re.fullmatch(r".*trace\.json.* not permitted.*\n", said.stdout), said.stdout
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,5 @@
-"""The replay against a search over all that a cache could do, and against what is known of a real workload."""
+"""The replay against a search over all that a cache could do, and against what is known of a real
+workload."""
 
 import json
 import os
@@ -11,11 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.trace import BLOCK_BYTES, POLICIES, Fifo, Job, Learned, LeastRecent, Part, SecondUse, measure, read, replay
+from penstock.bench.trace import (
+    BLOCK_BYTES,
+    POLICIES,
+    Fifo,
+    Job,
+    Learned,
+    LeastRecent,
+    Part,
+    SecondUse,
+    measure,
+    read,
+    replay,
+)
 from penstock.cli import bench
 from penstock.cli.main import main
 
-# -- against a reference on tiny traces ---------------------------------------------------------------------------------------
+# -- against a reference on tiny traces
+# ---------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -35,7 +49,9 @@ def most_hits(trace: Sequence[Sequence[int]], blocks: int) -> int:
         keys = trace[at]
         found = next((depth for depth, key in enumerate(keys) if key not in there), len(keys))
         could = there | set(keys)
-        sizes = range(min(blocks, len(could)), min(blocks, len(could)) + 1)  # more blocks never have fewer hits
+        sizes = range(
+            min(blocks, len(could)), min(blocks, len(could)) + 1
+        )  # more blocks never have fewer hits
         kept = chain.from_iterable(combinations(sorted(could), size) for size in sizes)
         return found + max(best(at + 1, frozenset(one)) for one in kept)
 
@@ -46,7 +62,9 @@ def most_hits(trace: Sequence[Sequence[int]], blocks: int) -> int:
 @settings(max_examples=60, deadline=None)
 def test_the_clairvoyant_has_the_most_hits_there_can_be(trace: list[list[int]], blocks: int) -> None:
     asked = sum(map(len, trace))
-    assert round(replay(trace, POLICIES["clairvoyant"](trace, blocks), blocks) * asked) == most_hits(trace, blocks)
+    assert round(replay(trace, POLICIES["clairvoyant"](trace, blocks), blocks) * asked) == most_hits(
+        trace, blocks
+    )
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.integers(1, 12))
@@ -83,7 +101,8 @@ def test_requests_before_the_first_that_counts_only_fill() -> None:
     assert [replay(trace, LeastRecent(), 9, first) for first in range(4)] == [5 / 8, 5 / 6, 3 / 4, 3 / 3]
 
 
-# -- a real workload ----------------------------------------------------------------------------------------------------------
+# -- a real workload
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +123,23 @@ def test_the_trace_is_whole(conversations: list[list[int]]) -> None:
         ("clairvoyant", 1024, 36.6),
     ],
 )
-def test_figures_known_from_elsewhere(conversations: list[list[int]], name: str, gib: int, percent: float) -> None:
+def test_figures_known_from_elsewhere(
+    conversations: list[list[int]], name: str, gib: int, percent: float
+) -> None:
     blocks = (gib << 30) // BLOCK_BYTES
-    assert 100 * replay(conversations, POLICIES[name](conversations, blocks), blocks) == pytest.approx(percent, abs=0.06)
+    assert 100 * replay(conversations, POLICIES[name](conversations, blocks), blocks) == pytest.approx(
+        percent, abs=0.06
+    )
 
 
 @pytest.mark.parametrize("gib", [128, 256, 4096] if "PENSTOCK_THOROUGH" in os.environ else [128, 4096])
 def test_it_has_the_most_of_all_that_know_no_future(conversations: list[list[int]], gib: int) -> None:
     """By the second half, with the first to learn from."""
     blocks, first = (gib << 30) // BLOCK_BYTES, len(conversations) // 2
-    others = [replay(conversations, POLICIES[name](conversations, blocks), blocks, first) for name in ("fifo", "lru", "second-use")]
+    others = [
+        replay(conversations, POLICIES[name](conversations, blocks), blocks, first)
+        for name in ("fifo", "lru", "second-use")
+    ]
     learned = replay(conversations, Learned(blocks), blocks, first)
     assert learned >= max(others)
     if gib <= 256:
@@ -121,7 +147,8 @@ def test_it_has_the_most_of_all_that_know_no_future(conversations: list[list[int
         assert learned >= max(others) + 0.05 * (best - max(others))
 
 
-# -- the report ---------------------------------------------------------------------------------------------------------------
+# -- the report
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,7 +162,11 @@ def trace(tmp_path: Path) -> Path:
 def test_what_is_reported(trace: Path) -> None:
     report = measure(Job(trace, capacities=(5 * 64, 3 * 64), block_bytes=64, part=Part.SECOND_HALF, cost=64))
     assert (report.requests, report.asked, report.distinct) == (4, 10, 5)
-    assert [(row.capacity, row.blocks, row.hits["lru"]) for row in report.rows] == [(192, 3, 2 / 4), (320, 5, 3 / 4), (None, 5, 3 / 4)]
+    assert [(row.capacity, row.blocks, row.hits["lru"]) for row in report.rows] == [
+        (192, 3, 2 / 4),
+        (320, 5, 3 / 4),
+        (None, 5, 3 / 4),
+    ]
     assert report.rows[-1].hits == dict.fromkeys(POLICIES, 3 / 4) | {"second-use": 2 / 4}
     assert report.cost
     assert report.cost.bytes_per_block > 0 < report.cost.microseconds
@@ -145,7 +176,17 @@ def test_what_is_reported(trace: Path) -> None:
 
 def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    arguments = [str(trace), "--rooms", "192MiB,1GiB", "--policies", "lru,prospect", "--cost", "0", "--out", str(out)]
+    arguments = [
+        str(trace),
+        "--rooms",
+        "192MiB,1GiB",
+        "--policies",
+        "lru,prospect",
+        "--cost",
+        "0",
+        "--out",
+        str(out),
+    ]
     assert main(["bench", "trace", *arguments, "--json"]) == 0
     line = capsys.readouterr().out
     assert out.read_text() == line
@@ -164,17 +205,26 @@ def test_all_policies_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"hash_ids": [1]}\n[1]\n', "line 2 of PATH has no hash_ids that are a list of whole numbers; a trace has them on each"),
-        ('{"hash_ids": [1, "a"]}', "line 1 of PATH has no hash_ids that are a list of whole numbers; a trace has them on each"),
+        (
+            '{"hash_ids": [1]}\n[1]\n',
+            "line 2 of PATH has no hash_ids that are a list of whole numbers; a trace has them on each",
+        ),
+        (
+            '{"hash_ids": [1, "a"]}',
+            "line 1 of PATH has no hash_ids that are a list of whole numbers; a trace has them on each",
+        ),
         ("{", "line 1 of PATH is not JSON; a trace has a request on each"),
         (
             '{"hash_ids": [1, 2, 1]}',
-            "line 1 of PATH names a block twice, but the hash of a block covers those before it; give a trace of chained hashes",
+            "line 1 of PATH names a block twice, but the hash of a block covers those before it; give a "
+            "trace of chained hashes",
         ),
         ("\n", "the trace PATH asks for no block; each of its lines must be JSON with hash_ids"),
     ],
 )
-def test_what_is_no_trace_is_refused(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_trace_is_refused(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(content)
     assert main(["bench", "trace", str(path)]) == 2

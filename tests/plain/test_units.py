@@ -8,7 +8,16 @@ from penstock.base.units import parse_size
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("16GiB", 16 << 30), ("1.5GB", 1_500_000_000), ("800M", 800 << 20), ("3 kb", 3000), ("7", 7), (7, 7), (".5k", 512), ("1_000B", 1000)],
+    [
+        ("16GiB", 16 << 30),
+        ("1.5GB", 1_500_000_000),
+        ("800M", 800 << 20),
+        ("3 kb", 3000),
+        ("7", 7),
+        (7, 7),
+        (".5k", 512),
+        ("1_000B", 1000),
+    ],
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
@@ -16,6 +25,13 @@ def test_sizes(text: str | int, size: int) -> None:
 
 def test_a_share_is_of_a_whole() -> None:
     assert parse_size("80%", whole=1000) == 800
-    for text, whole in (("80%", None), ("101%", 1000), ("0", None), ("0%", 1000), ("1e400", None), ("9PB", None)):
+    for text, whole in (
+        ("80%", None),
+        ("101%", 1000),
+        ("0", None),
+        ("0%", 1000),
+        ("1e400", None),
+        ("9PB", None),
+    ):
         with pytest.raises(ConfigError):
             parse_size(text, whole=whole)

@@ -23,7 +23,10 @@ def taking(seconds: Sequence[float]) -> Callable[[], float]:
     [
         ([1.0], 3),
         ([9.0, 1.0], 4),
-        ([3.70, 3.37, 2.28, 2.07, 2.06, 2.07], 6),  # An offloaded model's first steps, of which a mean says 2.9.
+        (
+            [3.70, 3.37, 2.28, 2.07, 2.06, 2.07],
+            6,
+        ),  # An offloaded model's first steps, of which a mean says 2.9.
         ([1.04, 1.03, 1.02, 1.01, 1.02], 5),  # Close to each other, but each faster than the one before.
         ([1.0, 12.0, 1.0], 5),
     ],
@@ -56,7 +59,12 @@ def test_the_record_has_every_run_and_their_spread() -> None:
     record = timed(taking([5.0, 1.0, 1.0, 1.0, 4.0, 2.0, 3.0, 1.0, 5.0]), 5).record()
     assert record["warming_s"] == [5.0, 1.0, 1.0, 1.0]
     assert record["seconds"] == [4.0, 2.0, 3.0, 1.0, 5.0]
-    assert (record["median_s"], record["least_s"], record["most_s"], record["quartiles_s"]) == (3.0, 1.0, 5.0, [2.0, 4.0])
+    assert (record["median_s"], record["least_s"], record["most_s"], record["quartiles_s"]) == (
+        3.0,
+        1.0,
+        5.0,
+        [2.0, 4.0],
+    )
     assert (record["count"], record["warm"]) == (5, True)
     assert record["rule"] == {"window": 3, "within": 0.05, "most": 12, "least": 3}
 

@@ -15,7 +15,11 @@ from penstock.sched.tiers import Tiers
 def test_a_workload_is_a_trace_and_the_same_each_time(name: str, tmp_path: Path) -> None:
     made = generate(name, 3, 150)
     write(tmp_path / "trace.jsonl", made)
-    assert read(tmp_path / "trace.jsonl") == [request.keys for request in made] == [request.keys for request in generate(name, 3, 150)]
+    assert (
+        read(tmp_path / "trace.jsonl")
+        == [request.keys for request in made]
+        == [request.keys for request in generate(name, 3, 150)]
+    )
     parents: dict[int, int | None] = {}
     for request in made:
         for parent, key in zip((None, *request.keys), request.keys, strict=False):
@@ -32,12 +36,15 @@ def test_the_ledger_serves_what_the_policy_promises_and_the_disk_adds_to_it() ->
     served = {admission: serve(trace, 300, 900, admission, 250) for admission in Admission}
     alone = served[Admission.NONE]
     policy = replay(trace, POLICIES["adaptive"](trace, 300), 300, 250)
-    # The ledger gives blocks up before new ones come, the policy's replay afterwards; that tells where a room holds few requests.
+    # The ledger gives blocks up before new ones come, the policy's replay afterwards; that tells where a room
+    # holds few requests.
     assert abs(alone.host / alone.asked - policy) <= 0.04
     assert (alone.disk, alone.written) == (0, 0)
     for admission in (Admission.ENGINE, Admission.ALL, Admission.FORESEEN):
         assert served[admission].disk > 0
-    assert served[Admission.FORESEEN].written < served[Admission.ENGINE].written <= served[Admission.ALL].written
+    assert (
+        served[Admission.FORESEEN].written < served[Admission.ENGINE].written <= served[Admission.ALL].written
+    )
     engine, everything = served[Admission.ENGINE], served[Admission.ALL]
     assert engine.written / engine.disk < 0.67 * everything.written / everything.disk
 
@@ -45,7 +52,9 @@ def test_the_ledger_serves_what_the_policy_promises_and_the_disk_adds_to_it() ->
 def test_a_full_disk_takes_what_is_used_again() -> None:
     pages, host, disk = BlockLedger(4), HostLedger(40, block_size=512), DiskLedger(40, block_size=512)
     tiers = Tiers(pages, host, store="eager", disk=disk)
-    prompts = [[number.to_bytes(16, "little") for number in range(start, start + 4)] for start in range(0, 2400, 4)]
+    prompts = [
+        [number.to_bytes(16, "little") for number in range(start, start + 4)] for start in range(0, 2400, 4)
+    ]
     for prompt in prompts:
         _request(tiers, prompt)
     assert len(disk) == 40

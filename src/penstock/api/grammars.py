@@ -13,7 +13,8 @@ from penstock.step.structure import Structure, StructureKind
 _MOST_MULTIPLE = 20_000
 """Of all `multipleOf` of a schema together, written without a point: the library takes a state for each."""
 _MOST_COMMON = 100_000
-"""The least number that all of these divide: where several hold for one number, the library takes a state for each up to that."""
+"""The least number that all of these divide: where several hold for one number, the library takes a state for
+each up to that."""
 _SPACE = r" {1,2}|\r?\n[ \t]{0,32}"
 """Between the parts of JSON: enough to write it in lines, and an end for models that like spaces."""
 _PATIENCE = 0.5
@@ -80,7 +81,10 @@ def _safe(schema: dict[str, object]) -> dict[str, object]:
 def _check_multiples(schema: object) -> None:
     """Of one, or of several in a list. Raises StructureError if they take too much."""
     numbers = [number for number in _multiples(schema) if number]
-    for what, came, most in (("comes to", sum(numbers), _MOST_MULTIPLE), ("has a common multiple of", lcm(*numbers), _MOST_COMMON)):
+    for what, came, most in (
+        ("comes to", sum(numbers), _MOST_MULTIPLE),
+        ("has a common multiple of", lcm(*numbers), _MOST_COMMON),
+    ):
         if came > most:
             shown = came if came < _MOST_SHOWN else "more than can be shown"
             raise StructureError(f"multipleOf {what} {shown}, written without points; {most} are allowed")
@@ -107,15 +111,23 @@ def said(error: str) -> str:
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     if told is not None:  # Of a regular expression, which is shown four columns in.
         return f"{told}, at character {marks[0] - 3}" if marks else told
-    text = " ".join(line.strip() for line in lines if line.strip("^ ") and not re.match(r"\s+\d+ \| |<non-verbose/>", line))
+    text = " ".join(
+        line.strip()
+        for line in lines
+        if line.strip("^ ") and not re.match(r"\s+\d+ \| |<non-verbose/>", line)
+    )
     text = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)
     text = text if len(text) <= _LONGEST_SAID else f"{text[:_LONGEST_SAID]}..."
-    return f"{text}; make it simpler" if re.search(r"too (many|complex)|schema too large|fuel|; max is", text, re.IGNORECASE) else text
+    return (
+        f"{text}; make it simpler"
+        if re.search(r"too (many|complex)|schema too large|fuel|; max is", text, re.IGNORECASE)
+        else text
+    )
 
 
 def placed(structure: Structure, error: str, error_of: Callable[[dict[str, object]], str | None]) -> str:
-    """The error with the part of a schema that it comes from, if that is found: the smallest that has the same by itself. error_of: what is
-    wrong with a schema; it is asked for a while."""
+    """The error with the part of a schema that it comes from, if that is found: the smallest that has the
+    same by itself. error_of: what is wrong with a schema; it is asked for a while."""
     if structure.kind is not StructureKind.JSON_SCHEMA:
         return error
     schema = json.loads(structure.text)

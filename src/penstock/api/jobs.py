@@ -14,7 +14,8 @@ from penstock.step.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A prompt that has been read and checked, with the settings of each of its outputs: all that the engine is to be told."""
+    """A prompt that has been read and checked, with the settings of each of its outputs: all that the engine
+    is to be told."""
 
     prompt: str | None
     tokens: tuple[int, ...]
@@ -51,7 +52,8 @@ class Sequel:
     """Prompt tokens that were found; those that came from the host, and from disk."""
 
     def take(self, event: Event) -> bool:
-        """Add what happened in a step. True if a stop string has just ended the output, which the engine does not know."""
+        """Add what happened in a step. True if a stop string has just ended the output, which the engine does
+        not know."""
         if event.prompt_logprobs:
             self.prompt_logprobs.extend(event.prompt_logprobs)
         if event.token is None:
@@ -75,7 +77,9 @@ class Sequel:
             elif self.finish is not None:
                 text += self.detokenizer.finish()
         self.text.append(text)
-        self.deltas.append(Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ()))
+        self.deltas.append(
+            Delta(text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else ())
+        )
         return stopped
 
     def _break_off(self, event: Event) -> None:
@@ -87,7 +91,14 @@ class Sequel:
 
     def output(self) -> Output:
         logprobs = None if self.sampling.logprobs is None else tuple(self.logprobs)
-        return Output(self.index, "".join(self.text), tuple(self.tokens), self.finish or FinishReason.ABORT, logprobs, self.error)
+        return Output(
+            self.index,
+            "".join(self.text),
+            tuple(self.tokens),
+            self.finish or FinishReason.ABORT,
+            logprobs,
+            self.error,
+        )
 
 
 @dataclass(slots=True)

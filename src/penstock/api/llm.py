@@ -51,15 +51,14 @@ log = logging.getLogger("penstock")
 class LLM:
     """A loaded model.
 
-    model: a Hugging Face checkpoint directory; None is the small model that comes with the package.
-    progress: whether `generate` shows a bar; None shows it for several prompts on a terminal.
-    loading: is told how far packing and loading of weights are: what is being done, bytes done, bytes in all.
-    trace: is told of every read, copy, wait and use of weights that stream.
-    Everything else is explained in base.config.Config. What was decided (device, dtype, how memory is divided) is logged to the
-    logger "penstock" at level INFO.
+    model: a Hugging Face checkpoint directory; None is the small model that comes with the package. progress:
+    whether `generate` shows a bar; None shows it for several prompts on a terminal. loading: is told how far
+    packing and loading of weights are: what is being done, bytes done, bytes in all. trace: is told of every
+    read, copy, wait and use of weights that stream. Everything else is explained in base.config.Config. What
+    was decided (device, dtype, how memory is divided) is logged to the logger "penstock" at level INFO.
 
-    May be used from several threads; whichever waits for its own outputs drives the engine for all. Use it in a `with` block, or
-    call `close`, to free the device.
+    May be used from several threads; whichever waits for its own outputs drives the engine for all. Use it in
+    a `with` block, or call `close`, to free the device.
 
     Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
     """
@@ -138,28 +137,38 @@ class LLM:
         """Of the last step, not yet handed out: empty but for an interrupt in the midst of it."""
         with ExitStack() as opened, ThreadPoolExecutor(1, "penstock-tokenizer") as beside:
             cache = config.cache.expanduser()
-            weights: Checkpoint | Pack = Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model, cache)
+            weights: Checkpoint | Pack = (
+                Pack.open(config.model) if is_pack(config.model) else Checkpoint.open(config.model, cache)
+            )
             opened.callback(weights.close)
             # A large vocabulary takes most of a second to load: that happens beside the weights.
             tokenizer = beside.submit(_load_tokenizer, config.model)
-            self._structures = Structures(tokenizer.result, weights.spec.vocab_size, weights.generation.eos_tokens)
-            self._booted = boot(config, weights, say=log.info, trace=trace, loading=loading, guide=self._structures)
+            self._structures = Structures(
+                tokenizer.result, weights.spec.vocab_size, weights.generation.eos_tokens
+            )
+            self._booted = boot(
+                config, weights, say=log.info, trace=trace, loading=loading, guide=self._structures
+            )
             opened.callback(self._booted.engine.close)
             self._defaults = weights.generation
             self._tokenizer = tokenizer.result()
-            # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint has been read.
+            # What stays on disk is read for as long as the engine lives, which then closes it. A checkpoint
+            # has been read.
             opened.pop_all()
             if isinstance(weights, Checkpoint):
                 weights.close()
         self._engine = self._booted.engine
 
-    # -- what there is -------------------------------------------------------------------------------------------------------
+    # -- what there is
+    # -------------------------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises CheckpointError if the model has none."""
         if self._tokenizer is None:
-            raise CheckpointError("the model directory has no tokenizer.json; give prompts as token ids, or add the file")
+            raise CheckpointError(
+                "the model directory has no tokenizer.json; give prompts as token ids, or add the file"
+            )
         return self._tokenizer
 
     @property
@@ -186,13 +195,17 @@ class LLM:
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, without special tokens. Raises RequestError if one is not in the vocabulary."""
+        """The text of token ids, without special tokens. Raises RequestError if one is not in the
+        vocabulary."""
         return self.tokenizer.decode(self._tokens(tokens))
 
-    # -- generation ----------------------------------------------------------------------------------------------------------
+    # -- generation
+    # --------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams | None] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
     ) -> list[Completion]:
         """Complete one prompt or many, all at once; the results stand in the order of the prompts.
 
@@ -201,9 +214,16 @@ class LLM:
         Raises RequestError, before anything runs, if one of them cannot be served.
         """
         several = _as_prompts(prompts)
-        settings = [params] * len(several) if params is None or isinstance(params, SamplingParams) else _as_settings(params)
+        settings = (
+            [params] * len(several)
+            if params is None or isinstance(params, SamplingParams)
+            else _as_settings(params)
+        )
         if len(settings) != len(several):
-            raise RequestError(f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for each")
+            raise RequestError(
+                f"there are {len(several)} prompts but {len(settings)} params; give one for all, or one for "
+                "each"
+            )
         jobs: list[Job] = []
         try:
             for prompt, one in zip(several, settings, strict=True):
@@ -217,9 +237,15 @@ class LLM:
             self.abandon(jobs)
         return [job.completion() for job in jobs]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, until: Callable[[], bool] = lambda: False) -> "Stream":
-        """Complete one prompt and give out each piece as it becomes certain. `until` is asked before every step, also while the prompt is
-        computed: once it is true, the stream is closed.
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        until: Callable[[], bool] = lambda: False,
+    ) -> "Stream":
+        """Complete one prompt and give out each piece as it becomes certain. `until` is asked before every
+        step, also while the prompt is computed: once it is true, the stream is closed.
 
         Raises RequestError at once, not at the first piece.
         """
@@ -249,16 +275,21 @@ class LLM:
                     return None
                 self._pump()
 
-    # -- one by one ----------------------------------------------------------------------------------------------------------
+    # -- one by one
+    # --------------------------------------------------------------------------------------------------------
 
     def read(self, prompt: Prompt, params: SamplingParams | None = None) -> Ready:
-        """What can be said of a prompt before the engine is told of it. From any thread, also while steps run.
+        """What can be said of a prompt before the engine is told of it. From any thread, also while steps
+        run.
 
         Raises RequestError if it could never be served.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"params are SamplingParams, one for all prompts or a list of them; got {type(params).__name__}")
+            raise RequestError(
+                "params are SamplingParams, one for all prompts or a list of them; got "
+                f"{type(params).__name__}"
+            )
         text, tokens = self._read(prompt)
         sampling = self._sampling(params)
         self._engine.scheduler.admissible(len(tokens), params.max_tokens)
@@ -267,14 +298,19 @@ class LLM:
         def detokenizer() -> Detokenizer | None:
             if self._tokenizer is None:
                 return None
-            return self._tokenizer.detokenizer(params.stop_strings, params.include_stop, continues=continues, kept=params.shown_tokens)
+            return self._tokenizer.detokenizer(
+                params.stop_strings, params.include_stop, continues=continues, kept=params.shown_tokens
+            )
 
-        return Ready(text, tuple(tokens), tuple(map(sampling, range(params.n))), params.max_tokens, detokenizer)
+        return Ready(
+            text, tuple(tokens), tuple(map(sampling, range(params.n))), params.max_tokens, detokenizer
+        )
 
     def begin(self, ready: Ready, *, followed: bool = True) -> Job:
         """Queue all outputs of a prompt. They are computed as `advance` is called, and end as `abandon` is.
 
-        followed: whether somebody takes what each step adds. Else it is not kept: the garbage collector would look at all of it again.
+        followed: whether somebody takes what each step adds. Else it is not kept: the garbage collector would
+        look at all of it again.
         """
         self._check_process()
         sequences: list[Sequel] = []
@@ -283,7 +319,9 @@ class LLM:
             try:
                 for index, own in enumerate(ready.samplings):
                     detokenizer = ready.detokenizer()
-                    request = self._engine.submit(ready.tokens, own, ready.max_tokens, ready.priority, ready.salt)
+                    request = self._engine.submit(
+                        ready.tokens, own, ready.max_tokens, ready.priority, ready.salt
+                    )
                     deltas = deque[Delta](maxlen=None if followed else 0)
                     sequences.append(Sequel(index, request, own, detokenizer, deltas))
                     self._live[request] = sequences[-1]
@@ -293,7 +331,8 @@ class LLM:
         return job
 
     def advance(self) -> None:
-        """One step for all jobs: what it yields is in their sequences' deltas. Without any job, a look at what moves between tiers."""
+        """One step for all jobs: what it yields is in their sequences' deltas. Without any job, a look at
+        what moves between tiers."""
         if self._live:
             self._pump()
         else:
@@ -303,17 +342,20 @@ class LLM:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise EngineClosedError(
-                "this process was forked from the one that has opened the model, and what computes for it is there; open it here"
+                "this process was forked from the one that has opened the model, and what computes for it "
+                "is there; open it here"
             )
 
     def check(self) -> None:
-        """Raises what has ended the engine while nobody asked anything of it, such as a rank that was lost."""
+        """Raises what has ended the engine while nobody asked anything of it, such as a rank that was
+        lost."""
         with self._lock:
             self._engine.check()
 
     @property
     def moving(self) -> bool:
-        """Whether blocks are on their way between tiers, or about to be: then `advance` is worth calling without any job."""
+        """Whether blocks are on their way between tiers, or about to be: then `advance` is worth calling
+        without any job."""
         return self._engine.scheduler.tiers.moving or self._engine.scheduler.tiers.ready
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -328,19 +370,26 @@ class LLM:
         return None, self._tokens(prompt)
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """The same. A tokenizer may have tokens that the model has no embedding for, such as one that was added to its file alone."""
+        """The same. A tokenizer may have tokens that the model has no embedding for, such as one that was
+        added to its file alone."""
         if (most := max(tokens, default=0)) >= (vocab := self.spec.vocab_size):
             raise RequestError(
-                f"the prompt has {shown(self.tokenizer.token_text(most))}, token {most} of the tokenizer, but the model has embeddings for "
-                f"tokens 0 to {vocab - 1} alone; leave it out, or serve a checkpoint whose tokenizer.json and weights belong together"
+                f"the prompt has {shown(self.tokenizer.token_text(most))}, token {most} of the tokenizer, "
+                "but the model has embeddings for "
+                f"tokens 0 to {vocab - 1} alone; leave it out, or serve a checkpoint whose tokenizer.json "
+                "and weights belong together"
             )
         return tokens
 
     def prompt_tokens(self, text: str, *, special: bool = True) -> list[int]:
-        """A prompt's tokens. One that is longer than any request may be is refused by its length alone, if that tells: to cut 30 MB into
-        tokens takes a minute. Raises LengthError, and what Tokenizer.encode does."""
+        """A prompt's tokens. One that is longer than any request may be is refused by its length alone, if
+        that tells: to cut 30 MB into tokens takes a minute. Raises LengthError, and what Tokenizer.encode
+        does."""
         scheduler = self._engine.scheduler
-        if len(text) > scheduler.longest and (least := self.tokenizer.least_tokens(text)) >= scheduler.longest:
+        if (
+            len(text) > scheduler.longest
+            and (least := self.tokenizer.least_tokens(text)) >= scheduler.longest
+        ):
             scheduler.admissible(least, None, or_more=True)
         return self.tokenizer.encode(text, special=special)
 
@@ -349,7 +398,10 @@ class LLM:
         vocab, tokens = self.spec.vocab_size, []
         for token in given:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(f"token {shown(token)} is not in the vocabulary; token ids are whole numbers from 0 to {vocab - 1}")
+                raise RequestError(
+                    f"token {shown(token)} is not in the vocabulary; token ids are whole numbers from 0 to "
+                    f"{vocab - 1}"
+                )
             tokens.append(token)
         return tokens
 
@@ -360,14 +412,23 @@ class LLM:
             if (worst := max(tokens, default=0)) >= vocab:
                 raise RequestError(f"{name} has token {worst}, but token ids end at {vocab - 1}")
         if params.stop_strings and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, which the model directory does not have; use stop_token_ids")
-        end_tokens = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else defaults.eos_tokens)
+            raise RequestError(
+                "stop strings need a tokenizer, which the model directory does not have; use stop_token_ids"
+            )
+        end_tokens = frozenset(params.stop_token_ids) | frozenset(
+            () if params.ignore_eos else defaults.eos_tokens
+        )
         if params.structure is not None:
             self._structures.check(params.structure, end_tokens)
         never = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
         if len(never | end_tokens if params.min_tokens else never) >= vocab:
-            raise RequestError(f"logit_bias and min_tokens forbid all {vocab} tokens of the vocabulary; leave at least one")
-        seed, bias = secrets.randbits(63) if params.seed is None else params.seed, tuple(params.logit_bias.items())
+            raise RequestError(
+                f"logit_bias and min_tokens forbid all {vocab} tokens of the vocabulary; leave at least one"
+            )
+        seed, bias = (
+            secrets.randbits(63) if params.seed is None else params.seed,
+            tuple(params.logit_bias.items()),
+        )
 
         def pick(asked: float | None, default: float | None, neutral: float) -> float:
             return asked if asked is not None else default if default is not None else neutral
@@ -422,7 +483,9 @@ class LLM:
     def abandon(self, jobs: Sequence[Job]) -> None:
         """End whatever of these jobs still runs."""
         with self._lock:
-            if self._stepping:  # The garbage collector, in this very thread, has found a stream in the midst of a step.
+            if (
+                self._stepping
+            ):  # The garbage collector, in this very thread, has found a stream in the midst of a step.
                 self._dropped.extend(jobs)
                 return
             for sequence in (sequence for job in jobs for sequence in job.sequences):
@@ -432,7 +495,8 @@ class LLM:
             self._engine.tend()
 
     def _sweep(self) -> None:
-        """Abandon what was dropped without being closed. That may happen anywhere, also within a step, so it is only noted then."""
+        """Abandon what was dropped without being closed. That may happen anywhere, also within a step, so it
+        is only noted then."""
         while self._dropped:
             self.abandon([self._dropped.popleft()])
 
@@ -462,10 +526,12 @@ class LLM:
 
             yield advance
 
-    # -- the end -------------------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free weights and KV. Requests that still run are aborted; any later one raises EngineClosedError."""
+        """Free weights and KV. Requests that still run are aborted; any later one raises
+        EngineClosedError."""
         if os.getpid() != self._process:  # All that moves there is the other's.
             return
         with self._lock:
@@ -480,13 +546,16 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 class Stream:
-    """The pieces of one prompt's outputs, as an iterator. `close`, or leaving a `with` block, ends what is still running and frees what
-    it held; a stream that is simply dropped is closed at the engine's next step."""
+    """The pieces of one prompt's outputs, as an iterator. `close`, or leaving a `with` block, ends what is
+    still running and frees what it held; a stream that is simply dropped is closed at the engine's next
+    step."""
 
     def __init__(self, llm: LLM, job: Job, until: Callable[[], bool]) -> None:
         self._llm, self._job, self._until = llm, job, until
@@ -511,7 +580,8 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """Everything up to now, as `generate` would return it. Outputs that have not ended by themselves count as aborted."""
+        """Everything up to now, as `generate` would return it. Outputs that have not ended by themselves
+        count as aborted."""
         return self._job.completion()
 
     def close(self) -> None:
@@ -520,7 +590,9 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -544,9 +616,13 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _as_settings(params: object) -> list[SamplingParams | None]:
     if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
-        raise RequestError(f"params are SamplingParams, one for all prompts or a list of them; got {type(params).__name__}")
+        raise RequestError(
+            f"params are SamplingParams, one for all prompts or a list of them; got {type(params).__name__}"
+        )
     return list(params)
 
 
 def _no_prompt(given: object) -> RequestError:
-    return RequestError(f"a prompt is text, a list of token ids or a list of messages; got {type(given).__name__}")
+    return RequestError(
+        f"a prompt is text, a list of token ids or a list of messages; got {type(given).__name__}"
+    )

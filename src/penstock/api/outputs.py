@@ -9,7 +9,8 @@ from penstock.step.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One continuation of a prompt. `tokens` includes the token that ended it; `text` has neither that nor special tokens."""
+    """One continuation of a prompt. `tokens` includes the token that ended it; `text` has neither that nor
+    special tokens."""
 
     index: int
     text: str
@@ -56,7 +57,8 @@ class Completion:
 
 @record(frozen=True, slots=True)
 class Delta:
-    """What a step added to output `index`: tokens, the text that became certain, and in the last one why it ended."""
+    """What a step added to output `index`: tokens, the text that became certain, and in the last one why it
+    ended."""
 
     text: str
     tokens: tuple[int, ...]

@@ -1,7 +1,9 @@
-"""Processes for work that may take too long or too much memory, or that holds the interpreter's lock while others want it.
+"""Processes for work that may take too long or too much memory, or that holds the interpreter's lock while
+others want it.
 
-Why this is safe: a process has one request at a time. Whoever sends it owns the process until the whole answer is there, and kills it if
-anything else comes of that, so no answer is ever taken for another request's. A forked process has none of its parent's.
+Why this is safe: a process has one request at a time. Whoever sends it owns the process until the whole
+answer is there, and kills it if anything else comes of that, so no answer is ever taken for another
+request's. A forked process has none of its parent's.
 """
 
 import contextlib
@@ -31,8 +33,8 @@ class Process:
     """One that answers requests, one after the other."""
 
     def __init__(self, module: str, function: str, given: Sequence[str], *, yields: bool = False) -> None:
-        """function: is called there with what is given, and calls `serve`. yields: whether it leaves the processor to whatever else
-        wants it."""
+        """function: is called there with what is given, and calls `serve`. yields: whether it leaves the
+        processor to whatever else wants it."""
         self.yields, self._started = yields, False
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, module, function, str(len(given)), *given, *sys.path],
@@ -51,8 +53,9 @@ class Process:
         return self._process.poll() is None
 
     def ask(self, sent: bytes, patience: float, briefly: float | None = None) -> bytes:
-        """briefly: seconds after which it yields from then on; its start does not count. Raises EOFError if it ends before there is an
-        answer, TimeoutError if there is none for so many seconds, OSError if it has ended."""
+        """briefly: seconds after which it yields from then on; its start does not count. Raises EOFError if
+        it ends before there is an answer, TimeoutError if there is none for so many seconds, OSError if it
+        has ended."""
         assert self._process.stdin is not None
         late, pipe = monotonic() + patience, self._process.stdin.fileno()
         if not self._started:
@@ -114,8 +117,9 @@ class Pool:
     """A few processes that do the same, started when they are wanted. Threads may share it."""
 
     def __init__(self, most: int, start: Callable[[], Process], briefly: float | None = None) -> None:
-        """most: at a time; whoever comes then waits. briefly: seconds after which one that still works leaves the processor to whatever
-        else wants it, and ends with its answer; None is never. Only root can take that back."""
+        """most: at a time; whoever comes then waits. briefly: seconds after which one that still works leaves
+        the processor to whatever else wants it, and ends with its answer; None is never. Only root can take
+        that back."""
         self._most, self._start, self._briefly = most, start, briefly
         self._idle: list[Process] = []
         self._room = threading.BoundedSemaphore(most)
@@ -123,7 +127,8 @@ class Pool:
         weakref.finalize(self, _end, self._idle)
 
     def ask(self, sent: bytes, patience: float) -> bytes:
-        """What one of them answers. Raises OSError, TimeoutError included, or EOFError if it took too long or has ended."""
+        """What one of them answers. Raises OSError, TimeoutError included, or EOFError if it took too long or
+        has ended."""
         with self._room:
             process = self._take()
             try:

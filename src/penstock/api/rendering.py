@@ -1,7 +1,8 @@
-"""Chat templates are rendered in processes of their own: one that takes too long, or too much memory, ends with its process.
+"""Chat templates are rendered in processes of their own: one that takes too long, or too much memory, ends
+with its process.
 
-A template is a program that came with the checkpoint. The sandbox keeps it from the system; what it computes it can make as large as it
-likes, in one operation that no count of steps sees and no thread can break off.
+A template is a program that came with the checkpoint. The sandbox keeps it from the system; what it computes
+it can make as large as it likes, in one operation that no count of steps sees and no thread can break off.
 """
 
 import contextlib
@@ -38,7 +39,8 @@ class Template:
 
     @property
     def variables(self) -> frozenset[str]:
-        """Of those that it is given, the ones that it reads; there may be others in it. Raises RequestError if it cannot be compiled."""
+        """Of those that it is given, the ones that it reads; there may be others in it. Raises RequestError
+        if it cannot be compiled."""
         if self._variables is None:
             self._variables = frozenset(_answer({"source": self._source}))
         return self._variables
@@ -53,12 +55,15 @@ def _answer(asked: Mapping[str, object]) -> Any:
         sent = _written(asked).encode()
     except (TypeError, ValueError, RecursionError) as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise RequestError(f"messages, tools and template variables must be what JSON can hold: {what}") from error
+        raise RequestError(
+            f"messages, tools and template variables must be what JSON can hold: {what}"
+        ) from error
     try:
         answer = json.loads((RENDERERS if len(sent) < _LARGE else LARGE).ask(sent, _PATIENCE))
     except (EOFError, OSError) as error:
         raise RequestError(
-            f"the model's chat template does not take these messages: it took more than {SECONDS:g} seconds or {MEMORY >> 20} MiB; "
+            f"the model's chat template does not take these messages: it took more than {SECONDS:g} seconds "
+            f"or {MEMORY >> 20} MiB; "
             f"repair it or use plain prompts"
         ) from error
     if "fault" in answer:
@@ -102,7 +107,9 @@ def render(seconds: str, memory: str) -> None:
             if source not in compiled:
                 compiled[source] = ChatTemplate(source)
             template = compiled[source]
-            found: object = template.render(asked["variables"]) if "variables" in asked else sorted(template.variables)
+            found: object = (
+                template.render(asked["variables"]) if "variables" in asked else sorted(template.variables)
+            )
             told: Mapping[str, object] = {"found": found}
         except RequestError as fault:
             if isinstance(fault.__cause__, MemoryError):

@@ -1,14 +1,16 @@
 """Structures compiled for a model's tokens, and how far each output has come in its own; by llguidance.
 
-A structure is compiled where a request is read, while its reader waits, so one that is none is refused before anything runs. What was
-compiled is there for as long as the request that it was compiled for, and a while longer for others. On the engine's thread an output gets
-a copy, in microseconds. Copies share what the library learns of a structure as it goes along, which makes them fast, and fills up: an
-output that meets the end of that room gets the structure anew, and says there what it has said.
+A structure is compiled where a request is read, while its reader waits, so one that is none is refused before
+anything runs. What was compiled is there for as long as the request that it was compiled for, and a while
+longer for others. On the engine's thread an output gets a copy, in microseconds. Copies share what the
+library learns of a structure as it goes along, which makes them fast, and fills up: an output that meets the
+end of that room gets the structure anew, and says there what it has said.
 
-The library cannot be told to stop. What takes it too long is refused and left to itself; where several such go on, nothing new is begun.
+The library cannot be told to stop. What takes it too long is refused and left to itself; where several such
+go on, nothing new is begun.
 
-Why this is safe. What is compiled changes under the library's own lock; a compiled structure is put in its place in one assignment. Rows
-are the engine's thread's alone.
+Why this is safe. What is compiled changes under the library's own lock; a compiled structure is put in its
+place in one assignment. Rows are the engine's thread's alone.
 """
 
 import logging
@@ -37,20 +39,24 @@ _LOG = logging.getLogger("penstock")
 _MANY = 8
 """Rows whose masks are worth several threads."""
 _WEIGHT = 8 << 10
-"""Characters that a structure counts for beside its own: most compiled ones take a few hundred kilobytes, those of long texts up to some
-hundred megabytes."""
+"""Characters that a structure counts for beside its own: most compiled ones take a few hundred kilobytes,
+those of long texts up to some hundred megabytes."""
 _KEPT, _HELD = 128 * _WEIGHT, 256 * _WEIGHT
-"""Of all compiled structures that are kept for later requests; and of all that there are, up to which requests hold theirs."""
+"""Of all compiled structures that are kept for later requests; and of all that there are, up to which
+requests hold theirs."""
 _PATIENCE = 10.0
-"""Seconds for which a reader waits for its structure, and before that for its turn: most take milliseconds, hard ones a second."""
+"""Seconds for which a reader waits for its structure, and before that for its turn: most take milliseconds,
+hard ones a second."""
 _MOST_LATE = 2
 """Structures that nobody waits for any more, and that the library still compiles."""
 _STACK = 256 << 20
-"""Bytes for the thread that compiles: the library goes down into rules one within the other, which may be thousands."""
+"""Bytes for the thread that compiles: the library goes down into rules one within the other, which may be
+thousands."""
 _TRIED = 4
 """Tokens of an output that are tried before a structure is accepted."""
 _CANONICAL = 1024
-"""Characters of a text that a structure leaves no choice of, for which the tokens are those of the model's tokenizer."""
+"""Characters of a text that a structure leaves no choice of, for which the tokens are those of the model's
+tokenizer."""
 _LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 300_000,
@@ -59,7 +65,8 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
 }
-"""Of the library, below its own: a mask takes some milliseconds at most, a structure some tens of megabytes."""
+"""Of the library, below its own: a mask takes some milliseconds at most, a structure some tens of
+megabytes."""
 _MARK = b"\xff"
 """Before the name of a special token, which no text has."""
 _STARTING = threading.Lock()
@@ -78,27 +85,34 @@ class _SlowError(StructureError):
 class Structures:
     """Of one model. A worker's guide; and what says, before anything runs, whether a structure can be one."""
 
-    def __init__(self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int, end_tokens: Collection[int]) -> None:
-        """tokenizer: asked when there is a first structure; None if the model has none. vocab_size: of the model's logits. end_tokens: the
-        model's own, which are never text."""
+    def __init__(
+        self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int, end_tokens: Collection[int]
+    ) -> None:
+        """tokenizer: asked when there is a first structure; None if the model has none. vocab_size: of the
+        model's logits. end_tokens: the model's own, which are never text."""
         self._tokenizer, self._size, self._ends = tokenizer, vocab_size, frozenset(end_tokens)
         self._compiling = threading.Lock()
         """One at a time: the others compute meanwhile."""
         self._noting = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
         self._known: OrderedDict[Structure, _Compiled] = OrderedDict()
-        """The latest; as keys there are only copies, since those that requests have hold what was compiled."""
+        """The latest; as keys there are only copies, since those that requests have hold what was
+        compiled."""
         self._alive: WeakValueDictionary[Structure, _Compiled] = WeakValueDictionary()
         """And all that somebody holds."""
         self._held: dict[int, tuple[ref[Structure], _Compiled]] = {}
-        """By those that were checked, for as long as they are there: by their ids, as there may be several that are equal."""
+        """By those that were checked, for as long as they are there: by their ids, as there may be several
+        that are equal."""
         self._rows: dict[Row, _Matcher] = {}
         self._executor: LLExecutor | None = None
 
     def check(self, structure: Structure, end_tokens: Collection[int]) -> None:
-        """Compile it, to be there as long as this object is. end_tokens: those that would end an output. Raises StructureError."""
+        """Compile it, to be there as long as this object is. end_tokens: those that would end an output.
+        Raises StructureError."""
         if not end_tokens:
-            raise StructureError("a structure's end is an end token, and the model names none; give stop_token_ids")
+            raise StructureError(
+                "a structure's end is an end token, and the model names none; give stop_token_ids"
+            )
         compiled, held, name = self._compiled(structure), self._held, id(structure)
         with self._noting:
             room = _weight(self._alive) <= _HELD
@@ -142,7 +156,9 @@ class Structures:
 
     def _fill(self, matchers: Sequence["_Matcher"], masks: NDArray[np.int32]) -> None:
         """What the library says, for those that have not ended."""
-        going = [(matcher.inner, place) for place, matcher in enumerate(matchers) if matcher.inner is not None]
+        going = [
+            (matcher.inner, place) for place, matcher in enumerate(matchers) if matcher.inner is not None
+        ]
         if len(going) >= _MANY:
             from llguidance import LLExecutor
             from llguidance.numpy import fill_next_token_bitmask_par
@@ -179,7 +195,10 @@ class Structures:
         with _STARTING:
             _LATE[:] = [thread for thread in _LATE if thread.is_alive()]
         if len(_LATE) >= _MOST_LATE or not self._compiling.acquire(timeout=_PATIENCE):
-            raise CrowdedError("the structures of other requests take long to be compiled, so this one has to wait; try again later")
+            raise CrowdedError(
+                "the structures of other requests take long to be compiled, so this one has to wait; try "
+                "again later"
+            )
         try:
             yield
         finally:
@@ -202,11 +221,16 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer | None, size: int, ends: frozenset[int]) -> None:
         if tokenizer is None:
-            raise StructureError("a structure needs a tokenizer, which the model directory does not have; add its tokenizer.json")
+            raise StructureError(
+                "a structure needs a tokenizer, which the model directory does not have; add its "
+                "tokenizer.json"
+            )
         try:
             import llguidance
         except ModuleNotFoundError as missing:
-            raise StructureError("structured output needs llguidance, which is not installed; pip install 'penstock[grammar]'") from missing
+            raise StructureError(
+                "structured output needs llguidance, which is not installed; pip install 'penstock[grammar]'"
+            ) from missing
         self.size = size
         self.words = _Words(tokenizer, size, ends)
         self.tokenizer: LLTokenizer = llguidance.LLTokenizer(self.words, n_vocab=size + 1, eos_token=size)  # type: ignore[arg-type]
@@ -225,14 +249,17 @@ class _Vocabulary:
         return matcher
 
     def try_out(self, matcher: "LLMatcher") -> None:
-        """Say a few tokens, the shortest there are. Raises StructureError if nothing can be said, or that takes too much."""
+        """Say a few tokens, the shortest there are. Raises StructureError if nothing can be said, or that
+        takes too much."""
         mask = np.zeros(self.size // 32 + 1, dtype=np.int32)
         for _ in range(_TRIED):
             _fill(matcher, mask)
             if matcher.is_error():
                 break
             found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.size])
-            if not len(found) or not matcher.consume_token(min(found.tolist(), key=lambda token: len(self.words.tokens[token]))):
+            if not len(found) or not matcher.consume_token(
+                min(found.tolist(), key=lambda token: len(self.words.tokens[token]))
+            ):
                 break
         if matcher.is_error():
             why = said(matcher.get_error())
@@ -255,7 +282,9 @@ class _Words:
 
     def __init__(self, tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> None:
         self.eos_token_id = size
-        self.special_token_ids = [token for token in range(size) if token in ends or tokenizer.is_special(token)] + [size]
+        self.special_token_ids = [
+            token for token in range(size) if token in ends or tokenizer.is_special(token)
+        ] + [size]
         # A token that the tokenizer does not know has no bytes, and is never said.
         self.tokens = [*map(tokenizer.token_bytes, range(size)), b"<end>"]
         for token in self.special_token_ids:
@@ -264,14 +293,18 @@ class _Words:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that a structure leaves no choice of: those that the model knows it by, as far as they are just its bytes.
+        """Tokens of a text that a structure leaves no choice of: those that the model knows it by, as far as
+        they are just its bytes.
 
-        Some tokenizers put a space before a text, but none within a line; and it is long work for a long text.
+        Some tokenizers put a space before a text, but none within a line; and it is long work for a long
+        text.
         """
         assert self.trie is not None
         head, rest = text[:_CANONICAL], text[_CANONICAL:]
         for before in ("", "\n"):
-            if (tokens := self._last(self._tokenizer.encode(before + head, special=False), head.encode())) is not None:
+            if (
+                tokens := self._last(self._tokenizer.encode(before + head, special=False), head.encode())
+            ) is not None:
                 break
         else:
             tokens, rest = [], text
@@ -311,7 +344,8 @@ class _Compiled:
 
 
 class _Matcher:
-    """One output's way through its structure. Where that cannot be followed any further, the output may only end, and is broken."""
+    """One output's way through its structure. Where that cannot be followed any further, the output may only
+    end, and is broken."""
 
     def __init__(self, ends: frozenset[int]) -> None:
         self.inner: LLMatcher | None = None
@@ -325,11 +359,16 @@ class _Matcher:
         self.inner, self._first = compiled.copy()
 
     def break_off(self, why: str) -> None:
-        _LOG.warning("an output ends after %d tokens, its structure cannot be followed any further: %s", len(self._taken), why)
+        _LOG.warning(
+            "an output ends after %d tokens, its structure cannot be followed any further: %s",
+            len(self._taken),
+            why,
+        )
         self.inner, self.broken = None, True
 
     def take(self, token: int) -> None:
-        """What was said. An end token is the end, wherever the structure is: the request's own may come before its end."""
+        """What was said. An end token is the end, wherever the structure is: the request's own may come
+        before its end."""
         if self.inner is None:
             return
         if token in self._ends:
@@ -353,7 +392,8 @@ class _Matcher:
                 words[token // 32] |= np.uint32(1 << token % 32)
 
     def _renew(self) -> None:
-        """Say the same in a structure that is as good as new: the old one's room may be full, of what others have said in theirs."""
+        """Say the same in a structure that is as good as new: the old one's room may be full, of what others
+        have said in theirs."""
         assert self.inner is not None
         why = said(self.inner.get_error())
         try:
@@ -370,8 +410,8 @@ def _fill(matcher: "LLMatcher", mask: NDArray[np.int32]) -> None:
 
 
 def _deep(work: Callable[[], T]) -> T:
-    """Done on a thread with a large stack, of which only what is used is taken. Raises RuntimeError if it fails, StructureError if it takes
-    too long."""
+    """Done on a thread with a large stack, of which only what is used is taken. Raises RuntimeError if it
+    fails, StructureError if it takes too long."""
     results: list[T] = []
     faults: list[BaseException] = []
 

@@ -26,16 +26,22 @@ _PATIENCE, _SLOWEST = 60.0, 16 << 10
 """Seconds that a text may take aside, and as many more as it takes at this rate, bytes/s."""
 _LOG = logging.getLogger("penstock")
 _LEAST, _PLAIN, _SPECIAL = b"l", b"p", b"s"
-"""What is wanted of a text aside: the number of tokens that it has at least, or its tokens, without special ones or with."""
+"""What is wanted of a text aside: the number of tokens that it has at least, or its tokens, without special
+ones or with."""
 _DONE, _REFUSED, _OTHER = b"d", b"r", b"o"
-"""What comes back first: an answer follows, or why there is none, or that the file is not the one that it was."""
+"""What comes back first: an answer follows, or why there is none, or that the file is not the one that it
+was."""
 
 
 class Tokenizer:
-    """A model's tokenizer.json with its chat templates. After loading nothing in it changes but caches: threads may share it."""
+    """A model's tokenizer.json with its chat templates. After loading nothing in it changes but caches:
+    threads may share it."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, names: Mapping[str, str], templates: Mapping[str, str]) -> None:
-        """names: what the model calls its special tokens ("bos_token": "<s>"). templates: chat template sources by name."""
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, names: Mapping[str, str], templates: Mapping[str, str]
+    ) -> None:
+        """names: what the model calls its special tokens ("bos_token": "<s>"). templates: chat template
+        sources by name."""
         tokenizer.no_truncation()  # some files carry the lengths of a training run
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -51,10 +57,11 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
-        """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json and chat template files.
+        """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json and chat
+        template files.
 
-        Raises CheckpointError naming the file that is missing or damaged. Parsing a large vocabulary holds the GIL
-        (0.4 s for 150,000 tokens): in a thread it runs beside reads and copies, not beside Python.
+        Raises CheckpointError naming the file that is missing or damaged. Parsing a large vocabulary holds
+        the GIL (0.4 s for 150,000 tokens): in a thread it runs beside reads and copies, not beside Python.
         """
         expect_inside(path)
         file = path / "tokenizer.json"
@@ -64,23 +71,34 @@ class Tokenizer:
         except BaseException as error:
             if not has_failed(error):
                 raise
-            raise CheckpointError(f"{file} is not a tokenizer: {' '.join(str(error).split())}; fetch the file again") from error
+            raise CheckpointError(
+                f"{file} is not a tokenizer: {' '.join(str(error).split())}; fetch the file again"
+            ) from error
         growth = max(growth_of(tokenizer.normalizer), growth_of(tokenizer.decoder))
         if growth > MOST_GROWTH:
-            raise CheckpointError(f"{file} makes texts {growth:,} times as long, and {MOST_GROWTH} are allowed; use another tokenizer")
+            raise CheckpointError(
+                f"{file} makes texts {growth:,} times as long, and {MOST_GROWTH} are allowed; use another "
+                "tokenizer"
+            )
         config = _table(path / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # an older config: the map overrules it
             config |= _table(path / "special_tokens_map.json")
-        names = {key: token for key, value in config.items() if key.endswith("_token") and (token := _content(value))}
+        names = {
+            key: token
+            for key, value in config.items()
+            if key.endswith("_token") and (token := _content(value))
+        }
         read = cls(tokenizer, names, _templates(path, config))
         read._source = path, hashlib.sha256(source.encode()).hexdigest()
         return read
 
     def cut_aside(self) -> None:
-        """From now on cut long texts into tokens in a process of its own, which leaves the processor to whatever else wants it.
+        """From now on cut long texts into tokens in a process of its own, which leaves the processor to
+        whatever else wants it.
 
-        A thread that does so holds the interpreter's lock now and then, for 20 ms a megabyte, and others wait for it. The process is
-        started with the first long text, and reads the same file; should that have changed, it is not used.
+        A thread that does so holds the interpreter's lock now and then, for 20 ms a megabyte, and others wait
+        for it. The process is started with the first long text, and reads the same file; should that have
+        changed, it is not used.
         """
         if self._source is not None:
             given = [str(self._source[0]), self._source[1]]
@@ -119,7 +137,8 @@ class Tokenizer:
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text has at least, by its length alone; 0 where a tokenizer may leave out some of it."""
+        """How many tokens a text has at least, by its length alone; 0 where a tokenizer may leave out some of
+        it."""
         if (found := self._done_aside(_LEAST, text)) is not None:
             return int.from_bytes(found, "little")
         if self._longest is None:
@@ -129,8 +148,9 @@ class Tokenizer:
         return -(-len("".join(text.split()).encode("utf-8", "replace")) // self._longest)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special`: with the tokens that tokenizer.json puts around a text. add_bos_token in the config changes nothing, as in
-        transformers 5, since the file was written with it in mind. Raises RequestError if the text is not valid Unicode."""
+        """`special`: with the tokens that tokenizer.json puts around a text. add_bos_token in the config
+        changes nothing, as in transformers 5, since the file was written with it in mind. Raises RequestError
+        if the text is not valid Unicode."""
         if (found := self._done_aside(_SPECIAL if special else _PLAIN, text)) is not None:
             tokens = array("i")
             tokens.frombytes(found)
@@ -138,20 +158,26 @@ class Tokenizer:
         return self.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """As `encode` has each. Raises RequestError too where the tokenizer fails, such as for characters that it has no token for."""
+        """As `encode` has each. Raises RequestError too where the tokenizer fails, such as for characters
+        that it has no token for."""
         for text in texts:
             _check_unicode(text)
-        try:  # Without offsets it takes half the time, and unlike `encode` it lets other Python threads run meanwhile.
+        # Without offsets it takes half the time, and unlike `encode` it lets other Python threads run
+        # meanwhile.
+        try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         except BaseException as error:
             if not has_failed(error):
                 raise
             reason = " ".join(str(error).split())
-            raise RequestError(f"the model's tokenizer has no tokens for this text: {reason}; try another, or send token ids") from error
+            raise RequestError(
+                f"the model's tokenizer has no tokens for this text: {reason}; try another, or send token ids"
+            ) from error
         return [encoding.ids for encoding in encodings]
 
     def _done_aside(self, what: bytes, text: str) -> bytes | None:
-        """The answer of the process beside, if there is one and the text is long. Raises RequestError as `encode` does."""
+        """The answer of the process beside, if there is one and the text is long. Raises RequestError as
+        `encode` does."""
         aside = self._aside
         if aside is None or len(text) < LONG:
             return None
@@ -160,10 +186,19 @@ class Tokenizer:
         try:
             found = aside.ask(sent, _PATIENCE + len(sent) / _SLOWEST)
         except (EOFError, OSError) as error:
-            why = "took too long" if isinstance(error, TimeoutError) else "has ended, for want of memory or since somebody ended it"
-            raise PenstockError(f"the process that cuts long texts into tokens {why}; try again, or send a shorter text") from error
+            why = (
+                "took too long"
+                if isinstance(error, TimeoutError)
+                else "has ended, for want of memory or since somebody ended it"
+            )
+            raise PenstockError(
+                f"the process that cuts long texts into tokens {why}; try again, or send a shorter text"
+            ) from error
         if found.startswith(_OTHER):
-            _LOG.warning("tokenizer.json has changed since it was read: long texts are cut into tokens beside requests; start again")
+            _LOG.warning(
+                "tokenizer.json has changed since it was read: long texts are cut into tokens beside "
+                "requests; start again"
+            )
             aside.end()
             self._aside = None
             return None
@@ -178,42 +213,62 @@ class Tokenizer:
         except BaseException as error:
             if not has_failed(error):
                 raise
-            raise RequestError(f"the model's tokenizer has no text for these tokens: {' '.join(str(error).split())}") from error
+            raise RequestError(
+                f"the model's tokenizer has no text for these tokens: {' '.join(str(error).split())}"
+            ) from error
 
     def detokenizer(self, stop: Sequence[str] = (), include_stop: bool = False, *, skip_special: bool = True,
                     continues: bool = False, kept: Collection[int] = ()) -> Detokenizer:  # fmt: skip
         return Detokenizer(self._pieces, stop, include_stop, skip_special, continues, kept)
 
     def template_variables(self, *, tools: bool = False) -> frozenset[str]:
-        """What the chat template reads of what `render_chat` may be given. tools: the one for conversations with tools.
+        """What the chat template reads of what `render_chat` may be given. tools: the one for conversations
+        with tools.
 
         Raises RequestError as `render_chat` does.
         """
         return self._template(tools).variables
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
-                    tools: Sequence[Mapping[str, object]] | None = None, **variables: object) -> str:  # fmt: skip
-        """The prompt for a conversation. variables: what the model's template reads besides, such as enable_thinking.
+                    tools: Sequence[Mapping[str, object]] | None = None,
+                    **variables: object) -> str:  # fmt: skip
+        """The prompt for a conversation. variables: what the model's template reads besides, such as
+        enable_thinking.
 
-        Raises RequestError for messages of another form, for a model without a template, and for what the template refuses.
+        Raises RequestError for messages of another form, for a model without a template, and for what the
+        template refuses.
         """
         template = self._template(tools is not None)
-        given = {"messages": conversation(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        given = {
+            "messages": conversation(messages),
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         return template.render({**self._names, "documents": None, **variables, **given})
 
     def _template(self, tools: bool) -> Template:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            what = f"no default chat template, only {', '.join(sorted(self._templates))}" if self._templates else "no chat template"
-            raise RequestError(f"this model has {what}; use plain generation: a prompt to continue instead of messages")
+            what = (
+                f"no default chat template, only {', '.join(sorted(self._templates))}"
+                if self._templates
+                else "no chat template"
+            )
+            raise RequestError(
+                f"this model has {what}; use plain generation: a prompt to continue instead of messages"
+            )
         if name not in self._compiled:
             self._compiled[name] = Template(self._templates[name])
         return self._compiled[name]
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
-                    tools: Sequence[Mapping[str, object]] | None = None, **variables: object) -> list[int]:  # fmt: skip
+                    tools: Sequence[Mapping[str, object]] | None = None,
+                    **variables: object) -> list[int]:  # fmt: skip
         """Templates write the special tokens themselves, so none are added to what `render_chat` gives."""
-        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables), special=False)
+        return self.encode(
+            self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables),
+            special=False,
+        )
 
 
 def cut(directory: str, digest: str) -> None:
@@ -242,20 +297,31 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"surrogate U+{code:04X}"  # a raw byte from the command line
-        raise RequestError(f"the prompt is not valid UTF-8: {what} at character {error.start}; give it as UTF-8") from error
+        what = (
+            f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"surrogate U+{code:04X}"
+        )  # a raw byte from the command line
+        raise RequestError(
+            f"the prompt is not valid UTF-8: {what} at character {error.start}; give it as UTF-8"
+        ) from error
 
 
 def _read(path: Path) -> str:
     if path.exists() and not path.is_file():  # Opening a pipe would wait for its writer for ever.
-        raise CheckpointError(f"{path} cannot be read: it is not a regular file; fetch the model's directory again")
+        raise CheckpointError(
+            f"{path} cannot be read: it is not a regular file; fetch the model's directory again"
+        )
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
-            raise CheckpointError(f"{path} has {size:,} bytes, more than the {MOST_BYTES:,} allowed; fetch the model's directory again")
+            raise CheckpointError(
+                f"{path} has {size:,} bytes, more than the {MOST_BYTES:,} allowed; fetch the model's "
+                "directory again"
+            )
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise CheckpointError(f"{path} cannot be read: {reason}; a model's directory needs it whole") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {reason}; a model's directory needs it whole"
+        ) from error
 
 
 def _table(path: Path) -> dict[str, object]:
@@ -276,11 +342,18 @@ def _content(value: object) -> str | None:
 
 
 def _templates(path: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """Chat templates by name: files of their own come before the config, that before the older chat_template.json."""
+    """Chat templates by name: files of their own come before the config, that before the older
+    chat_template.json."""
     found = {file.stem: _read(file) for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     if (path / "chat_template.jinja").exists():
         found["default"] = _read(path / "chat_template.jinja")
-    source = found or config.get("chat_template") or _table(path / "chat_template.json").get("chat_template") or {}
+    source = (
+        found or config.get("chat_template") or _table(path / "chat_template.json").get("chat_template") or {}
+    )
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source if isinstance(entry, dict) and {"name", "template"} <= entry.keys()}
+        source = {
+            entry["name"]: entry["template"]
+            for entry in source
+            if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
+        }
     return source if isinstance(source, dict) else {"default": str(source)}

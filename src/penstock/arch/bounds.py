@@ -1,4 +1,5 @@
-"""What a step must read and compute at least, from the model's shape alone. Divided by measured rates, the times no engine can beat."""
+"""What a step must read and compute at least, from the model's shape alone. Divided by measured rates, the
+times no engine can beat."""
 
 from collections.abc import Sequence
 from math import prod
@@ -20,14 +21,16 @@ def weight_bytes(layouts: Sequence[GroupLayout]) -> int:
 def experts_chosen(moe: MoeSpec, rows: float) -> float:
     """Experts of a layer that `rows` tokens choose together, on average.
 
-    Tokens are taken to choose evenly, so an expert is left alone by all of them with probability (1 - top_k / experts) ** rows.
+    Tokens are taken to choose evenly, so an expert is left alone by all of them with probability (1 - top_k /
+    experts) ** rows.
     """
     left_alone: float = (1 - moe.top_k / moe.experts) ** rows
     return moe.experts * (1 - left_alone)
 
 
 def weight_bytes_read(spec: ModelSpec, layouts: Sequence[GroupLayout], rows: int = 1) -> float:
-    """Bytes of weights that a step with `rows` sequences reads: every group once, of the experts those that someone chose.
+    """Bytes of weights that a step with `rows` sequences reads: every group once, of the experts those that
+    someone chose.
 
     Of the embedding only `rows` rows are read, unless it is the output matrix too.
     """
@@ -54,7 +57,8 @@ def kv_token_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def kv_bytes_read(spec: ModelSpec, dtype: str, length: float) -> float:
-    """Bytes of KV that a step reads for one sequence of `length` tokens; a layer with a window reads no further than that."""
+    """Bytes of KV that a step reads for one sequence of `length` tokens; a layer with a window reads no
+    further than that."""
     return sum(kv_layer_bytes_read(spec, dtype, length, layer) for layer in range(spec.layers))
 
 
@@ -69,20 +73,27 @@ def tokens_seen(spec: ModelSpec, length: float, layer: int) -> float:
 
 
 def prefill_operations(spec: ModelSpec, layouts: Sequence[GroupLayout], lengths: Sequence[int]) -> float:
-    """Floating-point operations for prompts of these lengths: two for each weight and token, two products of attention for each pair of
-    tokens that sees each other, and the output matrix for the last token of each. Of the last layer others' KV is needed, and no more."""
+    """Floating-point operations for prompts of these lengths: two for each weight and token, two products of
+    attention for each pair of tokens that sees each other, and the output matrix for the last token of each.
+    Of the last layer others' KV is needed, and no more."""
     matrices = sum(needed_operations(spec, layout, sum(lengths), len(lengths)) for layout in layouts)
-    attention = sum(attention_operations(spec, prompt_pairs(spec, lengths, layer)) for layer in range(spec.layers))
+    attention = sum(
+        attention_operations(spec, prompt_pairs(spec, lengths, layer)) for layer in range(spec.layers)
+    )
     return matrices + attention + output_operations(spec, len(lengths))
 
 
 def doubles_at(spec: ModelSpec, layouts: Sequence[GroupLayout]) -> float:
-    """The position at which a token takes twice the operations of the first, without windows: attention as many as all else."""
-    return sum(matrix_operations(spec, layout, 1) for layout in layouts) / (spec.layers * attention_operations(spec, 1))
+    """The position at which a token takes twice the operations of the first, without windows: attention as
+    many as all else."""
+    return sum(matrix_operations(spec, layout, 1) for layout in layouts) / (
+        spec.layers * attention_operations(spec, 1)
+    )
 
 
 def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> float:
-    """Of a group's products with `tokens` tokens, of an expert's with those that chose it. The output matrix is `output_operations`."""
+    """Of a group's products with `tokens` tokens, of an expert's with those that chose it. The output matrix
+    is `output_operations`."""
     if layout.id.kind in (GroupKind.EMBEDDING, GroupKind.HEAD):
         return 0
     weights: float = sum(prod(field.shape) for field in layout.fields if len(field.shape) == 2)
@@ -93,7 +104,8 @@ def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> fl
 
 
 def needed_operations(spec: ModelSpec, layout: GroupLayout, tokens: float, rows: float) -> float:
-    """`matrix_operations` with tokens of which `rows` are read when they have passed all layers: in the last one the others leave KV."""
+    """`matrix_operations` with tokens of which `rows` are read when they have passed all layers: in the last
+    one the others leave KV."""
     if layout.id.layer < spec.layers - 1:
         return matrix_operations(spec, layout, tokens)
     keys_and_values = 4 * spec.kv_size * spec.hidden_size if layout.id.kind is GroupKind.ATTENTION else 0
@@ -110,8 +122,8 @@ def output_operations(spec: ModelSpec, rows: float) -> float:
 
 
 def prompt_pairs(spec: ModelSpec, lengths: Sequence[int], layer: int, *, needed: bool = True) -> float:
-    """Pairs of a query and a key that it sees, in causal prompts of these lengths. In the last layer only the last token of each needs to
-    look."""
+    """Pairs of a query and a key that it sees, in causal prompts of these lengths. In the last layer only the
+    last token of each needs to look."""
     if needed and layer == spec.layers - 1:
         return sum(tokens_seen(spec, length, layer) for length in lengths)
     return sum(_pairs(length, spec.windows[layer]) for length in lengths)

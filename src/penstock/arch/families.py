@@ -1,7 +1,7 @@
 """From a checkpoint's config.json to a ModelSpec: one page of switches and tensor names per family.
 
-A config is read through `_Reader`, which checks the type of every value it hands out; whatever this engine cannot run exactly
-is refused with the key that asks for it.
+A config is read through `_Reader`, which checks the type of every value it hands out; whatever this engine
+cannot run exactly is refused with the key that asks for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,8 @@ MOST = 2**16
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Where a family's checkpoints keep the tensors of a feed-forward; everything else has the same name in all of them."""
+    """Where a family's checkpoints keep the tensors of a feed-forward; everything else has the same name in
+    all of them."""
 
     router: str = "mlp.gate"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
@@ -50,7 +51,9 @@ class _Reader:
         if value is None:
             raise UnsupportedModelError(f"{self.where}: key '{key}' is missing; it must be a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; it must be a whole number from {low} to {high}")
+            raise UnsupportedModelError(
+                f"{self.where}: key '{key}' is {value!r}; it must be a whole number from {low} to {high}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -58,7 +61,9 @@ class _Reader:
         value = default if value is None else value
         # Within these bounds no formula of a model, rope's powers included, leaves the range of a double.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
-            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; it must be a number from 1e-30 to 1e30")
+            raise UnsupportedModelError(
+                f"{self.where}: key '{key}' is {value!r}; it must be a number from 1e-30 to 1e30"
+            )
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -72,13 +77,16 @@ class _Reader:
         """Refuse any value but the supported ones; an absent key is the first of them."""
         value = self.config.get(key, supported[0])
         if value not in supported:
-            raise UnsupportedModelError(f"{self.where}: key '{key}' is {value!r}; supported: {', '.join(map(repr, supported))}")
+            raise UnsupportedModelError(
+                f"{self.where}: key '{key}' is {value!r}; supported: {', '.join(map(repr, supported))}"
+            )
 
 
 def read_spec(config: Mapping[str, object], where: str = "config.json") -> ModelSpec:
     """The spec of the model that `config` (a parsed config.json) describes.
 
-    Raises UnsupportedModelError, naming the key, for families, switches or values that this engine does not run.
+    Raises UnsupportedModelError, naming the key, for families, switches or values that this engine does not
+    run.
     """
     family = family_of(config, where)
     return family.read(_Reader({**family.defaults, **config}, where))
@@ -88,7 +96,9 @@ def family_of(config: Mapping[str, object], where: str = "config.json") -> Famil
     name = config.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        raise UnsupportedModelError(f"{where}: key 'model_type' is {name!r}; supported: {', '.join(sorted(FAMILIES))}")
+        raise UnsupportedModelError(
+            f"{where}: key 'model_type' is {name!r}; supported: {', '.join(sorted(FAMILIES))}"
+        )
     return family
 
 
@@ -106,18 +116,27 @@ def _spec(
     """What all families share; the switches are what sets them apart."""
     config.only("hidden_act", "silu")
     if config.get("quantization_config") is not None:
-        raise UnsupportedModelError(f"{config.where}: key 'quantization_config' is set; supported: unquantised float32, float16, bfloat16")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'quantization_config' is set; supported: unquantised float32, float16, "
+            "bfloat16"
+        )
     layers, heads, hidden = _layers(config), config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModelError(
-            f"{config.where}: key 'num_attention_heads' is {heads}, no multiple of key 'num_key_value_heads', {kv_heads}"
+            f"{config.where}: key 'num_attention_heads' is {heads}, no multiple of key "
+            f"'num_key_value_heads', {kv_heads}"
         )
     if config.get("head_dim") is None and hidden % heads:
-        raise UnsupportedModelError(f"{config.where}: key 'head_dim' is missing, and hidden_size {hidden} no multiple of {heads} heads")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'head_dim' is missing, and hidden_size {hidden} no multiple of {heads} "
+            "heads"
+        )
     head_dim = config.whole("head_dim", hidden // heads)
     if head_dim % 2:
-        raise UnsupportedModelError(f"{config.where}: key 'head_dim' is {head_dim}; rotary embeddings need an even one")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'head_dim' is {head_dim}; rotary embeddings need an even one"
+        )
     positions = config.whole("max_position_embeddings", 2048)
     rope = _rope(config, head_dim, positions)
     return ModelSpec(
@@ -150,46 +169,69 @@ def _layers(config: _Reader) -> int:
 
 
 def _max_length(rope: RopeSpec, positions: int) -> int:
-    """Yarn makes good for its factor times the original length, whether or not max_position_embeddings was raised with it."""
-    return max(positions, int(rope.original_length * rope.factor)) if rope.kind is RopeKind.YARN else positions
+    """Yarn makes good for its factor times the original length, whether or not max_position_embeddings was
+    raised with it."""
+    return (
+        max(positions, int(rope.original_length * rope.factor)) if rope.kind is RopeKind.YARN else positions
+    )
 
 
 def _dtype(config: _Reader) -> str:
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     value = config.get(key) or "float32"
     if not isinstance(value, str) or value not in DTYPE_BYTES:
-        raise UnsupportedModelError(f"{config.where}: key '{key}' is {value!r}; supported: {', '.join(DTYPE_BYTES)}")
+        raise UnsupportedModelError(
+            f"{config.where}: key '{key}' is {value!r}; supported: {', '.join(DTYPE_BYTES)}"
+        )
     return value
 
 
 def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` for both; the older one wins."""
+    """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` for both; the older
+    one wins."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
     if not isinstance(scaling, Mapping):
         raise UnsupportedModelError(f"{config.where}: key '{key}' is {scaling!r}; it must be an object")
     if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise UnsupportedModelError(f"{config.where}: key '{key}' differs by layer; supported: one set for all layers")
+        raise UnsupportedModelError(
+            f"{config.where}: key '{key}' differs by layer; supported: one set for all layers"
+        )
     reader = _Reader(scaling, f"{config.where}, {key}")
     name = scaling.get("rope_type", scaling.get("type", "default"))
     if name not in list(RopeKind):
-        raise UnsupportedModelError(f"{config.where}: key 'rope_type' is {name!r}; supported: {', '.join(RopeKind)}")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'rope_type' is {name!r}; supported: {', '.join(RopeKind)}"
+        )
     kind = RopeKind(str(name))
     for partial in (config.get("partial_rotary_factor"), scaling.get("partial_rotary_factor")):
         if partial not in (None, 1, 1.0):
-            raise UnsupportedModelError(f"{config.where}: key 'partial_rotary_factor' is {partial!r}; supported: 1.0")
+            raise UnsupportedModelError(
+                f"{config.where}: key 'partial_rotary_factor' is {partial!r}; supported: 1.0"
+            )
     theta = reader.number("rope_theta", config.number("rope_theta", 10000.0))
     if theta <= 1:
         raise UnsupportedModelError(f"{config.where}: key 'rope_theta' is {theta}; it must be above 1")
     if kind is RopeKind.DEFAULT:
         return RopeSpec(theta=theta, dim=head_dim)
-    original = config.whole("original_max_position_embeddings", reader.whole("original_max_position_embeddings", max_length))
-    # Where yarn's optional numbers are zero, transformers takes them for not given. An attention factor of zero it takes literally.
-    zero_is_absent = {key: None for key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow") if scaling.get(key) == 0}
+    original = config.whole(
+        "original_max_position_embeddings", reader.whole("original_max_position_embeddings", max_length)
+    )
+    # Where yarn's optional numbers are zero, transformers takes them for not given. An attention factor of
+    # zero it takes literally.
+    zero_is_absent = {
+        key: None for key in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow") if scaling.get(key) == 0
+    }
     reader = _Reader({**scaling, **zero_is_absent}, reader.where)
-    optional = {key: reader.number(key) for key in ("attention_factor", "mscale", "mscale_all_dim") if reader.get(key) is not None}
+    optional = {
+        key: reader.number(key)
+        for key in ("attention_factor", "mscale", "mscale_all_dim")
+        if reader.get(key) is not None
+    }
     if kind is RopeKind.DYNAMIC and head_dim < 4:
-        raise UnsupportedModelError(f"{config.where}: key 'head_dim' is {head_dim}; dynamic rope needs at least 4")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'head_dim' is {head_dim}; dynamic rope needs at least 4"
+        )
     rope = RopeSpec(
         theta=theta,
         dim=head_dim,
@@ -206,9 +248,14 @@ def _rope(config: _Reader, head_dim: int, max_length: int) -> RopeSpec:
         **optional,
     )
     if kind is RopeKind.LLAMA3 and rope.high_freq_factor <= rope.low_freq_factor:
-        raise UnsupportedModelError(f"{reader.where}: key 'high_freq_factor' is {rope.high_freq_factor}; it must be above low_freq_factor")
+        raise UnsupportedModelError(
+            f"{reader.where}: key 'high_freq_factor' is {rope.high_freq_factor}; it must be above "
+            "low_freq_factor"
+        )
     if kind is RopeKind.YARN and rope.beta_fast < rope.beta_slow:
-        raise UnsupportedModelError(f"{reader.where}: key 'beta_fast' is {rope.beta_fast}; it must be at least beta_slow")
+        raise UnsupportedModelError(
+            f"{reader.where}: key 'beta_fast' is {rope.beta_fast}; it must be at least beta_slow"
+        )
     return rope
 
 
@@ -222,7 +269,8 @@ def _active_window(config: _Reader) -> int | None:
 
 
 def _windows(config: _Reader) -> tuple[int | None, ...]:
-    """Sliding windows as dense Qwen configs give them: a list of layer types, or all layers from `max_window_layers` on."""
+    """Sliding windows as dense Qwen configs give them: a list of layer types, or all layers from
+    `max_window_layers` on."""
     layers, window = _layers(config), _active_window(config)
     types = config.get("layer_types")
     if types is None:
@@ -230,7 +278,9 @@ def _windows(config: _Reader) -> tuple[int | None, ...]:
         return tuple(window if layer >= first else None for layer in range(layers))
     supported = ["full_attention"] if window is None else ["full_attention", "sliding_attention"]
     if not isinstance(types, list) or len(types) != layers or any(kind not in supported for kind in types):
-        raise UnsupportedModelError(f"{config.where}: key 'layer_types' is {types!r}; supported: {layers} of {supported}")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'layer_types' is {types!r}; supported: {layers} of {supported}"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -256,17 +306,23 @@ def _qwen3(config: _Reader) -> ModelSpec:
 def _mixtral(config: _Reader) -> ModelSpec:
     experts, top_k = config.whole("num_local_experts", 8, high=MOST), config.whole("num_experts_per_tok", 2)
     moe = _moe(config, MoeSpec(experts, top_k, config.whole("intermediate_size"), normalise=True))
-    return _spec(config, windows=(_window(config),) * _layers(config), moe=moe, moe_layers=(True,) * _layers(config))
+    return _spec(
+        config, windows=(_window(config),) * _layers(config), moe=moe, moe_layers=(True,) * _layers(config)
+    )
 
 
 def _qwen3_moe(config: _Reader) -> ModelSpec:
     layers, bias = _layers(config), config.flag("attention_bias", False)
-    experts = config.whole("num_experts" if config.get("num_experts") is not None else "num_local_experts", 128, high=MOST)
+    experts = config.whole(
+        "num_experts" if config.get("num_experts") is not None else "num_local_experts", 128, high=MOST
+    )
     size, normalise = config.whole("moe_intermediate_size", 768), config.flag("norm_topk_prob", False)
     moe = _moe(config, MoeSpec(experts, config.whole("num_experts_per_tok", 8), size, normalise))
     step, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        raise UnsupportedModelError(f"{config.where}: key 'mlp_only_layers' is {dense!r}; it must be a list of layer numbers")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'mlp_only_layers' is {dense!r}; it must be a list of layer numbers"
+        )
     return _spec(
         config,
         qkv_bias=bias,
@@ -280,7 +336,9 @@ def _qwen3_moe(config: _Reader) -> ModelSpec:
 
 def _moe(config: _Reader, moe: MoeSpec) -> MoeSpec:
     if moe.top_k > moe.experts:
-        raise UnsupportedModelError(f"{config.where}: key 'num_experts_per_tok' is {moe.top_k}, but there are {moe.experts} experts")
+        raise UnsupportedModelError(
+            f"{config.where}: key 'num_experts_per_tok' is {moe.top_k}, but there are {moe.experts} experts"
+        )
     return moe
 
 
@@ -288,7 +346,10 @@ _QWEN_WINDOWS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama),
-    "mistral": Family(_mistral, defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}),
+    "mistral": Family(
+        _mistral,
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
     "qwen2": Family(_qwen2, defaults={"num_key_value_heads": 32, **_QWEN_WINDOWS}),
     "qwen3": Family(_qwen3, defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOWS}),
     "mixtral": Family(
@@ -299,7 +360,12 @@ FAMILIES: dict[str, Family] = {
             expert_up="block_sparse_moe.experts.{expert}.w3",
             expert_down="block_sparse_moe.experts.{expert}.w2",
         ),
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "qwen3_moe": Family(_qwen3_moe, defaults={"num_key_value_heads": 4, **_QWEN_WINDOWS}),
 }

@@ -1,7 +1,8 @@
-"""How bytes are laid out: the groups of weights, what each holds and where it comes from; the bytes of a KV block.
+"""How bytes are laid out: the groups of weights, what each holds and where it comes from; the bytes of a KV
+block.
 
-A group is the unit in which weights rest and move: one contiguous run. Projections that read the same input are fused, one below
-the other, so that a layer needs four matrix products and a group one copy.
+A group is the unit in which weights rest and move: one contiguous run. Projections that read the same input
+are fused, one below the other, so that a layer needs four matrix products and a group one copy.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import ConfigError
 
 ALIGNMENT = 256
-"""Bytes at which every field of a group starts: a multiple of any vector load and of what matrix kernels want."""
+"""Bytes at which every field of a group starts: a multiple of any vector load and of what matrix kernels
+want."""
 _FP8, _SCALE_BYTES = "float8_e4m3fn", 4
 
 
@@ -56,7 +58,9 @@ class Source:
         if self.rows is None and self.columns is None:
             return self.shape
         cuts = (self.rows, self.columns)[: len(self.shape)]
-        return tuple(extent if part is None else len(part) for extent, part in zip(self.shape, cuts, strict=True))
+        return tuple(
+            extent if part is None else len(part) for extent, part in zip(self.shape, cuts, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,8 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """A pool of KV blocks is `[blocks, layers, 2, block_size, kv_heads, head_dim]`: a block is one run, and in it a layer's K, then V.
+    """A pool of KV blocks is `[blocks, layers, 2, block_size, kv_heads, head_dim]`: a block is one run, and
+    in it a layer's K, then V.
 
     Rounded to fp8, K is followed by a scale for each head, float32 `[kv_heads]`, and so is V.
     """
@@ -118,40 +123,51 @@ class KVLayout:
         """Of the same blocks rounded to fp8. Raises ConfigError if the scales would lie askew in them."""
         if self.elements % _SCALE_BYTES:
             raise ConfigError(
-                f"KV in fp8 needs blocks of a multiple of {_SCALE_BYTES} bytes, but {self.block_size} tokens of {self.kv_heads} heads of "
+                f"KV in fp8 needs blocks of a multiple of {_SCALE_BYTES} bytes, but {self.block_size} "
+                f"tokens of {self.kv_heads} heads of "
                 f"{self.head_dim} are {self.elements}; choose a larger block_size, or host_kv_dtype auto"
             )
         return replace(self, dtype=_FP8, rounded_from=self.dtype)
 
 
 def kv_layout(spec: ModelSpec, dtype: str, block_size: int, shard: Shard | None = None) -> KVLayout:
-    """Of the whole model or of a rank's KV heads; ranks' may differ in bytes. Raises ConfigError for too many ranks."""
+    """Of the whole model or of a rank's KV heads; ranks' may differ in bytes. Raises ConfigError for too many
+    ranks."""
     return KVLayout(spec.layers, block_size, local_spec(spec, shard or WHOLE).kv_heads, spec.head_dim, dtype)
 
 
 @lru_cache(maxsize=2)
-def group_layouts(spec: ModelSpec, names: TensorNames, dtype: str, shard: Shard | None = None) -> tuple[GroupLayout, ...]:
-    """Every group of the model in the order a pass uses them. With tied embeddings the head group has no matrix of its own.
+def group_layouts(
+    spec: ModelSpec, names: TensorNames, dtype: str, shard: Shard | None = None
+) -> tuple[GroupLayout, ...]:
+    """Every group of the model in the order a pass uses them. With tied embeddings the head group has no
+    matrix of its own.
 
-    Of a shard: the same groups with the rank's rows of `qkv`, `gate_up`, `embedding` and `output`, its columns of `out` and `down`, and
-    norms and routers whole. What is added to a sum over ranks, `out_bias` and `down_bias`, only rank 0 has. Raises ConfigError for too
-    many ranks.
+    Of a shard: the same groups with the rank's rows of `qkv`, `gate_up`, `embedding` and `output`, its
+    columns of `out` and `down`, and norms and routers whole. What is added to a sum over ranks, `out_bias`
+    and `down_bias`, only rank 0 has. Raises ConfigError for too many ranks.
     """
     shard = shard or WHOLE
     lay = _Layer(spec, names, DTYPE_BYTES[dtype], held(spec, shard), first=shard.rank == 0)
-    embedding = _matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary)
+    embedding = _matrix(
+        "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary
+    )
     groups = [lay.group(GroupId(GroupKind.EMBEDDING), {"embedding": [embedding]})]
     for layer in range(spec.layers):
         groups.append(lay.attention(layer))
         groups.extend(lay.moe(layer) if spec.is_moe(layer) else [lay.ffn(layer)])
     head = {"norm": [_vector("model.norm.weight", spec.hidden_size)]}
     if not spec.tied_embeddings:
-        head["output"] = [_matrix("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary)]
+        head["output"] = [
+            _matrix("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary)
+        ]
     groups.append(lay.group(GroupId(GroupKind.HEAD), head))
     return tuple(groups)
 
 
-def _matrix(tensor: str, height: int, width: int, *, rows: range | None = None, columns: range | None = None) -> Source:
+def _matrix(
+    tensor: str, height: int, width: int, *, rows: range | None = None, columns: range | None = None
+) -> Source:
     return Source(tensor, (height, width), _part(rows, height), _part(columns, width))
 
 
@@ -191,10 +207,15 @@ class _Layer:
         parts = {"q": (spec.query_size, queries), "k": (spec.kv_size, keys), "v": (spec.kv_size, keys)}
         fields = {
             "norm": [_vector(f"model.layers.{layer}.input_layernorm.weight", spec.hidden_size)],
-            "qkv": [_matrix(f"{at}.{name}_proj.weight", size, spec.hidden_size, rows=rows) for name, (size, rows) in parts.items()],
+            "qkv": [
+                _matrix(f"{at}.{name}_proj.weight", size, spec.hidden_size, rows=rows)
+                for name, (size, rows) in parts.items()
+            ],
         }
         if spec.qkv_bias:
-            fields["qkv_bias"] = [_vector(f"{at}.{name}_proj.bias", size, rows) for name, (size, rows) in parts.items()]
+            fields["qkv_bias"] = [
+                _vector(f"{at}.{name}_proj.bias", size, rows) for name, (size, rows) in parts.items()
+            ]
         if spec.qk_norm:
             fields["q_norm"] = [_vector(f"{at}.q_norm.weight", spec.head_dim)]
             fields["k_norm"] = [_vector(f"{at}.k_norm.weight", spec.head_dim)]
@@ -208,7 +229,9 @@ class _Layer:
         gate, up, down = f"{at}.gate_proj", f"{at}.up_proj", f"{at}.down_proj"
         fields = {"norm": [self._ffn_norm(layer)]} | self._mlp(gate, up, down, spec.intermediate_size, inner)
         if spec.mlp_bias:
-            fields["gate_up_bias"] = [_vector(f"{name}.bias", spec.intermediate_size, inner) for name in (gate, up)]
+            fields["gate_up_bias"] = [
+                _vector(f"{name}.bias", spec.intermediate_size, inner) for name in (gate, up)
+            ]
         if spec.mlp_bias and self.first:
             fields["down_bias"] = [_vector(f"{down}.bias", spec.hidden_size)]
         return self.group(GroupId(GroupKind.FFN, layer), fields)
@@ -216,10 +239,16 @@ class _Layer:
     def moe(self, layer: int) -> list[GroupLayout]:
         spec, names, at, moe = self.spec, self.names, f"model.layers.{layer}", self.spec.moe
         assert moe is not None
-        router = {"norm": [self._ffn_norm(layer)], "router": [_matrix(f"{at}.{names.router}.weight", moe.experts, spec.hidden_size)]}
+        router = {
+            "norm": [self._ffn_norm(layer)],
+            "router": [_matrix(f"{at}.{names.router}.weight", moe.experts, spec.hidden_size)],
+        }
         groups = [self.group(GroupId(GroupKind.ROUTER, layer), router)]
         for expert in range(moe.experts):
-            gate, up, down = (f"{at}.{name.format(expert=expert)}" for name in (names.expert_gate, names.expert_up, names.expert_down))
+            gate, up, down = (
+                f"{at}.{name.format(expert=expert)}"
+                for name in (names.expert_gate, names.expert_up, names.expert_down)
+            )
             fields = self._mlp(gate, up, down, moe.intermediate_size, self.held.expert_inner)
             groups.append(self.group(GroupId(GroupKind.EXPERT, layer, expert), fields))
         return groups

@@ -1,7 +1,7 @@
 """The frequencies of rotary position embeddings, in double precision, for every scaling the engine knows.
 
-Su et al. 2021 (default), Chen et al. 2023 (linear), "NTK-aware" interpolation with a length that grows (dynamic), the Llama 3.1
-model card (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn).
+Su et al. 2021 (default), Chen et al. 2023 (linear), "NTK-aware" interpolation with a length that grows
+(dynamic), the Llama 3.1 model card (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn).
 """
 
 import math
@@ -10,7 +10,8 @@ from penstock.arch.spec import RopeKind, RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, length: int = 0) -> list[float]:
-    """Radians a position turns each of the `dim / 2` pairs by. `length`, of the sequence, counts for dynamic scaling alone."""
+    """Radians a position turns each of the `dim / 2` pairs by. `length`, of the sequence, counts for dynamic
+    scaling alone."""
     theta = rope.theta
     if rope.kind is RopeKind.DYNAMIC and length > rope.original_length:
         stretch = rope.factor * length / rope.original_length - (rope.factor - 1)
@@ -28,7 +29,8 @@ def inverse_frequencies(rope: RopeSpec, length: int = 0) -> list[float]:
 
 
 def attention_scale(rope: RopeSpec) -> float:
-    """What cosines and sines are multiplied by: 1, but for yarn, which sharpens attention as the context is stretched."""
+    """What cosines and sines are multiplied by: 1, but for yarn, which sharpens attention as the context is
+    stretched."""
     if rope.kind is not RopeKind.YARN:
         return 1.0
     if rope.attention_factor is not None:
@@ -54,17 +56,23 @@ def _llama3(frequency: float, rope: RopeSpec) -> float:
 
 
 def _yarn(plain: list[float], rope: RopeSpec) -> list[float]:
-    """Pairs that turn more than `beta_fast` times over the trained length are kept, fewer than `beta_slow` stretched."""
+    """Pairs that turn more than `beta_fast` times over the trained length are kept, fewer than `beta_slow`
+    stretched."""
 
     def pair_that_turns(rotations: float) -> float:
-        return rope.dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            rope.dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
 
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
-    # A short original length or a small theta puts `high` below `low`, and the ramp falls instead of rising. transformers lets it fall,
-    # and checkpoints are trained with that code, so it falls here too. Only a width of exactly zero is widened.
+    # A short original length or a small theta puts `high` below `low`, and the ramp falls instead of rising.
+    # transformers lets it fall, and checkpoints are trained with that code, so it falls here too. Only a
+    # width of exactly zero is widened.
     width = high - low or 0.001
     ramp = [min(max((pair - low) / width, 0.0), 1.0) for pair in range(rope.dim // 2)]
-    return [frequency * (share / rope.factor + 1 - share) for frequency, share in zip(plain, ramp, strict=True)]
+    return [
+        frequency * (share / rope.factor + 1 - share) for frequency, share in zip(plain, ramp, strict=True)
+    ]

@@ -1,6 +1,8 @@
-"""Tensor parallelism in numbers: which heads, rows of feed-forwards and rows of the vocabulary each rank holds (arXiv 1909.08053).
+"""Tensor parallelism in numbers: which heads, rows of feed-forwards and rows of the vocabulary each rank
+holds (arXiv 1909.08053).
 
-Every rank has every layer, and of each the heads and inner rows that are its own; what it computes with them is its part of a sum.
+Every rank has every layer, and of each the heads and inner rows that are its own; what it computes with them
+is its part of a sum.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +31,8 @@ WHOLE = Shard(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank holds, as ranges of the whole model's numbers. Only KV heads may be held by several ranks; nothing is held by none."""
+    """What a rank holds, as ranges of the whole model's numbers. Only KV heads may be held by several ranks;
+    nothing is held by none."""
 
     heads: range
     kv_heads: range
@@ -42,7 +45,8 @@ class Held:
 
 
 def cut(count: int, shard: Shard) -> range:
-    """The rank's part of `count` things: parts follow each other in the order of ranks, and their lengths differ by at most one."""
+    """The rank's part of `count` things: parts follow each other in the order of ranks, and their lengths
+    differ by at most one."""
     return range(count * shard.rank // shard.ranks, count * (shard.rank + 1) // shard.ranks)
 
 
@@ -57,13 +61,23 @@ def held(spec: ModelSpec, shard: Shard) -> Held:
         (spec.vocab_size, "tokens in its vocabulary"),
     ):
         if count < shard.ranks:
-            raise ConfigError(f"{shard.ranks} ranks were asked for, but the model has {count} {what} to share; ask for at most {count}")
+            raise ConfigError(
+                f"{shard.ranks} ranks were asked for, but the model has {count} {what} to share; ask for at "
+                f"most {count}"
+            )
     heads, kv_heads = _heads(spec.heads // spec.kv_heads, spec.kv_heads, shard)
-    return Held(heads, kv_heads, cut(spec.intermediate_size, shard), cut(expert_inner, shard), cut(spec.vocab_size, shard))
+    return Held(
+        heads,
+        kv_heads,
+        cut(spec.intermediate_size, shard),
+        cut(expert_inner, shard),
+        cut(spec.vocab_size, shard),
+    )
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
-    """The model as a rank computes it, for its arithmetic and its KV: heads, KV heads, intermediate sizes and vocabulary are the rank's.
+    """The model as a rank computes it, for its arithmetic and its KV: heads, KV heads, intermediate sizes and
+    vocabulary are the rank's.
 
     Raises ConfigError, as `held` does.
     """
@@ -81,10 +95,11 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 
 def _heads(group: int, kv_heads: int, shard: Shard) -> tuple[range, range]:
-    """Query heads and KV heads of a rank: as many of the former for each of the latter, for which attention knows no other.
+    """Query heads and KV heads of a rank: as many of the former for each of the latter, for which attention
+    knows no other.
 
-    KV heads are cut, and `group` query heads follow each. With fewer KV heads than ranks, ranks are cut instead: each KV head is on
-    several, among which its query heads are.
+    KV heads are cut, and `group` query heads follow each. With fewer KV heads than ranks, ranks are cut
+    instead: each KV head is on several, among which its query heads are.
     """
     if shard.ranks <= kv_heads:
         kv = cut(kv_heads, shard)

@@ -1,4 +1,5 @@
-"""What a decoder is: every number and switch the arithmetic needs, read once from a config and never changed."""
+"""What a decoder is: every number and switch the arithmetic needs, read once from a config and never
+changed."""
 
 from dataclasses import dataclass
 from enum import StrEnum

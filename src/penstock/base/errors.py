@@ -1,4 +1,5 @@
-"""The tree of errors: every fault a user can cause or meet, each saying what was asked, what is there, what to try.
+"""The tree of errors: every fault a user can cause or meet, each saying what was asked, what is there, what
+to try.
 
     PenstockError
         ConfigError
@@ -27,8 +28,8 @@
         NotKeptError                  server/kept.py
         LostError                     server/fleet/errands.py
 
-Those without a file are here; the others stand where they are raised. Most of the others are turned into one of these, or into an HTTP
-status, before anybody sees them.
+Those without a file are here; the others stand where they are raised. Most of the others are turned into one
+of these, or into an HTTP status, before anybody sees them.
 """
 
 
@@ -45,11 +46,13 @@ class CheckpointError(PenstockError):
 
 
 class UnsupportedModelError(PenstockError):
-    """A sound checkpoint of something this engine does not run. Names the config key and what is supported."""
+    """A sound checkpoint of something this engine does not run. Names the config key and what is
+    supported."""
 
 
 class RequestError(PenstockError):
-    """A request that cannot be served as asked: sampling values, prompt, lengths. Other requests are not affected."""
+    """A request that cannot be served as asked: sampling values, prompt, lengths. Other requests are not
+    affected."""
 
 
 class LengthError(RequestError):
@@ -57,7 +60,8 @@ class LengthError(RequestError):
 
 
 class StructureError(RequestError):
-    """A schema, regex or grammar for an output that is none, asks for too much, or cannot be followed with this model."""
+    """A schema, regex or grammar for an output that is none, asks for too much, or cannot be followed with
+    this model."""
 
 
 class BudgetError(PenstockError):
@@ -69,7 +73,8 @@ class DeviceError(PenstockError):
 
 
 class StepMemoryError(PenstockError):
-    """A step that takes more memory than the device has. The engine tries smaller ones, and ends a request that fits into none of them."""
+    """A step that takes more memory than the device has. The engine tries smaller ones, and ends a request
+    that fits into none of them."""
 
 
 class EngineClosedError(PenstockError):

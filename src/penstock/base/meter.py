@@ -1,4 +1,5 @@
-"""Counts of what streams, as values: where weights and KV rest, what moving them has taken; two of these tell what happens in between."""
+"""Counts of what streams, as values: where weights and KV rest, what moving them has taken; two of these tell
+what happens in between."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -33,7 +34,8 @@ class WeightStats:
     disk_rate: float
     """Bytes per second: ceilings measured at start. 0: no such link is in use."""
     predicted: float
-    """Seconds of a pass that decodes one sequence. A pass with some of a prompt takes longer; of those nothing is predicted."""
+    """Seconds of a pass that decodes one sequence. A pass with some of a prompt takes longer; of those
+    nothing is predicted."""
     binding: str
     """What bounds a pass: "disk", "link" or "compute"."""
 
@@ -43,7 +45,8 @@ class WeightStats:
         return self.device_ring > 0
 
     def since(self, before: "WeightStats") -> "WeightStats":
-        """The same, but counting only what came after `before`. Which link was late may be corrected later: a wait taken back is none."""
+        """The same, but counting only what came after `before`. Which link was late may be corrected later: a
+        wait taken back is none."""
         return replace(
             self,
             passes=self.passes - before.passes,
@@ -77,7 +80,8 @@ class Flow:
     """Bytes per second HOST to DEVICE and DISK to HOST."""
     copied_share: float
     read_share: float
-    """The same as shares of what was measured at start, above 1 where that was surpassed; 0 where there is no such link."""
+    """The same as shares of what was measured at start, above 1 where that was surpassed; 0 where there is no
+    such link."""
     waited_link: float
     waited_disk: float
     """Shares of the time for which arithmetic waited."""
@@ -85,7 +89,8 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """KV of contexts longer than the device holds: where it rests, and what has moved since the engine started. Bytes."""
+    """KV of contexts longer than the device holds: where it rests, and what has moved since the engine
+    started. Bytes."""
 
     host: int
     disk: int
@@ -122,10 +127,12 @@ SHARES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8
 
 @dataclass(frozen=True, slots=True)
 class MissedStats:
-    """What attention policies have left out since the engine started. A choice is a policy's, of the blocks that queries read in a layer.
+    """What attention policies have left out since the engine started. A choice is a policy's, of the blocks
+    that queries read in a layer.
 
-    A bound is an upper one, of the share of a query's attention in a head that lies in blocks that were not read. Of a run of a prompt it
-    is of 16 of the queries, where no limit is set. What was read after all, because a bound was above the limit, is not missed.
+    A bound is an upper one, of the share of a query's attention in a head that lies in blocks that were not
+    read. Of a run of a prompt it is of 16 of the queries, where no limit is set. What was read after all,
+    because a bound was above the limit, is not missed.
     """
 
     choices: int = 0
@@ -159,7 +166,8 @@ class MissedStats:
         return self.blocks_read / self.blocks if self.blocks else 1.0
 
     def since(self, before: "MissedStats") -> "MissedStats":
-        """The same, but counting only what came after `before`; `most` stays that of all, if anything came."""
+        """The same, but counting only what came after `before`; `most` stays that of all, if anything
+        came."""
         chosen = self.choices - before.choices
         return MissedStats(
             chosen,
@@ -230,8 +238,9 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Steps of the engine since it started, each a pass over the model, and the seconds that they took. Those in which every request adds a
-    token are decode, and WeightStats.predicted is of them alone; the others have some of a prompt, prefill."""
+    """Steps of the engine since it started, each a pass over the model, and the seconds that they took. Those
+    in which every request adds a token are decode, and WeightStats.predicted is of them alone; the others
+    have some of a prompt, prefill."""
 
     decode: int = 0
     decode_seconds: float = 0.0
@@ -256,7 +265,8 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was counted at a moment, in seconds of perf_counter. `kv`: of long contexts, if there is room for any."""
+    """What was counted at a moment, in seconds of perf_counter. `kv`: of long contexts, if there is room for
+    any."""
 
     when: float
     weights: WeightStats
@@ -289,7 +299,8 @@ class Prompt:
 
 
 def pass_seconds(seen: Iterable[Counts]) -> float:
-    """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not two."""
+    """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not
+    two."""
     begun = [later for earlier, later in pairwise(seen) if later.weights.passes > earlier.weights.passes]
     if len(begun) < 2:
         return 0.0

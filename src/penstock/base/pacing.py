@@ -1,4 +1,5 @@
-"""Long work in Python that others do not wait for: it pauses, so that threads which want the interpreter's lock find it free."""
+"""Long work in Python that others do not wait for: it pauses, so that threads which want the interpreter's
+lock find it free."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,12 +8,13 @@ from typing import TypeVar
 T = TypeVar("T")
 _FEW = 256
 _PAUSE = 0.003
-"""Seconds. A thread that is busy in Python keeps the lock for 5 ms each time that it gets it, and a step of a model gives it away
-hundreds of times."""
+"""Seconds. A thread that is busy in Python keeps the lock for 5 ms each time that it gets it, and a step of a
+model gives it away hundreds of times."""
 
 
 def paced(many: Sequence[T]) -> Iterator[T]:
-    """Yields them all, with a pause after every few hundred: what takes some microseconds each leaves most of the time to others."""
+    """Yields them all, with a pause after every few hundred: what takes some microseconds each leaves most of
+    the time to others."""
     for at, one in enumerate(many, 1):
         yield one
         if at % _FEW == 0:

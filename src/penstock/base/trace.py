@@ -1,8 +1,10 @@
-"""What ran when, on every link and stream, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""What ran when, on every link and stream, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing
+open.
 
-Why this is safe from any thread: an event is a tuple of values that nobody changes, and recording it is one append to a list, which
-Python makes whole. Several threads that see the last free place at once may each take it, so the bound is kept to within an event per
-thread. Beyond it, dropped events are counted under a lock. `write` works on a copy, taken at once, so recording may go on.
+Why this is safe from any thread: an event is a tuple of values that nobody changes, and recording it is one
+append to a list, which Python makes whole. Several threads that see the last free place at once may each take
+it, so the bound is kept to within an event per thread. Beyond it, dropped events are counted under a lock.
+`write` works on a copy, taken at once, so recording may go on.
 """
 
 import json
@@ -25,13 +27,15 @@ MOST = 1_000_000
 _PROCESS = 1
 _Argument = str | int | float
 _Event = tuple[str | None, str, float, float, dict[str, _Argument]]
-"""Track (None: a counter), name, begin, end, arguments. A tuple, because most of the cost of a span would be a class around it."""
+"""Track (None: a counter), name, begin, end, arguments. A tuple, because most of the cost of a span would be
+a class around it."""
 _Placed = tuple[int, int, str, dict[str, _Argument]]
 """Of a track: begin and end in nanoseconds, name, arguments."""
 
 
 class Trace:
-    """Spans and counters from any thread, in seconds of perf_counter. Of more than `most` the later ones are only counted."""
+    """Spans and counters from any thread, in seconds of perf_counter. Of more than `most` the later ones are
+    only counted."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -42,7 +46,8 @@ class Trace:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Raises ConfigError if a trace could not be written to `path`: said early, it costs nobody a run. What is there stays as it is."""
+        """Raises ConfigError if a trace could not be written to `path`: said early, it costs nobody a run.
+        What is there stays as it is."""
         folder = path.parent
         try:
             if not folder.is_dir():
@@ -57,8 +62,8 @@ class Trace:
             raise _refusal(path, error.strerror or str(error)) from error
 
     def span(self, track: str, name: str, begin: float, end: float, **args: str | int | float) -> None:
-        """Something that went on from `begin` to `end`. Spans of a track that overlap are shown in lanes, one below the other, never as
-        parts of each other: what is part of something belongs on another track."""
+        """Something that went on from `begin` to `end`. Spans of a track that overlap are shown in lanes, one
+        below the other, never as parts of each other: what is part of something belongs on another track."""
         if len(self._events) < self._most:
             self._events.append((track, name, begin, end, args))
         else:
@@ -76,11 +81,16 @@ class Trace:
         return not self._events
 
     def write(self, path: Path) -> None:
-        """Everything up to now, as Chrome trace JSON: microseconds since the trace was begun. Raises ConfigError."""
+        """Everything up to now, as Chrome trace JSON: microseconds since the trace was begun. Raises
+        ConfigError."""
         events, dropped = self._events.copy(), self._dropped
         try:
             with path.open("w", encoding="utf-8") as file:
-                file.write('{"displayTimeUnit":"ms","otherData":' + _json({"events": len(events), "dropped": dropped}) + ',"traceEvents":[')
+                file.write(
+                    '{"displayTimeUnit":"ms","otherData":'
+                    + _json({"events": len(events), "dropped": dropped})
+                    + ',"traceEvents":['
+                )
                 for number, entry in enumerate(self._entries(events, dropped)):
                     file.write((",\n" if number else "\n") + _json(entry))
                 file.write("\n]}\n")
@@ -99,7 +109,9 @@ class Trace:
             first = round((begin - start) * 1e9)
             placed = (first, max(round((end - start) * 1e9), first), name, args)
             (counters if track is None else tracks[track]).append(placed)
-        yield _about("process_name", 0, name=f"penstock ({dropped:,} later events dropped)" if dropped else "penstock")
+        yield _about(
+            "process_name", 0, name=f"penstock ({dropped:,} later events dropped)" if dropped else "penstock"
+        )
         thread = 0
         for track in sorted(tracks, key=_rank):
             lanes = _lanes(tracks[track])
@@ -109,19 +121,29 @@ class Trace:
                 yield _about("thread_sort_index", thread, sort_index=thread)
                 for begin, end, name, args in lane:
                     duration = (end - begin) / 1000
-                    yield {"ph": "X", "pid": _PROCESS, "tid": thread, "name": name, "ts": begin / 1000, "dur": duration, "args": args}
+                    yield {
+                        "ph": "X",
+                        "pid": _PROCESS,
+                        "tid": thread,
+                        "name": name,
+                        "ts": begin / 1000,
+                        "dur": duration,
+                        "args": args,
+                    }
         for at, _, name, values in sorted(counters, key=_begin_and_end):
             yield {"ph": "C", "pid": _PROCESS, "tid": 0, "name": name, "ts": at / 1000, "args": values}
 
 
 def _make_and_remove(path: Path) -> None:
-    """A new file, for what permissions do not tell: names that are too long, file systems that make none. Raises OSError."""
+    """A new file, for what permissions do not tell: names that are too long, file systems that make none.
+    Raises OSError."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     path.unlink()
 
 
 def _lanes(spans: list[_Placed]) -> list[list[_Placed]]:
-    """The same spans in as few rows as possible, none of which has two at a time; each goes to the first row that is free."""
+    """The same spans in as few rows as possible, none of which has two at a time; each goes to the first row
+    that is free."""
     lanes = list[list[_Placed]]()
     busy, free = list[tuple[int, int]](), list[int]()
     for span in sorted(spans, key=_begin_and_end):
@@ -155,4 +177,7 @@ def _json(entry: Mapping[str, object]) -> str:
 
 
 def _refusal(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"the trace cannot be written to {path}: {reason}; name a file in a directory that exists and may be written to")
+    return ConfigError(
+        f"the trace cannot be written to {path}: {reason}; name a file in a directory that exists and may "
+        "be written to"
+    )

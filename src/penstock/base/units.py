@@ -15,7 +15,8 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
 def parse_size(text: str | int, *, whole: int | None = None) -> int:
-    """Bytes meant by `text`: `16GiB`, `1.5GB`, `800M` (binary), a plain number of bytes, or `80%` of `whole` bytes.
+    """Bytes meant by `text`: `16GiB`, `1.5GB`, `800M` (binary), a plain number of bytes, or `80%` of `whole`
+    bytes.
 
     Raises ConfigError when the text is not a size, is a share where no whole is known, or is not above zero.
     """
@@ -28,12 +29,16 @@ def parse_size(text: str | int, *, whole: int | None = None) -> int:
         if percent > 100:
             raise ConfigError(f"size {text!r} is more than the whole; write at most 100%")
         if whole is None:
-            raise ConfigError(f"size {text!r} is a share of something unknown here; write an amount such as 16GiB")
+            raise ConfigError(
+                f"size {text!r} is a share of something unknown here; write an amount such as 16GiB"
+            )
         size = int(whole * percent / 100)
     else:
         match = _SIZE.fullmatch(text)
         if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(f"cannot read {text!r} as a size; write it like 16GiB, 800MB, 80% or a number of bytes")
+            raise ConfigError(
+                f"cannot read {text!r} as a size; write it like 16GiB, 800MB, 80% or a number of bytes"
+            )
         number = float(match[1]) * _UNITS[match[2].lower()]
         if not math.isfinite(number) or number >= 2**63:
             raise ConfigError(f"size {text!r} is larger than any memory; write it like 16GiB")
@@ -60,4 +65,5 @@ def format_rate(bytes_per_second: float) -> str:
         if abs(bytes_per_second) < 1000 or unit == "TB":
             break
         bytes_per_second /= 1000
-    return f"{bytes_per_second:.{2 if abs(bytes_per_second) < 10 else 1 if abs(bytes_per_second) < 100 else 0}f} {unit}/s"
+    size = abs(bytes_per_second)
+    return f"{bytes_per_second:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}/s"

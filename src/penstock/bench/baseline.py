@@ -1,4 +1,5 @@
-"""The same measurements with transformers, as plainly as it allows: its model and its cache, called step by step, greedy."""
+"""The same measurements with transformers, as plainly as it allows: its model and its cache, called step by
+step, greedy."""
 
 import importlib
 import importlib.util
@@ -26,21 +27,28 @@ _WARM_TOKENS = 4
 def transformers() -> ModuleType:
     """The library, if it is installed. Raises ConfigError."""
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("--baseline transformers needs the package transformers, which is not installed; pip install transformers")
+        raise ConfigError(
+            "--baseline transformers needs the package transformers, which is not installed; pip install "
+            "transformers"
+        )
     return importlib.import_module("transformers")
 
 
 class Baseline:
     """A model of transformers on a device, random if all that is known of it is a config."""
 
-    def __init__(self, source: Mapping[str, object] | Path, *, random: bool, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self, source: Mapping[str, object] | Path, *, random: bool, dtype: str, device: torch.device
+    ) -> None:
         library = transformers()
         kind: torch.dtype = getattr(torch, dtype)
         if isinstance(source, Path) and not random:
             model = library.AutoModelForCausalLM.from_pretrained(source, dtype=kind)
         else:
             config = (
-                library.AutoConfig.from_pretrained(source) if isinstance(source, Path) else library.AutoConfig.for_model(**dict(source))
+                library.AutoConfig.from_pretrained(source)
+                if isinstance(source, Path)
+                else library.AutoConfig.for_model(**dict(source))
             )
             with device:
                 model = library.AutoModelForCausalLM.from_config(config, dtype=kind)
@@ -50,8 +58,8 @@ class Baseline:
 
     @torch.inference_mode()
     def decode(self, work: Work) -> Times:
-        """As bench.measure.decode: single steps of the whole batch, each ending when its tokens are on the host. In each round steps are
-        timed when they no longer get faster."""
+        """As bench.measure.decode: single steps of the whole batch, each ending when its tokens are on the
+        host. In each round steps are timed when they no longer get faster."""
         seconds = list[float]()
         for round in range(work.repeat):
             token, cache = self._forward(self._prompts(work, round), None)
@@ -68,7 +76,8 @@ class Baseline:
 
     @torch.inference_mode()
     def prefill(self, work: Work) -> Times:
-        """As bench.measure.prefill: one forward pass over all prompts, timed when rounds no longer get faster."""
+        """As bench.measure.prefill: one forward pass over all prompts, timed when rounds no longer get
+        faster."""
         rounds = count()
 
         def prompts() -> float:
@@ -81,8 +90,8 @@ class Baseline:
 
     @torch.inference_mode()
     def serve(self, work: Sequence[tuple[Sequence[int], int]]) -> float:
-        """Seconds for requests, each a prompt and how many tokens it wants: batches padded on the left, each until its last is done. After
-        as many requests as go together have been served for a few tokens."""
+        """Seconds for requests, each a prompt and how many tokens it wants: batches padded on the left, each
+        until its last is done. After as many requests as go together have been served for a few tokens."""
         self._generate([(prompt, _WARM_TOKENS) for prompt, _ in work[:_AT_ONCE]])
         begin = time.perf_counter()
         for first in range(0, len(work), _AT_ONCE):
@@ -92,13 +101,18 @@ class Baseline:
     def _generate(self, some: Sequence[tuple[Sequence[int], int]]) -> None:
         """A padded batch, to the end of its longest output."""
         longest, steps = max(len(prompt) for prompt, _ in some), max(output for _, output in some)
-        tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt, _ in some], device=self._device)
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in some], device=self._device)
+        tokens = torch.tensor(
+            [[0] * (longest - len(prompt)) + list(prompt) for prompt, _ in some], device=self._device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in some], device=self._device
+        )
         limits = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
         self._model.generate(tokens, attention_mask=mask, **limits).tolist()
 
     def _forward(self, tokens: Tensor, cache: object) -> tuple[Tensor, object]:
-        """The likeliest next tokens `[batch, 1]` after `tokens` `[batch, new]`, and the cache with them in it."""
+        """The likeliest next tokens `[batch, 1]` after `tokens` `[batch, new]`, and the cache with them in
+        it."""
         out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
 

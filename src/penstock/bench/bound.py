@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What must be done at least, bytes read or floating-point operations, at the rate measured for it just before. Of a model that several
-    devices share: by each of them, at the rate of one."""
+    """What must be done at least, bytes read or floating-point operations, at the rate measured for it just
+    before. Of a model that several devices share: by each of them, at the rate of one."""
 
     weight_bytes: float
     kv_bytes: float

@@ -1,8 +1,9 @@
-"""Measures what steps cost on a device beyond the bytes they move, for `penstock plan`: the engine itself runs models of a few layers with
-random weights, in the widths that real models have, and `StepCosts` are fitted to the times of its steps.
+"""Measures what steps cost on a device beyond the bytes they move, for `penstock plan`: the engine itself
+runs models of a few layers with random weights, in the widths that real models have, and `StepCosts` are
+fitted to the times of its steps.
 
-Two depths of each width tell what a layer takes from what a step does; several widths tell what a layer takes whatever its size from the
-rate at which its weights are read.
+Two depths of each width tell what a layer takes from what a step does; several widths tell what a layer takes
+whatever its size from the rate at which its weights are read.
 """
 
 import random
@@ -34,21 +35,25 @@ ROWS = (1, 4, 16, 64, 256)
 CONTEXTS = (64, 2048, 16384)
 PROMPTS = (2048, 8192, 16384)
 LAUNCHED = 640
-"""Tokens of a prompt that is not replayed as a graph, and which the device computes faster than the host launches it."""
+"""Tokens of a prompt that is not replayed as a graph, and which the device computes faster than the host
+launches it."""
 KV_TOKENS = 64 * (2048 + 256)
 """Of all sequences together that are in KV at most."""
 SURE = 1.2
 """A prompt counts as the device's where it takes so many times what launching it does."""
 NEAR, ROUNDS = 0.03, 12
-"""Relative errors up to which rows of a fit count in full, and how often it is made again with new weights."""
+"""Relative errors up to which rows of a fit count in full, and how often it is made again with new
+weights."""
 OUTPUT, REPEAT = 32, 3
 STREAMED_STEPS, STREAMED_SPAN = 48, 8
-"""Steps before any is timed and as many that are, in spans of so many: counters are read between spans alone."""
+"""Steps before any is timed and as many that are, in spans of so many: counters are read between spans
+alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One kind of step of one model. `work`: all that the step does. `rows` is 0 for a prompt. seconds: the median."""
+    """One kind of step of one model. `work`: all that the step does. `rows` is 0 for a prompt. seconds: the
+    median."""
 
     shape: str
     layers: int
@@ -88,8 +93,8 @@ def calibrate(
     prompts: Sequence[int] = PROMPTS,
     say: Say = lambda _: None,
 ) -> Calibration:
-    """Measure and fit, in about a minute on a GPU. shapes: a config and two numbers of layers for each width. Raises DeviceError where not
-    even two widths fit on the device."""
+    """Measure and fit, in about a minute on a GPU. shapes: a config and two numbers of layers for each width.
+    Raises DeviceError where not even two widths fit on the device."""
     samples: list[Sample] = []
     for name, (config, depths) in shapes.items():
         for layers in depths:
@@ -100,12 +105,19 @@ def calibrate(
                 say(f"{name} with {layers} layers does not fit beside its KV: left out")
         say(f"measured steps of {name}")
     if len({sample.shape for sample in samples}) < 2:
-        raise DeviceError(f"{device_name(device)} has no room for the models that steps are measured with; free some of its memory")
+        raise DeviceError(
+            f"{device_name(device)} has no room for the models that steps are measured with; free some of "
+            "its memory"
+        )
     ceilings = _ceilings(device, dtype)
     costs = fit(samples, ceilings, device_name(device), dtype, _when())
     if device.type == "cuda":
         costs = replace(costs, expert_layer=_expert_layer(shapes, device, dtype, samples))
-    return Calibration(costs, tuple(samples), {_title(sample): predicted(costs, sample) / sample.seconds - 1 for sample in samples})
+    return Calibration(
+        costs,
+        tuple(samples),
+        {_title(sample): predicted(costs, sample) / sample.seconds - 1 for sample in samples},
+    )
 
 
 def predicted(costs: StepCosts, sample: Sample) -> float:
@@ -122,7 +134,8 @@ def predicted(costs: StepCosts, sample: Sample) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes/s of the link to the device and of the device's memory, read, and copied counting both; operations/s of a large product."""
+    """Bytes/s of the link to the device and of the device's memory, read, and copied counting both;
+    operations/s of a large product."""
 
     link: float
     read: float
@@ -132,7 +145,12 @@ class Ceilings:
 
 def _ceilings(device: torch.device, dtype: str) -> Ceilings:
     found = []
-    for measured in (copy_rate, memory_read, memory_copy, lambda device: matmul_rate(device, getattr(torch, dtype))):
+    for measured in (
+        copy_rate,
+        memory_read,
+        memory_copy,
+        lambda device: matmul_rate(device, getattr(torch, dtype)),
+    ):
         found.append(measured(device))
         give_back(device)  # What one leaves must not keep the next one's memory in parts.
     link, read, copy, compute = found
@@ -140,13 +158,25 @@ def _ceilings(device: torch.device, dtype: str) -> Ceilings:
 
 
 def _probe(
-    name: str, shape: Shape, device: torch.device, dtype: str, rows: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
+    name: str,
+    shape: Shape,
+    device: torch.device,
+    dtype: str,
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    prompts: Sequence[int],
 ) -> Iterator[Sample]:
     """Every kind of step of one model. All of it at once in one engine, whose sequences share its KV."""
     spec = shape.spec
     longest = max(*contexts, *prompts, LAUNCHED) + 4 * OUTPUT + max(rows)
     least = Config(
-        Path(), device=str(device), dtype=dtype, max_length=longest, max_sequences=max(rows), prefix_cache=False, host_kv_memory="0"
+        Path(),
+        device=str(device),
+        dtype=dtype,
+        max_length=longest,
+        max_sequences=max(rows),
+        prefix_cache=False,
+        host_kv_memory="0",
     )
     with _engine(least, shape) as booted:
         if not booted.weights.all_stay:
@@ -154,7 +184,9 @@ def _probe(
         for context in contexts:
             for count in rows:
                 work = measure.Work(count, context, OUTPUT, REPEAT)
-                if count * work.room(booted.limits.max_step_tokens) > min(KV_TOKENS, booted.budget.kv_tokens // 2):
+                if count * work.room(booted.limits.max_step_tokens) > min(
+                    KV_TOKENS, booted.budget.kv_tokens // 2
+                ):
                     continue
                 decoded = measure.decode(booted, work)
                 step = decode_step(spec, dtype, count, sum(decoded.lengths) / count)
@@ -162,19 +194,31 @@ def _probe(
         for tokens in (LAUNCHED, *prompts):
             if tokens <= min(booted.limits.max_step_tokens, booted.budget.kv_tokens // 2):
                 times = measure.prefill(booted, measure.Work(1, tokens, 1, REPEAT))
-                yield _sample(name, shape, dtype, prompt_step(spec, dtype, 1, tokens, tokens), 0, tokens, times.median)
+                yield _sample(
+                    name, shape, dtype, prompt_step(spec, dtype, 1, tokens, tokens), 0, tokens, times.median
+                )
 
 
 def _sample(name: str, shape: Shape, dtype: str, step: Step, rows: int, context: int, ms: float) -> Sample:
     moe = sum(shape.spec.moe_layers)
-    return Sample(name, shape.spec.layers, rows, context, work_of(shape, dtype, step), (shape.spec.layers - moe, moe), ms / 1e3)
+    return Sample(
+        name,
+        shape.spec.layers,
+        rows,
+        context,
+        work_of(shape, dtype, step),
+        (shape.spec.layers - moe, moe),
+        ms / 1e3,
+    )
 
 
 def work_of(shape: Shape, dtype: str, step: Step) -> UseWork:
     """All that a pass does."""
     layouts = group_layouts(shape.spec, shape.names, dtype)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
-    return UseWork.sum(pass_work(shape.spec, dtype, pass_order(layouts, shape.spec.tied_embeddings), expert, step))
+    return UseWork.sum(
+        pass_work(shape.spec, dtype, pass_order(layouts, shape.spec.tied_embeddings), expert, step)
+    )
 
 
 @contextmanager
@@ -190,26 +234,42 @@ def _engine(config: Config, shape: Shape, override: Override | None = None) -> I
 
 
 def _expert_layer(
-    shapes: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]], device: torch.device, dtype: str, samples: Sequence[Sample]
+    shapes: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]],
+    device: torch.device,
+    dtype: str,
+    samples: Sequence[Sample],
 ) -> float:
-    """Seconds that a layer of a decode step takes more where half of its experts are in host memory, without what their copies take."""
-    found = [(name, config, depths[-1]) for name, (config, depths) in shapes.items() if "num_experts" in config]
+    """Seconds that a layer of a decode step takes more where half of its experts are in host memory, without
+    what their copies take."""
+    found = [
+        (name, config, depths[-1]) for name, (config, depths) in shapes.items() if "num_experts" in config
+    ]
     for name, config, layers in found:
-        resident = [one.seconds for one in samples if (one.shape, one.layers, one.rows, one.context) == (name, layers, 1, CONTEXTS[0])]
+        resident = [
+            one.seconds
+            for one in samples
+            if (one.shape, one.layers, one.rows, one.context) == (name, layers, 1, CONTEXTS[0])
+        ]
         if not resident:
             continue
         shape = Shape.of({**config, "num_hidden_layers": layers}, name)
         layouts = group_layouts(shape.spec, shape.names, dtype)
         whole = sum(map(padded, layouts))
         half = sum(padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT) // 2
-        config_of = Config(Path(), device=str(device), dtype=dtype, max_length=2048, max_sequences=1, prefix_cache=False)
+        config_of = Config(
+            Path(), device=str(device), dtype=dtype, max_length=2048, max_sequences=1, prefix_cache=False
+        )
         with _engine(config_of, shape, Override(Limits(whole - half, half * 3 // 2))) as booted:
             rng = random.Random(0)
-            [request] = measure._submit(booted.engine, measure.Work(1, CONTEXTS[0], 2 * STREAMED_STEPS, 1), shape.spec.vocab_size, rng)
+            [request] = measure._submit(
+                booted.engine, measure.Work(1, CONTEXTS[0], 2 * STREAMED_STEPS, 1), shape.spec.vocab_size, rng
+            )
             got = {request: 0}
             while got[request] <= STREAMED_STEPS:
                 measure._step(booted.engine, got)
-            spans = [measure.steady(booted, got, STREAMED_SPAN) for _ in range(STREAMED_STEPS // STREAMED_SPAN)]
+            spans = [
+                measure.steady(booted, got, STREAMED_SPAN) for _ in range(STREAMED_STEPS // STREAMED_SPAN)
+            ]
             link = booted.weights.stats().link_rate
             spent = [statistics.fmean(span.seconds) - span.copied / link for span in spans]
         return max(statistics.median(spent) - resident[0], 0.0) / sum(shape.spec.moe_layers)
@@ -225,24 +285,33 @@ def _when() -> str:
 
 
 def fit(samples: Sequence[Sample], ceilings: Ceilings, device: str, dtype: str, measured: str) -> StepCosts:
-    """The costs that give the samples' seconds with the least relative error. device, dtype, measured: what the costs are said to be of."""
+    """The costs that give the samples' seconds with the least relative error. device, dtype, measured: what
+    the costs are said to be of."""
     decode = []
     for rows in sorted({sample.rows for sample in samples} - {0}):
         those = [sample for sample in samples if sample.rows == rows]
         table = [_decode_row(sample.work) for sample in those]
         step, layer, moe_layer, *slow = _least_squares(table, [sample.seconds for sample in those])
-        decode.append(DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, ceilings.copy) for each in slow)))
+        decode.append(
+            DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, ceilings.copy) for each in slow))
+        )
     prompt = _prompt_costs([sample for sample in samples if not sample.rows], ceilings.copy)
-    return StepCosts(device, dtype, measured, ceilings.link, ceilings.read, ceilings.compute, tuple(decode), prompt)
+    return StepCosts(
+        device, dtype, measured, ceilings.link, ceilings.read, ceilings.compute, tuple(decode), prompt
+    )
 
 
 def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
-    """Rates come from what one layer more takes, which leaves out what a step takes once; of layers that the device takes longer to compute
-    than the host to launch."""
+    """Rates come from what one layer more takes, which leaves out what a step takes once; of layers that the
+    device takes longer to compute than the host to launch."""
     pairs = _pairs(samples)
     launched = [_Grown.of(few, many) for few, many in pairs if few.context == LAUNCHED]
     dense, mixed = (_launching([one for one in launched if one.moe is moe]) for moe in (False, True))
-    at_least = [one.seconds - one.launches[0] * dense - one.launches[1] * mixed for one in samples if one.context == LAUNCHED]
+    at_least = [
+        one.seconds - one.launches[0] * dense - one.launches[1] * mixed
+        for one in samples
+        if one.context == LAUNCHED
+    ]
     host_step = max(min(at_least, default=0.0), 0.0)
 
     def is_the_devices(sample: Sample) -> bool:
@@ -257,13 +326,16 @@ def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
         slow = _least_squares(table, rest, [one.seconds for one in bound])
     products, experts, attention = (_rate(each, _UNKNOWN) for each in slow)
     costs = PromptCosts(products, experts, attention, moved, 0.0, host_step, dense, mixed)
-    rest = [sample.seconds - prompt_seconds(costs, sample.work) for sample in samples if is_the_devices(sample)]
+    rest = [
+        sample.seconds - prompt_seconds(costs, sample.work) for sample in samples if is_the_devices(sample)
+    ]
     return replace(costs, step=max(statistics.median(rest), 0.0) if rest else 0.0)
 
 
 def _launching(grown: Sequence["_Grown"]) -> float:
-    """Seconds in which the host launches a layer: the mean of what a layer more takes in the two narrowest models, where the device has
-    least to do for the same launches. Of models with experts the second is too wide for that."""
+    """Seconds in which the host launches a layer: the mean of what a layer more takes in the two narrowest
+    models, where the device has least to do for the same launches. Of models with experts the second is too
+    wide for that."""
     narrow = sorted(grown, key=lambda one: one.work.operations)[: 1 if any(one.moe for one in grown) else 2]
     return max(statistics.fmean(one.seconds for one in narrow), 0.0) if narrow else 0.0
 
@@ -280,7 +352,12 @@ class _Grown:
     @classmethod
     def of(cls, few: Sample, many: Sample) -> "_Grown":
         more = many.layers - few.layers
-        work = UseWork(*((getattr(many.work, field.name) - getattr(few.work, field.name)) / more for field in fields(UseWork)))
+        work = UseWork(
+            *(
+                (getattr(many.work, field.name) - getattr(few.work, field.name)) / more
+                for field in fields(UseWork)
+            )
+        )
         return cls(many.context, many.launches[1] > 0, (many.seconds - few.seconds) / more, work)
 
 
@@ -305,9 +382,12 @@ def _decode_row(work: UseWork) -> list[float]:
     return [1.0, work.layers, work.moe_layers, work.weights, work.experts, work.kv]
 
 
-def _least_squares(table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None) -> list[float]:
-    """Non-negative coefficients with the least relative error over all rows. Columns that would be negative are left out, worst first. Rows
-    that remain far off count less (Huber's weights): something else held up those."""
+def _least_squares(
+    table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None
+) -> list[float]:
+    """Non-negative coefficients with the least relative error over all rows. Columns that would be negative
+    are left out, worst first. Rows that remain far off count less (Huber's weights): something else held up
+    those."""
     weight = np.asarray(seconds if scale is None else scale)
     rows, wanted = np.asarray(table) / weight[:, None], np.asarray(seconds) / weight
     size = np.abs(rows).max(axis=0)
@@ -315,7 +395,9 @@ def _least_squares(table: Sequence[Sequence[float]], seconds: Sequence[float], s
     result = np.zeros(rows.shape[1])
     for _ in range(ROUNDS):
         while used:
-            found, *_ = np.linalg.lstsq(rows[:, used] / size[used] * trust[:, None], wanted * trust, rcond=None)
+            found, *_ = np.linalg.lstsq(
+                rows[:, used] / size[used] * trust[:, None], wanted * trust, rcond=None
+            )
             if found.min() >= 0:
                 break
             used.pop(int(found.argmin()))

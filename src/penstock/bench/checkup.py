@@ -21,7 +21,15 @@ from penstock.engine.costs import StepCosts, costs_file, keep_costs, read_costs
 from penstock.engine.placing import Say
 from penstock.engine.settling import choose_dtype, device_budget
 from penstock.memory.device import choose_device, device_name, free_memory, give_back, native_half
-from penstock.memory.probe import DiskRate, LinkRates, disk_read, link_rates, matmul_rate, memory_copy, memory_read
+from penstock.memory.probe import (
+    DiskRate,
+    LinkRates,
+    disk_read,
+    link_rates,
+    matmul_rate,
+    memory_copy,
+    memory_read,
+)
 from penstock.ops.kernels import kernels_of
 from penstock.weights.shape import Shape
 
@@ -31,7 +39,8 @@ _HOST_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes/s; `matmul` operations/s in the dtype the model would run in. None: not there, or not measured."""
+    """Bytes/s; `matmul` operations/s in the dtype the model would run in. None: not there, or not
+    measured."""
 
     host_read: float
     device_read: float
@@ -43,7 +52,8 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and what the machine allows it, in every dtype; `dtype` is the one it would run in, `room` what it may take."""
+    """A model and what the machine allows it, in every dtype; `dtype` is the one it would run in, `room` what
+    it may take."""
 
     path: Path
     family: str
@@ -68,19 +78,22 @@ class Checkup:
     model: Model
     notes: tuple[str, ...]
     steps: StepCosts | None = None
-    """What steps cost on the device; None where nobody measured it: on a CPU, or with `quick` before the first time."""
+    """What steps cost on the device; None where nobody measured it: on a CPU, or with `quick` before the
+    first time."""
 
     def line(self) -> str:
         """Everything, as one line of JSON."""
         return json.dumps(dataclasses.asdict(self), default=str)
 
 
-def checkup(config: Config, *, quick: bool = False, again: bool = False, say: Say = lambda _: None) -> Checkup:
+def checkup(
+    config: Config, *, quick: bool = False, again: bool = False, say: Say = lambda _: None
+) -> Checkup:
     """Measure this machine for the model and device of `config`; only the model's config.json is looked at.
 
-    On a GPU what steps cost is measured once, in about a minute and a half, and kept in `config.cache`, where `penstock plan` finds it.
-    quick: leave out the disk and the steps. again: measure steps though they are kept. Raises CheckpointError, UnsupportedModelError,
-    ConfigError, DeviceError, BudgetError.
+    On a GPU what steps cost is measured once, in about a minute and a half, and kept in `config.cache`, where
+    `penstock plan` finds it. quick: leave out the disk and the steps. again: measure steps though they are
+    kept. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
     """
     shape, device = Shape.open(config.model), choose_device(config.device)
     dtype = choose_dtype(config, shape, device)
@@ -119,10 +132,14 @@ def checkup(config: Config, *, quick: bool = False, again: bool = False, say: Sa
     )
     give_back(device)
     steps = _steps(device, dtype, config.cache.expanduser(), quick, again, say)
-    return Checkup(about, str(device), device_name(device), kernels_of(device), links, model, tuple(notes), steps)
+    return Checkup(
+        about, str(device), device_name(device), kernels_of(device), links, model, tuple(notes), steps
+    )
 
 
-def _steps(device: torch.device, dtype: str, cache: Path, quick: bool, again: bool, say: Say) -> StepCosts | None:
+def _steps(
+    device: torch.device, dtype: str, cache: Path, quick: bool, again: bool, say: Say
+) -> StepCosts | None:
     """What steps cost: as it is kept, or measured and kept."""
     if device.type == "cpu" or dtype == "float32":
         return None
@@ -135,7 +152,10 @@ def _steps(device: torch.device, dtype: str, cache: Path, quick: bool, again: bo
     say("measuring what steps cost, once, in about a minute and a half")
     found = calibrate(device, dtype, say=say)
     keep_costs(found.costs, file)
-    say(f"kept in {file}; half of {len(found.samples)} steps are predicted within {found.typical:.1%}, all within {found.worst:.0%}")
+    say(
+        f"kept in {file}; half of {len(found.samples)} steps are predicted within {found.typical:.1%}, all "
+        f"within {found.worst:.0%}"
+    )
     return found.costs
 
 
@@ -143,12 +163,21 @@ def _notes(about: Machine, device: torch.device) -> list[str]:
     """What someone who wonders about speed should know."""
     notes = []
     if device.type == "cuda" and about.triton is None:
-        notes.append("Triton is not installed: plain torch does what its kernels would, much slower; pip install triton")
+        notes.append(
+            "Triton is not installed: plain torch does what its kernels would, much slower; pip install "
+            "triton"
+        )
     if device.type == "cpu":
         if about.threads < about.cores:
-            notes.append(f"torch computes with {about.threads} of {about.cores} cores; OMP_NUM_THREADS or the like is set")
+            notes.append(
+                f"torch computes with {about.threads} of {about.cores} cores; OMP_NUM_THREADS or the like "
+                "is set"
+            )
         if not native_half(device):
-            notes.append("this processor multiplies bfloat16 in software; float32 is faster on it, and what auto chooses")
+            notes.append(
+                "this processor multiplies bfloat16 in software; float32 is faster on it, and what auto "
+                "chooses"
+            )
     return notes
 
 
@@ -173,10 +202,18 @@ def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
         ("system", it.system),
         ("processor", f"{it.processor}, {it.cores} cores, {it.threads} threads in use"),
         ("memory", f"{format_size(it.memory)}, {format_size(it.free)} free"),
-        *((one.device, f"{one.name}, {format_size(one.memory)}, {format_size(one.free)} free") for one in it.devices),
+        *(
+            (one.device, f"{one.name}, {format_size(one.memory)}, {format_size(one.free)} free")
+            for one in it.devices
+        ),
         ("software", f"penstock {source}, Python {it.python}, torch {it.torch}, {triton}"),
         ("computes on", found.name),
-        ("kernels", f"our own: {', '.join(found.kernels)}" if found.kernels else "none of our own; plain torch computes"),
+        (
+            "kernels",
+            f"our own: {', '.join(found.kernels)}"
+            if found.kernels
+            else "none of our own; plain torch computes",
+        ),
     ]
     return rows + [("note", note) for note in found.notes]
 
@@ -186,11 +223,23 @@ def _link_rows(found: Checkup) -> list[tuple[str, str]]:
     rows = [("host memory", f"{format_rate(links.host_read)} read")]
     if gpu:
         rows += [
-            ("device memory", f"{format_rate(links.device_read)} read, {format_rate(links.device_copy)} copied (read and written)"),
-            ("host to device", f"{format_rate(gpu.to_device)}, back {format_rate(gpu.from_device)}, each {format_rate(gpu.both)} at once"),
+            (
+                "device memory",
+                f"{format_rate(links.device_read)} read, {format_rate(links.device_copy)} copied (read and "
+                "written)",
+            ),
+            (
+                "host to device",
+                f"{format_rate(gpu.to_device)}, back {format_rate(gpu.from_device)}, each "
+                f"{format_rate(gpu.both)} at once",
+            ),
         ]
     else:
-        rows[0] = ("host memory", f"{format_rate(links.host_read)} read, {format_rate(links.device_copy)} copied (read and written)")
+        rows[0] = (
+            "host memory",
+            f"{format_rate(links.host_read)} read, {format_rate(links.device_copy)} copied (read and "
+            "written)",
+        )
     if disk := links.disk:
         how = "past the page cache" if disk.direct else "through the page cache, which may have helped"
         which = "a temporary file" if disk.temporary else disk.file.name
@@ -204,11 +253,19 @@ def _link_rows(found: Checkup) -> list[tuple[str, str]]:
 def _step_rows(steps: StepCosts) -> list[tuple[str, str]]:
     rows = [("measured", f"{steps.measured}, in {steps.dtype}")]
     for one in steps.decode:
-        fixed = f"{1e6 * one.step:.3g} us and {1e6 * one.layer:.3g} us a layer ({1e6 * one.moe_layer:.3g} us with experts)"
-        read = f"weights at {format_rate(one.weight_read)}, experts {format_rate(one.expert_read)}, KV {format_rate(one.kv_read)}"
+        fixed = (
+            f"{1e6 * one.step:.3g} us and {1e6 * one.layer:.3g} us a layer ({1e6 * one.moe_layer:.3g} us "
+            "with experts)"
+        )
+        read = (
+            f"weights at {format_rate(one.weight_read)}, experts {format_rate(one.expert_read)}, KV "
+            f"{format_rate(one.kv_read)}"
+        )
         rows.append((f"decode, {one.rows} rows", f"{fixed}; {read}"))
     prompt = steps.prompt
-    rates = ", ".join(f"{name} {getattr(prompt, name) / 1e12:.3g} TFLOP/s" for name in ("products", "experts", "attention"))
+    rates = ", ".join(
+        f"{name} {getattr(prompt, name) / 1e12:.3g} TFLOP/s" for name in ("products", "experts", "attention")
+    )
     rows.append(("prompts", f"{rates}; launched in {1e3 * prompt.host_layer:.3g} ms a layer"))
     return rows
 
@@ -217,8 +274,16 @@ def _model_rows(model: Model) -> list[tuple[str, str]]:
     chosen = next(one for one in model.limits if one.dtype == model.dtype)
     rows = [
         ("from", f"{model.path}"),
-        ("shape", f"{model.family}, {model.layers} layers, {model.parameters / 1e6:,.4g}M parameters, context {model.max_length:,}"),
-        ("budget", f"{format_size(model.room.device)}" + (f", and {format_size(model.room.host)} on the host" if model.room.host else "")),
+        (
+            "shape",
+            f"{model.family}, {model.layers} layers, {model.parameters / 1e6:,.4g}M parameters, context "
+            f"{model.max_length:,}",
+        ),
+        (
+            "budget",
+            f"{format_size(model.room.device)}"
+            + (f", and {format_size(model.room.host)} on the host" if model.room.host else ""),
+        ),
     ]
     for one in model.limits:
         fits = "fits" if one.fits else f"{format_size(one.host_bytes + one.disk_bytes)} too much"
@@ -229,8 +294,14 @@ def _model_rows(model: Model) -> list[tuple[str, str]]:
     if chosen.longest is None:
         rows.append(("context", "the weights leave no room for KV"))
     else:
-        why = "all the model can" if chosen.longest == model.max_length else "what fits beside the weights, before activations"
-        slow = f", at most {_rate(chosen.decode_longest)} tokens/s at its end" if chosen.decode_longest else ""
+        why = (
+            "all the model can"
+            if chosen.longest == model.max_length
+            else "what fits beside the weights, before activations"
+        )
+        slow = (
+            f", at most {_rate(chosen.decode_longest)} tokens/s at its end" if chosen.decode_longest else ""
+        )
         rows.append(("context", f"{chosen.longest:,} tokens, {why}{slow}"))
     return rows
 

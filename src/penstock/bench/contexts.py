@@ -1,4 +1,5 @@
-"""How a model fares by the length of its context: what memory it takes, how fast its prompt is computed, how fast it then decodes."""
+"""How a model fares by the length of its context: what memory it takes, how fast its prompt is computed, how
+fast it then decodes."""
 
 import dataclasses
 import json
@@ -36,14 +37,17 @@ _SHORTEST = 4096
 _SURE = 0.75
 """Of the memory that is left to KV by an estimate, so much is there in fact."""
 _BLOCKS = 8
-"""Of KV on the device where host memory was asked for: a long context needs no more, and nothing that is measured then fits there."""
+"""Of KV on the device where host memory was asked for: a long context needs no more, and nothing that is
+measured then fits there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to measure. `source`: a parsed config of random weights, or a model directory; `lengths` None: the usual ones that fit.
+    """What to measure. `source`: a parsed config of random weights, or a model directory; `lengths` None: the
+    usual ones that fit.
 
-    With `host_kv_memory` in the config, as much of it as the longest context needs is taken, and KV of all contexts rests there or on disk.
+    With `host_kv_memory` in the config, as much of it as the longest context needs is taken, and KV of all
+    contexts rests there or on disk.
     """
 
     name: str
@@ -62,8 +66,8 @@ class Row:
 
     context: int
     device: int
-    """Beside weights, at the peak, without KV blocks in which there was nothing. On a CPU the largest step as measured when the engine was
-    built, and KV blocks."""
+    """Beside weights, at the peak, without KV blocks in which there was nothing. On a CPU the largest step as
+    measured when the engine was built, and KV blocks."""
     host_kv: int
     disk_kv: int
     prefill_ms: Times
@@ -82,8 +86,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`settings`: those that were asked for. `link_ceiling`: bytes/s of copies to the device. `operations_per_second`: of a matrix product,
-    by which `bound_ms` is reckoned: that of all attention, also where a policy leaves some out."""
+    """`settings`: those that were asked for. `link_ceiling`: bytes/s of copies to the device.
+    `operations_per_second`: of a matrix product, by which `bound_ms` is reckoned: that of all attention, also
+    where a policy leaves some out."""
 
     bench: str
     model: str
@@ -107,20 +112,36 @@ class Report:
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        head = f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {self.weights} weights, {self.device}"
+        head = (
+            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {self.weights} weights, "
+            f"{self.device}"
+        )
         about = (
             f"one sequence by its context, prompts in steps of at most {self.step_tokens:,} tokens; "
-            f"bounds: link {format_rate(self.link_ceiling)}, arithmetic {self.operations_per_second / 1e12:.3g} TFLOP/s"
+            f"bounds: link {format_rate(self.link_ceiling)}, arithmetic "
+            f"{self.operations_per_second / 1e12:.3g} TFLOP/s"
         )
-        titles = ("context", "device, beside weights", "KV in host", "prefill", "of bound", "decode", "streamed", "of link")
+        titles = (
+            "context",
+            "device, beside weights",
+            "KV in host",
+            "prefill",
+            "of bound",
+            "decode",
+            "streamed",
+            "of link",
+        )
         table = [titles, *(_cells(row) for row in self.contexts)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table)
+        lines = (
+            "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table
+        )
         return "\n".join([head, about, *(f"  {line}" for line in lines)])
 
 
 def sweep(job: Job, say: Say = lambda _: None) -> Report:
-    """Measure, one length after another in one engine. `say` is told what that decided, and each length. Raises PenstockErrors."""
+    """Measure, one length after another in one engine. `say` is told what that decided, and each length.
+    Raises PenstockErrors."""
     model = open_model(job.source, job.name, job.config)
     with closing(model) if isinstance(model, Checkpoint) else nullcontext():
         spec, device = model.spec, choose_device(job.config.device)
@@ -137,14 +158,19 @@ def sweep(job: Job, say: Say = lambda _: None) -> Report:
         if not fitting or (job.lengths and fitting != lengths):
             lacking = lengths[len(fitting)]
             raise RequestError(
-                f"measuring {job.output} tokens after {lacking:,} takes {measure.context_room(lacking, job.output):,} positions, but KV "
-                f"has room for {longest:,}; lower --lengths or --output, or allow more memory, on the host by --host-kv-memory"
+                f"measuring {job.output} tokens after {lacking:,} takes "
+                f"{measure.context_room(lacking, job.output):,} positions, but KV "
+                f"has room for {longest:,}; lower --lengths or --output, or allow more memory, on the host "
+                "by --host-kv-memory"
             )
         measure.context(booted, min(fitting[0], 2 * booted.limits.max_step_tokens), 1, random.Random(0))
         rows = []
         for length in fitting:
             rows.append(_row(booted, job, layouts, length, operations, link))
-            say(f"{length:,} tokens: prompt in {rows[-1].prefill_ms.median / 1e3:.3g} s, {rows[-1].decode_ms.median / 1e3:.3g} s a token")
+            say(
+                f"{length:,} tokens: prompt in {rows[-1].prefill_ms.median / 1e3:.3g} s, "
+                f"{rows[-1].decode_ms.median / 1e3:.3g} s a token"
+            )
         report = Report(
             bench="context",
             model=job.name,
@@ -168,8 +194,11 @@ def sweep(job: Job, say: Say = lambda _: None) -> Report:
     return report
 
 
-def _usual(job: Job, spec: ModelSpec, layouts: Sequence[GroupLayout], dtype: str, device: torch.device) -> list[int]:
-    """The powers of two that model and memory have room for, by an estimate. Raises RequestError if there is none."""
+def _usual(
+    job: Job, spec: ModelSpec, layouts: Sequence[GroupLayout], dtype: str, device: torch.device
+) -> list[int]:
+    """The powers of two that model and memory have room for, by an estimate. Raises RequestError if there is
+    none."""
     config = job.config
     limits, total = choose_limits(config, spec, device), device_budget(config, device)
     beside = sum(map(padded, layouts)) + usual_activations(spec, dtype, limits.max_step_tokens, 1)
@@ -183,7 +212,8 @@ def _usual(job: Job, spec: ModelSpec, layouts: Sequence[GroupLayout], dtype: str
         lengths.append(2 * lengths[-1])
     if measure.context_room(_SHORTEST, job.output) > room or spec.max_length < _SHORTEST:
         raise RequestError(
-            f"the usual contexts begin at {_SHORTEST:,} tokens, but {job.name} has {spec.max_length:,} positions, and memory room for "
+            f"the usual contexts begin at {_SHORTEST:,} tokens, but {job.name} has {spec.max_length:,} "
+            "positions, and memory room for "
             f"about {room:,}; give --lengths"
         )
     return lengths
@@ -218,18 +248,31 @@ def _asked(config: Config) -> int | None:
     return parse_size(asked, whole=total_memory(torch.device("cpu")))
 
 
-def _row(booted: Booted, job: Job, layouts: Sequence[GroupLayout], length: int, operations: float, link: float) -> Row:
+def _row(
+    booted: Booted, job: Job, layouts: Sequence[GroupLayout], length: int, operations: float, link: float
+) -> Row:
     device, budget, rng = booted.device, booted.budget, random.Random(length)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     found = [measure.context(booted, length, job.output, rng) for _ in range(job.repeat)]
     blocks = max(one.blocks for one in found)
     if device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated(device) - booted.weights.bytes - (budget.blocks - blocks) * budget.block_bytes
+        memory = (
+            torch.cuda.max_memory_allocated(device)
+            - booted.weights.bytes
+            - (budget.blocks - blocks) * budget.block_bytes
+        )
     else:
         memory = budget.activations + blocks * budget.block_bytes
-    prefill, decode = Times.of([one.prefill for one in found]), Times.of([second for one in found for second in one.steps])
-    bound = 1e3 * bounds.prefill_operations(booted.spec, layouts, [length]) / (job.config.tensor_parallel * operations)
+    prefill, decode = (
+        Times.of([one.prefill for one in found]),
+        Times.of([second for one in found for second in one.steps]),
+    )
+    bound = (
+        1e3
+        * bounds.prefill_operations(booted.spec, layouts, [length])
+        / (job.config.tensor_parallel * operations)
+    )
     kv, weights = fmean(one.kv_copied for one in found), fmean(one.weights_copied for one in found)
     return Row(
         context=length,
@@ -249,7 +292,9 @@ def _row(booted: Booted, job: Job, layouts: Sequence[GroupLayout], length: int, 
 
 def _cells(row: Row) -> tuple[str, ...]:
     streamed = row.kv_per_step + row.weights_per_step
-    far = [format_size(row.host_kv)] * (row.host_kv > 0) + [f"{format_size(row.disk_kv)} on disk"] * (row.disk_kv > 0)
+    far = [format_size(row.host_kv)] * (row.host_kv > 0) + [f"{format_size(row.disk_kv)} on disk"] * (
+        row.disk_kv > 0
+    )
     return (
         f"{row.context:,}",
         format_size(row.device),

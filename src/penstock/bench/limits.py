@@ -1,4 +1,5 @@
-"""What a machine's links allow a model: does it fit, how fast can it decode, how long may its contexts be. Arithmetic only."""
+"""What a machine's links allow a model: does it fit, how fast can it decode, how long may its contexts be.
+Arithmetic only."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes for weights and KV on the device, and for more weights in host memory, which is None where the device is the host."""
+    """Bytes for weights and KV on the device, and for more weights in host memory, which is None where the
+    device is the host."""
 
     device: int
     host: int | None
@@ -33,8 +35,9 @@ class Room:
 class Limits:
     """A model in one dtype, on the device.
 
-    Weights that do not fit on the device are taken to rest in host memory as far as there is room, the others on disk, and to be read from
-    there for every token; the slowest link then sets the pace, since all work at once.
+    Weights that do not fit on the device are taken to rest in host memory as far as there is room, the others
+    on disk, and to be read from there for every token; the slowest link then sets the pace, since all work at
+    once.
     """
 
     dtype: str
@@ -47,7 +50,8 @@ class Limits:
     disk_bytes: int
     """Of weights that do not fit in host memory either."""
     longest: int | None
-    """Tokens of one sequence that fit beside the weights, before activations; None if the weights leave nothing."""
+    """Tokens of one sequence that fit beside the weights, before activations; None if the weights leave
+    nothing."""
     decode: float | None
     """Tokens/s that one short sequence cannot exceed; None if it hangs on a link that was not measured."""
     decode_longest: float | None
@@ -74,7 +78,9 @@ def limits(spec: ModelSpec, names: TensorNames, dtype: str, room: Room, rates: R
         links.append(("the link from host memory to the device", beyond * used, rates.to_device or 0))
     links.append(("reading the disk", on_disk * used, rates.disk or 0))
     # A link that was not measured is as slow as it may be.
-    seconds, size, binding = max((math.inf if not rate else size / rate, size, name) for name, size, rate in links if size)
+    seconds, size, binding = max(
+        (math.inf if not rate else size / rate, size, name) for name, size, rate in links if size
+    )
     known = math.isfinite(seconds)
     free = room.device - weights
     longest = min(free // token, spec.max_length) if free >= token else None
@@ -87,7 +93,9 @@ def limits(spec: ModelSpec, names: TensorNames, dtype: str, room: Room, rates: R
         disk_bytes=on_disk,
         longest=longest,
         decode=1 / seconds if known else None,
-        decode_longest=None if longest is None else rates.device_read / (read + bounds.kv_bytes_read(spec, dtype, longest)),
+        decode_longest=None
+        if longest is None
+        else rates.device_read / (read + bounds.kv_bytes_read(spec, dtype, longest)),
         binding=binding if known else f"{binding}, which was not measured",
         binding_bytes=round(size),
     )
@@ -96,4 +104,8 @@ def limits(spec: ModelSpec, names: TensorNames, dtype: str, room: Room, rates: R
 def prefill_rate(spec: ModelSpec, names: TensorNames, dtype: str, operations_per_second: float) -> float:
     """Tokens/s of a usual prompt that one sequence cannot exceed, at a rate measured in that dtype."""
     prompt = min(PROMPT, spec.max_length)
-    return prompt * operations_per_second / bounds.prefill_operations(spec, group_layouts(spec, names, dtype), [prompt])
+    return (
+        prompt
+        * operations_per_second
+        / bounds.prefill_operations(spec, group_layouts(spec, names, dtype), [prompt])
+    )

@@ -30,8 +30,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Hardware, software and date. `threads`: those of torch; `commit`: of the source tree, from PENSTOCK_COMMIT or from git; None if
-    neither knows it."""
+    """Hardware, software and date. `threads`: those of torch; `commit`: of the source tree, from
+    PENSTOCK_COMMIT or from git; None if neither knows it."""
 
     system: str
     processor: str
@@ -98,16 +98,20 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that the source tree stands at, with a plus sign if files differ from it: what PENSTOCK_COMMIT says, or else git. A copy
-    of the tree may lie in a repository that stands at an earlier commit."""
+    """The commit that the source tree stands at, with a plus sign if files differ from it: what
+    PENSTOCK_COMMIT says, or else git. A copy of the tree may lie in a repository that stands at an earlier
+    commit."""
     said = source_commit()
     if said is not None:
         return said
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        # An installed package may lie inside some other project's repository: only where git knows this very file is it ours.
-        known = subprocess.run(["git", "-C", str(here), "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
+        # An installed package may lie inside some other project's repository: only where git knows this very
+        # file is it ours.
+        known = subprocess.run(
+            ["git", "-C", str(here), "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10
+        )
         if known.returncode:
             return None
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -1,7 +1,9 @@
-"""A recorded workload through the real engine: what is found on which tier, what moves for it, and how soon first tokens come.
+"""A recorded workload through the real engine: what is found on which tier, what moves for it, and how soon
+first tokens come.
 
-Of a trace (see bench.trace) each hash becomes a block of tokens, always the same and unlike any other's, so prompts begin alike where they
-did when the trace was recorded. A block of the trace may be of fewer tokens here, and outputs are shorter by as much.
+Of a trace (see bench.trace) each hash becomes a block of tokens, always the same and unlike any other's, so
+prompts begin alike where they did when the trace was recorded. A block of the trace may be of fewer tokens
+here, and outputs are shorter by as much.
 """
 
 import dataclasses
@@ -44,7 +46,12 @@ TRACE_BLOCK = 512
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
 _LANDING = 5.0
 """Seconds that the end of a run waits for blocks on their way."""
-_WAYS = {"up": "host to device", "down": "device to host", "inward": "disk to host", "outward": "host to disk"}
+_WAYS = {
+    "up": "host to device",
+    "down": "device to host",
+    "inward": "disk to host",
+    "outward": "host to disk",
+}
 """As TierStats names them."""
 _TOLD = 10
 """Times that is said how far a run has come."""
@@ -54,10 +61,12 @@ _TOLD = 10
 class Job:
     """What to replay. `source`: a parsed config of random weights, or a model directory.
 
-    requests: the first so many of the trace. block_tokens: for one of the trace's blocks; None is as many as the model has positions for,
-    a power of two. output: tokens of each answer; None is as many as were recorded, in proportion. speed: how many times as fast as they
-    were recorded requests come; None is as fast as they are served, config.max_sequences at once. compare: run it again with kv_store off.
-    keep: start from what is in kv_directory and leave it there, instead of a directory in it that is gone afterwards.
+    requests: the first so many of the trace. block_tokens: for one of the trace's blocks; None is as many as
+    the model has positions for, a power of two. output: tokens of each answer; None is as many as were
+    recorded, in proportion. speed: how many times as fast as they were recorded requests come; None is as
+    fast as they are served, config.max_sequences at once. compare: run it again with kv_store off. keep:
+    start from what is in kv_directory and leave it there, instead of a directory in it that is gone
+    afterwards.
     """
 
     path: Path
@@ -99,7 +108,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What went one way between two tiers. `rate`: bytes/s while anything was under way. `lost`: blocks that did not get there."""
+    """What went one way between two tiers. `rate`: bytes/s while anything was under way. `lost`: blocks that
+    did not get there."""
 
     bytes: int
     seconds: float
@@ -109,7 +119,8 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One replay. `seconds`: from the first request to the last token; what moved and was given up also in the seconds after that."""
+    """One replay. `seconds`: from the first request to the last token; what moved and was given up also in
+    the seconds after that."""
 
     kv_store: str
     boot_seconds: float
@@ -139,7 +150,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`settings`: those that were asked for. `without`: the same with kv_store off, and in how many answers it said the same."""
+    """`settings`: those that were asked for. `without`: the same with kv_store off, and in how many answers
+    it said the same."""
 
     bench: str
     trace: str
@@ -175,11 +187,21 @@ class Report:
 
     def __str__(self) -> str:
         whole = self.block_tokens % self.block_size == 0
-        cut = "" if whole else f", which the engine's of {self.block_size} do not divide: less is found than could be"
-        pace = "as fast as they are served" if self.speed is None else f"{self.speed:g} times as fast as they were recorded"
+        cut = (
+            ""
+            if whole
+            else f", which the engine's of {self.block_size} do not divide: less is found than could be"
+        )
+        pace = (
+            "as fast as they are served"
+            if self.speed is None
+            else f"{self.speed:g} times as fast as they were recorded"
+        )
         head = (
-            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {self.weights} weights, {self.device}",
-            f"{self.trace}: {self.requests:,} requests of up to {self.longest:,} tokens, {self.prompt_tokens:,} of prompts and "
+            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {self.weights} weights, "
+            f"{self.device}",
+            f"{self.trace}: {self.requests:,} requests of up to {self.longest:,} tokens, "
+            f"{self.prompt_tokens:,} of prompts and "
             f"{self.output_tokens:,} of output in all; {pace}, at most {self.max_sequences} at once",
             f"a block of {self.trace_block} tokens in the trace is {self.block_tokens} here{cut}; "
             f"{self.known_tokens / self.prompt_tokens:.1%} of prompts are beginnings of earlier ones",
@@ -189,14 +211,18 @@ class Report:
         table = [("", *(f"kv_store {run.kv_store}" for run in runs))]
         table += [(label, *(column[label] for column in columns)) for label in columns[0]]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+            for cells in table
+        ]
         if self.equal_outputs is not None:
             lines.append(f"{self.equal_outputs:,} of {self.requests:,} answers are the same in both")
         return "\n".join([*head, *(f"  {line}" for line in lines)])
 
 
 def replay(job: Job, say: Say = lambda _: None) -> Report:
-    """Serve the trace. `say` is told what the engine decided, and how far it has come. Raises PenstockErrors."""
+    """Serve the trace. `say` is told what the engine decided, and how far it has come. Raises
+    PenstockErrors."""
     recorded = [request for request in requests(job.path) if request.keys][: job.requests]
     with ExitStack() as opened:
         model = open_model(job.source, job.name, job.config)
@@ -205,7 +231,9 @@ def replay(job: Job, say: Say = lambda _: None) -> Report:
         work = Workload.of(job, recorded, job.config.max_length or spec.max_length, spec.vocab_size)
         config = replace(job.config, max_length=work.longest)
         if config.disk_kv_memory is not None and not job.keep:
-            config = replace(config, kv_directory=opened.enter_context(_fresh(config.kv_directory.expanduser())))
+            config = replace(
+                config, kv_directory=opened.enter_context(_fresh(config.kv_directory.expanduser()))
+            )
         dtype = choose_dtype(config, model, device)
         layouts = group_layouts(spec, model.names, dtype)
 
@@ -268,7 +296,10 @@ class Ask:
         last = length - (blocks - 1) * TRACE_BLOCK
         answered = output or ceil((request.output_length or 1) * block / TRACE_BLOCK)
         return cls(
-            request.keys, (blocks - 1) * block + ceil(last * block / TRACE_BLOCK), answered, ((request.timestamp or 0.0) - start) / 1e3
+            request.keys,
+            (blocks - 1) * block + ceil(last * block / TRACE_BLOCK),
+            answered,
+            ((request.timestamp or 0.0) - start) / 1e3,
         )
 
 
@@ -286,10 +317,14 @@ class Workload:
 
     @classmethod
     def of(cls, job: Job, recorded: Sequence[Recorded], longest: int, vocab: int) -> Self:
-        """Raises ConfigError where the trace lacks what is needed, RequestError where a request is longer than `longest`."""
+        """Raises ConfigError where the trace lacks what is needed, RequestError where a request is longer
+        than `longest`."""
         for number, request in enumerate(recorded, 1):
             _complete(job, request, number)
-        start, sizes = recorded[0].timestamp or 0.0, [2**power for power in reversed(range(TRACE_BLOCK.bit_length()))]
+        start, sizes = (
+            recorded[0].timestamp or 0.0,
+            [2**power for power in reversed(range(TRACE_BLOCK.bit_length()))],
+        )
         for block in [job.block_tokens] if job.block_tokens else sizes:
             asks = [Ask.of(request, block, job.output, start) for request in recorded]
             needed = max(ask.prompt + ask.output for ask in asks)
@@ -297,16 +332,21 @@ class Workload:
                 break
         else:
             raise RequestError(
-                f"with {block} tokens for a block of the trace the longest of {len(asks):,} requests has {needed:,} tokens of prompt and "
-                f"output, but {job.name} has {longest:,} positions; take fewer requests, shorter outputs, or fewer tokens a block"
+                f"with {block} tokens for a block of the trace the longest of {len(asks):,} requests has "
+                f"{needed:,} tokens of prompt and "
+                f"output, but {job.name} has {longest:,} positions; take fewer requests, shorter outputs, "
+                "or fewer tokens a block"
             )
-        ordinals = {key: number for number, key in enumerate(dict.fromkeys(key for ask in asks for key in ask.keys))}
+        ordinals = {
+            key: number for number, key in enumerate(dict.fromkeys(key for ask in asks for key in ask.keys))
+        }
         digits = 1
         while vocab**digits < len(ordinals):
             digits += 1
         if digits > block:
             raise ConfigError(
-                f"{len(ordinals):,} blocks cannot all differ with {block} tokens of a vocabulary of {vocab:,} each; take more tokens a "
+                f"{len(ordinals):,} blocks cannot all differ with {block} tokens of a vocabulary of "
+                f"{vocab:,} each; take more tokens a "
                 f"block, or fewer requests"
             )
         return cls(asks, block, vocab, ordinals, digits)
@@ -343,7 +383,10 @@ class Workload:
 def _complete(job: Job, request: Recorded, number: int) -> None:
     where, blocks, length = f"request {number} of {job.path}", len(request.keys), request.input_length
     if length is not None and not 0 <= blocks * TRACE_BLOCK - length < TRACE_BLOCK:
-        raise ConfigError(f"{where} has {length:,} tokens of prompt in {blocks:,} blocks, which are not blocks of {TRACE_BLOCK}")
+        raise ConfigError(
+            f"{where} has {length:,} tokens of prompt in {blocks:,} blocks, which are not blocks of "
+            f"{TRACE_BLOCK}"
+        )
     if job.output is None and request.output_length is None:
         raise ConfigError(f"{where} has no output_length; say how many tokens to answer with")
     if job.speed is not None and request.timestamp is None:
@@ -360,14 +403,17 @@ def _fresh(parent: Path) -> Iterator[Path]:
         parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.TemporaryDirectory(prefix="replay-", dir=parent)
     except OSError as error:
-        raise ConfigError(f"cannot write into {parent}: {error.strerror}; name another kv_directory") from error
+        raise ConfigError(
+            f"cannot write into {parent}: {error.strerror}; name another kv_directory"
+        ) from error
     with made as name:
         yield Path(name)
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """`without`: a config with the same room for long requests on host and disk, and nothing kept there; None if nothing was."""
+    """`without`: a config with the same room for long requests on host and disk, and nothing kept there; None
+    if nothing was."""
 
     run: Run
     outputs: list[list[int]]
@@ -377,7 +423,8 @@ class _Result:
 
 @dataclass(slots=True)
 class _Answer:
-    """`came`, `ttft`: seconds. `cached`: tokens of the prompt that were found on any tier, on the host, and on disk."""
+    """`came`, `ttft`: seconds. `cached`: tokens of the prompt that were found on any tier, on the host, and
+    on disk."""
 
     came: float
     ttft: float = 0.0
@@ -389,7 +436,8 @@ def _run(job: Job, config: Config, booted: Booted, work: Workload, say: Say) -> 
     engine, scheduler = booted.engine, booted.engine.scheduler
     if work.longest > scheduler.longest:
         raise RequestError(
-            f"the longest of {len(work.asks):,} requests has {work.longest:,} tokens of prompt and output, but KV has room for "
+            f"the longest of {len(work.asks):,} requests has {work.longest:,} tokens of prompt and output, "
+            "but KV has room for "
             f"{scheduler.longest:,}; take fewer tokens a block, fewer requests, or allow more memory"
         )
     at_first = engine.tier_stats()
@@ -400,7 +448,9 @@ def _run(job: Job, config: Config, booted: Booted, work: Workload, say: Say) -> 
     seconds = time.perf_counter() - begin
     engine.tend(_LANDING)
     after, tiers_after, given_up_after = engine.stats(), engine.tier_stats(), _given_up(scheduler)
-    everywhere, host, disk = (sum(counts) for counts in zip(*(answer.cached for answer in answers), strict=True))
+    everywhere, host, disk = (
+        sum(counts) for counts in zip(*(answer.cached for answer in answers), strict=True)
+    )
     found = {"device": everywhere - host - disk, "host": host, "disk": disk}
     outputs = [answer.tokens for answer in answers]
     run = Run(
@@ -413,7 +463,9 @@ def _run(job: Job, config: Config, booted: Booted, work: Workload, say: Say) -> 
         computed_tokens=after.computed_tokens - before.computed_tokens,
         preemptions=after.preemptions - before.preemptions,
         found={tier: Found(tokens, tokens / work.prompt_tokens) for tier, tokens in found.items()},
-        ways={name: _way(getattr(tiers, name), getattr(tiers_after, name)) for name in _WAYS} if tiers else {},
+        ways={name: _way(getattr(tiers, name), getattr(tiers_after, name)) for name in _WAYS}
+        if tiers
+        else {},
         given_up={tier: count - given_up[tier] for tier, count in given_up_after.items()},
         recomputed=tiers_after.recomputed - tiers.recomputed if tiers and tiers_after else 0,
         late=tiers_after.late - tiers.late if tiers and tiers_after else 0,
@@ -425,7 +477,8 @@ def _run(job: Job, config: Config, booted: Booted, work: Workload, say: Say) -> 
 
 
 def _warm(booted: Booted, work: Workload, *, keep: bool) -> None:
-    """The first steps also pay for what is set up once. keep: leave what is on disk there, and with it what these steps leave."""
+    """The first steps also pay for what is set up once. keep: leave what is on disk there, and with it what
+    these steps leave."""
     scheduler = booted.engine.scheduler
     context = min(2 * booted.limits.max_step_tokens, scheduler.longest - measure.context_room(0, 1))
     if context > 0:
@@ -441,7 +494,11 @@ def _serve(job: Job, booted: Booted, work: Workload, begin: float, say: Say) -> 
     answers, live, told = list[_Answer](), dict[RequestId, _Answer](), 0
 
     def is_due(ask: Ask) -> bool:
-        return len(live) < booted.limits.max_sequences if speed is None else begin + ask.at / speed <= time.perf_counter()
+        return (
+            len(live) < booted.limits.max_sequences
+            if speed is None
+            else begin + ask.at / speed <= time.perf_counter()
+        )
 
     while live or len(answers) < len(asks):
         while len(answers) < len(asks) and is_due(ask := asks[len(answers)]):
@@ -464,13 +521,20 @@ def _serve(job: Job, booted: Booted, work: Workload, begin: float, say: Say) -> 
         ended = len(answers) - len(live)
         if ended * _TOLD // len(asks) > told:
             told = ended * _TOLD // len(asks)
-            say(f"kv_store {engine.scheduler.tiers.store}: {ended:,} of {len(asks):,} in {time.perf_counter() - begin:.3g} s")
+            say(
+                f"kv_store {engine.scheduler.tiers.store}: {ended:,} of {len(asks):,} in "
+                f"{time.perf_counter() - begin:.3g} s"
+            )
     return answers
 
 
 def _given_up(scheduler: Scheduler) -> dict[str, int]:
     disk = scheduler.tiers.disk
-    return {"device": scheduler.ledger.given_up, "host": scheduler.host.given_up, "disk": disk.given_up if disk is not None else 0}
+    return {
+        "device": scheduler.ledger.given_up,
+        "host": scheduler.host.given_up,
+        "disk": disk.given_up if disk is not None else 0,
+    }
 
 
 def _way(before: Direction, after: Direction) -> Way:
@@ -484,13 +548,17 @@ def _without(config: Config, booted: Booted) -> Config | None:
         return None
     layout = kv_layout(booted.spec, booted.dtype, config.block_size)
     on_disk = (host.blocks - host.near) * layout.layers * record_bytes(layout)
-    return replace(config, kv_store="off", host_kv_memory=host.near * layout.block_bytes, disk_kv_memory=on_disk or None)
+    return replace(
+        config, kv_store="off", host_kv_memory=host.near * layout.block_bytes, disk_kv_memory=on_disk or None
+    )
 
 
 def _cells(run: Run) -> dict[str, str]:
     everywhere, ttft = sum(found.share for found in run.found.values()), run.ttft_ms
     rows = {"found of prompts": f"{everywhere:.1%}"}
-    rows |= {f"  on {tier}": f"{found.share:.1%}, {found.tokens:,} tokens" for tier, found in run.found.items()}
+    rows |= {
+        f"  on {tier}": f"{found.share:.1%}, {found.tokens:,} tokens" for tier, found in run.found.items()
+    }
     for name, label in _WAYS.items():
         if name in run.ways and (way := run.ways[name]).bytes:
             lost = f", {way.lost:,} blocks lost" if way.lost else ""
@@ -502,5 +570,6 @@ def _cells(run: Run) -> dict[str, str]:
         "blocks given up": given_up,
         "blocks there, computed": f"{run.recomputed:,} as that is faster, {run.late:,} late",
         "TTFT p50, p95, p99": f"{ttft.p50:,.1f}, {ttft.p95:,.1f}, {ttft.p99:,.1f} ms",
-        "tokens": f"{run.prompt_tokens_per_second:,.1f}/s of prompts, {run.output_tokens_per_second:,.1f}/s of output",
+        "tokens": f"{run.prompt_tokens_per_second:,.1f}/s of prompts, {run.output_tokens_per_second:,.1f}/s "
+        "of output",
     }

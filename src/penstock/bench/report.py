@@ -48,7 +48,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`ms`: of one decode step, or from the first step to every prompt's first token. `of_bound`: the bound's time over the median."""
+    """`ms`: of one decode step, or from the first step to every prompt's first token. `of_bound`: the bound's
+    time over the median."""
 
     subject: Subject
     boot_seconds: float
@@ -70,7 +71,8 @@ class Report:
         if decode:
             work = f"decode, batch {it.batch}, {it.context:,} tokens of context"
             least = (
-                f"{format_size(bound.weight_bytes)} of weights and {format_size(bound.kv_bytes)} of KV at {format_rate(bound.per_second)}"
+                f"{format_size(bound.weight_bytes)} of weights and {format_size(bound.kv_bytes)} of KV at "
+                f"{format_rate(bound.per_second)}"
             )
         else:
             work = f"prefill, {it.batch} x {it.context:,} tokens, at most {it.step_tokens:,} a step"
@@ -85,6 +87,16 @@ class Report:
         elif self.of_bound > 1 and decode:
             rows.append(("", "more than all: some of what is read rests in the processor's caches"))
         if other := self.baseline:
-            rows.append((other.system, f"{other.ms}, {other.tokens_per_second:,.1f} tokens/s; penstock is {other.ratio:.2f} times as fast"))
-        head = [f"{it.model}: {it.parameters / 1e6:,.4g}M parameters, {it.dtype}, {it.weights} weights, {it.device}", work]
+            rows.append(
+                (
+                    other.system,
+                    f"{other.ms}, {other.tokens_per_second:,.1f} tokens/s; penstock is {other.ratio:.2f} "
+                    "times as fast",
+                )
+            )
+        head = [
+            f"{it.model}: {it.parameters / 1e6:,.4g}M parameters, {it.dtype}, {it.weights} weights, "
+            f"{it.device}",
+            work,
+        ]
         return "\n".join([*head, *(f"  {name:<20} {text}" for name, text in rows)])

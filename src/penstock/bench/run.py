@@ -1,4 +1,5 @@
-"""One benchmark from what was asked to its report: the ceilings first, then the engine, then what it is compared with."""
+"""One benchmark from what was asked to its report: the ceilings first, then the engine, then what it is
+compared with."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,8 @@ _CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to measure. `source`: a parsed config of random weights, or a model directory; `context` None is a usual one."""
+    """What to measure. `source`: a parsed config of random weights, or a model directory; `context` None is a
+    usual one."""
 
     kind: Kind
     name: str
@@ -50,7 +52,8 @@ class Job:
     repeat: int
     baseline: bool = False
     scratch: tuple[Path, int] | None = None
-    """Where random weights that do not fit into memory are read from: a directory, and the most bytes to write there."""
+    """Where random weights that do not fit into memory are read from: a directory, and the most bytes to
+    write there."""
     window: int | None = None
     """Bytes of a sliding window on the device: nothing stays anywhere, as in systems without a placement."""
 
@@ -83,10 +86,14 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
     )
     boot_seconds = booted.seconds
     before = booted.weights.stats()
-    times, bound, moved = _measure(job.kind, booted, work, layouts, rate, Shard(0, job.config.tensor_parallel))
+    times, bound, moved = _measure(
+        job.kind, booted, work, layouts, rate, Shard(0, job.config.tensor_parallel)
+    )
     streaming = Streaming.of(booted, before, moved) if booted.weights.stats().streams else None
     if streaming is not None:
-        passes = 1 if job.kind is Kind.DECODE else -(-work.batch * work.context // booted.limits.max_step_tokens)
+        passes = (
+            1 if job.kind is Kind.DECODE else -(-work.batch * work.context // booted.limits.max_step_tokens)
+        )
         bound = streaming.bound(bound, passes)
     booted.engine.close()
     del booted
@@ -106,7 +113,8 @@ def run(job: Job, say: Say = lambda _: None) -> Report:
 
 
 def open_model(source: Mapping[str, object] | Path, name: str, config: Config) -> Checkpoint | Shape:
-    """The model of a job with this config: a directory with nothing but a config.json in it is a shape like those of our own."""
+    """The model of a job with this config: a directory with nothing but a config.json in it is a shape like
+    those of our own."""
     if not isinstance(source, Path):
         return Shape.of(source, name)
     bare = (source / "config.json").exists() and not any(source.glob("*.safetensors*"))
@@ -114,30 +122,39 @@ def open_model(source: Mapping[str, object] | Path, name: str, config: Config) -
 
 
 def _sized(job: Job, spec: ModelSpec, device: torch.device) -> tuple[Work, Config]:
-    """The work with its context filled in, and the config with room for exactly that and no cached prefixes. Raises RequestError."""
+    """The work with its context filled in, and the config with room for exactly that and no cached prefixes.
+    Raises RequestError."""
     output = job.output if job.kind is Kind.DECODE else 1
     config = replace(job.config, max_sequences=job.batch, prefix_cache=False)
     step_tokens = choose_limits(config, spec, device).max_step_tokens
     work = Work(job.batch, job.context or _CONTEXT, output, job.repeat)
     longest = job.config.max_length or spec.max_length
     if job.context is None:
-        fitting = bisect_right(range(1, _CONTEXT + 1), longest, key=lambda context: replace(work, context=context).room(step_tokens))
+        fitting = bisect_right(
+            range(1, _CONTEXT + 1),
+            longest,
+            key=lambda context: replace(work, context=context).room(step_tokens),
+        )
         work = replace(work, context=max(fitting, 1))
     if work.room(step_tokens) > longest:
         raise RequestError(
-            f"measuring {work.output} tokens of {work.batch} sequences after {work.context:,} takes {work.room(step_tokens):,} "
+            f"measuring {work.output} tokens of {work.batch} sequences after {work.context:,} takes "
+            f"{work.room(step_tokens):,} "
             f"positions, but {job.name} has {longest:,}; lower --context, --batch or --output"
         )
-    # One block more than the sequences ever fill: the scheduler admits a request only if those that run can still grow.
+    # One block more than the sequences ever fill: the scheduler admits a request only if those that run can
+    # still grow.
     return work, replace(config, max_length=min(longest, work.room(step_tokens) + config.block_size))
 
 
 def _measure(
     kind: Kind, booted: Booted, work: Work, layouts: tuple[GroupLayout, ...], rate: float, shard: Shard
 ) -> tuple[Times, Bound, tuple[float, float] | None]:
-    """The times, what bounds them, and bytes of weights that came to the device and from the disk in a timed decode step.
+    """The times, what bounds them, and bytes of weights that came to the device and from the disk in a timed
+    decode step.
 
-    layouts: of the whole model; each rank reads and computes its part of it at `rate`, which is one device's."""
+    layouts: of the whole model; each rank reads and computes its part of it at `rate`, which is one
+    device's."""
     spec, dtype = booted.spec, booted.dtype
     if kind is Kind.PREFILL:
         times = measure.prefill(booted, work)
@@ -146,20 +163,29 @@ def _measure(
     decoded = measure.decode(booted, work)
     weights = bounds.weight_bytes_read(spec, layouts, work.batch) / shard.ranks
     kv = sum(bounds.kv_bytes_read(local_spec(spec, shard), dtype, length) for length in decoded.lengths)
-    return decoded.times, Bound(weights, kv, 0, rate, 1e3 * (weights + kv) / rate), (decoded.copied, decoded.read)
+    return (
+        decoded.times,
+        Bound(weights, kv, 0, rate, 1e3 * (weights + kv) / rate),
+        (decoded.copied, decoded.read),
+    )
 
 
-def _compare(job: Job, subject: Subject, work: Work, device: torch.device, ours: float, tokens: int) -> Comparison:
+def _compare(
+    job: Job, subject: Subject, work: Work, device: torch.device, ours: float, tokens: int
+) -> Comparison:
     other = Baseline(job.source, random=subject.weights == "random", dtype=subject.dtype, device=device)
     times = other.decode(work) if job.kind is Kind.DECODE else other.prefill(work)
-    return Comparison(f"transformers {transformers().__version__}", times, 1e3 * tokens / times.median, times.median / ours)
+    return Comparison(
+        f"transformers {transformers().__version__}", times, 1e3 * tokens / times.median, times.median / ours
+    )
 
 
 @contextmanager
 def disk_of(
     there: tuple[Path, int] | None, model: Checkpoint | Shape, layouts: Sequence[GroupLayout], dtype: str
 ) -> Iterator[tuple[Source, Path] | None]:
-    """What random weights are read from that do not fit into memory, if there is a directory for it; see Job.scratch."""
+    """What random weights are read from that do not fit into memory, if there is a directory for it; see
+    Job.scratch."""
     if there is None or isinstance(model, Checkpoint):
         yield None
         return
@@ -168,7 +194,14 @@ def disk_of(
 
 
 def _window(job: Job, config: Config, device: torch.device) -> Limits | None:
-    """A ring of the window's size, and everything else on disk or, beyond the least ring there, on the host."""
+    """A ring of the window's size, and everything else on disk or, beyond the least ring there, on the
+    host."""
     if job.window is None:
         return None
-    return Limits(job.window, max(host_room(config, device), HOST_SLOTS[-1] * PIECE), resident=0, kept=0, device_ring=job.window)
+    return Limits(
+        job.window,
+        max(host_room(config, device), HOST_SLOTS[-1] * PIECE),
+        resident=0,
+        kept=0,
+        device_ring=job.window,
+    )

@@ -1,4 +1,5 @@
-"""Many requests of random lengths at once, all there from the start: tokens a second, beside the least time that the machine allows."""
+"""Many requests of random lengths at once, all there from the start: tokens a second, beside the least time
+that the machine allows."""
 
 import dataclasses
 import json
@@ -38,8 +39,9 @@ _WARM = 8
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`source`: a parsed config of random weights, or a model directory. `prompt`, `output`: the least and the most tokens of each, drawn
-    evenly by `seed`; every request says so many, whatever they are. `temperature`: 0 takes the likeliest."""
+    """`source`: a parsed config of random weights, or a model directory. `prompt`, `output`: the least and
+    the most tokens of each, drawn evenly by `seed`; every request says so many, whatever they are.
+    `temperature`: 0 takes the likeliest."""
 
     name: str
     source: Mapping[str, object] | Path
@@ -55,8 +57,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What must be done at least, at the rates measured just before: weights read once for every token of the longest answer, KV for every
-    token that is decoded, and the arithmetic of prompts."""
+    """What must be done at least, at the rates measured just before: weights read once for every token of the
+    longest answer, KV for every token that is decoded, and the arithmetic of prompts."""
 
     weight_bytes: float
     kv_bytes: float
@@ -66,13 +68,16 @@ class Least:
 
     @property
     def seconds(self) -> float:
-        return (self.weight_bytes + self.kv_bytes) / self.bytes_per_second + self.operations / self.operations_per_second
+        return (
+            self.weight_bytes + self.kv_bytes
+        ) / self.bytes_per_second + self.operations / self.operations_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`ms`: from the first step to the last token of all. `of_bound`: the least seconds' share of those. `first_ms`: to each request's
-    first token, all requests of all rounds. `baseline`: the seconds of transformers, one request after another in padded batches."""
+    """`ms`: from the first step to the last token of all. `of_bound`: the least seconds' share of those.
+    `first_ms`: to each request's first token, all requests of all rounds. `baseline`: the seconds of
+    transformers, one request after another in padded batches."""
 
     bench: str
     model: str
@@ -104,17 +109,22 @@ class Report:
     def __str__(self) -> str:
         seconds = self.ms.median / 1e3
         rows = [
-            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {self.weights} weights, {self.device}",
-            f"{self.requests} requests at once: {self.prompt_tokens:,} tokens of prompts, {self.output_tokens:,} of output, at most "
+            f"{self.model}: {self.parameters / 1e6:,.4g}M parameters, {self.dtype}, {self.weights} weights, "
+            f"{self.device}",
+            f"{self.requests} requests at once: {self.prompt_tokens:,} tokens of prompts, "
+            f"{self.output_tokens:,} of output, at most "
             f"{self.max_sequences} run together",
-            f"  penstock             {seconds:.3g} s, {self.output_tokens_per_second:,.0f} output tokens/s, {self.steps:,} steps; "
+            f"  penstock             {seconds:.3g} s, {self.output_tokens_per_second:,.0f} output tokens/s, "
+            f"{self.steps:,} steps; "
             f"first tokens after {self.first_ms.median / 1e3:.3g} s",
             f"  bound                {self.bound.seconds:.3g} s: {format_rate(self.bound.bytes_per_second)}, "
             f"{self.bound.operations_per_second / 1e12:.3g} TFLOP/s",
             f"  of the bound         {self.of_bound:.1%}",
         ]
         if self.baseline is not None:
-            rows.append(f"  transformers         {self.baseline:.3g} s, {self.baseline / seconds:.3g} times as long")
+            rows.append(
+                f"  transformers         {self.baseline:.3g} s, {self.baseline / seconds:.3g} times as long"
+            )
         return "\n".join(rows)
 
 
@@ -143,12 +153,15 @@ def serve(job: Job, say: Say = lambda _: None) -> Report:
         longest = job.prompt[1] + job.output[1]
         if longest > spec.max_length:
             raise RequestError(
-                f"requests of up to {longest:,} tokens were asked for, but {job.name} has {spec.max_length:,} positions; "
+                f"requests of up to {longest:,} tokens were asked for, but {job.name} has "
+                f"{spec.max_length:,} positions; "
                 "lower --input or --output"
             )
         bytes_rate, operations = memory_read(device), matmul_rate(device, getattr(torch, dtype))
         give_back(device)
-        config = replace(job.config, max_length=min(spec.max_length, longest + job.config.block_size), prefix_cache=False)
+        config = replace(
+            job.config, max_length=min(spec.max_length, longest + job.config.block_size), prefix_cache=False
+        )
         booted = boot(config, model, say=say)
     work = asks(job, spec.vocab_size)
     with closing(booted.engine):
@@ -209,11 +222,21 @@ def _sampling(temperature: float, seed: int) -> Sampling:
 
 
 def _least(
-    spec: ModelSpec, shard: Shard, layouts: Sequence[GroupLayout], dtype: str, work: Sequence[Ask], bytes_rate: float, operations: float
+    spec: ModelSpec,
+    shard: Shard,
+    layouts: Sequence[GroupLayout],
+    dtype: str,
+    work: Sequence[Ask],
+    bytes_rate: float,
+    operations: float,
 ) -> Least:
     """layouts: of the whole model, of which each rank reads and computes its part."""
     part = local_spec(spec, shard)
-    kv = sum(bounds.kv_bytes_read(part, dtype, len(ask.prompt) + made) for ask in work for made in range(1, ask.output))
+    kv = sum(
+        bounds.kv_bytes_read(part, dtype, len(ask.prompt) + made)
+        for ask in work
+        for made in range(1, ask.output)
+    )
     steps = max(ask.output for ask in work)
     return Least(
         weight_bytes=steps * bounds.weight_bytes_read(spec, layouts, 1) / shard.ranks,

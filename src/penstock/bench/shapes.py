@@ -6,7 +6,9 @@ _CONTEXT = 131072
 """Positions of every shape: how far its speed may be measured, not what anything was trained for."""
 
 
-def _shape(kind: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], vocab: int, **more: object) -> dict[str, object]:
+def _shape(
+    kind: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], vocab: int, **more: object
+) -> dict[str, object]:
     """A config.json; `heads`: of queries, of keys and values, and the dimensions of each."""
     return {
         "model_type": kind,
@@ -35,13 +37,26 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
 }
 """By the name that `penstock bench --shape` knows; 70B-slice is 4 of the 80 layers."""
 
-_QWEN_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": []}
+_QWEN_MOE = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
 LAYERS_OF: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]] = {
     "0.6B": (SHAPES["0.6B"], (4, 28)),
     "1B": (_shape("llama", 2048, 8192, 16, (32, 8, 64), 128256, tie_word_embeddings=True), (4, 16)),
     "8B": (SHAPES["8B"], (2, 12)),
     "70B": (SHAPES["70B"], (2, 5)),
-    "30B-A3B": (_shape("qwen3_moe", 2048, 6144, 48, (32, 4, 128), 151936, decoder_sparse_step=1, **_QWEN_MOE), (4, 12)),
-    "8x7B": (_shape("mixtral", 4096, 14336, 32, (32, 8, 128), 32000, num_local_experts=8, num_experts_per_tok=2), (2, 5)),
+    "30B-A3B": (
+        _shape("qwen3_moe", 2048, 6144, 48, (32, 4, 128), 151936, decoder_sparse_step=1, **_QWEN_MOE),
+        (4, 12),
+    ),
+    "8x7B": (
+        _shape("mixtral", 4096, 14336, 32, (32, 8, 128), 32000, num_local_experts=8, num_experts_per_tok=2),
+        (2, 5),
+    ),
 }
-"""Widths that real models have, and two numbers of layers of each: what steps are measured with, to tell what a layer takes."""
+"""Widths that real models have, and two numbers of layers of each: what steps are measured with, to tell what
+a layer takes."""

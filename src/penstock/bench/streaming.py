@@ -1,4 +1,5 @@
-"""What streaming adds to a benchmark: random weights that really lie on a disk, and what moved, against what the links can do."""
+"""What streaming adds to a benchmark: random weights that really lie on a disk, and what moved, against what
+the links can do."""
 
 import os
 import tempfile
@@ -23,7 +24,8 @@ from penstock.weights.source import RandomSource, Source
 
 
 class _Scratch:
-    """A file of random weights. Where it may not be as large as the model, layers share its bytes; reads bypass the page cache."""
+    """A file of random weights. Where it may not be as large as the model, layers share its bytes; reads
+    bypass the page cache."""
 
     def __init__(self, file: DirectFile, offsets: dict[GroupId, int]) -> None:
         self._file, self._offsets = file, offsets
@@ -39,9 +41,12 @@ class _Scratch:
 
 
 @contextmanager
-def scratch(directory: Path, most: int, layouts: Sequence[GroupLayout], dtype: str) -> Iterator[tuple[Source, Path]]:
-    """A temporary file in `directory` of at most `most` bytes (but one group of each size at least), and what reads it. It has no name
-    any more when the engine has been built, and is gone when that ends. Raises DeviceError."""
+def scratch(
+    directory: Path, most: int, layouts: Sequence[GroupLayout], dtype: str
+) -> Iterator[tuple[Source, Path]]:
+    """A temporary file in `directory` of at most `most` bytes (but one group of each size at least), and what
+    reads it. It has no name any more when the engine has been built, and is gone when that ends. Raises
+    DeviceError."""
     random, offsets, owners, end = RandomSource(dtype), dict[GroupId, int](), dict[int, list[int]](), 0
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".penstock-scratch-") as file:
@@ -63,15 +68,18 @@ def scratch(directory: Path, most: int, layouts: Sequence[GroupLayout], dtype: s
             os.fsync(file.fileno())
             yield _Scratch(DirectFile(Path(file.name)), offsets), Path(file.name)
     except OSError as error:
-        raise DeviceError(f"cannot write weights into {directory}: {error.strerror or error}; name another directory") from error
+        raise DeviceError(
+            f"cannot write weights into {directory}: {error.strerror or error}; name another directory"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Over the timed work. Bytes, bytes/s, seconds; rates against the ceilings that were measured when the engine was built.
+    """Over the timed work. Bytes, bytes/s, seconds; rates against the ceilings that were measured when the
+    engine was built.
 
-    copied_per_pass, read_per_pass: of what every token needs; of experts too, where these stream: in a timed decode step, or in any pass
-    if prompts are timed.
+    copied_per_pass, read_per_pass: of what every token needs; of experts too, where these stream: in a timed
+    decode step, or in any pass if prompts are timed.
     """
 
     resident: int
@@ -84,7 +92,8 @@ class Streaming:
     link_ceiling: float
     disk_ceiling: float
     predicted_ms: float
-    """Of a pass that decodes one sequence; 0 where experts stream, of which nobody knows which will be chosen."""
+    """Of a pass that decodes one sequence; 0 where experts stream, of which nobody knows which will be
+    chosen."""
     stalled_link: float
     stalled_disk: float
     peak_device: int | None
@@ -134,16 +143,21 @@ class Streaming:
             (
                 "weights",
                 f"device {format_size(self.resident)} + ring {format_size(self.device_ring)}, "
-                f"host {format_size(self.host)} + ring {format_size(self.host_ring)}, disk {format_size(self.disk)}",
+                f"host {format_size(self.host)} + ring {format_size(self.host_ring)}, disk "
+                f"{format_size(self.disk)}",
             ),
             (
                 "link",
-                f"{format_size(self.copied_per_pass)} a pass, {format_rate(link)} of {format_rate(self.link_ceiling)} "
+                f"{format_size(self.copied_per_pass)} a pass, {format_rate(link)} of "
+                f"{format_rate(self.link_ceiling)} "
                 f"({link / self.link_ceiling:.1%})",
             ),
         ]
         if self.disk_ceiling:
-            text = f"{format_size(self.read_per_pass)} a pass, {format_rate(disk)} of {format_rate(self.disk_ceiling)}"
+            text = (
+                f"{format_size(self.read_per_pass)} a pass, {format_rate(disk)} of "
+                f"{format_rate(self.disk_ceiling)}"
+            )
             rows.append(("disk", f"{text} ({disk / self.disk_ceiling:.1%})"))
         if self.experts_per_pass is not None:
             rows.append(("experts", f"{self.experts_per_pass:,.0f} came to the device in a pass"))

@@ -1,4 +1,5 @@
-"""Drives the scheduler's tiers with a workload: host blocks, a disk behind them, and what goes there. Bytes are not moved, only told of."""
+"""Drives the scheduler's tiers with a workload: host blocks, a disk behind them, and what goes there. Bytes
+are not moved, only told of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ class Admission(StrEnum):
     """All while there is room, then what will likely be asked for again."""
     ALL = "write-all"
     FORESEEN = "foreseen"
-    """What will be asked for again, with knowledge of the future: no admission is better for the same eviction."""
+    """What will be asked for again, with knowledge of the future: no admission is better for the same
+    eviction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Of the requests that count: blocks asked for, found on the host, found on disk, and blocks written to disk."""
+    """Of the requests that count: blocks asked for, found on the host, found on disk, and blocks written to
+    disk."""
 
     asked: int
     host: int
@@ -53,11 +56,13 @@ class _Foreseeing(Tiers):
             super()._want_out(block, name)
 
 
-def serve(trace: Sequence[Sequence[int]], host_blocks: int, disk_blocks: int, admission: Admission, first: int = 0) -> Served:
+def serve(
+    trace: Sequence[Sequence[int]], host_blocks: int, disk_blocks: int, admission: Admission, first: int = 0
+) -> Served:
     """Replays a trace; requests from `first` on count.
 
-    One request at a time: what is found goes up to pages, the rest is computed, all of it goes down, and out where it is admitted; then
-    pages are forgotten. The ledgers' invariants are proved in the end.
+    One request at a time: what is found goes up to pages, the rest is computed, all of it goes down, and out
+    where it is admitted; then pages are forgotten. The ledgers' invariants are proved in the end.
     """
     with_disk = admission is not Admission.NONE and disk_blocks > 0
     pages = BlockLedger(max(map(len, trace)))
@@ -107,7 +112,9 @@ def _request(tiers: Tiers, keys: Sequence[bytes]) -> tuple[int, int]:
             from_disk = sum(key in came for key in part.keys)
             found_disk += from_disk
             found_host += len(run) - from_disk
-        elif (count := tiers.on_disk(keys[at:])) and tiers.bring_in(part := names.part(at, at + count)) is not None:
+        elif (count := tiers.on_disk(keys[at:])) and tiers.bring_in(
+            part := names.part(at, at + count)
+        ) is not None:
             _land(tiers)
             came.update(part.keys)
             if tiers.host.find(keys[at]) is None:

@@ -8,7 +8,8 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds. The median is the number to quote; the least is what is possible, the most what else was going on."""
+    """Milliseconds. The median is the number to quote; the least is what is possible, the most what else was
+    going on."""
 
     median: float
     least: float

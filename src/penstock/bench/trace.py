@@ -1,7 +1,9 @@
-"""How many blocks of a recorded workload a prefix cache would have had, by its size and by what it gives up; without any model.
+"""How many blocks of a recorded workload a prefix cache would have had, by its size and by what it gives up;
+without any model.
 
-A trace is a file of JSON lines, one for each request in order of arrival, of which `hash_ids` is read: the chained hashes of the
-request's blocks, as in the traces of Mooncake (https://github.com/kvcache-ai/Mooncake; Qin et al., FAST 2025; 512 tokens a block).
+A trace is a file of JSON lines, one for each request in order of arrival, of which `hash_ids` is read: the
+chained hashes of the request's blocks, as in the traces of Mooncake (https://github.com/kvcache-ai/Mooncake;
+Qin et al., FAST 2025; 512 tokens a block).
 """
 
 import dataclasses
@@ -39,7 +41,8 @@ class Offered(Eviction[Key], Protocol[Key]):
     """An order of giving up that may also refuse a block."""
 
     def admits(self, key: Key) -> bool:
-        """Asked once for each block that a request computed and that is not there. One that is refused is not added."""
+        """Asked once for each block that a request computed and that is not there. One that is refused is not
+        added."""
         ...
 
 
@@ -82,7 +85,8 @@ class Fifo(LeastRecent[Key]):
 
 
 class SecondUse(LeastRecent[Key]):
-    """Admits a block when it is seen for the second time, and remembers all that it ever saw; else least recently used."""
+    """Admits a block when it is seen for the second time, and remembers all that it ever saw; else least
+    recently used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +102,8 @@ class SecondUse(LeastRecent[Key]):
 class Clairvoyant(_Open[Key]):
     """Gives up what is asked for again last, of a request its end first.
 
-    This is optimal (Belady, 1966): no block is asked for without those before it, so it never gives up one of them earlier, and its
-    hits, which are the most there can be, all lie at the beginning of their requests.
+    This is optimal (Belady, 1966): no block is asked for without those before it, so it never gives up one of
+    them earlier, and its hits, which are the most there can be, all lie at the beginning of their requests.
     """
 
     def __init__(self, requests: Sequence[Sequence[Key]]) -> None:
@@ -109,7 +113,8 @@ class Clairvoyant(_Open[Key]):
                 self._uses.setdefault(key, deque()).append(at)
         self._never = len(requests)
         self._order: dict[Key, tuple[int, int]] = {}
-        """Of what is idle: the next use, and the more the deeper in its request, both negative as a heap has the least first."""
+        """Of what is idle: the next use, and the more the deeper in its request, both negative as a heap has
+        the least first."""
         self._heap: list[tuple[int, int, Key]] = []
         self._told = 0
         self._idle = 0
@@ -168,13 +173,14 @@ POLICIES: dict[str, _Make] = {
     "adaptive": lambda trace, blocks: Learned(blocks),
     "clairvoyant": lambda trace, blocks: Clairvoyant(trace),
 }
-"""By name. `second-use` remembers all blocks ever seen; `clairvoyant` knows the trace, so it is a bound and no policy."""
+"""By name. `second-use` remembers all blocks ever seen; `clairvoyant` knows the trace, so it is a bound and
+no policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to replay. `path`: a trace, or the name of a generated workload, which `seed` is for. `cost`: blocks with which to measure what
-    the engine's policy costs; 0: not at all."""
+    """What to replay. `path`: a trace, or the name of a generated workload, which `seed` is for. `cost`:
+    blocks with which to measure what the engine's policy costs; 0: not at all."""
 
     path: Path
     capacities: tuple[int, ...] = CAPACITIES
@@ -187,7 +193,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A cache of `blocks`; `capacity` None: one that never has to give up anything. Hit rates by policy: blocks had of blocks asked for."""
+    """A cache of `blocks`; `capacity` None: one that never has to give up anything. Hit rates by policy:
+    blocks had of blocks asked for."""
 
     capacity: int | None
     blocks: int
@@ -196,8 +203,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of the engine's policy with `blocks` that are there and as many that are gone: what it keeps, keys not counted, for each that is
-    there, and the time in which a replay asks for a block, beside that with LRU. A third of those asked for are there."""
+    """Of the engine's policy with `blocks` that are there and as many that are gone: what it keeps, keys not
+    counted, for each that is there, and the time in which a replay asks for a block, beside that with LRU. A
+    third of those asked for are there."""
 
     blocks: int
     bytes_per_block: float
@@ -223,18 +231,25 @@ class Report:
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        head = f"{self.trace}: {self.requests:,} requests for {self.asked:,} blocks, {self.distinct:,} distinct"
+        head = (
+            f"{self.trace}: {self.requests:,} requests for {self.asked:,} blocks, {self.distinct:,} distinct"
+        )
         counts = "all requests count" if self.part is Part.WHOLE else "the second half of the requests counts"
-        about = f"blocks found of those asked for, by room in blocks of {format_size(self.block_bytes)}; {counts}"
+        about = (
+            f"blocks found of those asked for, by room in blocks of {format_size(self.block_bytes)}; {counts}"
+        )
         table = [("room", "blocks", *self.rows[0].hits)]
         for row in self.rows:
             room = "unlimited" if row.capacity is None else format_size(row.capacity)
             table.append((room, f"{row.blocks:,}", *(f"{rate:.1%}" for rate in row.hits.values())))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table
+        ]
         if cost := self.cost:
             lines.append(
-                f"of {cost.blocks:,} blocks, adaptive keeps {cost.bytes_per_block:.0f} B each; a replay takes {cost.microseconds:.3g} us "
+                f"of {cost.blocks:,} blocks, adaptive keeps {cost.bytes_per_block:.0f} B each; a replay "
+                f"takes {cost.microseconds:.3g} us "
                 f"for a block, {cost.lru_microseconds:.3g} us with lru"
             )
         return "\n".join([head, about, *(f"  {line}" for line in lines)])
@@ -250,18 +265,24 @@ def measure(job: Job, say: Callable[[str], None] = lambda _: None) -> Report:
     for capacity in (*sorted(set(job.capacities)), None):
         blocks = distinct if capacity is None else capacity // job.block_bytes
         if not blocks:
-            raise ConfigError(f"a room of {format_size(capacity or 0)} holds no block of {format_size(job.block_bytes)}; ask for more")
+            raise ConfigError(
+                f"a room of {format_size(capacity or 0)} holds no block of {format_size(job.block_bytes)}; "
+                "ask for more"
+            )
         hits = {name: replay(trace, POLICIES[name](trace, blocks), blocks, first) for name in job.policies}
         rows.append(Row(capacity, blocks, hits))
         say(f"{blocks:,} blocks: " + ", ".join(f"{name} {rate:.1%}" for name, rate in hits.items()))
     asked = sum(map(len, trace))
     cost = _cost(job.cost) if job.cost else None
-    return Report("trace", str(job.path), len(trace), asked, distinct, job.part, job.block_bytes, tuple(rows), cost)
+    return Report(
+        "trace", str(job.path), len(trace), asked, distinct, job.part, job.block_bytes, tuple(rows), cost
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A request of a trace: the hashes of its blocks, when it came, in milliseconds, and its tokens; None for what is not told."""
+    """A request of a trace: the hashes of its blocks, when it came, in milliseconds, and its tokens; None for
+    what is not told."""
 
     keys: list[int]
     timestamp: float | None
@@ -270,7 +291,8 @@ class Recorded:
 
 
 def read(path: Path) -> list[list[int]]:
-    """The hashes of each request's blocks. Raises ConfigError for a file that cannot be read or is no trace."""
+    """The hashes of each request's blocks. Raises ConfigError for a file that cannot be read or is no
+    trace."""
     return [request.keys for request in requests(path)]
 
 
@@ -296,19 +318,28 @@ def _request(line: str, where: str) -> Recorded:
         raise ConfigError(f"{where} is not JSON; a trace has a request on each") from error
     keys = request.get("hash_ids") if isinstance(request, dict) else None
     if not isinstance(keys, list) or not all(type(key) is int for key in keys):
-        raise ConfigError(f"{where} has no hash_ids that are a list of whole numbers; a trace has them on each")
+        raise ConfigError(
+            f"{where} has no hash_ids that are a list of whole numbers; a trace has them on each"
+        )
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"{where} names a block twice, but the hash of a block covers those before it; give a trace of chained hashes")
+        raise ConfigError(
+            f"{where} names a block twice, but the hash of a block covers those before it; give a trace of "
+            "chained hashes"
+        )
     came, tokens = request.get("timestamp"), (request.get("input_length"), request.get("output_length"))
     read, answered = (count if type(count) is int else None for count in tokens)
-    return Recorded(keys, float(came) if type(came) in (int, float) and 0 <= came < 2**53 else None, read, answered)
+    return Recorded(
+        keys, float(came) if type(came) in (int, float) and 0 <= came < 2**53 else None, read, answered
+    )
 
 
 def replay(trace: Iterable[Sequence[Key]], policy: Offered[Key], blocks: int, first: int = 0) -> float:
-    """The share of blocks that are found, of those that requests from `first` on ask for, in a cache of so many blocks.
+    """The share of blocks that are found, of those that requests from `first` on ask for, in a cache of so
+    many blocks.
 
-    A request takes no time: it finds the blocks at its beginning that are all there, computes the others, holds all, offers what it
-    computed, and lets go; then blocks are given up until the cache has no more than it has room for.
+    A request takes no time: it finds the blocks at its beginning that are all there, computes the others,
+    holds all, offers what it computed, and lets go; then blocks are given up until the cache has no more than
+    it has room for.
     """
     there: set[Key] = set()
     hits = asked = 0
@@ -353,7 +384,9 @@ def _cost(blocks: int) -> Cost:
     half = len(chains) // 2
     work = [chain for pair in zip(chains[:half], chains[half:], strict=False) for chain in pair]
     work = chains[:half] + work
-    return Cost(blocks, size / blocks, _each(work, Learned(blocks), blocks), _each(work, LeastRecent(), blocks))
+    return Cost(
+        blocks, size / blocks, _each(work, Learned(blocks), blocks), _each(work, LeastRecent(), blocks)
+    )
 
 
 def _each(work: Sequence[Sequence[bytes]], policy: Offered[bytes], blocks: int) -> float:

@@ -1,7 +1,8 @@
 """Timings that begin when what is timed no longer gets faster: of peers and of penstock alike.
 
-The first runs of anything pay for what is met for the first time: files that are read, memory that is mapped, kernels that are chosen. How
-many runs that takes differs by a factor of ten between systems, so nobody's first runs are counted, and all of them are recorded.
+The first runs of anything pay for what is met for the first time: files that are read, memory that is mapped,
+kernels that are chosen. How many runs that takes differs by a factor of ten between systems, so nobody's
+first runs are counted, and all of them are recorded.
 """
 
 import statistics
@@ -12,9 +13,11 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a baseline is warm: its last `window` runs differ by `within` of the least at most, and do not fall from each to the next.
+    """When a baseline is warm: its last `window` runs differ by `within` of the least at most, and do not
+    fall from each to the next.
 
-    It is given up after `most` runs, which the record then says. With `least` no fewer runs are made, warm or not.
+    It is given up after `most` runs, which the record then says. With `least` no fewer runs are made, warm or
+    not.
     """
 
     window: int = 3
@@ -39,7 +42,8 @@ AGAIN = 3
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of every run: of those that warmed it up, which count nowhere, and of those that were measured."""
+    """Seconds of every run: of those that warmed it up, which count nowhere, and of those that were
+    measured."""
 
     warming: tuple[float, ...]
     warm: bool
@@ -53,7 +57,8 @@ class Timed:
 
     @property
     def falling(self) -> bool:
-        """Whether the later half of what was measured is still faster than the earlier, by more than the rule lets runs differ."""
+        """Whether the later half of what was measured is still faster than the earlier, by more than the rule
+        lets runs differ."""
         half = len(self.seconds) // 2
         if half == 0:
             return False
@@ -61,8 +66,13 @@ class Timed:
         return statistics.median(late) * (1 + self.rule.within) < statistics.median(early)
 
     def record(self) -> dict[str, object]:
-        """For a file of results, seconds: all runs, what may be said of them, and by which rule they were warmed."""
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive") if len(self.seconds) > 1 else self.seconds * 3
+        """For a file of results, seconds: all runs, what may be said of them, and by which rule they were
+        warmed."""
+        low, _, high = (
+            statistics.quantiles(self.seconds, n=4, method="inclusive")
+            if len(self.seconds) > 1
+            else self.seconds * 3
+        )
         return {
             "median_s": self.median,
             "least_s": min(self.seconds),
@@ -77,13 +87,17 @@ class Timed:
         }
 
     def __str__(self) -> str:
-        text = f"{self.median:.4g} s ({min(self.seconds):.4g} to {max(self.seconds):.4g}, {len(self.seconds)} runs"
+        text = (
+            f"{self.median:.4g} s ({min(self.seconds):.4g} to {max(self.seconds):.4g}, {len(self.seconds)} "
+            "runs"
+        )
         text += f" after {len(self.warming)} to warm up)"
         return text + ("" if self.warm else ", NOT WARM") + (", STILL FALLING" if self.falling else "")
 
 
 def warmed(work: Callable[[], float], rule: Rule = RULE) -> tuple[tuple[float, ...], bool]:
-    """Do `work`, which returns its seconds, until `rule` holds. Returns all seconds, and whether it held in the end."""
+    """Do `work`, which returns its seconds, until `rule` holds. Returns all seconds, and whether it held in
+    the end."""
     seconds: list[float] = []
     while not (warm := rule.holds(seconds)) and len(seconds) < rule.most:
         seconds.append(work())
@@ -93,8 +107,8 @@ def warmed(work: Callable[[], float], rule: Rule = RULE) -> tuple[tuple[float, .
 def timed(work: Callable[[], float], times: int, rule: Rule = RULE) -> Timed:
     """Warm `work` up, and measure it so many times.
 
-    Some baselines rest on a plateau and get faster after all. A measurement that still falls counts as warming up and is made again, at
-    most AGAIN times.
+    Some baselines rest on a plateau and get faster after all. A measurement that still falls counts as
+    warming up and is made again, at most AGAIN times.
     """
     warming, warm = warmed(work, rule)
     found = Timed(warming, warm, tuple(work() for _ in range(times)), rule)
@@ -106,7 +120,8 @@ def timed(work: Callable[[], float], times: int, rule: Rule = RULE) -> Timed:
 
 
 def in_turns(sides: dict[str, Callable[[], float]], rounds: int, rule: Rule = RULE) -> dict[str, Timed]:
-    """Warm every side up by itself, then measure all of them `rounds` times in turns; who begins changes, because machines drift."""
+    """Warm every side up by itself, then measure all of them `rounds` times in turns; who begins changes,
+    because machines drift."""
     warm = {name: warmed(work, rule) for name, work in sides.items()}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):

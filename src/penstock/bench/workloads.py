@@ -1,7 +1,8 @@
-"""Generated workloads for prefix caches, in the format of recorded traces: the same name and seed give the same requests.
+"""Generated workloads for prefix caches, in the format of recorded traces: the same name and seed give the
+same requests.
 
-The eviction policy is tuned on the recorded trace and on `TUNED`; what is said of it is measured on `HELD_OUT`. The division was made by
-taking every second name of the list, before any of them was run.
+The eviction policy is tuned on the recorded trace and on `TUNED`; what is said of it is measured on
+`HELD_OUT`. The division was made by taking every second name of the list, before any of them was run.
 """
 
 import json
@@ -78,7 +79,8 @@ Contents = Iterator[Sequence[int]]
 
 
 def _zipf(rng: Random, tree: _Tree) -> Contents:
-    """Questions about documents of a fixed collection, whose popularity falls as the inverse of their rank."""
+    """Questions about documents of a fixed collection, whose popularity falls as the inverse of their
+    rank."""
     documents = [tree.fresh(rng.randint(4, 24)) for _ in range(2000)]
     popular = _Popular(len(documents), 0.9)
     while True:
@@ -107,7 +109,8 @@ def _loops(rng: Random, tree: _Tree) -> Contents:
 
 
 def _sessions(rng: Random, tree: _Tree) -> Contents:
-    """Conversations that grow: under one of a few system prompts, each turn continues the last; how many turns and when varies widely."""
+    """Conversations that grow: under one of a few system prompts, each turn continues the last; how many
+    turns and when varies widely."""
     systems = [tree.fresh(rng.randint(2, 8)) for _ in range(6)]
     due: dict[int, list[list[int]]] = {}
     now = 0
@@ -139,7 +142,8 @@ def _bursts(rng: Random, tree: _Tree) -> Contents:
 
 
 def _drift(rng: Random, tree: _Tree) -> Contents:
-    """As `zipf`, but what is popular changes a little with each request: documents sink in rank, new ones come in at random ranks."""
+    """As `zipf`, but what is popular changes a little with each request: documents sink in rank, new ones
+    come in at random ranks."""
     documents = [tree.fresh(rng.randint(4, 24)) for _ in range(1000)]
     popular = _Popular(len(documents), 1.0)
     while True:
@@ -158,7 +162,8 @@ def _mixture(rng: Random, tree: _Tree) -> Contents:
 
 
 def _phases(rng: Random, tree: _Tree) -> Contents:
-    """A loop, then popular documents, then conversations, then bursts, one after the other, for some hundreds of requests each."""
+    """A loop, then popular documents, then conversations, then bursts, one after the other, for some hundreds
+    of requests each."""
     parts = [_loops(rng, tree), _zipf(rng, tree), _sessions(rng, tree), _bursts(rng, tree)]
     while True:
         for part in parts:
@@ -166,7 +171,8 @@ def _phases(rng: Random, tree: _Tree) -> Contents:
 
 
 def _arc(rng: Random, tree: _Tree) -> Contents:
-    """Against a fixed split between recency and frequency: whether what was used lately or what was used often returns alternates."""
+    """Against a fixed split between recency and frequency: whether what was used lately or what was used
+    often returns alternates."""
     often = [tree.fresh(rng.randint(4, 12)) for _ in range(250)]
     while True:
         for _ in range(rng.randint(300, 900)):
@@ -181,8 +187,8 @@ def _arc(rng: Random, tree: _Tree) -> Contents:
 
 
 def _lirs(rng: Random, tree: _Tree) -> Contents:
-    """Against recency: two pools that are drawn from evenly, by turns, of which one is far too large for any cache (LIRS's two-pool trace),
-    and a loop over a third every so often."""
+    """Against recency: two pools that are drawn from evenly, by turns, of which one is far too large for any
+    cache (LIRS's two-pool trace), and a loop over a third every so often."""
     small = [tree.fresh(6) for _ in range(120)]
     large = [tree.fresh(6) for _ in range(4000)]
     loop = [tree.fresh(6) for _ in range(200)]
@@ -206,8 +212,8 @@ def _pairs(rng: Random, tree: _Tree) -> Contents:
 
 
 def _agents(rng: Random, tree: _Tree) -> Contents:
-    """Agents under shared tool prompts: a task forks into branches, each of which grows by turns in quick succession; some tasks are
-    resumed much later."""
+    """Agents under shared tool prompts: a task forks into branches, each of which grows by turns in quick
+    succession; some tasks are resumed much later."""
     tools = [tree.fresh(rng.randint(6, 20)) for _ in range(4)]
     running: list[list[int]] = []
     ended: list[list[int]] = []
@@ -227,14 +233,21 @@ def _agents(rng: Random, tree: _Tree) -> Contents:
 
 
 def _fads(rng: Random, tree: _Tree) -> Contents:
-    """Topics that come up, are asked about a great deal, and fade, each at its own pace, beside a few that stay."""
+    """Topics that come up, are asked about a great deal, and fade, each at its own pace, beside a few that
+    stay."""
     steady = [tree.fresh(rng.randint(4, 16)) for _ in range(40)]
     topics: list[tuple[float, float, list[int]]] = []
     now = 0
     while True:
         now += 1
         if rng.random() < 0.08:
-            topics.append((1 + rng.expovariate(1 / 4), rng.choice((60.0, 250.0, 1000.0)), [now, *tree.fresh(rng.randint(4, 16))]))
+            topics.append(
+                (
+                    1 + rng.expovariate(1 / 4),
+                    rng.choice((60.0, 250.0, 1000.0)),
+                    [now, *tree.fresh(rng.randint(4, 16))],
+                )
+            )
         weights = [strength * 0.5 ** ((now - keys[0]) / half) for strength, half, keys in topics]
         topics = [topic for topic, weight in zip(topics, weights, strict=True) if weight > 0.01]
         weights = [weight for weight in weights if weight > 0.01]
@@ -245,7 +258,8 @@ def _fads(rng: Random, tree: _Tree) -> Contents:
 
 
 def _batches(rng: Random, tree: _Tree) -> Contents:
-    """Offline jobs, each of which goes over documents of its own three times, beside questions about a fixed collection."""
+    """Offline jobs, each of which goes over documents of its own three times, beside questions about a fixed
+    collection."""
     collection = [tree.fresh(rng.randint(4, 16)) for _ in range(400)]
     popular = _Popular(len(collection), 0.8)
     while True:
@@ -258,17 +272,23 @@ def _batches(rng: Random, tree: _Tree) -> Contents:
 
 
 def _nights(rng: Random, tree: _Tree) -> Contents:
-    """By day questions about one collection, by night about another, with long prompts that never return at any time."""
+    """By day questions about one collection, by night about another, with long prompts that never return at
+    any time."""
     halves = [[tree.fresh(rng.randint(4, 16)) for _ in range(400)] for _ in range(2)]
     popular = _Popular(400, 0.9)
     while True:
         for collection in halves:
             for _ in range(rng.randint(250, 500)):
-                yield tree.fresh(rng.randint(10, 40)) if rng.random() < 0.15 else [*collection[popular.draw(rng)], *tree.fresh(1)]
+                yield (
+                    tree.fresh(rng.randint(10, 40))
+                    if rng.random() < 0.15
+                    else [*collection[popular.draw(rng)], *tree.fresh(1)]
+                )
 
 
 def _topics(rng: Random, tree: _Tree) -> Contents:
-    """Users, each of whom stays with the documents of one topic for a while, then turns to another; some topics are dearer than others."""
+    """Users, each of whom stays with the documents of one topic for a while, then turns to another; some
+    topics are dearer than others."""
     topics = [[tree.fresh(rng.randint(4, 20)) for _ in range(rng.randint(3, 12))] for _ in range(250)]
     popular = _Popular(len(topics), 0.7)
     users = [popular.draw(rng) for _ in range(12)]
@@ -280,7 +300,8 @@ def _topics(rng: Random, tree: _Tree) -> Contents:
 
 
 def _retries(rng: Random, tree: _Tree) -> Contents:
-    """Prompts under shared instructions, most of them asked once; some fail and are asked again at once, and again."""
+    """Prompts under shared instructions, most of them asked once; some fail and are asked again at once, and
+    again."""
     instructions = [tree.fresh(rng.randint(2, 10)) for _ in range(30)]
     popular = _Popular(len(instructions), 1.0)
     due: dict[int, list[list[int]]] = {}
@@ -296,7 +317,8 @@ def _retries(rng: Random, tree: _Tree) -> Contents:
 
 
 def _tenants(rng: Random, tree: _Tree) -> Contents:
-    """Tenants with a workload each: popular documents, a loop, conversations, fading documents; how much each asks changes by the hour."""
+    """Tenants with a workload each: popular documents, a loop, conversations, fading documents; how much each
+    asks changes by the hour."""
     parts = [_zipf(rng, tree), _loops(rng, tree), _sessions(rng, tree), _bursts(rng, tree)]
     while True:
         shares = [rng.random() ** 2 for _ in parts]
@@ -337,7 +359,14 @@ def generate(name: str, seed: int = 0, requests: int = 6000) -> list[Request]:
     made = []
     for contents in islice(make(rng, tree), requests):
         keys = tree.keys(contents)
-        made.append(Request(keys, int(now), len(keys) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS), 1 + int(rng.expovariate(1 / 300))))
+        made.append(
+            Request(
+                keys,
+                int(now),
+                len(keys) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS),
+                1 + int(rng.expovariate(1 / 300)),
+            )
+        )
         now += rng.expovariate(1 / _GAP_MS)
     return made
 

@@ -1,4 +1,5 @@
-"""One answer of a model: followed while it is made, timed, and written down as JSON or as a line of statistics."""
+"""One answer of a model: followed while it is made, timed, and written down as JSON or as a line of
+statistics."""
 
 import json
 import math
@@ -37,7 +38,8 @@ class Output:
 class Answer:
     """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request.
 
-    weights: where they are, and what was streamed of them for the answer. kv: the same of long contexts, if there is room for any.
+    weights: where they are, and what was streamed of them for the answer. kv: the same of long contexts, if
+    there is room for any.
     """
 
     prompt_tokens: int
@@ -74,13 +76,16 @@ class Answer:
 
     def statistics(self) -> str:
         """One line for a person."""
-        prefill, decode = (f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate))
+        prefill, decode = (
+            f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate)
+        )
         first = f"first token after {self.first:.3f} s" if self.tokens else f"no token in {self.end:.3f} s"
         ways = ((self.cached_host, "host memory"), (self.cached_disk, "disk"))
         came = "".join(f", {tokens:,} from {tier}" for tokens, tier in ways if tokens)
         return (
             f"prompt {self.prompt_tokens:,} tokens ({self.cached_tokens:,} cached{came}){prefill}; {first}; "
-            f"output {self.tokens:,} tokens{decode}; ended by {'/'.join(dict.fromkeys(output.finish for output in self.outputs))}"
+            f"output {self.tokens:,} tokens{decode}; ended by "
+            f"{'/'.join(dict.fromkeys(output.finish for output in self.outputs))}"
         )
 
 
@@ -91,9 +96,15 @@ def follow(
     show: Callable[["Delta"], None],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Answer:
-    """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends with the step under way."""
+    """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends with the step under
+    way."""
     weights, engine = llm.booted.weights, llm.booted.engine
-    before, kv_before, missed_before, begin = weights.stats(), engine.kv_stats(), engine.missed_stats(), perf_counter()
+    before, kv_before, missed_before, begin = (
+        weights.stats(),
+        engine.kv_stats(),
+        engine.missed_stats(),
+        perf_counter(),
+    )
     with llm.stream(prompt, params, until=interrupted) as stream:
         answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before)
         for delta in stream:
@@ -130,7 +141,9 @@ def remark(answer: Answer) -> None:
         say(tier_summary(answer.tiers), faint=True)
 
 
-def record(llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer) -> dict[str, object]:
+def record(
+    llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer
+) -> dict[str, object]:
     """What --json writes of an answer to `prompt`, as the user gave it."""
     booted, outputs = llm.booted, [_output(llm, output, params) for output in answer.outputs]
     budget = asdict(booted.budget) | {"kv": booted.budget.kv, "kv_tokens": booted.budget.kv_tokens}
@@ -181,7 +194,11 @@ def json_line(entries: dict[str, object]) -> str:
 
 
 def _output(llm: "LLM", output: Output, params: SamplingParams) -> dict[str, object]:
-    entries: dict[str, object] = {"text": output.text, "tokens": output.tokens, "finish_reason": str(output.finish)}
+    entries: dict[str, object] = {
+        "text": output.text,
+        "tokens": output.tokens,
+        "finish_reason": str(output.finish),
+    }
     if params.logprobs is not None:
         entries["logprobs"] = logprob_entries(llm, output.logprobs)
     return entries
@@ -197,6 +214,10 @@ def logprob_entries(llm: "LLM", logprobs: Sequence[TokenLogprob | None]) -> list
     return [
         None
         if one is None
-        else {**entry(one.token, one.logprob), "rank": one.rank, "top": [entry(token, logprob) for token, logprob in one.top]}
+        else {
+            **entry(one.token, one.logprob),
+            "rank": one.rank,
+            "top": [entry(token, logprob) for token, logprob in one.top],
+        }
         for one in logprobs
     ]

@@ -30,23 +30,38 @@ EXAMPLES = """
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("requests", type=click.Path(path_type=Path))
 @click.argument("answers", type=click.Path(path_type=Path))
-@click.option("--model", type=click.Path(path_type=Path), metavar="MODEL", help="A checkpoint directory. [the model that comes along]")
-@click.option("--name", "names", multiple=True, metavar="NAME", help="What requests call the model; may be repeated. [its directory's]")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="MODEL",
+    help="A checkpoint directory. [the model that comes along]",
+)
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="What requests call the model; may be repeated. [its directory's]",
+)
 @option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and progress.")
 @engine_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
-    """Answer all REQUESTS, a file in OpenAI's batch format with a JSON object a line, in ANSWERS, a line each as it is done.
+    """Answer all REQUESTS, a file in OpenAI's batch format with a JSON object a line, in ANSWERS, a line each
+    as it is done.
 
-    They are taken in the order in which they share most of their prompts, not in that of the file. What ANSWERS has already is not asked
-    again. The exit code is 3 if some of them could not be served; their lines say why.
+    They are taken in the order in which they share most of their prompts, not in that of the file. What
+    ANSWERS has already is not asked again. The exit code is 3 if some of them could not be served; their
+    lines say why.
     """
     asked = ctx.params
     _expect_files(asked["requests"], asked["answers"])
     try:
         from penstock.server.batch import Batch
     except ModuleNotFoundError as missing:
-        raise ConfigError(f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'") from missing
+        raise ConfigError(
+            f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
+        ) from missing
     from penstock.api.llm import SHIPPED_MODEL  # torch, after what could be checked without it
 
     model = SHIPPED_MODEL if asked["model"] is None else asked["model"]
@@ -56,7 +71,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         with _bar(asked["quiet"]) as told:
             tally = batch.run(told)
     if not asked["quiet"]:
-        say(f"{tally.lines} requests, {tally.answered - tally.failed} answered, {tally.failed} refused: {asked['answers']}", faint=True)
+        say(
+            f"{tally.lines} requests, {tally.answered - tally.failed} answered, {tally.failed} refused: "
+            f"{asked['answers']}",
+            faint=True,
+        )
     if tally.failed:
         ctx.exit(FAILED)
 
@@ -67,7 +86,11 @@ def _expect_files(requests: Path, answers: Path) -> None:
         what = "is a directory" if requests.is_dir() else "does not exist"
         raise ConfigError(f"{requests} cannot be read: it {what}; give a file of requests, one a line")
     if answers.is_dir() or not answers.parent.is_dir() or not os.access(answers.parent, os.W_OK):
-        what = "it is a directory" if answers.is_dir() else f"{answers.parent} is no directory that can be written"
+        what = (
+            "it is a directory"
+            if answers.is_dir()
+            else f"{answers.parent} is no directory that can be written"
+        )
         raise ConfigError(f"{answers} cannot be written: {what}; name another file")
 
 

@@ -1,4 +1,5 @@
-"""`penstock cache`: what is kept on disk of the KV of earlier prompts, whether it is sound, and away with it."""
+"""`penstock cache`: what is kept on disk of the KV of earlier prompts, whether it is sound, and away with
+it."""
 
 import sys
 import time
@@ -28,13 +29,22 @@ EXAMPLES = """
 @click.argument("action", type=click.Choice(["ls", "stat", "verify", "clear"]))
 @click.argument("directory", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
 @option(CLEAR, "--yes", is_flag=True, help="Do not ask.")
-@option(VERIFY, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where the key of records is. [{CACHE}]")
+@option(
+    VERIFY,
+    "--cache",
+    type=click.Path(path_type=Path),
+    default=CACHE,
+    metavar="DIR",
+    help=f"Where the key of records is. [{CACHE}]",
+)
 @debug_option
 def command(action: str, directory: Path | None, yes: bool, cache: Path) -> int:
-    """Look after the KV of earlier prompts in DIR, a kv_directory or one store in it: a store for each model, dtype and layout of the KV.
+    """Look after the KV of earlier prompts in DIR, a kv_directory or one store in it: a store for each model,
+    dtype and layout of the KV.
 
-    ls names the stores; stat adds up what they take of the disk; verify reads everything, and puts what is damaged aside so that it is
-    never used, which ends in exit code 1; clear removes the stores, unless one is in use.
+    ls names the stores; stat adds up what they take of the disk; verify reads everything, and puts what is
+    damaged aside so that it is never used, which ends in exit code 1; clear removes the stores, unless one is
+    in use.
     """
     if yes and action != "clear":
         raise click.UsageError("--yes goes with clear and nothing else")
@@ -65,7 +75,9 @@ def _ls(paths: list[Path]) -> None:
         found = survey(path)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.last_used))
         facts = _fact(found, "model"), _fact(found, "dtype"), _fact(found, "block_size")
-        rows.append((found.identity.hex()[:12], *facts, f"{found.records:,}", format_size(found.real_bytes), used))
+        rows.append(
+            (found.identity.hex()[:12], *facts, f"{found.records:,}", format_size(found.real_bytes), used)
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -78,7 +90,10 @@ def _stat(paths: list[Path]) -> None:
     for one in found:
         garbage = max(one.real_bytes - one.live_bytes, 0)
         kept = f"{one.records:,} records, {format_size(one.live_bytes)}"
-        spent = f"{format_size(one.real_bytes)} of the disk in {one.segments} segments, {format_size(garbage)} of it garbage and overhead"
+        spent = (
+            f"{format_size(one.real_bytes)} of the disk in {one.segments} segments, {format_size(garbage)} "
+            "of it garbage and overhead"
+        )
         lost = "" if one.sound else "; its journal is lost, and this is from its segments"
         click.echo(f"{one.path}: {_fact(one, 'model')}, {kept}; {spent}; {one.quarantined} quarantined{lost}")
     total = format_size(sum(one.real_bytes for one in found))
@@ -98,10 +113,15 @@ def _verify(path: Path, secret: bytes) -> bool:
     found = verify(path, secret, progress)
     rate = format_rate(done[0] / max(time.perf_counter() - began, 1e-9))
     click.echo(
-        f"{path}: {found.records - found.damaged - found.unreadable:,} of {found.records:,} records are as they were written ({rate})"
+        f"{path}: {found.records - found.damaged - found.unreadable:,} of {found.records:,} records are as "
+        f"they were written ({rate})"
     )
     if found.damaged:
-        why = "another process writes there; it" if found.busy else "the journal is lost; the model that the store belongs to"
+        why = (
+            "another process writes there; it"
+            if found.busy
+            else "the journal is lost; the model that the store belongs to"
+        )
         what = "put aside, and will not be used" if found.marked else f"left, as {why} will not use them"
         click.echo(f"{path}: {found.damaged:,} are damaged: {what}")
     if found.unreadable:

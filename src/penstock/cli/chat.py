@@ -41,17 +41,28 @@ EXAMPLES = r"""
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model", required=False, metavar="[MODEL]")
 @option(PROMPT, "--system", metavar="TEXT", help="System message before the conversation.")
-@option(PROMPT, "--chat/--raw", default=True, help="Use the model's chat template, or write one text by turns. [--chat]")
-@option(SAMPLING, "--max-tokens", type=int, metavar="N", help="Most tokens of an answer. [what the context has room for]")
+@option(
+    PROMPT,
+    "--chat/--raw",
+    default=True,
+    help="Use the model's chat template, or write one text by turns. [--chat]",
+)
+@option(
+    SAMPLING,
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help="Most tokens of an answer. [what the context has room for]",
+)
 @option(OUTPUT, "--json", is_flag=True, help="One JSON object per answer, and nothing else, on stdout.")
 @common_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Talk with a model.
 
-    MODEL is a Hugging Face checkpoint directory; without it the small model that comes with penstock answers. /help lists
-    what can be typed besides messages. Where stdin is no terminal, each of its lines is a message. Answers go to stdout,
-    everything else to stderr.
+    MODEL is a Hugging Face checkpoint directory; without it the small model that comes with penstock answers.
+    /help lists what can be typed besides messages. Where stdin is no terminal, each of its lines is a
+    message. Answers go to stdout, everything else to stderr.
     """
     asked = ctx.params
     if asked["system"] is not None and not asked["chat"]:
@@ -108,7 +119,10 @@ class Chat:
                 say("")
                 return
             except UnicodeDecodeError:
-                say("penstock: error: that line is not valid UTF-8 and was not sent; set the terminal to UTF-8")
+                say(
+                    "penstock: error: that line is not valid UTF-8 and was not sent; set the terminal to "
+                    "UTF-8"
+                )
                 continue
             except KeyboardInterrupt:
                 if self.leaving:
@@ -146,7 +160,10 @@ class Chat:
                 self.conversation.system = text
                 say("the system message is set", faint=True)
             case _:
-                raise RequestError(f"there is no command {command}; /help lists them, and // at the start of a line sends one slash")
+                raise RequestError(
+                    f"there is no command {command}; /help lists them, and // at the start of a line sends "
+                    "one slash"
+                )
 
     def _answer(self, line: str) -> None:
         request, length = self.conversation.request(line)
@@ -154,7 +171,10 @@ class Chat:
         room = longest - length
         if room < 1:
             hint = "/reset begins a new one" if self.conversation.turns else "shorten the message"
-            raise RequestError(f"the conversation would have {length} tokens, but the context holds {longest} with an answer; {hint}")
+            raise RequestError(
+                f"the conversation would have {length} tokens, but the context holds {longest} with an "
+                f"answer; {hint}"
+            )
         params = replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
         with Interrupt() as interrupt, LiveLine.of(self.llm.booted, quiet=self.quiet or self.json) as live:
             put = (lambda text: None) if self.json else live.write
@@ -177,7 +197,11 @@ class Chat:
         if self.verbose:
             remark(answer)
         if full and answer.outputs[0].finish is FinishReason.LENGTH:
-            say(f"the context is full with {answer.prompt_tokens + answer.tokens} tokens; /reset begins a new conversation", faint=True)
+            say(
+                f"the context is full with {answer.prompt_tokens + answer.tokens} tokens; /reset begins a "
+                "new conversation",
+                faint=True,
+            )
 
 
 def _ask() -> str:

@@ -1,4 +1,5 @@
-"""What all commands share: help that is sorted into sections and ends in examples, settings from a file, and the wish for tracebacks."""
+"""What all commands share: help that is sorted into sections and ends in examples, settings from a file, and
+the wish for tracebacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class Session:
     read: Path | None = None
     """That settings come from."""
     report: Callable[[str, str | None], None] | None = None
-    """Is told what has ended the command, and the traceback if one is wanted, where that is not for a person to read."""
+    """Is told what has ended the command, and the traceback if one is wanted, where that is not for a person
+    to read."""
 
     def wants_traceback(self) -> bool:
         from penstock.base.config import debug_requested  # only where something failed
@@ -42,14 +44,19 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help stands in sections, with `examples` as they are written at its end. `configurable`: by a file of settings."""
+    """A command whose help stands in sections, with `examples` as they are written at its end.
+    `configurable`: by a file of settings."""
 
-    def __init__(self, *arguments: object, examples: str = "", configurable: bool = True, **attributes: object) -> None:
+    def __init__(
+        self, *arguments: object, examples: str = "", configurable: bool = True, **attributes: object
+    ) -> None:
         attributes.setdefault("context_settings", CONTEXT)
         super().__init__(*arguments, **attributes)  # type: ignore[arg-type]
         self.examples = examples
         if configurable:
-            self.params.insert(0, Option(["--config"], is_eager=True, callback=_configure, **_CONFIG))  # Before what it gives values to.
+            self.params.insert(
+                0, Option(["--config"], is_eager=True, callback=_configure, **_CONFIG)
+            )  # Before what it gives values to.
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:

@@ -28,12 +28,19 @@ _EXAMPLES = """
 @click.command(cls=Command, examples=_EXAMPLES, configurable=False)
 @click.argument("action", type=click.Choice(["check"]))
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[FILE]")
-@option(_SHOWN, "--command", "shown", metavar="NAME", default=_USUAL, help=f"Whose settings are printed. [{_USUAL}]")
+@option(
+    _SHOWN,
+    "--command",
+    "shown",
+    metavar="NAME",
+    default=_USUAL,
+    help=f"Whose settings are printed. [{_USUAL}]",
+)
 @debug_option
 @click.pass_context
 def command(ctx: click.Context, /, action: str, file: Path | None, shown: str) -> int:
-    """Check every key and every value in FILE, for all commands, without loading a model, and print the settings of one of them and where
-    each comes from. FILE is penstock.toml where it is left out.
+    """Check every key and every value in FILE, for all commands, without loading a model, and print the
+    settings of one of them and where each comes from. FILE is penstock.toml where it is left out.
 
     What is printed is such a file again. The exit code is 2 if anything is wrong.
     """
@@ -49,7 +56,14 @@ def command(ctx: click.Context, /, action: str, file: Path | None, shown: str) -
         return _WRONG
     session.config = given.path
     made = {name: [_made(name, one, root) for one in some] for name, some in commands.items()}
-    if wrong := list(dict.fromkeys(f"{given.path}: {fault}" for name, some in made.items() for one in some for fault in _joint(name, one))):
+    if wrong := list(
+        dict.fromkeys(
+            f"{given.path}: {fault}"
+            for name, some in made.items()
+            for one in some
+            for fault in _joint(name, one)
+        )
+    ):
         for fault in wrong:
             say(f"penstock: error: {one_line(fault)}")
         return _WRONG
@@ -76,8 +90,13 @@ def _faults(given: ConfigFile, root: click.Context, commands: Commands) -> Itera
 
 def _made(name: str, one: click.Command, root: click.Context) -> click.Context:
     """The command, as if it were called with nothing but what it cannot do without."""
-    arguments = [parameter for parameter in one.params if isinstance(parameter, click.Argument) and parameter.required]
-    needed = [str(next(iter(each.type.choices))) if isinstance(each.type, click.Choice) else "-" for each in arguments]
+    arguments = [
+        parameter for parameter in one.params if isinstance(parameter, click.Argument) and parameter.required
+    ]
+    needed = [
+        str(next(iter(each.type.choices))) if isinstance(each.type, click.Choice) else "-"
+        for each in arguments
+    ]
     assert isinstance(root.command, click.Group)
     group = root.command.get_command(root, name)
     if isinstance(group, click.Group):
@@ -87,7 +106,11 @@ def _made(name: str, one: click.Command, root: click.Context) -> click.Context:
 
 def _joint(name: str, made: click.Context) -> Iterator[str]:
     """What is wrong with values that their flags alone do not refuse."""
-    told = {field.name: value for field in fields(Config) if field.name != MODEL and (value := made.params.get(field.name)) is not None}
+    told = {
+        field.name: value
+        for field in fields(Config)
+        if field.name != MODEL and (value := made.params.get(field.name)) is not None
+    }
     try:
         Config(Path(), **told)
         if "temperature" in made.params and "verbose" in made.params:
@@ -110,7 +133,10 @@ def _lines(given: ConfigFile, name: str, made: click.Context) -> Iterator[str]:
             rows[known] = "", f"{len(keys)} in {KEYS}"
         elif known in told:
             table = told[known].table
-            rows[known] = _toml(key, told[known].value), f"[{table}] in {given.path}" if table else str(given.path)
+            rows[known] = (
+                _toml(key, told[known].value),
+                f"[{table}] in {given.path}" if table else str(given.path),
+            )
         elif known not in rows and known in made.params:
             shown = _toml(key, made.params[known])
             rows[known] = shown, "default" if shown else "not set"

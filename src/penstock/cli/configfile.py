@@ -1,7 +1,7 @@
 """Settings from a file: the flags of commands, by their names.
 
-At the top of the file they are for every command that has such a flag, in a table named after a command for that one. A value is taken as
-if it were typed behind its flag, so it is checked and refused as that is.
+At the top of the file they are for every command that has such a flag, in a table named after a command for
+that one. A value is taken as if it were typed behind its flag, so it is checked and refused as that is.
 """
 
 import difflib
@@ -63,17 +63,28 @@ class ConfigFile:
             seen.add((entry.table, entry.key))
 
     def of(self, name: str, command: click.Command) -> dict[str, Entry]:
-        """What the command `name` is told, by the names of its parameters: what stands in its own table before what stands at the top."""
+        """What the command `name` is told, by the names of its parameters: what stands in its own table
+        before what stands at the top."""
         known = settable(name, command)
-        told = [entry for table in ("", name) for entry in self.entries if entry.table == table and entry.key in known]
+        told = [
+            entry
+            for table in ("", name)
+            for entry in self.entries
+            if entry.table == table and entry.key in known
+        ]
         return {known[entry.key].name or "": entry for entry in told}
 
     def defaults(self, name: str, context: click.Context) -> dict[str, object]:
-        """The same for click's default_map. Raises click.UsageError for a value that its flag would refuse."""
-        return {parameter: self.value(entry, name, context) for parameter, entry in self.of(name, context.command).items()}
+        """The same for click's default_map. Raises click.UsageError for a value that its flag would
+        refuse."""
+        return {
+            parameter: self.value(entry, name, context)
+            for parameter, entry in self.of(name, context.command).items()
+        }
 
     def value(self, entry: Entry, name: str, context: click.Context) -> object:
-        """Of an entry for the command `name`, as click has it from the command line. Raises click.UsageError."""
+        """Of an entry for the command `name`, as click has it from the command line. Raises
+        click.UsageError."""
         parameter = settable(name, context.command)[entry.key]
         try:
             typed = _typed(parameter, entry.value)
@@ -93,21 +104,34 @@ def read(path: Path) -> ConfigFile:
         if len(data) > _MOST:
             raise ConfigError(f"{path} has more than {_MOST} bytes, which are no settings; name another file")
         content = tomllib.loads(data.decode())
-    except (OSError, ValueError, RecursionError) as fault:  # TOMLDecodeError, UnicodeDecodeError, and a path that none can have
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as fault:  # TOMLDecodeError, UnicodeDecodeError, and a path that none can have
         why = fault.strerror if isinstance(fault, OSError) else fault
-        raise ConfigError(f"the settings in {path} cannot be read: {why}; write them as TOML, such as port = 8000") from fault
+        raise ConfigError(
+            f"the settings in {path} cannot be read: {why}; write them as TOML, such as port = 8000"
+        ) from fault
     tables = {name: value for name, value in content.items() if isinstance(value, dict)}
     entries = [("", key, value) for key, value in content.items() if key not in tables]
     entries += [(table, key, value) for table, inner in tables.items() for key, value in inner.items()]
-    return ConfigFile(path, tuple(Entry(table, key.replace("_", "-"), value) for table, key, value in entries), tuple(tables))
+    return ConfigFile(
+        path,
+        tuple(Entry(table, key.replace("_", "-"), value) for table, key, value in entries),
+        tuple(tables),
+    )
 
 
 def settable(name: str, command: click.Command) -> dict[str, click.Parameter]:
-    """What a file may set for the command `name`, by its keys: flags by their long names, or by the only one they have."""
+    """What a file may set for the command `name`, by its keys: flags by their long names, or by the only one
+    they have."""
     found: dict[str, click.Parameter] = {}
     for parameter in command.params:
         if isinstance(parameter, click.Option):
-            names = [name.removeprefix("--") for name in parameter.opts if name.startswith("--")] or [parameter.opts[0].lstrip("-")]
+            names = [name.removeprefix("--") for name in parameter.opts if name.startswith("--")] or [
+                parameter.opts[0].lstrip("-")
+            ]
             found |= {name: parameter for name in names if name not in _OWN}
         elif parameter.name == MODEL and not parameter.required:
             found[MODEL] = parameter
@@ -128,14 +152,20 @@ def all_commands(root: click.Group, context: click.Context) -> Commands:
 def _known(table: str, commands: Commands) -> list[str]:
     """Keys that a table may have."""
     of = {table: commands[table]} if table else commands
-    return list(dict.fromkeys(key for name, some in of.items() for command in some for key in settable(name, command)))
+    return list(
+        dict.fromkeys(key for name, some in of.items() for command in some for key in settable(name, command))
+    )
 
 
 def _nearest(name: str, known: Iterable[str], form: str) -> str:
     known = list(known)
     if found := difflib.get_close_matches(name, known, 1, 0.5):
         return f"; did you mean {form.format(found[0])}?"
-    return f"; there are {', '.join(known)}" if len(known) <= _FEW else "; see the command's --help for what there is"
+    return (
+        f"; there are {', '.join(known)}"
+        if len(known) <= _FEW
+        else "; see the command's --help for what there is"
+    )
 
 
 def _typed(parameter: click.Parameter, value: object) -> object:
@@ -153,7 +183,13 @@ def _text(parameter: click.Parameter, value: object) -> str:
     """The value is not told: it may be a key that somebody has written where its file is to be named."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kinds = {bool: "true or false", list: "a list", dict: "a table"}
-        raise click.BadParameter(f"it takes text or a number, and not {kinds.get(type(value), 'a date or a time')}")
-    if isinstance(value, str) and value.startswith("~") and (isinstance(parameter.type, click.Path) or parameter.name == MODEL):
+        raise click.BadParameter(
+            f"it takes text or a number, and not {kinds.get(type(value), 'a date or a time')}"
+        )
+    if (
+        isinstance(value, str)
+        and value.startswith("~")
+        and (isinstance(parameter.type, click.Path) or parameter.name == MODEL)
+    ):
         return str(Path(value).expanduser())  # As a shell would have done.
     return str(value)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns of user and model. Without `template` they are one text that both write, each turn of the user's on a new line."""
+    """Turns of user and model. Without `template` they are one text that both write, each turn of the user's
+    on a new line."""
 
     llm: "LLM"
     template: bool
@@ -38,4 +39,6 @@ class Conversation:
         try:
             self.request("?")
         except RequestError as error:
-            raise RequestError(f"{error}{', as --raw does' if self.template and self.system is None else ''}") from error
+            raise RequestError(
+                f"{error}{', as --raw does' if self.template and self.system is None else ''}"
+            ) from error

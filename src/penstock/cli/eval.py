@@ -1,4 +1,5 @@
-"""`penstock eval`: hides things in long texts, asks a model for them, and shows by length and depth how often it is right."""
+"""`penstock eval`: hides things in long texts, asks a model for them, and shows by length and depth how often
+it is right."""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
@@ -11,7 +12,16 @@ from penstock.base.errors import ConfigError
 from penstock.cli.command import CONTEXT, Command, debug_option, option
 from penstock.cli.live import kv_summary
 from penstock.cli.load import compute_with, loading_bar
-from penstock.cli.options import BEYOND_TRAINED, BLOCKS, DEVICE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, with_options
+from penstock.cli.options import (
+    BEYOND_TRAINED,
+    BLOCKS,
+    DEVICE,
+    MAX_STEP_TOKENS,
+    OUTPUT,
+    THREADS,
+    far_kv,
+    with_options,
+)
 from penstock.cli.prompt import SHIPPED_MODEL
 from penstock.cli.terminal import say
 
@@ -43,21 +53,45 @@ def _tasks(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
     names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
     unknown = [name for name in names if name not in TASKS]
     if unknown:
-        raise click.BadParameter(f"there is no task {unknown[0]!r}; give some of {','.join(TASKS)}", ctx, parameter)
+        raise click.BadParameter(
+            f"there is no task {unknown[0]!r}; give some of {','.join(TASKS)}", ctx, parameter
+        )
     return names
 
 
 _TEXT = "Hide things in this text file, or a folder's .txt files. [generated text]"
 _shared = with_options(
-    option(WORK, "--lengths", callback=_lengths, metavar="N,N,...", help="Tokens of prompt and answer. [512 to 32768, as there is room]"),
-    option(WORK, "--depths", type=_COUNT, default=11, metavar="N", help="Depths in the text, evenly from its beginning to its end. [11]"),
-    option(WORK, "--samples", type=_COUNT, default=8, metavar="N", help="Prompts for each length and depth. [8]"),
+    option(
+        WORK,
+        "--lengths",
+        callback=_lengths,
+        metavar="N,N,...",
+        help="Tokens of prompt and answer. [512 to 32768, as there is room]",
+    ),
+    option(
+        WORK,
+        "--depths",
+        type=_COUNT,
+        default=11,
+        metavar="N",
+        help="Depths in the text, evenly from its beginning to its end. [11]",
+    ),
+    option(
+        WORK, "--samples", type=_COUNT, default=8, metavar="N", help="Prompts for each length and depth. [8]"
+    ),
     option(WORK, "--text", type=click.Path(exists=True, path_type=Path), metavar="PATH", help=_TEXT),
     option(WORK, "--seed", type=int, default=1, metavar="N", help="The same seed asks the same. [1]"),
-    option(WORK, "--raw", is_flag=True, help="Leave the model's chat template out; the prompt ends in the beginning of the answer."),
+    option(
+        WORK,
+        "--raw",
+        is_flag=True,
+        help="Leave the model's chat template out; the prompt ends in the beginning of the answer.",
+    ),
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but one line of JSON."),
     option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write that line to FILE."),
-    option(OUTPUT, "--picture", type=_FILE, metavar="FILE", help="Draw a heat map by depth and length, as a PNG."),
+    option(
+        OUTPUT, "--picture", type=_FILE, metavar="FILE", help="Draw a heat map by depth and length, as a PNG."
+    ),
     *DEVICE,
     *far_kv("what the lengths need"),
     BEYOND_TRAINED,
@@ -78,19 +112,31 @@ def command() -> None:
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @_shared
 def needle(**given: object) -> None:
-    """Hide one fact in a long text and ask for it. MODEL is a checkpoint directory; left out, it is the small model that comes with
-    penstock. Answers are greedy."""
+    """Hide one fact in a long text and ask for it. MODEL is a checkpoint directory; left out, it is the small
+    model that comes with penstock. Answers are greedy."""
     _evaluate("needle", ("single",), **given)  # type: ignore[arg-type]  # click's names are the parameters'
 
 
-@command.command(cls=Command, examples=_RULER, short_help="Four tasks: a fact, a fact among many, variables, frequent words.")
+@command.command(
+    cls=Command,
+    examples=_RULER,
+    short_help="Four tasks: a fact, a fact among many, variables, frequent words.",
+)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@option(WORK, "--tasks", callback=_tasks, default=",".join(TASKS), metavar="NAMES", help=f"Some of them. [{','.join(TASKS)}]")
+@option(
+    WORK,
+    "--tasks",
+    callback=_tasks,
+    default=",".join(TASKS),
+    metavar="NAMES",
+    help=f"Some of them. [{','.join(TASKS)}]",
+)
 @_shared
 def ruler(tasks: tuple[str, ...], **given: object) -> None:
-    """Four tasks over a long text. single: find one fact; keys: find one fact among many of its kind; variables: name all that have one
-    value, directly or through others; words: name the most frequent words of a list. MODEL is a checkpoint directory; left out, it is
-    the small model that comes with penstock, which was trained for the first two. Answers are greedy."""
+    """Four tasks over a long text. single: find one fact; keys: find one fact among many of its kind;
+    variables: name all that have one value, directly or through others; words: name the most frequent words
+    of a list. MODEL is a checkpoint directory; left out, it is the small model that comes with penstock,
+    which was trained for the first two. Answers are greedy."""
     _evaluate("ruler", tasks, **given)  # type: ignore[arg-type]
 
 

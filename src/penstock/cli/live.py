@@ -1,16 +1,19 @@
-"""What happens while text is generated: a line at the bottom of the terminal tells how far a long prompt is computed and how weights and
-KV stream, and a line for each of these what it came to at the end of a run.
+"""What happens while text is generated: a line at the bottom of the terminal tells how far a long prompt is
+computed and how weights and KV stream, and a line for each of these what it came to at the end of a run.
 
-Why the text above stays whole. The bottom row is taken out of the region that scrolls, so text never reaches it. A thread redraws it:
-it saves the cursor, draws and restores the cursor in one write, so that no text comes in between. stdout and stderr are one device, to
-which a write that is held up, as by Ctrl-S, may still go in parts; so there is also a lock, held to redraw and by `LiveLine.write` while
-a piece of text is noted and written. Noted, because restoring cannot be trusted with a cursor behind a full row: it stays there until
-the next character wraps, but tmux, the Linux console and others restore it *to* the last column, and the next character would replace
-the last. So the text of the current line is followed, and while it ends at the edge nothing is drawn.
+Why the text above stays whole. The bottom row is taken out of the region that scrolls, so text never reaches
+it. A thread redraws it: it saves the cursor, draws and restores the cursor in one write, so that no text
+comes in between. stdout and stderr are one device, to which a write that is held up, as by Ctrl-S, may still
+go in parts; so there is also a lock, held to redraw and by `LiveLine.write` while a piece of text is noted
+and written. Noted, because restoring cannot be trusted with a cursor behind a full row: it stays there until
+the next character wraps, but tmux, the Linux console and others restore it *to* the last column, and the next
+character would replace the last. So the text of the current line is followed, and while it ends at the edge
+nothing is drawn.
 
-Why the terminal is always given back. Leaving does it under the same lock, and afterwards the thread draws no more; if Ctrl-C cuts
-leaving short, it is done when the process ends. SIGTERM and Ctrl-Z do it before the process ends or stops. In the background nothing is
-drawn. A new size is noticed at the next redraw: everything below the text is cleared and the bottom row reserved anew.
+Why the terminal is always given back. Leaving does it under the same lock, and afterwards the thread draws no
+more; if Ctrl-C cuts leaving short, it is done when the process ends. SIGTERM and Ctrl-Z do it before the
+process ends or stops. In the background nothing is drawn. A new size is noticed at the next redraw:
+everything below the text is cleared and the bottom row reserved anew.
 """
 
 import atexit
@@ -30,7 +33,16 @@ from typing import TYPE_CHECKING, Self
 from unicodedata import category, east_asian_width
 
 from penstock.base.config import terminal_kind
-from penstock.base.meter import Counts, Flow, KVStats, MissedStats, Prompt, TierStats, WeightStats, pass_seconds
+from penstock.base.meter import (
+    Counts,
+    Flow,
+    KVStats,
+    MissedStats,
+    Prompt,
+    TierStats,
+    WeightStats,
+    pass_seconds,
+)
 from penstock.base.units import format_rate, format_size
 from penstock.cli import terminal
 
@@ -59,11 +71,13 @@ _UNKNOWN = "\u200d"
 
 
 class LiveLine:
-    """The line at the bottom for the time of a `with` block, to be begun where the cursor is at the beginning of a row.
+    """The line at the bottom for the time of a `with` block, to be begun where the cursor is at the beginning
+    of a row.
 
-    weights, kv, progress: called from a thread of this object, and while a step runs, so they must not wait for the step.
-    There is no line, and `write` only writes, where `quiet`, where stderr is no terminal or a dumb one, where stdout goes into a pipe
-    (whose reader may use the terminal too), and while nothing streams and no prompt takes long.
+    weights, kv, progress: called from a thread of this object, and while a step runs, so they must not wait
+    for the step. There is no line, and `write` only writes, where `quiet`, where stderr is no terminal or a
+    dumb one, where stdout goes into a pipe (whose reader may use the terminal too), and while nothing streams
+    and no prompt takes long.
     """
 
     def __init__(
@@ -75,7 +89,13 @@ class LiveLine:
         quiet: bool = False,
         period: float = PERIOD,
     ) -> None:
-        self._weights, self._kv, self._progress, self._quiet, self._period = weights, kv, progress, quiet, period
+        self._weights, self._kv, self._progress, self._quiet, self._period = (
+            weights,
+            kv,
+            progress,
+            quiet,
+            period,
+        )
         self._lock = RLock()
         self._fd = -1
         """Of the terminal while there may be a line."""
@@ -117,7 +137,9 @@ class LiveLine:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._close()
 
     def compute(self, length: int) -> None:
@@ -140,7 +162,8 @@ class LiveLine:
             self._writing = False
 
     def redraw(self) -> None:
-        """Bring the line up to date, unless the cursor is behind a full row or the terminal is another's just now."""
+        """Bring the line up to date, unless the cursor is behind a full row or the terminal is another's just
+        now."""
         counts = self._count()
         with self._lock:
             if self._fd < 0 or not _in_foreground(self._fd):
@@ -155,7 +178,9 @@ class LiveLine:
                     return
                 begin = _SAVE
                 if size != self._reserved:
-                    begin = f"{_SAVE}{_WHOLE}{_RESTORE}{_MAKE_ROOM}{_CLEAR_BELOW}{_SAVE}\x1b[1;{size.lines - 1}r"
+                    begin = (
+                        f"{_SAVE}{_WHOLE}{_RESTORE}{_MAKE_ROOM}{_CLEAR_BELOW}{_SAVE}\x1b[1;{size.lines - 1}r"
+                    )
                 self._reserved = size
                 self._put(f"{begin}\x1b[{size.lines};1H\x1b[0;2m{shown}\x1b[0m\x1b[K{_RESTORE}")
 
@@ -164,11 +189,15 @@ class LiveLine:
         return Counts(perf_counter(), weights, kv)
 
     def _shown(self, now: Counts, width: int) -> str:
-        """The line now, empty if there is nothing to show. What was seen is kept for as long as it takes to tell what happens in a WINDOW,
-        and in a pass of weights that stream."""
+        """The line now, empty if there is nothing to show. What was seen is kept for as long as it takes to
+        tell what happens in a WINDOW, and in a pass of weights that stream."""
         seen = self._seen
         seen.append(now)
-        while len(seen) > 2 and now.when - seen[1].when >= WINDOW and (pass_seconds(islice(seen, 1, None)) or not now.weights.streams):
+        while (
+            len(seen) > 2
+            and now.when - seen[1].when >= WINDOW
+            and (pass_seconds(islice(seen, 1, None)) or not now.weights.streams)
+        ):
             seen.popleft()
         forms = []
         if now.weights.streams:
@@ -198,7 +227,9 @@ class LiveLine:
             if size == self._reserved:
                 self._put(f"{_SAVE}{_WHOLE}\x1b[{size.lines};1H\x1b[2K{_RESTORE}")
             else:  # The line is somewhere below the text.
-                self._put(f"{_SAVE}{_WHOLE}{_RESTORE}" + ("" if at_edge(self._text, size.columns) else _CLEAR_BELOW))
+                self._put(
+                    f"{_SAVE}{_WHOLE}{_RESTORE}" + ("" if at_edge(self._text, size.columns) else _CLEAR_BELOW)
+                )
             self._reserved = None
 
     def _close(self) -> None:
@@ -215,7 +246,8 @@ class LiveLine:
             self._thread = None
 
     def _step_aside(self, number: int, frame: FrameType | None) -> None:
-        """Before the process ends or stops. Continued, it goes on here, at the beginning of a row, and the thread draws again."""
+        """Before the process ends or stops. Continued, it goes on here, at the beginning of a row, and the
+        thread draws again."""
         with self._lock:
             self._leave()
             signal.signal(number, signal.SIG_DFL)
@@ -252,7 +284,12 @@ def beside(forms: Sequence[str], more: Sequence[str]) -> list[str]:
 def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
     """Where weights are and how they flow, in ever shorter forms. `seconds`: of a pass, 0 if not known."""
     took = f"pass {seconds:.3g} s" if seconds else "first pass"
-    flows = " | ".join([*_flows(stats, flow), f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took])
+    flows = " | ".join(
+        [
+            *_flows(stats, flow),
+            f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took,
+        ]
+    )
     brief = [f"link {format_rate(flow.copied)} {flow.copied_share:.0%}", took]
     if stats.disk_rate:
         brief.insert(1, f"disk {format_rate(flow.read)} {flow.read_share:.0%}")
@@ -264,11 +301,15 @@ def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
 
 def kv_forms(kv: KVStats, rate: float) -> list[str]:
     """Where KV is and how it flows, in ever shorter forms. `rate`: bytes/s to the device."""
-    return [f"KV {_kv_homes(kv)}, {format_size(kv.copied)} streamed, {format_rate(rate)}", f"KV {format_size(kv.host)} {format_rate(rate)}"]
+    return [
+        f"KV {_kv_homes(kv)}, {format_size(kv.copied)} streamed, {format_rate(rate)}",
+        f"KV {format_size(kv.host)} {format_rate(rate)}",
+    ]
 
 
 def bar(prompt: Prompt, now: float, width: int) -> str:
-    """How far a prompt is, with a bar as wide as there is room for; cut where there is too little even without."""
+    """How far a prompt is, with a bar as wide as there is room for; cut where there is too little even
+    without."""
     text = f"{prompt.reached:,} of {prompt.length:,} tokens"
     if rate := prompt.rate:
         minutes, seconds = divmod(round(prompt.left(now)), 60)
@@ -294,32 +335,54 @@ def summary(stats: WeightStats, seconds: float) -> str:
 def kv_summary(kv: KVStats, seconds: float) -> str:
     """The same of KV."""
     rate = f" ({format_rate(kv.copied / seconds)})" if seconds > 0 else ""
-    disk = f" | from disk {format_size(kv.read)}, to disk {format_size(kv.written)}" if kv.read or kv.written else ""
-    moved = f"to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device {format_size(kv.sent)}"
+    disk = (
+        f" | from disk {format_size(kv.read)}, to disk {format_size(kv.written)}"
+        if kv.read or kv.written
+        else ""
+    )
+    moved = (
+        f"to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device "
+        f"{format_size(kv.sent)}"
+    )
     return f"KV: {_kv_homes(kv)} | {moved}{disk}"
 
 
 def missed_summary(missed: MissedStats) -> str:
     """What attention policies have left out."""
-    again = f" | {missed.fallbacks:,} of {missed.choices:,} choices read everything after all" if missed.fallbacks else ""
+    again = (
+        f" | {missed.fallbacks:,} of {missed.choices:,} choices read everything after all"
+        if missed.fallbacks
+        else ""
+    )
     return (
-        f"attention: {missed.read:.1%} of KV blocks read | at most {missed.mean:.2%} of attention missed on average, "
+        f"attention: {missed.read:.1%} of KV blocks read | at most {missed.mean:.2%} of attention missed on "
+        "average, "
         f"{missed.worst:.2%} in a layer's worst head, {missed.most:.2%} in the worst of all{again}"
     )
 
 
 def tier_summary(tiers: TierStats) -> str:
     """Blocks of prompts that were kept, and that came back, since the engine started."""
-    ways = (("kept on the host", tiers.down), ("on disk", tiers.outward), ("brought to the device", tiers.up), ("from disk", tiers.inward))
+    ways = (
+        ("kept on the host", tiers.down),
+        ("on disk", tiers.outward),
+        ("brought to the device", tiers.up),
+        ("from disk", tiers.inward),
+    )
     parts = [f"{name} {format_size(way.bytes)} ({format_rate(way.rate)})" for name, way in ways if way.bytes]
     if tiers.disk_bytes:
         parts.append(f"disk takes {format_size(tiers.disk_bytes)}")
-    parts += [f"{count:,} {what}" for count, what in ((tiers.quarantined, "damaged on disk"), (tiers.late, "too late")) if count]
+    parts += [
+        f"{count:,} {what}"
+        for count, what in ((tiers.quarantined, "damaged on disk"), (tiers.late, "too late"))
+        if count
+    ]
     return f"prefixes: {' | '.join(parts)}"
 
 
 def at_edge(text: str, columns: int) -> bool:
-    """Whether a line of `text`, written from the first column on, leaves the cursor behind a full row; also if nobody can tell."""
+    """Whether a line of `text`, written from the first column on, leaves the cursor behind a full row; also
+    if nobody can tell."""
     if text.isascii() and "\t" not in text:
         return bool(text) and len(text) % columns == 0
     if _DISPUTED.search(text):
@@ -337,7 +400,10 @@ def at_edge(text: str, columns: int) -> bool:
 def _homes(stats: WeightStats) -> str:
     homes = [f"device {format_size(stats.device)} + ring {format_size(stats.device_ring)}"]
     if stats.host or stats.host_ring:
-        homes.append(f"host {format_size(stats.host)}" + (f" + ring {format_size(stats.host_ring)}" if stats.host_ring else ""))
+        homes.append(
+            f"host {format_size(stats.host)}"
+            + (f" + ring {format_size(stats.host_ring)}" if stats.host_ring else "")
+        )
     if stats.disk:
         homes.append(f"disk {format_size(stats.disk)}")
     return " · ".join(homes)
@@ -350,10 +416,17 @@ def _kv_homes(kv: KVStats) -> str:
 
 def _flows(stats: WeightStats, flow: Flow) -> list[str]:
     """What each link carries, and for how much of the time arithmetic waited."""
-    link, waits = f"link {_of(flow.copied, stats.link_rate, flow.copied_share)}", f"link {flow.waited_link:.0%}"
+    link, waits = (
+        f"link {_of(flow.copied, stats.link_rate, flow.copied_share)}",
+        f"link {flow.waited_link:.0%}",
+    )
     if not stats.disk_rate:
         return [link, f"waits: {waits}"]
-    return [link, f"disk {_of(flow.read, stats.disk_rate, flow.read_share)}", f"waits: disk {flow.waited_disk:.0%}, {waits}"]
+    return [
+        link,
+        f"disk {_of(flow.read, stats.disk_rate, flow.read_share)}",
+        f"waits: disk {flow.waited_disk:.0%}, {waits}",
+    ]
 
 
 def _of(rate: float, ceiling: float, share: float) -> str:
@@ -383,7 +456,8 @@ def _size(fd: int) -> os.terminal_size:
 
 
 def _in_foreground(fd: int) -> bool:
-    """Whether a shell would let the process have the terminal. One that is not the process's own, or not known here, has no such shell."""
+    """Whether a shell would let the process have the terminal. One that is not the process's own, or not
+    known here, has no such shell."""
     try:
         return os.tcgetpgrp(fd) in (0, os.getpgrp())
     except OSError:

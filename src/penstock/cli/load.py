@@ -30,7 +30,8 @@ _EMPTY = "a trace with nothing in it: all weights are on the device, nothing str
 
 
 def compute_with(threads: int | None = None) -> None:
-    """Load torch, which takes 1.2 s on two cores, so that whatever can be checked before should be. `threads`: of the CPU, if not all."""
+    """Load torch, which takes 1.2 s on two cores, so that whatever can be checked before should be.
+    `threads`: of the CPU, if not all."""
     with undisturbed():
         import torch
 
@@ -70,7 +71,8 @@ def load(config: Config, *, quiet: bool, trace: Trace | None = None) -> "LLM":
 
 @contextmanager
 def loaded(config: Config, *, quiet: bool, trace: Path | None = None) -> Iterator["LLM"]:
-    """The model, closed at the end. Unless `quiet`, device, dtype and memory sizing go to stderr. Raises PenstockErrors.
+    """The model, closed at the end. Unless `quiet`, device, dtype and memory sizing go to stderr. Raises
+    PenstockErrors.
 
     `trace`: a file that is written after the model has been used, also if an error or Ctrl-C ended that.
     """
@@ -135,9 +137,22 @@ class _Bar:
 
 def _shown(what: str, done: int, total: int) -> "Progress":
     from rich.console import Console  # 40 ms, and only a terminal wants it
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     bar.add_task(what, total=total, completed=done)
     bar.start()

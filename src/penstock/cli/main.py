@@ -1,7 +1,7 @@
 """The `penstock` command: finds the subcommand, and turns whatever goes wrong into one line and an exit code.
 
-Exit codes: 0 done; 1 a fault of penstock's own; 2 something asked for that cannot be done; 3 some requests of a
-batch could not be served; 130 ended by Ctrl-C; 141 output closed.
+Exit codes: 0 done; 1 a fault of penstock's own; 2 something asked for that cannot be done; 3 some requests of
+a batch could not be served; 130 ended by Ctrl-C; 141 output closed.
 """
 
 import errno
@@ -18,8 +18,9 @@ from penstock.base.errors import PenstockError
 from penstock.cli.command import CONTEXT, Session, config_option, debug_option
 from penstock.cli.terminal import one_line, say
 
-# NAME is penstock.cli.NAME.command, imported when it is called or asked for its own help. So `penstock --help` takes 0.06 s, half of it
-# click's; torch, which run and chat need once their arguments are known to be right, takes 1.2 s on two cores.
+# NAME is penstock.cli.NAME.command, imported when it is called or asked for its own help. So `penstock
+# --help` takes 0.06 s, half of it click's; torch, which run and chat need once their arguments are known to
+# be right, takes 1.2 s on two cores.
 COMMANDS = {
     "run": "Continue a prompt, or answer it with --chat.",
     "chat": "Talk with a model in the terminal.",
@@ -74,9 +75,12 @@ class Root(click.Group):
         except BrokenPipeError:  # click would exit with 1, as for a fault
             _silence()
             return PIPE_CLOSED
-        except EOFError as error:  # click would take it for Ctrl-C; compiled modules that a full disk has cut short raise it, too
+        except EOFError as error:
+            # click would take it for Ctrl-C; compiled modules that a full disk has cut short raise it, too
             session = ctx.find_object(Session) or Session()
-            return _report(session, f"internal error: EOFError: {error}; run with --debug for the traceback", 1)
+            return _report(
+                session, f"internal error: EOFError: {error}; run with --debug for the traceback", 1
+            )
         return result
 
 
@@ -112,14 +116,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         return _report(session, f"error: {error}", 2)
     except MemoryError:
-        return _report(session, "error: the machine refused more memory; give a smaller --device-memory, or free some", 2)
+        return _report(
+            session, "error: the machine refused more memory; give a smaller --device-memory, or free some", 2
+        )
     except OSError as error:
         if error.errno not in OUTPUT_FAULTS or error.filename is not None:
-            return _report(session, f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback", 1)
+            return _report(
+                session,
+                f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback",
+                1,
+            )
         _silence()
-        return _report(session, f"error: the output cannot be written: {error.strerror}; make room, or send it elsewhere", 2)
+        return _report(
+            session,
+            f"error: the output cannot be written: {error.strerror}; make room, or send it elsewhere",
+            2,
+        )
     except Exception as error:
-        return _report(session, f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback", 1)
+        return _report(
+            session, f"internal error: {type(error).__name__}: {error}; run with --debug for the traceback", 1
+        )
 
 
 def _usage(error: click.ClickException) -> str:
@@ -131,7 +147,10 @@ def _usage(error: click.ClickException) -> str:
     if ";" in text:
         return text
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"{text}{' ' if text.endswith('?') else '; '}see {context.command_path if context else 'penstock'} --help"
+    return (
+        f"{text}{' ' if text.endswith('?') else '; '}see {context.command_path if context else 'penstock'} "
+        "--help"
+    )
 
 
 def _report(session: Session, text: str, code: int) -> int:

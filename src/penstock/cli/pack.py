@@ -25,17 +25,31 @@ EXAMPLES = """
 
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model", type=click.Path(path_type=Path))
-@option(PACK, "--out", type=click.Path(path_type=Path), metavar="DIR", help="The pack's directory. [MODEL.pack]")
-@option(PACK, "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="What to store weights as. [the model's]")
-@option(PACK, "--store", type=click.Path(path_type=Path), metavar="PATH", help="Weights go to this file or block device. [DIR/weights.bin]")
+@option(
+    PACK, "--out", type=click.Path(path_type=Path), metavar="DIR", help="The pack's directory. [MODEL.pack]"
+)
+@option(
+    PACK,
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="What to store weights as. [the model's]",
+)
+@option(
+    PACK,
+    "--store",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Weights go to this file or block device. [DIR/weights.bin]",
+)
 @option(PACK, "--verify", is_flag=True, help="MODEL is a pack: check every byte of it.")
 @debug_option
 def command(model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool) -> None:
-    """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order of their use.
+    """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order of
+    their use.
 
-    Models larger than device and host memory stream from packs. `penstock run` makes one by itself where it is needed, in its
-    cache directory (~/.cache/penstock), or takes the directory of one as MODEL. Killed or interrupted, the same command goes on
-    where it stopped.
+    Models larger than device and host memory stream from packs. `penstock run` makes one by itself where it
+    is needed, in its cache directory (~/.cache/penstock), or takes the directory of one as MODEL. Killed or
+    interrupted, the same command goes on where it stopped.
     """
     if verify:
         if out or dtype or store:
@@ -43,7 +57,9 @@ def command(model: Path, out: Path | None, dtype: str | None, store: Path | None
         _verify(model)
         return
     if os.path.exists(model / "manifest.json"):
-        raise CheckpointError(f"{model} is a pack already; give the model that it was made from, or --verify to check it")
+        raise CheckpointError(
+            f"{model} is a pack already; give the model that it was made from, or --verify to check it"
+        )
 
     from penstock.arch.layout import group_layouts
     from penstock.weights.checkpoint import Checkpoint  # torch: 1.2 s on two cores
@@ -65,7 +81,11 @@ def command(model: Path, out: Path | None, dtype: str | None, store: Path | None
     with Pack.open(out) as pack:
         what = f"{len(pack.layouts)} groups, {format_size(pack.manifest.size)} in {pack.dtype}"
     seconds = time.perf_counter() - began
-    click.echo(f"{out}: {what}, written in {seconds:.1f} s" if written else f"{out} is packed already: {what}; nothing to do")
+    click.echo(
+        f"{out}: {what}, written in {seconds:.1f} s"
+        if written
+        else f"{out} is packed already: {what}; nothing to do"
+    )
 
 
 def _verify(path: Path) -> None:
@@ -75,7 +95,10 @@ def _verify(path: Path) -> None:
     with Pack.open(path) as pack, _progress("checking", pack.manifest.size) as progress:
         pack.verify(progress)
     rate = format_rate(pack.manifest.size / (time.perf_counter() - began))
-    click.echo(f"{path}: {len(pack.layouts)} groups and {len(pack.manifest.files)} files are as they were packed ({rate})")
+    click.echo(
+        f"{path}: {len(pack.layouts)} groups and {len(pack.manifest.files)} files are as they were packed "
+        f"({rate})"
+    )
 
 
 @contextmanager
@@ -85,7 +108,14 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
         yield None
         return
     from rich.console import Console  # 40 ms, and only a terminal wants it
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

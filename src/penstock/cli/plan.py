@@ -1,4 +1,5 @@
-"""`penstock plan`: where a model's weights would rest on a machine, and how fast it would run there. Neither has to be here."""
+"""`penstock plan`: where a model's weights would rest on a machine, and how fast it would run there. Neither
+has to be here."""
 
 import re
 import shutil
@@ -33,13 +34,15 @@ EXAMPLES = """
 GIB = 1 << 30
 MAX_CONFIG_BYTES = 10_000_000
 _COUNT = click.IntRange(min=1)
-_OPERATIONS = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]?)\s*(?:flops|flop/s)?\s*", re.IGNORECASE | re.ASCII)
+_OPERATIONS = re.compile(
+    r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]?)\s*(?:flops|flop/s)?\s*", re.IGNORECASE | re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A machine by name. `about`: what it is, of which the figures are what an engine may take and what is reached, not what is printed
-    on the box. `step_tokens`: the usual step of its device."""
+    """A machine by name. `about`: what it is, of which the figures are what an engine may take and what is
+    reached, not what is printed on the box. `step_tokens`: the usual step of its device."""
 
     about: str
     device_memory: int
@@ -54,9 +57,27 @@ class Known:
 
 
 MACHINES: Mapping[str, Known] = {
-    "laptop": Known("8 GB GPU on PCIe 4 x8, 32 GiB of memory, PCIe 3 NVMe", 7 * GIB, 24 * GIB, 13e9, 3e9, 230e9, 25e12),
-    "desktop-16": Known("16 GB card on PCIe 5 x16, 64 GiB of memory, PCIe 5 NVMe", 14 * GIB, 48 * GIB, 50e9, 7e9, 860e9, 100e12),
-    "desktop-24": Known("24 GB card on PCIe 4 x16, 128 GiB of memory, PCIe 4 NVMe", 21 * GIB, 100 * GIB, 25e9, 5e9, 920e9, 150e12),
+    "laptop": Known(
+        "8 GB GPU on PCIe 4 x8, 32 GiB of memory, PCIe 3 NVMe", 7 * GIB, 24 * GIB, 13e9, 3e9, 230e9, 25e12
+    ),
+    "desktop-16": Known(
+        "16 GB card on PCIe 5 x16, 64 GiB of memory, PCIe 5 NVMe",
+        14 * GIB,
+        48 * GIB,
+        50e9,
+        7e9,
+        860e9,
+        100e12,
+    ),
+    "desktop-24": Known(
+        "24 GB card on PCIe 4 x16, 128 GiB of memory, PCIe 4 NVMe",
+        21 * GIB,
+        100 * GIB,
+        25e9,
+        5e9,
+        920e9,
+        150e12,
+    ),
     "h100": Known(
         "one H100 on PCIe 5 x16, 125 GiB of memory, virtual disk, as measured",
         70 * GIB,
@@ -81,15 +102,20 @@ MACHINES: Mapping[str, Known] = {
     ),
     "cpu": Known("16 cores, 64 GiB of DDR5, PCIe 4 NVMe; no GPU", 48 * GIB, 0, 25e9, 5e9, 60e9, 1e12, 512),
 }
-"""The GPU is taken nine tenths of, the host memory what a system in use leaves. Where the device is the CPU it is host memory itself, of
-which no more is there, and the link a copy within it."""
+"""The GPU is taken nine tenths of, the host memory what a system in use leaves. Where the device is the CPU
+it is host memory itself, of which no more is there, and the link a copy within it."""
 USUAL = "desktop-24"
 """Whose rates hold where no others are given."""
 
 
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model")
-@option(MACHINE, "--machine", type=click.Choice(list(MACHINES)), help="A usual machine, or the H200 of the results. [this one]")
+@option(
+    MACHINE,
+    "--machine",
+    type=click.Choice(list(MACHINES)),
+    help="A usual machine, or the H200 of the results. [this one]",
+)
 @option(MACHINE, "--device-memory", metavar="SIZE", help="What the engine may take on the device: 16GiB.")
 @option(MACHINE, "--host-memory", metavar="SIZE", help="What it may take in host memory: 100GiB.")
 @option(MACHINE, "--link-rate", metavar="RATE", help="From host memory to the device: 54GB/s.")
@@ -103,10 +129,21 @@ USUAL = "desktop-24"
     metavar="FILE",
     help="What `penstock doctor` measured of its steps. [the machine's]",
 )
-@option(MACHINE, "--cache", type=click.Path(path_type=Path), default=CACHE, metavar="DIR", help=f"Where it keeps that. [{CACHE}]")
+@option(
+    MACHINE,
+    "--cache",
+    type=click.Path(path_type=Path),
+    default=CACHE,
+    metavar="DIR",
+    help=f"Where it keeps that. [{CACHE}]",
+)
 @option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences at once. [1]")
-@option(WORK, "--context", type=_COUNT, default=4096, metavar="N", help="Tokens that each of them reaches. [4096]")
-@option(WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]")
+@option(
+    WORK, "--context", type=_COUNT, default=4096, metavar="N", help="Tokens that each of them reaches. [4096]"
+)
+@option(
+    WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]"
+)
 @option(
     WORK,
     "--dtype",
@@ -116,7 +153,13 @@ USUAL = "desktop-24"
     help="auto, float32, float16 or bfloat16. [auto: the model's]",
 )
 @option(OUTPUT, "--json", is_flag=True, help="Print one line of JSON instead.")
-@option(OUTPUT, "--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it, too, as a PNG.")
+@option(
+    OUTPUT,
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw it, too, as a PNG.",
+)
 @debug_option
 def command(
     model: str,
@@ -131,12 +174,14 @@ def command(
     picture: Path | None,
     **given: str | None,
 ) -> None:
-    """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what binds it, and what more of
-    anything would buy. MODEL is a config.json or a directory with one, of which nothing else is needed, or a shape that `bench` knows.
+    """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
+    binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
+    nothing else is needed, or a shape that `bench` knows.
 
-    Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of free memory. Rates, and what
-    a step costs beyond bytes, are as `penstock doctor` measured them here, if it did. Else rates are assumed, those of a desktop with a
-    24 GB card or of a CPU where there is no GPU, and the device's time is a bound. Any flag replaces the figure it names.
+    Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of
+    free memory. Rates, and what a step costs beyond bytes, are as `penstock doctor` measured them here, if it
+    did. Else rates are assumed, those of a desktop with a 24 GB card or of a CPU where there is no GPU, and
+    the device's time is a bound. Any flag replaces the figure it names.
     """
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {picture}: its directory does not exist")
@@ -163,13 +208,21 @@ def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
         file = path / "config.json" if path.is_dir() else path
         if not file.exists():
             shapes = ", ".join(SHAPES)
-            raise CheckpointError(f"{file} does not exist; give a config.json, a directory with one, or one of the shapes {shapes}")
-        config, where, name = read_object(file, MAX_CONFIG_BYTES), str(file), one_line(file.resolve().parent.name)
+            raise CheckpointError(
+                f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
+                f"{shapes}"
+            )
+        config, where, name = (
+            read_object(file, MAX_CONFIG_BYTES),
+            str(file),
+            one_line(file.resolve().parent.name),
+        )
     return name, read_spec(config, where), family_of(config, where).names
 
 
 def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
-    """The file that has a machine's costs of steps in a dtype, by default this one's; None where nobody measured them."""
+    """The file that has a machine's costs of steps in a dtype, by default this one's; None where nobody
+    measured them."""
     if machine is None:
         file = costs_file(cache, gpu, dtype) if (gpu := _gpu()[0]) else None
         return file if file is not None and file.exists() else None
@@ -178,8 +231,8 @@ def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
 
 
 def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:
-    """All figures of a machine, by default this one, with those that were asked for in their place; and its usual step. `costs`: the file
-    that has its costs of steps. Raises ConfigError."""
+    """All figures of a machine, by default this one, with those that were asked for in their place; and its
+    usual step. `costs`: the file that has its costs of steps. Raises ConfigError."""
     known = MACHINES[machine or USUAL]
     steps = read_costs(costs) if costs else None
     figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}
@@ -198,7 +251,9 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
             "leave --host-memory out, or give --device-memory or a --machine with a GPU"
         )
     if steps and machine is None:
-        figures |= {name: Figure(getattr(steps, name), "measured") for name in ("link_rate", "device_read", "compute")}
+        figures |= {
+            name: Figure(getattr(steps, name), "measured") for name in ("link_rate", "device_read", "compute")
+        }
     figures |= {name: Figure(value, "given") for name, value in asked.items()}
     return Setting(f"{machine}: {known.about}" if machine else None, figures, steps), known.step_tokens
 
@@ -206,7 +261,9 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
 def machine_of(setting: Setting) -> Machine:
     value = {name: figure.value for name, figure in setting.figures.items()}
     rates = Rates(value["link_rate"], value["disk_rate"], value["device_read"])
-    return Machine(int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"], setting.costs)
+    return Machine(
+        int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"], setting.costs
+    )
 
 
 def _gpu() -> tuple[str, int]:
@@ -216,7 +273,9 @@ def _gpu() -> tuple[str, int]:
         return "", 0
     command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        first = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0]
+        first = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.splitlines()[0]
         name, _, memory = first.rpartition(",")
         return name.strip(), int(memory) * 2**20 * 9 // 10
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
@@ -238,7 +297,8 @@ def _free_memory() -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes/s meant by `3GB/s`, or `3GB`. Raises ConfigError, also where the unit must have been forgotten."""
+    """Bytes/s meant by `3GB/s`, or `3GB`. Raises ConfigError, also where the unit must have been
+    forgotten."""
     try:
         rate = parse_size(text.strip().lower().removesuffix("/s"))
     except ConfigError as error:

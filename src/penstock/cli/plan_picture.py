@@ -1,4 +1,5 @@
-"""A forecast as a picture: the three tiers to scale, the links between them, a pass group by group, and the numbers."""
+"""A forecast as a picture: the three tiers to scale, the links between them, a pass group by group, and the
+numbers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,32 +57,56 @@ class _Canvas:
     def image(self) -> Image.Image:
         return self._large.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)
 
-    def text(self, x: float, y: float, text: str, size: int = 14, ink: str = _INK, anchor: str = "la") -> float:
-        """Write at `x`; comes back with where the text ends. `anchor` as Pillow has it: la is left and above, ra right."""
+    def text(
+        self, x: float, y: float, text: str, size: int = 14, ink: str = _INK, anchor: str = "la"
+    ) -> float:
+        """Write at `x`; comes back with where the text ends. `anchor` as Pillow has it: la is left and above,
+        ra right."""
         font = self._fonts.setdefault(size, ImageFont.load_default(size * _SCALE))
         self._draw.text((x * _SCALE, y * _SCALE), text, fill=ink, font=font, anchor=anchor)
         return x + self._draw.textlength(text, font=font) / _SCALE
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str | None, outline: str | None = None) -> None:
-        corners = (round(x * _SCALE), round(y * _SCALE), round((x + width) * _SCALE) - 1, round((y + height) * _SCALE) - 1)
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str | None, outline: str | None = None
+    ) -> None:
+        corners = (
+            round(x * _SCALE),
+            round(y * _SCALE),
+            round((x + width) * _SCALE) - 1,
+            round((y + height) * _SCALE) - 1,
+        )
         if corners[2] >= corners[0]:
             self._draw.rectangle(corners, fill, outline, width=_SCALE)
 
     def arrow(self, x: float, bottom: float, top: float, ink: str) -> None:
         """Upwards, as bytes go from slower tiers to faster ones."""
         self.box(x - 2.5, top + 10, 5, bottom - top - 10, ink)
-        self._draw.polygon([(round(at * _SCALE), round(y * _SCALE)) for at, y in ((x - 9, top + 11), (x + 9, top + 11), (x, top))], ink)
+        self._draw.polygon(
+            [
+                (round(at * _SCALE), round(y * _SCALE))
+                for at, y in ((x - 9, top + 11), (x + 9, top + 11), (x, top))
+            ],
+            ink,
+        )
 
 
 def _head(canvas: _Canvas, it: Report) -> None:
     canvas.text(_LEFT, 34, it.model[:_LONGEST], 34 if len(it.model) < _LONGEST // 2 else 20)
     size = f"{format_count(it.parameters)} parameters, {format_size(it.weights)} of weights in {it.dtype}"
     canvas.text(_LEFT, 80, size, 15, _FAINT)
-    canvas.text(_LEFT, 102, f"batch {it.batch:,}, context {it.context:,}, at most {it.step_tokens:,} tokens a step", 15, _FAINT)
+    canvas.text(
+        _LEFT,
+        102,
+        f"batch {it.batch:,}, context {it.context:,}, at most {it.step_tokens:,} tokens a step",
+        15,
+        _FAINT,
+    )
     if it.setting.machine:
         canvas.text(_LEFT, 124, it.setting.machine, 15, _FAINT)
     for x, name, pace in ((680, "decode", it.decode), (920, "prefill", it.prefill)):
-        canvas.text(canvas.text(x, 34, format_pace(pace.tokens_per_second), 40) + 8, 58, "tokens/s", 15, _FAINT)
+        canvas.text(
+            canvas.text(x, 34, format_pace(pace.tokens_per_second), 40) + 8, 58, "tokens/s", 15, _FAINT
+        )
         canvas.text(x, 84, f"{name}, {format_seconds(pace.seconds)} a pass", 15)
         canvas.text(x, 106, f"bound by the {pace.binding} ({pace.busy[pace.binding]:.0%} busy)", 15, _RED)
 
@@ -92,7 +117,10 @@ def _tiers(canvas: _Canvas, it: Report) -> None:
     tops = {Tier.DEVICE: 166, Tier.HOST: 296, Tier.DISK: 426}
     for one in it.tiers:
         _tier(canvas, one, tops[one.tier], scale, one.tier is not Tier.DISK or figures["disk_rate"].value > 0)
-    device = f"reads {_figure(it, 'device_read')}, computes {_figure(it, 'compute')}, {it.decode.busy['device']:.0%} busy"
+    device = (
+        f"reads {_figure(it, 'device_read')}, computes {_figure(it, 'compute')}, "
+        f"{it.decode.busy['device']:.0%} busy"
+    )
     canvas.text(_RIGHT, tops[Tier.DEVICE] + 88, device, 14, _ink(it.decode, "device"), "ra")
     if figures["disk_rate"].value:
         _link(canvas, it, "disk", tops[Tier.DISK], it.decode.read)
@@ -130,7 +158,11 @@ def _link(canvas: _Canvas, it: Report, word: str, below: int, passing: float) ->
     canvas.arrow(_BAR + 12, below - 8, below - 58, ink if busy else _LINE)
     canvas.box(_BAR + 36, below - 40, 150, 12, None, _LINE)
     canvas.box(_BAR + 36, below - 40, 150 * min(busy, 1), 12, ink)
-    text = f"{word} {_figure(it, f'{word}_rate')}, {busy:.0%} busy, {format_size(passing)} a pass" if busy else f"{word}: idle"
+    text = (
+        f"{word} {_figure(it, f'{word}_rate')}, {busy:.0%} busy, {format_size(passing)} a pass"
+        if busy
+        else f"{word}: idle"
+    )
     canvas.text(_BAR + 200, below - 43, text, 14, ink if busy else _FAINT)
 
 
@@ -163,7 +195,9 @@ def _pass(canvas: _Canvas, it: Report) -> None:
             part = one.groups.get("expert", 0) / whole * (_RIGHT - _LEFT)
             canvas.box(x, top + 60, part, 14, _HOME[one.tier])
             x += part
-        counts = ", ".join(f"{one.groups['expert']:,} on {one.tier}" for one in it.tiers if one.groups.get("expert"))
+        counts = ", ".join(
+            f"{one.groups['expert']:,} on {one.tier}" for one in it.tiers if one.groups.get("expert")
+        )
         canvas.text(_LEFT, top + 77, f"experts: {counts}", 13, _FAINT)
 
 
@@ -183,6 +217,8 @@ def _gains(canvas: _Canvas, it: Report) -> None:
         canvas.text(_LEFT, top + 23 * row, gain.more.value, 14, _FAINT)
         canvas.text(_LEFT + 420, top + 23 * row, decode, 14, anchor="ra")
         canvas.text(_LEFT + 620, top + 23 * row, prefill, 14, anchor="ra")
-    assumed = [name.replace("_", " ") for name, figure in it.setting.figures.items() if figure.source == ASSUMED]
+    assumed = [
+        name.replace("_", " ") for name, figure in it.setting.figures.items() if figure.source == ASSUMED
+    ]
     remark = f"assumed, not measured: {', '.join(assumed)}" if assumed else ""
     canvas.text(_RIGHT, HEIGHT - 28, remark, 13, _FAINT, "ra")

@@ -32,7 +32,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A machine's figures by the flag that gives each, without dashes. `machine`: which it is, if it is one known by name."""
+    """A machine's figures by the flag that gives each, without dashes. `machine`: which it is, if it is one
+    known by name."""
 
     machine: str | None
     figures: Mapping[str, Figure]
@@ -73,7 +74,15 @@ class PaceShown:
     @classmethod
     def of(cls, pace: Pace) -> Self:
         busy = {WORDS[link]: pace.share(link) for link in Link}
-        return cls(pace.tokens_per_second, pace.tokens, pace.seconds, pace.copied, pace.read, WORDS[pace.binding], busy)
+        return cls(
+            pace.tokens_per_second,
+            pace.tokens,
+            pace.seconds,
+            pace.copied,
+            pace.read,
+            WORDS[pace.binding],
+            busy,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +145,23 @@ class Report:
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        blocks = ([self.title, f"  {self.subtitle}"], _machine(self.setting), _tiers(self), _homes(self), _paces(self), _gains(self))
+        blocks = (
+            [self.title, f"  {self.subtitle}"],
+            _machine(self.setting),
+            _tiers(self),
+            _homes(self),
+            _paces(self),
+            _gains(self),
+        )
         return "\n\n".join("\n".join(block) for block in blocks)
 
     @property
     def title(self) -> str:
         size = f"{format_size(self.weights)} of weights in {self.dtype}"
-        return f"{self.model}: {self.family}, {self.layers} layers, {format_count(self.parameters)} parameters, {size}"
+        return (
+            f"{self.model}: {self.family}, {self.layers} layers, {format_count(self.parameters)} parameters, "
+            f"{size}"
+        )
 
     @property
     def subtitle(self) -> str:
@@ -158,12 +177,24 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
         capacity, kv, activations = machine.device - found.beside, budget.kv, budget.activations
         process = machine.device - machine.usable
     elif tier is Tier.HOST:
-        capacity, process = (found.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
+        capacity, process = (
+            (found.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
+        )
         kv = found.far
     free = None if capacity is None else capacity - weights - ring - kv - activations - process
     groups = Counter(id.kind.value for id, home in found.placement.homes.items() if home is tier)
     groups[GroupKind.EXPERT.value] += found.experts_on(tier)
-    return TierHeld(tier, capacity, weights, ring, kv, activations, process, free, {kind: count for kind, count in groups.items() if count})
+    return TierHeld(
+        tier,
+        capacity,
+        weights,
+        ring,
+        kv,
+        activations,
+        process,
+        free,
+        {kind: count for kind, count in groups.items() if count},
+    )
 
 
 # ---- the table
@@ -172,7 +203,11 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
 def _machine(setting: Setting) -> list[str]:
     named = (setting.machine or "").partition(":")[0]
     rows = [
-        (name.replace("_", " "), format_figure(name, figure.value), "" if figure.source == named else figure.source)
+        (
+            name.replace("_", " "),
+            format_figure(name, figure.value),
+            "" if figure.source == named else figure.source,
+        )
         for name, figure in setting.figures.items()
     ]
     assumed = any(figure.source == ASSUMED for figure in setting.figures.values())
@@ -180,37 +215,68 @@ def _machine(setting: Setting) -> list[str]:
         steps = f"  Steps cost what they did on {setting.costs.device}, {setting.costs.measured}."
     else:
         steps = (
-            "  What steps cost there was not measured: where the device binds, the pace is a bound. `penstock doctor` measures it on a GPU."
+            "  What steps cost there was not measured: where the device binds, the pace is a bound. "
+            "`penstock doctor` measures it on a GPU."
         )
-    return ["Machine", *_aligned(rows, "<><"), *(["  What is assumed, `penstock doctor` measures."] if assumed else []), steps]
+    return [
+        "Machine",
+        *_aligned(rows, "<><"),
+        *(["  What is assumed, `penstock doctor` measures."] if assumed else []),
+        steps,
+    ]
 
 
 def _tiers(it: Report) -> list[str]:
     def held(one: TierHeld) -> list[str]:
         sizes = (size or None for size in (one.weights, one.ring, one.kv, one.activations, one.process))
-        return [one.tier.value, *("-" if size is None else format_size(size) for size in (one.capacity, *sizes, one.free))]
+        return [
+            one.tier.value,
+            *("-" if size is None else format_size(size) for size in (one.capacity, *sizes, one.free)),
+        ]
 
-    return _headed(["Tiers", "capacity", "weights", "ring", "KV", "activations", "process", "free"], map(held, it.tiers))
+    return _headed(
+        ["Tiers", "capacity", "weights", "ring", "KV", "activations", "process", "free"], map(held, it.tiers)
+    )
 
 
 def _homes(it: Report) -> list[str]:
     rows = [(one.tier.value, homes(it, one)) for one in it.tiers if one.groups]
     far = any(one.kv for one in it.tiers if one.tier is not Tier.DEVICE)
-    title = "Homes" + (f": all weights stay on the device, {'only KV' if far else 'nothing'} streams" if it.everything_resident else "")
+    title = "Homes" + (
+        f": all weights stay on the device, {'only KV' if far else 'nothing'} streams"
+        if it.everything_resident
+        else ""
+    )
     return [title, *_aligned(rows, "<<")]
 
 
 def _paces(it: Report) -> list[str]:
     def shown(name: str, pace: PaceShown) -> list[str]:
-        rates = [format_pace(pace.tokens_per_second), format_seconds(pace.seconds), format_size(pace.copied), format_size(pace.read)]
+        rates = [
+            format_pace(pace.tokens_per_second),
+            format_seconds(pace.seconds),
+            format_size(pace.copied),
+            format_size(pace.read),
+        ]
         return [name, *rates, *(f"{pace.busy[word]:.0%}" for word in WORDS.values()), f"the {pace.binding}"]
 
-    head = ["Pace", "tokens/s", "a pass", "copied", "read", *(f"{word} busy" for word in WORDS.values()), "bound by"]
+    head = [
+        "Pace",
+        "tokens/s",
+        "a pass",
+        "copied",
+        "read",
+        *(f"{word} busy" for word in WORDS.values()),
+        "bound by",
+    ]
     return _headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)])
 
 
 def _gains(it: Report) -> list[str]:
-    return _headed(["What more would buy, tokens/s", "decode", "prefill"], [[gain.more.value, *gain_texts(it, gain)] for gain in it.gains])
+    return _headed(
+        ["What more would buy, tokens/s", "decode", "prefill"],
+        [[gain.more.value, *gain_texts(it, gain)] for gain in it.gains],
+    )
 
 
 def gain_texts(it: Report, gain: Gain) -> tuple[str, str]:
@@ -227,7 +293,9 @@ def homes(it: Report, held: TierHeld) -> str:
     parts = []
     for kind, count in held.groups.items():
         whole = it.kinds[kind]
-        parts.append(kind if whole == 1 else f"all {whole} {kind}" if count == whole else f"{count} of {whole} {kind}")
+        parts.append(
+            kind if whole == 1 else f"all {whole} {kind}" if count == whole else f"{count} of {whole} {kind}"
+        )
     return ", ".join(parts)
 
 
@@ -254,10 +322,15 @@ def format_count(number: float) -> str:
 
 def _headed(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The head begins at the margin, what is below it two columns in."""
-    return _aligned([head, *((f"  {name}", *texts) for name, *texts in rows)], "<" + ">" * (len(head) - 1), "")
+    return _aligned(
+        [head, *((f"  {name}", *texts) for name, *texts in rows)], "<" + ">" * (len(head) - 1), ""
+    )
 
 
 def _aligned(rows: Sequence[Sequence[str]], sides: str, margin: str = "  ") -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True)) for row in rows)
+    lines = (
+        "  ".join(f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True))
+        for row in rows
+    )
     return [f"{margin}{line}".rstrip() for line in lines]

@@ -1,4 +1,5 @@
-"""Where a prompt comes from: the command line, a file or stdin; and which model it is for. Nothing here needs the model."""
+"""Where a prompt comes from: the command line, a file or stdin; and which model it is for. Nothing here needs
+the model."""
 
 import sys
 from dataclasses import dataclass
@@ -24,10 +25,15 @@ class Prompt:
 def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, Prompt]:
     """What `run [MODEL] PROMPT` means. Raises click.UsageError, CheckpointError and RequestError."""
     if len(arguments) > 2:
-        raise click.UsageError(f"there are {len(arguments)} arguments, but run takes a model and a prompt; put the prompt in quotes")
+        raise click.UsageError(
+            f"there are {len(arguments)} arguments, but run takes a model and a prompt; put the prompt in "
+            "quotes"
+        )
     if file is not None:
         if len(arguments) > 1:
-            raise click.UsageError(f"a prompt was given as an argument and with --file {file}; give one of them")
+            raise click.UsageError(
+                f"a prompt was given as an argument and with --file {file}; give one of them"
+            )
         return model_path(arguments[0] if arguments else None), _checked(_read_file(file), typed=False)
     if len(arguments) == 2:
         return model_path(arguments[0]), _prompt(arguments[1])
@@ -37,12 +43,15 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
     model = Path(arguments[0]) if arguments else SHIPPED_MODEL
     if sys.stdin is None or is_terminal(sys.stdin):
         where = f" after the model directory {model}" if arguments else ""
-        raise click.UsageError(f"the prompt is missing{where}; give it in quotes, with --file, or through a pipe")
+        raise click.UsageError(
+            f"the prompt is missing{where}; give it in quotes, with --file, or through a pipe"
+        )
     return model, _prompt("-")
 
 
 def model_path(argument: str | None) -> Path:
-    """The model's directory. Raises CheckpointError if there is none; whether it holds a model is found out on loading."""
+    """The model's directory. Raises CheckpointError if there is none; whether it holds a model is found out
+    on loading."""
     if argument is None:
         return SHIPPED_MODEL
     path = Path(argument)
@@ -52,7 +61,9 @@ def model_path(argument: str | None) -> Path:
         there = False
     if not there:
         hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
-        raise CheckpointError(f"model {argument[:200]!r} does not exist; name a directory with config.json in it{hint}")
+        raise CheckpointError(
+            f"model {argument[:200]!r} does not exist; name a directory with config.json in it{hint}"
+        )
     return path
 
 
@@ -66,14 +77,19 @@ def _is_checkpoint(argument: str) -> bool:
 def _doubt(argument: str) -> None:
     """A lone argument that looks like a path is probably meant as one."""
     if "/" in argument.strip("/") and not any(character.isspace() for character in argument):
-        say(f"penstock: note: {argument!r} is no model directory (it has no config.json), so it is taken as the prompt")
+        say(
+            f"penstock: note: {argument!r} is no model directory (it has no config.json), so it is taken as "
+            "the prompt"
+        )
 
 
 def _prompt(argument: str) -> Prompt:
     if argument != "-":
         return _checked(argument, typed=True)
     if sys.stdin is None:
-        raise RequestError("the prompt was to come from stdin, which is closed; give it in quotes or with --file")
+        raise RequestError(
+            "the prompt was to come from stdin, which is closed; give it in quotes or with --file"
+        )
     if is_terminal(sys.stdin):
         say("penstock: reading the prompt from the terminal; end it with Ctrl-D on an empty line")
     return _checked(_text(sys.stdin.buffer.read(), "the prompt on stdin"), typed=False)
@@ -96,7 +112,9 @@ def decode(data: bytes, what: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         bad = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise RequestError(f"{what} is not valid UTF-8: {bad}; convert it, as with iconv -f latin1 -t utf-8") from error
+        raise RequestError(
+            f"{what} is not valid UTF-8: {bad}; convert it, as with iconv -f latin1 -t utf-8"
+        ) from error
 
 
 def _text(data: bytes, what: str) -> str:
@@ -106,7 +124,9 @@ def _text(data: bytes, what: str) -> str:
 
 
 def _checked(text: str, *, typed: bool) -> Prompt:
-    decode(text.encode(errors="surrogateescape"), "the prompt")  # bytes that are no UTF-8 arrive as lone surrogates
+    decode(
+        text.encode(errors="surrogateescape"), "the prompt"
+    )  # bytes that are no UTF-8 arrive as lone surrogates
     if not text:
         raise RequestError("the prompt is empty; give at least one character")
     return Prompt(text, typed)

@@ -37,10 +37,12 @@ EXAMPLES = r"""
 
 
 class Screen:
-    """Writes outputs one below the other, the first as it grows. What later ones say before their turn is held back."""
+    """Writes outputs one below the other, the first as it grows. What later ones say before their turn is
+    held back."""
 
     def __init__(self, outputs: int, echo: str = "", put: Callable[..., None] = write) -> None:
-        """echo: the prompt that the outputs continue, to be written before them. put: writes, as terminal.write does."""
+        """echo: the prompt that the outputs continue, to be written before them. put: writes, as
+        terminal.write does."""
         self._put = put
         self._held: list[list[str]] = [[] for _ in range(outputs)]
         self._ended = [False] * outputs
@@ -78,22 +80,50 @@ class Screen:
 
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] PROMPT")
-@option(PROMPT, "--file", "-f", metavar="PATH", help="Read the prompt from a UTF-8 file; one newline at its end is dropped.")
-@option(PROMPT, "--chat/--raw", default=None, help="Answer the prompt, by the model's chat template, or continue it. [--raw]")
+@option(
+    PROMPT,
+    "--file",
+    "-f",
+    metavar="PATH",
+    help="Read the prompt from a UTF-8 file; one newline at its end is dropped.",
+)
+@option(
+    PROMPT,
+    "--chat/--raw",
+    default=None,
+    help="Answer the prompt, by the model's chat template, or continue it. [--raw]",
+)
 @option(PROMPT, "--system", metavar="TEXT", help="System message before the prompt; implies --chat.")
-@option(SAMPLING, "--max-tokens", type=int, metavar="N", help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]")
+@option(
+    SAMPLING,
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]",
+)
 @option(SAMPLING, "-n", "n", type=int, default=1, metavar="N", help="Independent outputs. [1]")
 @option(OUTPUT, "--json", is_flag=True, help="One JSON object at the end, and nothing else, on stdout.")
-@option(OUTPUT, "--echo/--no-echo", default=None, help="The prompt before its continuation. [only if typed, and on a terminal]")
-@option(OUTPUT, "--prompt-logprobs", type=int, metavar="K", help="With --json: log-probabilities of the prompt's tokens, like --logprobs.")
+@option(
+    OUTPUT,
+    "--echo/--no-echo",
+    default=None,
+    help="The prompt before its continuation. [only if typed, and on a terminal]",
+)
+@option(
+    OUTPUT,
+    "--prompt-logprobs",
+    type=int,
+    metavar="K",
+    help="With --json: log-probabilities of the prompt's tokens, like --logprobs.",
+)
 @common_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
     """Continue PROMPT, or answer it with --chat.
 
-    MODEL is a Hugging Face checkpoint directory; without it the small model that comes with penstock runs. A PROMPT of - is
-    read from stdin, and so is one that is left out where something is piped in. Text goes to stdout as it is made, everything
-    else to stderr.
+    MODEL is a Hugging Face checkpoint directory; without it the small model that comes with penstock runs. A
+    PROMPT of - is read from stdin, and so is one that is left out where something is piped in. Text goes to
+    stdout as it is made, everything else to stderr.
     """
     asked = ctx.params
     if asked["system"] is not None and asked["chat"] is False:
@@ -125,12 +155,18 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             remark(answer)
     if any(output.finish is FinishReason.ERROR for output in answer.outputs):
         why = "its form could not be kept to any further, or the model's logits were not numbers"
-        raise RequestError(f"an answer is broken off: {next((output.error for output in answer.outputs if output.error), why)}")
+        raise RequestError(
+            "an answer is broken off: "
+            f"{next((output.error for output in answer.outputs if output.error), why)}"
+        )
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:
-    """With the usual number of tokens where none was asked for, or fewer if a prompt of `length` tokens leaves less room."""
+    """With the usual number of tokens where none was asked for, or fewer if a prompt of `length` tokens
+    leaves less room."""
     room = llm.booted.engine.scheduler.longest - length
-    if params.max_tokens is not None or room < 1:  # what has no room is refused on submission, with the numbers
+    if (
+        params.max_tokens is not None or room < 1
+    ):  # what has no room is refused on submission, with the numbers
         return params
     return replace(params, max_tokens=min(max(USUAL_TOKENS, params.min_tokens), room))

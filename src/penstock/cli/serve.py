@@ -48,15 +48,36 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
 
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@option(SERVER, "--host", default="127.0.0.1", metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere. [127.0.0.1]")
-@option(SERVER, "--port", type=click.IntRange(0, 65535), default=8000, metavar="N", help="Where to listen; 0 is any free one. [8000]")
-@option(SERVER, "--name", "names", multiple=True, metavar="NAME", help="What clients call the model; may be repeated. [its directory's]")
+@option(
+    SERVER,
+    "--host",
+    default="127.0.0.1",
+    metavar="ADDRESS",
+    help="Where to listen; 0.0.0.0 is everywhere. [127.0.0.1]",
+)
+@option(
+    SERVER,
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    metavar="N",
+    help="Where to listen; 0 is any free one. [8000]",
+)
+@option(
+    SERVER,
+    "--name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="What clients call the model; may be repeated. [its directory's]",
+)
 @option(
     SERVER,
     "--api-keys",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"Keys, one a line, of which a client must send one. [{KEYS}, with commas between; else anybody may ask]",
+    help=f"Keys, one a line, of which a client must send one. [{KEYS}, with commas between; else anybody "
+    "may ask]",
 )
 @option(
     SERVER,
@@ -66,30 +87,133 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
     metavar="NAME",
     help="Without keys: a name to answer to, beside addresses and localhost; may be repeated.",
 )
-@option(SERVER, "--without-keys", is_flag=True, help="Let anybody who reaches --host use this server, though there are no keys.")
-@option(SERVER, "--share-prefixes", is_flag=True, help="Let clients of all keys find each other's prefixes; how fast tells of them.")
-@option(LIMITS, "--queue", type=click.IntRange(min=0), default=256, metavar="N", help="Outputs that may wait; beyond it is 429. [256]")
-@option(LIMITS, "--max-body", type=click.IntRange(min=1024), default=32 << 20, metavar="BYTES", help="Of a request. [32 MiB]")
-@option(LIMITS, "--request-timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds a request may take. [any]")
-@option(LIMITS, "--patience", type=click.FloatRange(min=0), default=30.0, metavar="S", help="Seconds for requests to end at the end. [30]")
-@option(LIMITS, "--max-kept", type=click.IntRange(min=0), default=64 << 20, metavar="BYTES", help="Of responses to go on with. [64 MiB]")
-@option(SERVER, "--tool-parser", type=click.Choice(TOOL_PARSERS), default=AUTO, help="How the model writes tool calls. [as its template]")
-@option(SERVER, "--reasoning-parser", type=click.Choice(REASONING_PARSERS), default=AUTO, help="And its reasoning. [as its template]")
-@option(REPLICAS, "--replicas", callback=_replicas, metavar="N", help="So many engines, on Ray; MIN:MAX: as there is work. [one, without]")
-@option(REPLICAS, "--ray-address", metavar="ADDRESS", help="Of a cluster, on a machine of it; auto finds it. [a new one, here]")
-@option(REPLICAS, "--replica-cpus", type=click.FloatRange(0, min_open=True), metavar="N", help="CPUs of each. [equal parts; 1 with GPUs]")
-@option(REPLICAS, "--scale-up-after", type=click.FloatRange(min=0), default=30.0, metavar="S", help="Seconds with work for more. [30]")
-@option(REPLICAS, "--scale-down-after", type=click.FloatRange(min=0), default=600.0, metavar="S", help="Seconds with too little. [600]")
-@option(SERVER, "--quiet", "-q", is_flag=True, help="Do not print device and memory sizing, nor a line for each request.")
-@option(LOG, "--log-format", type=click.Choice(FORMATS), default="text", help="A line of text or a JSON object for each event. [text]")
-@option(LOG, "--log-level", type=click.Choice(LEVELS), help="What to tell at least. [info; with --quiet warning]")
+@option(
+    SERVER,
+    "--without-keys",
+    is_flag=True,
+    help="Let anybody who reaches --host use this server, though there are no keys.",
+)
+@option(
+    SERVER,
+    "--share-prefixes",
+    is_flag=True,
+    help="Let clients of all keys find each other's prefixes; how fast tells of them.",
+)
+@option(
+    LIMITS,
+    "--queue",
+    type=click.IntRange(min=0),
+    default=256,
+    metavar="N",
+    help="Outputs that may wait; beyond it is 429. [256]",
+)
+@option(
+    LIMITS,
+    "--max-body",
+    type=click.IntRange(min=1024),
+    default=32 << 20,
+    metavar="BYTES",
+    help="Of a request. [32 MiB]",
+)
+@option(
+    LIMITS,
+    "--request-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Seconds a request may take. [any]",
+)
+@option(
+    LIMITS,
+    "--patience",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    metavar="S",
+    help="Seconds for requests to end at the end. [30]",
+)
+@option(
+    LIMITS,
+    "--max-kept",
+    type=click.IntRange(min=0),
+    default=64 << 20,
+    metavar="BYTES",
+    help="Of responses to go on with. [64 MiB]",
+)
+@option(
+    SERVER,
+    "--tool-parser",
+    type=click.Choice(TOOL_PARSERS),
+    default=AUTO,
+    help="How the model writes tool calls. [as its template]",
+)
+@option(
+    SERVER,
+    "--reasoning-parser",
+    type=click.Choice(REASONING_PARSERS),
+    default=AUTO,
+    help="And its reasoning. [as its template]",
+)
+@option(
+    REPLICAS,
+    "--replicas",
+    callback=_replicas,
+    metavar="N",
+    help="So many engines, on Ray; MIN:MAX: as there is work. [one, without]",
+)
+@option(
+    REPLICAS,
+    "--ray-address",
+    metavar="ADDRESS",
+    help="Of a cluster, on a machine of it; auto finds it. [a new one, here]",
+)
+@option(
+    REPLICAS,
+    "--replica-cpus",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help="CPUs of each. [equal parts; 1 with GPUs]",
+)
+@option(
+    REPLICAS,
+    "--scale-up-after",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    metavar="S",
+    help="Seconds with work for more. [30]",
+)
+@option(
+    REPLICAS,
+    "--scale-down-after",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    metavar="S",
+    help="Seconds with too little. [600]",
+)
+@option(
+    SERVER,
+    "--quiet",
+    "-q",
+    is_flag=True,
+    help="Do not print device and memory sizing, nor a line for each request.",
+)
+@option(
+    LOG,
+    "--log-format",
+    type=click.Choice(FORMATS),
+    default="text",
+    help="A line of text or a JSON object for each event. [text]",
+)
+@option(
+    LOG, "--log-level", type=click.Choice(LEVELS), help="What to tell at least. [info; with --quiet warning]"
+)
 @engine_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
-    """Serve MODEL, a Hugging Face checkpoint directory, or without it the small model that comes with penstock.
+    """Serve MODEL, a Hugging Face checkpoint directory, or without it the small model that comes with
+    penstock.
 
-    /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /health says that the server is alive,
-    /ready that its model is loaded. The first Ctrl-C, or SIGTERM, lets requests end; a second one does not.
+    /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /tokenize and /detokenize; /health says
+    that the server is alive, /ready that its model is loaded. The first Ctrl-C, or SIGTERM, lets requests
+    end; a second one does not.
     """
     asked = ctx.params
     try:
@@ -98,7 +222,9 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         from penstock.server.watching.logs import last_line, logged, note
         from penstock.server.watching.telemetry import traced
     except ModuleNotFoundError as missing:
-        raise ConfigError(f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'") from missing
+        raise ConfigError(
+            f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
+        ) from missing
     from penstock.api.llm import SHIPPED_MODEL  # torch, after what could be checked without it
 
     model = SHIPPED_MODEL if asked["model"] is None else asked["model"]
@@ -106,14 +232,23 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     names = asked["names"] or (model.resolve().name,)
     parsers = asked["tool_parser"], asked["reasoning_parser"]
     there = Settings(
-        tuple(names), api_keys(ctx), asked["max_body"], *parsers, asked["max_kept"], asked["allow_hosts"], asked["share_prefixes"]
+        tuple(names),
+        api_keys(ctx),
+        asked["max_body"],
+        *parsers,
+        asked["max_kept"],
+        asked["allow_hosts"],
+        asked["share_prefixes"],
     )
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
-            f"{asked['host']} can be reached from other machines, and there are no keys; name a file of them with --api-keys, or say "
+            f"{asked['host']} can be reached from other machines, and there are no keys; name a file of "
+            "them with --api-keys, or say "
             "--without-keys if anybody may use this server"
         )
-    listening = Listening(asked["host"], asked["port"], asked["queue"], asked["patience"], asked["request_timeout"])
+    listening = Listening(
+        asked["host"], asked["port"], asked["queue"], asked["patience"], asked["request_timeout"]
+    )
     quiet, as_json = asked["quiet"], asked["log_format"] == "json"
     session = ctx.find_object(Session)
     if session is not None and as_json:
@@ -130,12 +265,27 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if as_json and session is not None and session.read is not None:
             note("settings", file=str(session.read))
         if not there.keys and asked["host"] not in LOOPBACK:
-            _LOG.warning("whoever reaches %s may use this server; --api-keys would ask for a key", asked["host"])
-        if asked["replicas"] is None and (asked["ray_address"] is not None or asked["replica_cpus"] is not None):
-            raise ConfigError("--ray-address and --replica-cpus are for replicas; say how many with --replicas, or leave them out")
+            _LOG.warning(
+                "whoever reaches %s may use this server; --api-keys would ask for a key", asked["host"]
+            )
+        if asked["replicas"] is None and (
+            asked["ray_address"] is not None or asked["replica_cpus"] is not None
+        ):
+            raise ConfigError(
+                "--ray-address and --replica-cpus are for replicas; say how many with --replicas, or leave "
+                "them out"
+            )
         if asked["replicas"] is not None:
             crew = _crew(asked, config, names[0])
-            serve(crew.load, there, listening, ready=tell_ready, tellers=tellers, desk=crew.desk, give_up=crew.give_up)
+            serve(
+                crew.load,
+                there,
+                listening,
+                ready=tell_ready,
+                tellers=tellers,
+                desk=crew.desk,
+                give_up=crew.give_up,
+            )
             return
         load_model = partial(load, config, quiet=quiet or as_json)
         if config.tensor_parallel > 1 and (place := launched()) is not None and place.rank:
@@ -147,15 +297,27 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
     """The replicas that were asked for. Raises ConfigError."""
     if launched() is not None:
-        raise ConfigError("replicas are started by Ray, and this process was by torchrun; start one penstock serve, without torchrun")
+        raise ConfigError(
+            "replicas are started by Ray, and this process was by torchrun; start one penstock serve, "
+            "without torchrun"
+        )
     try:
         from penstock.server.fleet.replicas import Replicas
     except ModuleNotFoundError as missing:
-        raise ConfigError("replicas need ray, which is not installed; pip install 'penstock[ray]'") from missing
+        raise ConfigError(
+            "replicas need ray, which is not installed; pip install 'penstock[ray]'"
+        ) from missing
     from penstock.server.fleet.scale import Scale
 
     least, most = asked["replicas"]
-    scale = Scale(least, most, asked["ray_address"], asked["replica_cpus"], asked["scale_up_after"], asked["scale_down_after"])
+    scale = Scale(
+        least,
+        most,
+        asked["ray_address"],
+        asked["replica_cpus"],
+        asked["scale_up_after"],
+        asked["scale_down_after"],
+    )
     return Replicas(config, scale, name, asked["patience"])
 
 
@@ -164,7 +326,8 @@ def keys_in_environment() -> tuple[Key, ...]:
 
 
 def api_keys(ctx: click.Context) -> tuple[Key, ...]:
-    """Of which a client must send one: from the file that was typed, else from the environment, else from the file that settings name.
+    """Of which a client must send one: from the file that was typed, else from the environment, else from the
+    file that settings name.
 
     Raises ConfigError."""
     file: Path | None = ctx.params["api_keys"]
@@ -174,7 +337,9 @@ def api_keys(ctx: click.Context) -> tuple[Key, ...]:
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as fault:
-        raise ConfigError(f"the API keys in {file} cannot be read: {fault}; give a file of keys, one a line") from fault
+        raise ConfigError(
+            f"the API keys in {file} cannot be read: {fault}; give a file of keys, one a line"
+        ) from fault
     if not lines:
         raise ConfigError(f"{file} has no API key in it; write one a line, or leave --api-keys out")
     return tuple({key.secret: key for key in (_key(line, file) for line in lines)}.values())
@@ -185,5 +350,8 @@ def _key(line: str, file: Path) -> Key:
     text, tab, granted = line.partition("\t")
     name, _, number = granted.strip().partition("=")
     if tab and (name != "priority" or not re.fullmatch(r"-?\d{1,9}", number)):
-        raise ConfigError(f"behind a key in {file} stands {granted.strip()[:40]!r}; write priority=NUMBER behind a tab, or nothing")
+        raise ConfigError(
+            f"behind a key in {file} stands {granted.strip()[:40]!r}; write priority=NUMBER behind a tab, "
+            "or nothing"
+        )
     return Key(text.strip().encode(), int(number) if tab else 0)

@@ -1,4 +1,5 @@
-"""What may go to a terminal: text without control characters, remarks on stderr, and Ctrl-C as a wish rather than an exception."""
+"""What may go to a terminal: text without control characters, remarks on stderr, and Ctrl-C as a wish rather
+than an exception."""
 
 import signal
 import sys
@@ -12,7 +13,9 @@ import click
 from penstock.base.errors import RequestError
 
 # Shown as the pictures Unicode has for them: a model's output must not move the cursor or rename the window.
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(
+    range(0x7F, 0xA0), 0xFFFD
+)
 
 
 def one_line(text: str) -> str:
@@ -21,13 +24,17 @@ def one_line(text: str) -> str:
 
 
 def say(text: str, *, faint: bool = False) -> None:
-    """A line to the person at the terminal, on stderr. Where that cannot be written to, there is nobody to read it."""
+    """A line to the person at the terminal, on stderr. Where that cannot be written to, there is nobody to
+    read it."""
     with suppress(OSError):
-        click.echo(click.style(text, dim=True) if faint else text, err=True)  # without colours where it is no terminal
+        click.echo(
+            click.style(text, dim=True) if faint else text, err=True
+        )  # without colours where it is no terminal
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person is at the other end. A standard stream can be None: closed before the process began."""
+    """Whether a person is at the other end. A standard stream can be None: closed before the process
+    began."""
     return stream is not None and stream.isatty()
 
 
@@ -38,7 +45,9 @@ def write(text: str, *, bold: bool = False) -> None:
         text = click.style(text, bold=True) if text and bold else text
     if text:
         if sys.stdout is None:
-            raise RequestError("the output was to go to stdout, which is closed; leave it open, or send it to /dev/null")
+            raise RequestError(
+                "the output was to go to stdout, which is closed; leave it open, or send it to /dev/null"
+            )
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -54,7 +63,8 @@ def undisturbed() -> Iterator[None]:
 
 
 class Interrupt:
-    """Ctrl-C inside this `with` block: the first is only noted in `asked`, the second raises KeyboardInterrupt."""
+    """Ctrl-C inside this `with` block: the first is only noted in `asked`, the second raises
+    KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -68,5 +78,7 @@ class Interrupt:
             raise KeyboardInterrupt
         self.asked = True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         signal.signal(signal.SIGINT, self._before)

@@ -1,4 +1,5 @@
-"""Builds an engine from a Config: finds out what there is, sizes everything, constructs the parts. It decides no policy of its own."""
+"""Builds an engine from a Config: finds out what there is, sizes everything, constructs the parts. It decides
+no policy of its own."""
 
 import json
 import shutil
@@ -24,7 +25,15 @@ from penstock.engine.contexts import LongRoom, keeps
 from penstock.engine.engine import Engine, Ranks
 from penstock.engine.placing import Model, Override, Placed, Say, place
 from penstock.engine.settling import Settled, settle
-from penstock.engine.team import Collectives, Place, described, device_of, open_described, share_threads, team_config
+from penstock.engine.team import (
+    Collectives,
+    Place,
+    described,
+    device_of,
+    open_described,
+    share_threads,
+    team_config,
+)
 from penstock.kv.carrier import Carrier, Streams
 from penstock.kv.keys import root_key
 from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
@@ -83,19 +92,31 @@ def boot(
     loading: Loading | None = None,
     guide: Guide | None = None,
 ) -> Booted:
-    """Everything from a frozen Config and an open checkpoint or pack to a running engine. `say` is told what was decided. Without a `guide`
-    outputs have no structure.
+    """Everything from a frozen Config and an open checkpoint or pack to a running engine. `say` is told what
+    was decided. Without a `guide` outputs have no structure.
 
-    Of a Shape the weights are random. config.model is not looked at: the model has been found by now. A pack is closed with the engine.
-    Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
+    Of a Shape the weights are random. config.model is not looked at: the model has been found by now. A pack
+    is closed with the engine. Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
     """
     begin = time.perf_counter()
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it
         if config.tensor_parallel == 1:
-            part = _part(config, model, Place(choose_device(config.device)), opened, say, trace, override, loading, guide)
+            part = _part(
+                config,
+                model,
+                Place(choose_device(config.device)),
+                opened,
+                say,
+                trace,
+                override,
+                loading,
+                guide,
+            )
             ranks: Ranks = part.runner
         else:
-            part, ranks = _team(team_config(config, model), model, opened, say, trace, override, loading, guide)
+            part, ranks = _team(
+                team_config(config, model), model, opened, say, trace, override, loading, guide
+            )
         settled, budget, far = part.settled, part.budget, part.settled.far
         scheduler = _scheduler(config, settled, budget, part.root, part.store)
         engine = Engine(scheduler, ranks, _notes(scheduler.tiers.rates, part, ranks=config.tensor_parallel))
@@ -105,12 +126,25 @@ def boot(
         say(f"long contexts: {far}")
     longest, length = engine.scheduler.longest, settled.limits.max_length
     if longest < length:
-        say(f"the longest request is {longest:,} tokens, less than the context of {length:,}: KV has no room for more")
-    return Booted(engine, settled.spec, settled.device, settled.dtype, budget, settled.limits, part.weights, time.perf_counter() - begin)
+        say(
+            f"the longest request is {longest:,} tokens, less than the context of {length:,}: KV has no "
+            "room for more"
+        )
+    return Booted(
+        engine,
+        settled.spec,
+        settled.device,
+        settled.dtype,
+        budget,
+        settled.limits,
+        part.weights,
+        time.perf_counter() - begin,
+    )
 
 
 def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override | None) -> None:
-    """All that another rank does, in a process of its own: its part of the model, and then what rank 0 says."""
+    """All that another rank does, in a process of its own: its part of the model, and then what rank 0
+    says."""
     from penstock.worker.rank import serve
 
     with ExitStack() as opened:
@@ -119,7 +153,16 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override 
         model = open_described(what, config.cache.expanduser())
         group = seat.group(device)
         try:
-            part = _part(config, model, Place(device, Shard(seat.rank, seat.ranks), group), opened, lambda _: None, None, override, None)
+            part = _part(
+                config,
+                model,
+                Place(device, Shard(seat.rank, seat.ranks), group),
+                opened,
+                lambda _: None,
+                None,
+                override,
+                None,
+            )
             serve(seat.receive, part.runner, group)
         except BaseException:
             group.abort()  # As in rank 0.
@@ -137,7 +180,8 @@ def _team(
     loading: Loading | None,
     guide: Guide | None,
 ) -> "tuple[_Part, Leader]":
-    """Rank 0's part, and all ranks as one. The processes of the others have been started, unless torchrun has."""
+    """Rank 0's part, and all ranks as one. The processes of the others have been started, unless torchrun
+    has."""
     from penstock.parallel.launch import launch
     from penstock.worker.rank import Leader
 
@@ -160,7 +204,10 @@ def _team(
         if told is fault:
             raise
         raise told from fault
-    say(f"tensor parallel: {crew.ranks} ranks, this one with {format_size(part.weights.bytes + part.weights.host_bytes)} of weights")
+    say(
+        f"tensor parallel: {crew.ranks} ranks, this one with "
+        f"{format_size(part.weights.bytes + part.weights.host_bytes)} of weights"
+    )
     return part, Leader(part.runner, crew, group, last.close)
 
 
@@ -187,7 +234,8 @@ def _part(
     loading: Loading | None,
     guide: Guide | None = None,
 ) -> _Part:
-    """Closed with `opened`. Every rank's is made in the same steps, since they compute together when the largest step is measured."""
+    """Closed with `opened`. Every rank's is made in the same steps, since they compute together when the
+    largest step is measured."""
     with plain_torch(not config.kernels):
         return _made(config, model, place, opened, say, trace, override, loading, guide)
 
@@ -207,17 +255,34 @@ def _made(
     opened.callback(lift_cap, device)
     prepare(device)
     if device.type == "cuda" and not kernels_of(device):
-        say(f"kernels: none of our own, {'since there is no Triton' if config.kernels else 'as asked'}; plain torch computes")
+        say(
+            f"kernels: none of our own, {'since there is no Triton' if config.kernels else 'as asked'}; "
+            "plain torch computes"
+        )
     settled = settle(config, model, device, say, place.shard)
     collectives = place.collectives(settled.spec, settled.dtype)
     if collectives is not None and device.type == "cuda":
-        say(f"sums over ranks: {f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL")
+        say(
+            "sums over ranks: "
+            f"{f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL"
+        )
     runner = _runner(settled, place, collectives, guide, kernels=config.kernels)
     opened.callback(runner.detach)
-    part = replace(local_spec(settled.spec, place.shard), vocab_size=settled.spec.vocab_size)  # Logits are of all tokens on every rank.
+    part = replace(
+        local_spec(settled.spec, place.shard), vocab_size=settled.spec.vocab_size
+    )  # Logits are of all tokens on every rank.
     longest, most = settled.limits.max_length, settled.limits.max_step_tokens
     recorded = _may_record(config, settled)
-    ahead = partial(compile_ahead, part, settled.layouts, settled.kv, device, longest=longest, most_tokens=most, recorded=recorded)
+    ahead = partial(
+        compile_ahead,
+        part,
+        settled.layouts,
+        settled.kv,
+        device,
+        longest=longest,
+        most_tokens=most,
+        recorded=recorded,
+    )
     ahead(early=_early(settled))
     give_back(device)
     demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
@@ -247,7 +312,9 @@ def _made(
     return _Part(settled, runner, weights, budget, root, store)
 
 
-def _runner(settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None, *, kernels: bool) -> Runner:
+def _runner(
+    settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None, *, kernels: bool
+) -> Runner:
     """Without weights and KV, which are attached when there are any."""
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     policies = far.policies if far else None
@@ -261,13 +328,18 @@ def _runner(settled: Settled, place: Place, collectives: Collectives | None, gui
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
     )
     decoder = Decoder(spec, place.shard, collectives)
-    sampler = Sampler(spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None, guide)
+    sampler = Sampler(
+        spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None, guide
+    )
     return Runner(decoder, inputs, sampler, device, kernels=kernels)
 
 
-def _record(config: Config, settled: Settled, runner: Runner, say: Say, *, experts_rest: bool, all_stay: bool) -> None:
-    """Graphs of decode steps, where there may be any, and of short prompts where the host would hold them up: not where weights stream.
-    experts_rest, all_stay: on the devices of all ranks, which record alike or not at all."""
+def _record(
+    config: Config, settled: Settled, runner: Runner, say: Say, *, experts_rest: bool, all_stay: bool
+) -> None:
+    """Graphs of decode steps, where there may be any, and of short prompts where the host would hold them up:
+    not where weights stream. experts_rest, all_stay: on the devices of all ranks, which record alike or not
+    at all."""
     device, limits = settled.device, settled.limits
     if device.type != "cuda" or not config.graphs:
         return
@@ -275,11 +347,14 @@ def _record(config: Config, settled: Settled, runner: Runner, say: Say, *, exper
     if reason:
         say(f"graphs: none; every kernel is launched by itself, since {reason}")
         return
-    graphs = runner.record(limits.max_sequences, limits.max_step_tokens, limits.max_length, record_runs=all_stay)
+    graphs = runner.record(
+        limits.max_sequences, limits.max_step_tokens, limits.max_length, record_runs=all_stay
+    )
     counts, runs = graphs.counts, graphs.runs
     prompts = f", and prompts of up to {runs[0]} tokens, {len(runs)} of them" if runs and all_stay else ""
     say(
-        f"graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, recorded in {graphs.seconds:.2f} s, "
+        f"graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, recorded in "
+        f"{graphs.seconds:.2f} s, "
         f"{format_size(graphs.bytes)}"
     )
 
@@ -294,7 +369,12 @@ def _demand(config: Config, settled: Settled, runner: Runner, *, taken: int) -> 
     limits, far = settled.limits, settled.far
     graphs = 0
     if _may_record(config, settled):
-        graphs = graph_bytes(settled.spec, settled.dtype, limits.max_sequences, limits.max_step_tokens if settled.may_rest else 0)
+        graphs = graph_bytes(
+            settled.spec,
+            settled.dtype,
+            limits.max_sequences,
+            limits.max_step_tokens if settled.may_rest else 0,
+        )
     return Demand(
         activations=_activation_peak(settled, runner) + (far.device_bytes if far else 0) + graphs + taken,
         block_bytes=settled.kv.block_bytes,
@@ -311,26 +391,36 @@ def _early(settled: Settled) -> bool:
 
 
 def _activation_peak(settled: Settled, runner: Runner) -> int:
-    """Bytes the largest step takes, measured by running it through one layer of each kind: the others take the same again.
+    """Bytes the largest step takes, measured by running it through one layer of each kind: the others take
+    the same again.
 
-    On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's memory. Routings of a
-    mixture need not be tried: what its rows take is allocated by the number of tokens alone.
+    On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's
+    memory. Routings of a mixture need not be tried: what its rows take is allocated by the number of tokens
+    alone.
 
-    On a CPU tensors are counted, twice: a heap from which tensors of other sizes have come and gone was seen to grow to 1.75 times what one
-    step takes, and holes go back only after a step (see Heap). Beside them count HEAP, since it grew by 4 MiB however little a step takes,
-    and what libraries take once and keep. No part of this is read from the process's pages, so the same settings on the same machine give
-    the same bytes in any process.
+    On a CPU tensors are counted, twice: a heap from which tensors of other sizes have come and gone was seen
+    to grow to 1.75 times what one step takes, and holes go back only after a step (see Heap). Beside them
+    count HEAP, since it grew by 4 MiB however little a step takes, and what libraries take once and keep. No
+    part of this is read from the process's pages, so the same settings on the same machine give the same
+    bytes in any process.
     """
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     kinds = dict[tuple[int | None, bool], list[int]]()
     for layer in range(spec.layers):
         kinds.setdefault((spec.windows[layer], spec.is_moe(layer)), []).append(layer)
-    layers = tuple(sorted(layer for those in kinds.values() for layer in those[: 2 if device.type == "cuda" else 1]))
+    layers = tuple(
+        sorted(layer for those in kinds.values() for layer in those[: 2 if device.type == "cuda" else 1])
+    )
     peak = least_activations(spec, settled.dtype, limits.max_step_tokens, limits.max_sequences)
     for room in (None, far) if far else (None,):
         carrier = _carrier(replace(room, blocks=1, disk=None), device, None, None) if room else None
         try:
-            runner.attach(Blank(settled.layouts, settled.dtype, device), KVPool(settled.kv, 1, device), carrier, early=_early(settled))
+            runner.attach(
+                Blank(settled.layouts, settled.dtype, device),
+                KVPool(settled.kv, 1, device),
+                carrier,
+                early=_early(settled),
+            )
             sizes = {
                 "max_step_tokens": limits.max_step_tokens,
                 "max_sequences": limits.max_sequences,
@@ -338,9 +428,12 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
                 "block_size": limits.block_size,
             }
             plan = largest_step(**sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
-            # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled kernels.
+            # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled
+            # kernels.
             peak = max(peak, _peak(device, partial(runner.run, plan, layers)))
-            if device.type == "cuda" and room is None:  # Kernels are compiled now, not in the midst of a request.
+            if (
+                device.type == "cuda" and room is None
+            ):  # Kernels are compiled now, not in the midst of a request.
                 for plan in small_steps(**sizes):
                     peak = max(peak, _peak(device, partial(runner.run, plan)))
         finally:
@@ -356,7 +449,8 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:
-    """Bytes that a step takes. Raises BudgetError if there is no memory for it, even without weights and KV."""
+    """Bytes that a step takes. Raises BudgetError if there is no memory for it, even without weights and
+    KV."""
     try:
         return peak_of(device, work)
     except Exception as fault:
@@ -366,7 +460,14 @@ def _peak(device: torch.device, work: Callable[[], object]) -> int:
 
 
 def _placed(
-    config: Config, model: Model, settled: Settled, demand: Demand, *, say: Say, override: Override | None, loading: Loading | None
+    config: Config,
+    model: Model,
+    settled: Settled,
+    demand: Demand,
+    *,
+    say: Say,
+    override: Override | None,
+    loading: Loading | None,
 ) -> Placed:
     """Where weights rest, in what the demand leaves of the device."""
     layouts, far = settled.layouts, settled.far
@@ -428,7 +529,8 @@ def _carrier(far: LongRoom, device: torch.device, trace: Trace | None, store: Bl
 
 
 def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say) -> BlockStore | None:
-    """Of blocks that outlive the process, if there is room for any. Where another process writes it, it is only read."""
+    """Of blocks that outlive the process, if there is room for any. Where another process writes it, it is
+    only read."""
     far = settled.far
     if far is None or not far.store_bytes:
         return None
@@ -441,7 +543,8 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
         "layers": settled.spec.layers,
         "kv_heads": settled.spec.kv_heads,
         "head_dim": settled.spec.head_dim,
-        "digest_of": "every byte of the weights, architecture and rope, dtype, layout of KV, attention policies",
+        "digest_of": "every byte of the weights, architecture and rope, dtype, layout of KV, attention "
+        "policies",
     }
     secret = secret_in(config.cache.expanduser())
     try:
@@ -451,17 +554,24 @@ def _store(config: Config, model: Model, settled: Settled, root: bytes, say: Say
         return BlockStore.open(directory, root, size, far.store_bytes, secret=secret, read_only=True)
     free = shutil.disk_usage(directory).free
     if store.stats.real_bytes + free < far.store_bytes:
-        say(f"{directory} has {format_size(free)} free, less than blocks may take there: what does not fit is not kept")
+        say(
+            f"{directory} has {format_size(free)} free, less than blocks may take there: what does not fit "
+            "is not kept"
+        )
     return store
 
 
 def _notes(rates: Rates, part: _Part, *, ranks: int) -> Callable[[], None] | None:
-    """Rates begin where those of the process before have ended, if it kept blocks where this one does; what is to be done in the end so
-    that the next can do the same."""
+    """Rates begin where those of the process before have ended, if it kept blocks where this one does; what
+    is to be done in the end so that the next can do the same."""
     store, device = part.store, part.settled.device
     if store is None:
         return None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     by = f"{ranks} x {name}, {'all' if part.weights.all_stay else 'some'} weights there"
     with suppress(ValueError, RecursionError, ArithmeticError):
         told = json.loads(store.noted())
@@ -471,15 +581,20 @@ def _notes(rates: Rates, part: _Part, *, ranks: int) -> Callable[[], None] | Non
 
 
 def _outlives(settled: Settled) -> bool:
-    """Whether KV is kept where another process may find it, so that its name must tell the model from every other."""
+    """Whether KV is kept where another process may find it, so that its name must tell the model from every
+    other."""
     return settled.far is not None and settled.far.store_bytes > 0
 
 
-def _root(config: Config, model: Model, settled: Settled, say: Say = lambda _: None, *, blocks: int = 0) -> bytes:
-    """The key that all KV keys begin with: a digest of all that the meaning of KV depends on but tokens. The weights are part of it only
-    where KV outlives the process, since to know them every byte of a checkpoint is hashed. Raises CheckpointError.
+def _root(
+    config: Config, model: Model, settled: Settled, say: Say = lambda _: None, *, blocks: int = 0
+) -> bytes:
+    """The key that all KV keys begin with: a digest of all that the meaning of KV depends on but tokens. The
+    weights are part of it only where KV outlives the process, since to know them every byte of a checkpoint
+    is hashed. Raises CheckpointError.
 
-    blocks: KV blocks of the device. Under a policy KV also depends on what is there, and not on the host, and on how it is cut."""
+    blocks: KV blocks of the device. Under a policy KV also depends on what is there, and not on the host, and
+    on how it is cut."""
     fingerprint = b""
     if _outlives(settled):
         fingerprint = model.fingerprint()
@@ -487,18 +602,33 @@ def _root(config: Config, model: Model, settled: Settled, say: Say = lambda _: N
             found = model.digests()
             if found.hashed_bytes:
                 lasting = f"; not remembered, since {found.forgettable}" if found.forgettable else ""
-                say(f"identity of the weights: {format_size(found.hashed_bytes)} hashed in {found.seconds:.2f} s{lasting}")
+                say(
+                    f"identity of the weights: {format_size(found.hashed_bytes)} hashed in "
+                    f"{found.seconds:.2f} s{lasting}"
+                )
             model.expect_unchanged()
     policies: tuple[object, ...] = config.attention_policy, config.prefill_policy, config.missed_limit
     far = settled.far
     if far is not None and far.policies is not None:
-        policies += config.sketch_bits, blocks, far.tile_tokens, far.chunk_tokens, settled.limits.max_step_tokens
-    return root_key(fingerprint, settled.spec, settled.dtype, config.block_size, config.host_kv_dtype, policies)
+        policies += (
+            config.sketch_bits,
+            blocks,
+            far.tile_tokens,
+            far.chunk_tokens,
+            settled.limits.max_step_tokens,
+        )
+    return root_key(
+        fingerprint, settled.spec, settled.dtype, config.block_size, config.host_kv_dtype, policies
+    )
 
 
-def _scheduler(config: Config, settled: Settled, budget: Budget, root: bytes, store: BlockStore | None) -> Scheduler:
+def _scheduler(
+    config: Config, settled: Settled, budget: Budget, root: bytes, store: BlockStore | None
+) -> Scheduler:
     rope, far, size = settled.spec.rope, settled.far, config.block_size
-    prefixes = PrefixRule(root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None)
+    prefixes = PrefixRule(
+        root, config.prefix_cache, rope.original_length if rope.kind is RopeKind.DYNAMIC else None
+    )
     host = HostLedger(far.blocks + far.on_disk, far.on_disk, size) if far else None
     disk = None
     if store is not None:
@@ -514,6 +644,7 @@ def _scheduler(config: Config, settled: Settled, budget: Budget, root: bytes, st
         alike=far is None or far.layout.rounded_from is None,
         store=kept,
         disk=disk,
-        doubles_at=doubles_at(settled.spec, settled.layouts) * settled.shard.ranks,  # Of matrices a rank has but a part.
+        doubles_at=doubles_at(settled.spec, settled.layouts)
+        * settled.shard.ranks,  # Of matrices a rank has but a part.
         check=config.check,
     )

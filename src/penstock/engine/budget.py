@@ -1,4 +1,5 @@
-"""How the memory budget is divided: weights first, then the activations of the largest step, and KV blocks from what is left."""
+"""How the memory budget is divided: weights first, then the activations of the largest step, and KV blocks
+from what is left."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ LEAST_TOKENS = 2048
 GROWTH = 512 << 20
 """Host memory that the process still takes after boot, beside weights."""
 CPU_RING_PART = 8
-"""Of a CPU's memory for weights, at most one part in so many is for the ring through which they stream from disk."""
+"""Of a CPU's memory for weights, at most one part in so many is for the ring through which they stream from
+disk."""
 KV_PART = 8
-"""Where weights stream, one part in so many of the device is for KV: enough for several sequences, little more to stream."""
+"""Where weights stream, one part in so many of the device is for KV: enough for several sequences, little
+more to stream."""
 HEAP = 8 << 20
 """Bytes by which a CPU's heap grows beside what steps take."""
 
@@ -42,8 +45,10 @@ class Budget:
 
     def __str__(self) -> str:
         return (
-            f"{format_size(self.total)}: weights {format_size(self.weights)}, activations {format_size(self.activations)}, "
-            f"KV {format_size(self.kv)} = {self.blocks:,} blocks of {self.block_size} tokens ({format_size(self.block_bytes)} each), "
+            f"{format_size(self.total)}: weights {format_size(self.weights)}, activations "
+            f"{format_size(self.activations)}, "
+            f"KV {format_size(self.kv)} = {self.blocks:,} blocks of {self.block_size} tokens "
+            f"({format_size(self.block_bytes)} each), "
             f"{self.kv_tokens:,} tokens"
         )
 
@@ -52,8 +57,8 @@ class Budget:
 class Demand:
     """What the device must hold besides weights.
 
-    activations: bytes of the largest step. useful_blocks: KV blocks that could ever be filled. fixed_blocks: just so many, if asked for.
-    length: the longest sequence that was asked for, None if nobody said.
+    activations: bytes of the largest step. useful_blocks: KV blocks that could ever be filled. fixed_blocks:
+    just so many, if asked for. length: the longest sequence that was asked for, None if nobody said.
     """
 
     activations: int
@@ -72,21 +77,26 @@ class Demand:
 
 
 def goes_to_host(kv: int, total: int, resident: int) -> bool:
-    """Whether so many bytes of KV of one sequence are to rest in host memory: they fit neither beside what is resident, all weights and
-    the largest step, nor into the part of the device that KV has where weights stream."""
+    """Whether so many bytes of KV of one sequence are to rest in host memory: they fit neither beside what is
+    resident, all weights and the largest step, nor into the part of the device that KV has where weights
+    stream."""
     return kv > max(total - resident, total // KV_PART)
 
 
 def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, host_is_device: bool) -> int:
     """Bytes that weights may take on the device: all of theirs, if the least KV fits beside them.
 
-    Otherwise what a fair share of KV leaves to resident weights and the ring that the others stream through; where that is too little for
-    two groups, what the least KV leaves; where that is too little for one, what a single block leaves. `host_is_device`: the ring on the
-    way from disk takes of it as well, as on a CPU.
+    Otherwise what a fair share of KV leaves to resident weights and the ring that the others stream through;
+    where that is too little for two groups, what the least KV leaves; where that is too little for one, what
+    a single block leaves. `host_is_device`: the ring on the way from disk takes of it as well, as on a CPU.
     Raises BudgetError if not even one group fits.
     """
     sizes = [padded(layout) for layout in layouts]
-    free, largest, ring = total - demand.activations, max(sizes), _least_cpu_ring(layouts) if host_is_device else 0
+    free, largest, ring = (
+        total - demand.activations,
+        max(sizes),
+        _least_cpu_ring(layouts) if host_is_device else 0,
+    )
     if sum(sizes) <= free - demand.least_blocks * demand.block_bytes:
         return sum(sizes)
     if demand.fixed_blocks is not None:
@@ -101,15 +111,18 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
     if room < largest + ring:
         way = f" and {format_size(ring)} on its way from disk" if ring else ""
         raise BudgetError(
-            f"the budget of {format_size(total)} is too small for one group of weights, {format_size(largest)}{way}, beside "
-            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.activations)} for the largest step; "
+            f"the budget of {format_size(total)} is too small for one group of weights, "
+            f"{format_size(largest)}{way}, beside "
+            f"{format_size(choices[-1] * demand.block_bytes)} of KV and {format_size(demand.activations)} "
+            "for the largest step; "
             f"allow more memory, fewer KV blocks, or fewer tokens a step"
         )
     return room
 
 
 def cpu_ring(room: int, layouts: Sequence[GroupLayout]) -> int:
-    """Bytes of a CPU's `room` for weights that go to the ring, and the slots for experts, through which they stream from disk."""
+    """Bytes of a CPU's `room` for weights that go to the ring, and the slots for experts, through which they
+    stream from disk."""
     most = HOST_SLOTS[0] * piece_of(layouts)
     return _least_cpu_ring(layouts) + max(min(most, room // CPU_RING_PART) - 2 * piece_of(layouts), 0)
 
@@ -121,10 +134,12 @@ def _least_cpu_ring(layouts: Sequence[GroupLayout]) -> int:
 
 
 def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
-    """About the bytes that the largest step takes: what was measured on a GPU for models of 70B shape, within some ten per cent.
+    """About the bytes that the largest step takes: what was measured on a GPU for models of 70B shape, within
+    some ten per cent.
 
-    That of a layer is three quarters more than what enters and leaves its products. Sampling with a sorted vocabulary takes about 19
-    numbers for each logit, log-probabilities of a prompt two for each of up to 64 positions.
+    That of a layer is three quarters more than what enters and leaves its products. Sampling with a sorted
+    vocabulary takes about 19 numbers for each logit, log-probabilities of a prompt two for each of up to 64
+    positions.
     """
     layer = least_activations(spec, dtype, max_step_tokens, 0) * 7 // 4
     logits = spec.vocab_size * 4
@@ -132,7 +147,8 @@ def usual_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_seq
 
 
 def on_heap(tensors: int, buffers: int) -> int:
-    """Bytes that a step takes of a CPU's memory if its tensors take `tensors` at their peak and libraries keep `buffers`.
+    """Bytes that a step takes of a CPU's memory if its tensors take `tensors` at their peak and libraries
+    keep `buffers`.
 
     Twice the tensors' bytes, since what they give back is not always used again by the next step.
     """
@@ -140,20 +156,24 @@ def on_heap(tensors: int, buffers: int) -> int:
 
 
 def least_activations(spec: ModelSpec, dtype: str, max_step_tokens: int, max_sequences: int) -> int:
-    """Bytes that the largest step takes by the shape alone: what enters and leaves a layer's widest products, and the logits.
+    """Bytes that the largest step takes by the shape alone: what enters and leaves a layer's widest products,
+    and the logits.
 
-    In a mixture each token passes through top_k experts, whichever they are: a row of each expert's width and a row of its output for
-    every pair of a token and an expert.
+    In a mixture each token passes through top_k experts, whichever they are: a row of each expert's width and
+    a row of its output for every pair of a token and an expert.
     """
     inner = max(spec.intermediate_size, spec.query_size)
     wide = 2 * spec.hidden_size + 2 * inner
     if spec.moe is not None:
-        wide = max(wide, 2 * spec.hidden_size + spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size))
+        wide = max(
+            wide, 2 * spec.hidden_size + spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size)
+        )
     return max_step_tokens * wide * DTYPE_BYTES[dtype] + max_sequences * spec.vocab_size * 4
 
 
 def divide(total: int, weights: int, demand: Demand) -> Budget:
-    """The budget, with as many KV blocks as fit beside `weights` bytes and at most the useful ones, or as many as were asked for.
+    """The budget, with as many KV blocks as fit beside `weights` bytes and at most the useful ones, or as
+    many as were asked for.
 
     Raises BudgetError if not even one block fits, or not the fixed number.
     """
@@ -162,12 +182,14 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     taken = f"weights take {format_size(weights)} and the largest step {format_size(demand.activations)}"
     if fixed is not None and fixed > fitting:
         raise BudgetError(
-            f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} {taken}, "
+            f"{fixed} KV blocks of {format_size(block_bytes)} were asked for, but of {format_size(total)} "
+            f"{taken}, "
             f"which leaves room for {fitting}; allow more device memory or fewer blocks"
         )
     if fitting < 1:
         raise BudgetError(
-            f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs {format_size(block_bytes)}; "
+            f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
+            f"{format_size(block_bytes)}; "
             f"allow more device memory, or fewer tokens a step"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed

@@ -1,4 +1,5 @@
-"""Contexts longer than the device holds: how much host memory their KV gets, and in which pieces it passes through the device."""
+"""Contexts longer than the device holds: how much host memory their KV gets, and in which pieces it passes
+through the device."""
 
 from dataclasses import dataclass, replace
 
@@ -25,12 +26,14 @@ _CHUNKS = 1024, 16384
 _MEASURE = 0.2
 """Seconds."""
 _STEP_PART = 4
-"""Of the device's memory, at most one part in so many is for the activations of a step that was not asked for."""
+"""Of the device's memory, at most one part in so many is for the activations of a step that was not asked
+for."""
 
 
 @dataclass(frozen=True, slots=True)
 class LongRoom:
-    """Room for KV in host memory and on disk, and what passes through the device at a time: whole blocks of tokens."""
+    """Room for KV in host memory and on disk, and what passes through the device at a time: whole blocks of
+    tokens."""
 
     layout: KVLayout
     blocks: int
@@ -41,7 +44,8 @@ class LongRoom:
     store_bytes: int = 0
     """Of disk, for blocks that outlive the process."""
     unused_bytes: int = 0
-    """Of disk: what long contexts leave, where that is less than a store of such blocks needs; then there is none."""
+    """Of disk: what long contexts leave, where that is less than a store of such blocks needs; then there is
+    none."""
     policies: Policies | None = None
     most_blocks: int = 0
     """Of a sequence."""
@@ -55,16 +59,21 @@ class LongRoom:
     @property
     def _sketch_bytes(self) -> int:
         """Host memory for the sketches of a block's keys, by which policies choose; 0 without policies."""
-        return sketch_layout(self.layout, self.policies.bits).bytes * self.layout.layers if self.policies else 0
+        return (
+            sketch_layout(self.layout, self.policies.bits).bytes * self.layout.layers if self.policies else 0
+        )
 
     def within(self, there: int) -> "LongRoom":
-        """The same in at most `there` bytes of host memory: with fewer blocks on the host and, where the sketches of those on disk alone
-        take too much, fewer on disk. It has no blocks on the host if there is no room for one."""
+        """The same in at most `there` bytes of host memory: with fewer blocks on the host and, where the
+        sketches of those on disk alone take too much, fewer on disk. It has no blocks on the host if there is
+        no room for one."""
         each, sketches = self.layout.block_bytes + self._sketch_bytes, self._sketch_bytes
         room = self
         if self.disk and sketches:
             beside = there - self.host_bytes + self.blocks * each + self.on_disk * sketches - each
-            room = replace(room, disk=replace(self.disk, blocks=max(min(self.on_disk, beside // sketches), 1)))
+            room = replace(
+                room, disk=replace(self.disk, blocks=max(min(self.on_disk, beside // sketches), 1))
+            )
         return replace(room, blocks=room.blocks - max(-(-(room.host_bytes - there) // each), 0))
 
     @property
@@ -73,42 +82,69 @@ class LongRoom:
 
     @property
     def device_bytes(self) -> int:
-        chosen = chosen_bytes(self.layout, self.tile_tokens, self.most_blocks, self.policies) if self.policies else 0
+        chosen = (
+            chosen_bytes(self.layout, self.tile_tokens, self.most_blocks, self.policies)
+            if self.policies
+            else 0
+        )
         return carrier_bytes(self.layout, self.tile_tokens, self.chunk_tokens) + chosen
 
     def __str__(self) -> str:
         tokens, more = self.blocks * self.layout.block_size, self.on_disk * self.layout.block_size
         kind = " in fp8" if self.layout.rounded_from else ""
-        disk = f"{format_size(self.on_disk * self.layout.layers * record_bytes(self.layout))} on disk for {more:,} more; " if more else ""
+        disk = (
+            f"{format_size(self.on_disk * self.layout.layers * record_bytes(self.layout))} on disk for "
+            f"{more:,} more; "
+            if more
+            else ""
+        )
         if self.store_bytes:
             disk += f"{format_size(self.store_bytes)} on disk keep blocks for later; "
         if self.unused_bytes:
             least = format_size(least_cap(self.layout.block_bytes))
-            disk += f"{format_size(self.unused_bytes)} left on disk keep no blocks for later, which takes {least} or more; "
+            disk += (
+                f"{format_size(self.unused_bytes)} left on disk keep no blocks for later, which takes "
+                f"{least} or more; "
+            )
         return (
             f"{format_size(self.host_bytes)} of host memory hold KV{kind} for {tokens:,} tokens; {disk}"
-            f"{format_size(self.device_bytes)} of the device for tiles of {self.tile_tokens:,} tokens and chunks of {self.chunk_tokens:,}"
+            f"{format_size(self.device_bytes)} of the device for tiles of {self.tile_tokens:,} tokens and "
+            f"chunks of {self.chunk_tokens:,}"
         )
 
 
 def long_room(
-    config: Config, spec: ModelSpec, limits: Limits, layout: KVLayout, device: torch.device, total: int, resident: int
+    config: Config,
+    spec: ModelSpec,
+    limits: Limits,
+    layout: KVLayout,
+    device: torch.device,
+    total: int,
+    resident: int,
 ) -> LongRoom | None:
-    """Host memory for KV: as much as was asked for, or what a sequence of the length that was asked for takes if it does not fit the
-    device. None if nobody needs any.
+    """Host memory for KV: as much as was asked for, or what a sequence of the length that was asked for takes
+    if it does not fit the device. None if nobody needs any.
 
-    total: bytes of the device. resident: what all weights and the largest step take of them. Raises BudgetError, ConfigError.
+    total: bytes of the device. resident: what all weights and the largest step take of them. Raises
+    BudgetError, ConfigError.
     """
     asked, size = config.host_kv_memory, layout.block_size
     policies = _policies(config, spec)  # Refused where they cannot be, whether this room holds KV or not.
     if asked in (0, "0"):
         if config.disk_kv_memory is not None:
-            raise ConfigError("KV comes from disk by way of host memory: allow host_kv_memory beside disk_kv_memory")
+            raise ConfigError(
+                "KV comes from disk by way of host memory: allow host_kv_memory beside disk_kv_memory"
+            )
         return None
     needed = -(-limits.max_length // size)
     if asked is None and config.disk_kv_memory is None:
         fits = not goes_to_host(needed * layout.block_bytes, total, resident)
-        if fits or config.max_length is None or config.kv_blocks is not None or limits.max_step_tokens < max(2, size):
+        if (
+            fits
+            or config.max_length is None
+            or config.kv_blocks is not None
+            or limits.max_step_tokens < max(2, size)
+        ):
             return None
         if device.type == "cpu" and host_room(config, device) == 0:
             return None
@@ -116,7 +152,9 @@ def long_room(
         layout = layout.in_fp8
     if limits.max_step_tokens < max(2, size):
         least = f"a block, {size} tokens" if size > 1 else "2 tokens"
-        raise ConfigError(f"max_step_tokens {limits.max_step_tokens} must be at least {least}, for contexts in host memory")
+        raise ConfigError(
+            f"max_step_tokens {limits.max_step_tokens} must be at least {least}, for contexts in host memory"
+        )
     there, of = _host_memory(config, device, total)
     if asked is None:
         blocks = min(needed, there // layout.block_bytes)
@@ -126,23 +164,33 @@ def long_room(
         wanted = parse_size(asked, whole=total_memory(torch.device("cpu")))
         blocks = _whole_blocks(wanted, layout.block_bytes, "host memory", size)
         if wanted > there:
-            raise BudgetError(f"{format_size(wanted)} of host memory were asked for KV, but {of} {format_size(there)}; ask for less")
+            raise BudgetError(
+                f"{format_size(wanted)} of host memory were asked for KV, but {of} {format_size(there)}; "
+                "ask for less"
+            )
     asked_tile = min(max(config.kv_tile // size, 1), needed) * size if config.kv_tile else 0
     tile = asked_tile or usual_tile(layout, total, needed * size, device.type)
-    room = LongRoom(layout, blocks, tile, limits.max_step_tokens // size * size, policies=policies, most_blocks=needed)
+    room = LongRoom(
+        layout, blocks, tile, limits.max_step_tokens // size * size, policies=policies, most_blocks=needed
+    )
     if config.disk_kv_memory is not None:
         wanted, block = parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)
         if keeps(config):
             on_disk = min(on_disk, max(needed - room.blocks, 0))
             left = wanted - on_disk * block
-            room = replace(room, store_bytes=left) if left >= least_cap(layout.block_bytes) else replace(room, unused_bytes=left)
+            room = (
+                replace(room, store_bytes=left)
+                if left >= least_cap(layout.block_bytes)
+                else replace(room, unused_bytes=left)
+            )
         if on_disk:
             room = replace(room, disk=Disk(on_disk, config.kv_directory.expanduser()))
     room = room.within(there)
     if room.blocks < 1:
         raise BudgetError(
-            f"what KV needs of host memory beside its blocks, {format_size(room.host_bytes - room.blocks * layout.block_bytes)}, leaves "
+            "what KV needs of host memory beside its blocks, "
+            f"{format_size(room.host_bytes - room.blocks * layout.block_bytes)}, leaves "
             f"none for them, since {of} {format_size(there)}; allow more, or smaller tiles and steps"
         )
     return room
@@ -156,15 +204,19 @@ def keeps(config: Config) -> bool:
 def _whole_blocks(wanted: int, block: int, of: str, tokens: int) -> int:
     if wanted < block:
         raise BudgetError(
-            f"{format_size(wanted)} of {of} for KV are less than a block of {tokens} tokens, {format_size(block)}; "
+            f"{format_size(wanted)} of {of} for KV are less than a block of {tokens} tokens, "
+            f"{format_size(block)}; "
             f"allow more, or smaller blocks"
         )
     return wanted // block
 
 
-def measured_chunk(config: Config, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device, total: int) -> int:
-    """Tokens of a chunk whose attention takes twice as long as its tiles take to come from host memory, four times where some come from
-    disk: as link and arithmetic are measured here. A power of two; no more than the largest step's memory and the context allow."""
+def measured_chunk(
+    config: Config, spec: ModelSpec, dtype: str, limits: Limits, device: torch.device, total: int
+) -> int:
+    """Tokens of a chunk whose attention takes twice as long as its tiles take to come from host memory, four
+    times where some come from disk: as link and arithmetic are measured here. A power of two; no more than
+    the largest step's memory and the context allow."""
     kind: torch.dtype = getattr(torch, dtype)
     link, arithmetic = copy_rate(device, seconds=_MEASURE), matmul_rate(device, kind)
     balance = chunk_in_balance(spec, kind.itemsize, link, arithmetic)
@@ -177,7 +229,8 @@ def measured_chunk(config: Config, spec: ModelSpec, dtype: str, limits: Limits, 
 
 
 def chunk_in_balance(spec: ModelSpec, itemsize: int, link: float, arithmetic: float) -> float:
-    """Tokens of a chunk that attend to a key, in all heads, for as long as the key and its value take over the link."""
+    """Tokens of a chunk that attend to a key, in all heads, for as long as the key and its value take over
+    the link."""
     return (2 * spec.kv_heads * itemsize / link) * arithmetic / (4 * spec.heads)
 
 
@@ -186,7 +239,10 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     if rows is None and runs is None:
         return None
     if any(window is not None for window in spec.windows):
-        raise ConfigError("attention policies are for models without sliding windows; leave attention_policy and prefill_policy full")
+        raise ConfigError(
+            "attention policies are for models without sliding windows; leave attention_policy and "
+            "prefill_policy full"
+        )
     return Policies(rows, runs, config.missed_limit, config.sketch_bits, spec.heads)
 
 

@@ -1,7 +1,9 @@
-"""What a step costs on a device beyond the bytes it moves: launches, and the share of the ceilings that kernels reach.
+"""What a step costs on a device beyond the bytes it moves: launches, and the share of the ceilings that
+kernels reach.
 
-`penstock doctor` measures these costs once for a device (`bench.calibration`) and keeps them; `forecast` reckons with them. All of it is
-arithmetic over a model's shape, so a forecast needs neither torch nor the device.
+`penstock doctor` measures these costs once for a device (`bench.calibration`) and keeps them; `forecast`
+reckons with them. All of it is arithmetic over a model's shape, so a forecast needs neither torch nor the
+device.
 """
 
 import json
@@ -21,15 +23,17 @@ from penstock.memory.disk import make_private
 
 FORMAT = 1
 RECORDED_TOKENS = 512
-"""Prompts of up to so many tokens are replayed as CUDA graphs where a dense model is resident; longer ones are launched by the host."""
+"""Prompts of up to so many tokens are replayed as CUDA graphs where a dense model is resident; longer ones
+are launched by the host."""
 MAX_BYTES = 1 << 20
 _UNFIT = re.compile(r"[^A-Za-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """A decode step of `rows` sequences takes `step` seconds, `layer` for each dense layer and `moe_layer` for each with experts, and
-    reads weights, chosen experts and KV at `weight_read`, `expert_read` and `kv_read` bytes/s."""
+    """A decode step of `rows` sequences takes `step` seconds, `layer` for each dense layer and `moe_layer`
+    for each with experts, and reads weights, chosen experts and KV at `weight_read`, `expert_read` and
+    `kv_read` bytes/s."""
 
     rows: int
     step: float
@@ -42,11 +46,12 @@ class DecodeCosts:
 
 @dataclass(frozen=True, slots=True)
 class PromptCosts:
-    """A step over prompts computes products of dense weights and of experts, and attention, at `products`, `experts` and `attention`
-    operations/s; what passes between products moves at `activations` bytes/s; a step takes `step` seconds more.
+    """A step over prompts computes products of dense weights and of experts, and attention, at `products`,
+    `experts` and `attention` operations/s; what passes between products moves at `activations` bytes/s; a
+    step takes `step` seconds more.
 
-    The host launches it in `host_step` seconds, `host_layer` for each dense layer and `host_moe_layer` for each with experts. Device and
-    host work at the same time.
+    The host launches it in `host_step` seconds, `host_layer` for each dense layer and `host_moe_layer` for
+    each with experts. Device and host work at the same time.
     """
 
     products: float
@@ -61,11 +66,12 @@ class PromptCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Of a device in one dtype. `decode` is in the order of rows. `expert_layer`: seconds of a decode step for each layer some of whose
-    experts are not on the device, whatever comes; the host waits there for what the router chose. 0: not measured.
+    """Of a device in one dtype. `decode` is in the order of rows. `expert_layer`: seconds of a decode step
+    for each layer some of whose experts are not on the device, whatever comes; the host waits there for what
+    the router chose. 0: not measured.
 
-    link_rate, device_read: bytes/s from pinned host memory and of the device's own; compute: operations/s of a large product. The ceilings
-    that were measured in the same minute.
+    link_rate, device_read: bytes/s from pinned host memory and of the device's own; compute: operations/s of
+    a large product. The ceilings that were measured in the same minute.
     """
 
     device: str
@@ -80,14 +86,16 @@ class StepCosts:
     expert_layer: float = 0.0
 
     def rows(self, rows: float) -> DecodeCosts:
-        """The costs of a decode step of `rows` sequences, interpolated between those measured (seconds per byte and seconds, linear in the
-        logarithm of rows); beyond the last it is the last's."""
+        """The costs of a decode step of `rows` sequences, interpolated between those measured (seconds per
+        byte and seconds, linear in the logarithm of rows); beyond the last it is the last's."""
         there = self.decode
         if rows <= there[0].rows:
             return there[0]
         for low, high in pairwise(there):
             if rows <= high.rows:
-                return _between(low, high, math.log(rows / low.rows) / math.log(high.rows / low.rows), round(rows))
+                return _between(
+                    low, high, math.log(rows / low.rows) / math.log(high.rows / low.rows), round(rows)
+                )
         return there[-1]
 
     def line(self) -> str:
@@ -104,7 +112,9 @@ class StepCosts:
             decode = tuple(_numbers(DecodeCosts, one) for one in body.pop("decode"))
             prompt = _numbers(PromptCosts, body.pop("prompt"))
             device, dtype, measured = (body.pop(name) for name in ("device", "dtype", "measured"))
-            link, read, compute, wait = (float(body.pop(name)) for name in ("link_rate", "device_read", "compute", "expert_layer"))
+            link, read, compute, wait = (
+                float(body.pop(name)) for name in ("link_rate", "device_read", "compute", "expert_layer")
+            )
             if body or not all(isinstance(text, str) for text in (device, dtype, measured)):
                 raise ValueError("it has other fields")
             if not 0 <= wait < math.inf or not all(0 < rate < math.inf for rate in (link, read, compute)):
@@ -113,13 +123,15 @@ class StepCosts:
                 raise ValueError("rows are not in order")
             return cls(device, dtype, measured, link, read, compute, decode, prompt, wait)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{where} does not hold costs of steps ({error}); run `penstock doctor` again, or remove it") from error
+            raise ConfigError(
+                f"{where} does not hold costs of steps ({error}); run `penstock doctor` again, or remove it"
+            ) from error
 
     # ---- seconds
 
     def decode_seconds(self, rows: float, work: UseWork) -> float:
-        """Seconds on the device of a use's part of a decode step of `rows` sequences. Beyond the rows that were measured the products of
-        many rows may take longer than reading what they multiply."""
+        """Seconds on the device of a use's part of a decode step of `rows` sequences. Beyond the rows that
+        were measured the products of many rows may take longer than reading what they multiply."""
         costs, prompt = self.rows(rows), self.prompt
         fixed = work.steps * costs.step + work.layers * costs.layer + work.moe_layers * costs.moe_layer
         weights = max(work.weights / costs.weight_read, work.products / prompt.products)
@@ -127,18 +139,28 @@ class StepCosts:
         return fixed + weights + experts + work.kv / costs.kv_read
 
     def launch_seconds(self, spec: ModelSpec, tokens: float) -> float:
-        """Seconds in which the host launches a step over prompts of so many tokens; none to speak of where it is replayed."""
+        """Seconds in which the host launches a step over prompts of so many tokens; none to speak of where it
+        is replayed."""
         if spec.moe is None and tokens <= RECORDED_TOKENS:
             return 0.0
         moe_layers = sum(spec.moe_layers)
         prompt = self.prompt
-        return prompt.host_step + (spec.layers - moe_layers) * prompt.host_layer + moe_layers * prompt.host_moe_layer
+        return (
+            prompt.host_step
+            + (spec.layers - moe_layers) * prompt.host_layer
+            + moe_layers * prompt.host_moe_layer
+        )
 
 
 def prompt_seconds(costs: PromptCosts, work: UseWork) -> float:
     """Seconds on the device of a use's part of a step over prompts."""
     products = work.products / costs.products + work.expert_products / costs.experts
-    return work.steps * costs.step + products + work.attention / costs.attention + work.activations / costs.activations
+    return (
+        work.steps * costs.step
+        + products
+        + work.attention / costs.attention
+        + work.activations / costs.activations
+    )
 
 
 def costs_file(cache: Path, device: str, dtype: str) -> Path:
@@ -154,17 +176,23 @@ def keep_costs(costs: StepCosts, file: Path) -> None:
             beside.write(costs.line() + "\n")
         os.replace(beside.name, file)
     except OSError as error:
-        raise ConfigError(f"cannot keep costs of steps in {file}: {error.strerror or error}; name another --cache") from error
+        raise ConfigError(
+            f"cannot keep costs of steps in {file}: {error.strerror or error}; name another --cache"
+        ) from error
 
 
 def read_costs(file: Path) -> StepCosts:
     """Raises ConfigError for a file that cannot be read or holds something else."""
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{file} is larger than any file of costs; name one that `penstock doctor` wrote")
+            raise ConfigError(
+                f"{file} is larger than any file of costs; name one that `penstock doctor` wrote"
+            )
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read costs of steps from {file}: {error}; run `penstock doctor` to measure them") from error
+        raise ConfigError(
+            f"cannot read costs of steps from {file}: {error}; run `penstock doctor` to measure them"
+        ) from error
     return StepCosts.parse(text, str(file))
 
 
@@ -172,8 +200,19 @@ def _numbers(kind: type[DecodeCosts] | type[PromptCosts], body: object) -> Any:
     """A record of positive numbers; fixed seconds may be 0."""
     if not isinstance(body, dict) or set(body) != {field.name for field in fields(kind)}:
         raise ValueError(f"{kind.__name__} has other fields")
-    values: dict[str, Any] = {name: int(value) if name == "rows" else float(value) for name, value in body.items()}
-    rates = {"rows", "weight_read", "expert_read", "kv_read", "products", "experts", "attention", "activations"}
+    values: dict[str, Any] = {
+        name: int(value) if name == "rows" else float(value) for name, value in body.items()
+    }
+    rates = {
+        "rows",
+        "weight_read",
+        "expert_read",
+        "kv_read",
+        "products",
+        "experts",
+        "attention",
+        "activations",
+    }
     if not all(0 <= value < math.inf and (value > 0 or name not in rates) for name, value in values.items()):
         raise ValueError(f"{kind.__name__} has numbers that cannot be")
     return kind(**values)

@@ -33,7 +33,8 @@ class Ranks(Protocol):
 
     @property
     def ahead(self) -> bool:
-        """Whether a plan is worth beginning before the one before it is over: `begin` then returns before its arithmetic has ended."""
+        """Whether a plan is worth beginning before the one before it is over: `begin` then returns before its
+        arithmetic has ended."""
         ...
 
     def begin(self, plan: Plan) -> Step: ...
@@ -74,7 +75,8 @@ class Progress:
     """How far the last step came."""
 
     reached: int
-    """Tokens whose KV is there, of the prompt that it left unfinished; 0 if it left none. There is never more than one."""
+    """Tokens whose KV is there, of the prompt that it left unfinished; 0 if it left none. There is never more
+    than one."""
     computed: int
     """Tokens computed since the engine started."""
 
@@ -89,7 +91,8 @@ class Engine:
         self._failure = ""
         self._lost = 0
         self._torn = False
-        """Whether a step has begun and neither ended nor been recovered from: an interrupt may also strike while that is done."""
+        """Whether a step has begun and neither ended nor been recovered from: an interrupt may also strike
+        while that is done."""
         self._flight: tuple[Plan, Step] | None = None
         """Begun by the last step, and to be committed by the next."""
         self._planned: Plan | None = None
@@ -105,7 +108,12 @@ class Engine:
         return self.scheduler.busy or self._flight is not None
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None, priority: int = 0, salt: bytes = b""
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
     ) -> RequestId:
         self._open()
         return self.scheduler.submit(prompt, sampling, max_tokens, priority, salt)
@@ -115,12 +123,14 @@ class Engine:
         return self.scheduler.stop(request, reason)
 
     def step(self) -> list[Event]:
-        """One step for all requests. Interrupted while planning or computing, or when KV does not come back as it was, all of them start
-        anew with the next step and lose nothing. So they do when the device has too little memory for a step, in smaller ones. After any
-        other failure, also of taking in results, the engine serves no more.
+        """One step for all requests. Interrupted while planning or computing, or when KV does not come back
+        as it was, all of them start anew with the next step and lose nothing. So they do when the device has
+        too little memory for a step, in smaller ones. After any other failure, also of taking in results, the
+        engine serves no more.
 
-        Where ranks compute by themselves the next step is begun first, and then the events of the one before it are returned: while a step
-        is computed the next is planned, and what the last has yielded is looked at.
+        Where ranks compute by themselves the next step is begun first, and then the events of the one before
+        it are returned: while a step is computed the next is planned, and what the last has yielded is looked
+        at.
         """
         with no_collection():
             return self._step(self._open())
@@ -155,7 +165,8 @@ class Engine:
             raise
 
     def _advance(self, ranks: Ranks) -> list[tuple[Plan, Outcome]]:
-        """Begins a step, unless that has to wait for the one under way; the steps that have come to their end."""
+        """Begins a step, unless that has to wait for the one under way; the steps that have come to their
+        end."""
         flight, self._flight = self._flight, None
         if flight is not None and not (ranks.ahead and self.scheduler.may_run_ahead):
             return [(flight[0], flight[1].outcome())]
@@ -179,8 +190,10 @@ class Engine:
         events = self.scheduler.commit(plan, outcome)
         if self.scheduler.wrong > wrong:
             _LOG.error(
-                "the model's logits are not numbers (NaN) for %d of %d requests of a step, whose answers end here: in float16 activations"
-                " may have grown beyond its range, and then bfloat16 or float32 helps; or the weights are damaged",
+                "the model's logits are not numbers (NaN) for %d of %d requests of a step, whose answers "
+                "end here: in float16 activations"
+                " may have grown beyond its range, and then bfloat16 or float32 helps; or the weights are "
+                "damaged",
                 self.scheduler.wrong - wrong,
                 len(plan.shares),
             )
@@ -191,7 +204,9 @@ class Engine:
         self._computed += plan.tokens
         written = sum(max(run.cold_stop - run.start, 0) for run in plan.runs)
         self._sent += len(plan.orders) + written // self.scheduler.limits.block_size
-        self.progress = Progress(max([share.stop for share in plan.shares if not share.sample], default=0), self._computed)
+        self.progress = Progress(
+            max([share.stop for share in plan.shares if not share.sample], default=0), self._computed
+        )
         self._output += sum([event.token is not None for event in events])
         return events
 
@@ -204,8 +219,9 @@ class Engine:
             raise
 
     def tend(self, seconds: float = 0.0) -> None:
-        """Between requests: let a step end of which nobody wants anything any more, let blocks that were computed set out, and wait so long
-        for those on their way; for those to the host always, which takes milliseconds."""
+        """Between requests: let a step end of which nobody wants anything any more, let blocks that were
+        computed set out, and wait so long for those on their way; for those to the host always, which takes
+        milliseconds."""
         if self._ranks is not None and self._flight is not None and not self.scheduler.busy:
             self.step()
         until, steps = monotonic() + seconds, 3
@@ -219,7 +235,8 @@ class Engine:
             steps -= bool(steps)
 
     def finish(self) -> None:
-        """Let blocks that are on their way to the host and the disk land, as long as that takes no more than some seconds, and close."""
+        """Let blocks that are on their way to the host and the disk land, as long as that takes no more than
+        some seconds, and close."""
         try:
             if self._ranks is not None and not self._torn:
                 self.tend(_LAST)
@@ -227,8 +244,8 @@ class Engine:
             self.close()
 
     def _shrink(self, ranks: Ranks, short: StepMemoryError) -> list[Event]:
-        """After a step that was too large for the memory: the same requests have smaller ones, and lose nothing. If what was too large is
-        the smallest step of a single request, that one ends."""
+        """After a step that was too large for the memory: the same requests have smaller ones, and lose
+        nothing. If what was too large is the smallest step of a single request, that one ends."""
         plan = self._planned
         if plan is None or not plan.shares:
             self._fail(short)
@@ -244,7 +261,8 @@ class Engine:
             return []
         self.scheduler.stop(request, FinishReason.ERROR)
         fault = (
-            f"{short}; a request ends here, since its step of {plan.tokens} tokens at position {plan.shares[0].start} does not fit alone"
+            f"{short}; a request ends here, since its step of {plan.tokens} tokens at position "
+            f"{plan.shares[0].start} does not fit alone"
         )
         _LOG.error("%s", fault)
         return [Event(request, finish=FinishReason.ERROR, fault=fault)]
@@ -278,13 +296,19 @@ class Engine:
         )
 
     def missed_stats(self) -> MissedStats:
-        """What attention policies have left out. On several ranks, of rank 0's heads. From any thread, also while a step runs."""
+        """What attention policies have left out. On several ranks, of rank 0's heads. From any thread, also
+        while a step runs."""
         ranks = self._ranks
         carrier = ranks.carrier if ranks is not None else None
-        return carrier.chosen.missed.stats if carrier is not None and carrier.chosen is not None else MissedStats()
+        return (
+            carrier.chosen.missed.stats
+            if carrier is not None and carrier.chosen is not None
+            else MissedStats()
+        )
 
     def kv_stats(self) -> KVStats | None:
-        """KV of long contexts, in the last step; None if there is no room for any. From any thread, also while a step runs."""
+        """KV of long contexts, in the last step; None if there is no room for any. From any thread, also
+        while a step runs."""
         ranks = self._ranks  # Another thread may close the engine meanwhile.
         carrier = ranks.carrier if ranks is not None else None
         if carrier is None:
@@ -293,7 +317,15 @@ class Engine:
         host = min(self._cold, room)
         disk = carrier.disk
         read, written = (disk.read_bytes, disk.written_bytes) if disk is not None else (0, 0)
-        return KVStats(host * block, (self._cold - host) * block, room * block, carrier.copied_bytes, self._sent * block, read, written)
+        return KVStats(
+            host * block,
+            (self._cold - host) * block,
+            room * block,
+            carrier.copied_bytes,
+            self._sent * block,
+            read,
+            written,
+        )
 
     def tier_stats(self) -> TierStats | None:
         """Of prefixes on other tiers; None if there are none."""

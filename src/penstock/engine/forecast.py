@@ -1,9 +1,11 @@
-"""How a model would run on a machine, from its shape and the machine's figures alone: what rests where, and how fast it then goes.
+"""How a model would run on a machine, from its shape and the machine's figures alone: what rests where, and
+how fast it then goes.
 
-Memory is divided and weights are placed by the functions that a boot uses. A pass then takes as long as disk, link and arithmetic hold
-each other up (`residency.predict`). What each use of a group takes on the device follows from the costs of a step that `penstock doctor`
-measured there (`engine.costs`); where nobody measured, it is the slower of reading and computing, which is a bound, not a forecast: small
-resident models are slower.
+Memory is divided and weights are placed by the functions that a boot uses. A pass then takes as long as disk,
+link and arithmetic hold each other up (`residency.predict`). What each use of a group takes on the device
+follows from the costs of a step that `penstock doctor` measured there (`engine.costs`); where nobody
+measured, it is the slower of reading and computing, which is a bound, not a forecast: small resident models
+are slower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,17 @@ from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
-from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, goes_to_host, on_heap, usual_activations, weights_room
+from penstock.engine.budget import (
+    GROWTH,
+    Budget,
+    Demand,
+    cpu_ring,
+    divide,
+    goes_to_host,
+    on_heap,
+    usual_activations,
+    weights_room,
+)
 from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
 from penstock.kv.sizes import carrier_bytes, usual_tile
@@ -27,13 +39,16 @@ from penstock.weights.residency import ExpertRoom, Limits, Placement, padded, pa
 
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)
-"""Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA took on an H200."""
+"""Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA
+took on an H200."""
 TABLES = 512
 """Of so many bytes of pinned host memory, one is for the GPU's page tables."""
 CONTEXT = 1000 << 20
-"""Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an H200."""
+"""Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an
+H200."""
 FIXED = 384 << 20
-"""Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was on an H100 and an H200."""
+"""Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was
+on an H100 and an H200."""
 BUFFERS = 40 << 20
 """Memory that a CPU's library of products keeps: that of eight threads."""
 GB = 10**9
@@ -45,10 +60,11 @@ MORE = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes that an engine may take on DEVICE and on HOST, rates in bytes/s, and what DEVICE computes in operations/s.
+    """Bytes that an engine may take on DEVICE and on HOST, rates in bytes/s, and what DEVICE computes in
+    operations/s.
 
-    A disk is there, and large enough, if its rate is above zero. On a CPU `host` is None: DEVICE is in host memory itself, and gives
-    some of its room to the ring through which weights stream from disk.
+    A disk is there, and large enough, if its rate is above zero. On a CPU `host` is None: DEVICE is in host
+    memory itself, and gives some of its room to the ring through which weights stream from disk.
     """
 
     device: int
@@ -66,9 +82,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass; weights and KV in `dtype`.
+    """`batch` sequences at once, each of up to `context` tokens, computed at most `step_tokens` in a pass;
+    weights and KV in `dtype`.
 
-    experts_fetched: how many experts a decode step brings to the device, if that was counted; None takes tokens to choose evenly.
+    experts_fetched: how many experts a decode step brings to the device, if that was counted; None takes
+    tokens to choose evenly.
     """
 
     dtype: str
@@ -82,8 +100,9 @@ class Work:
 class Pace:
     """Passes of one kind in the steady state.
 
-    tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to DEVICE and from DISK in a pass.
-    busy: of its seconds, for how many each link is; of prompts longer than one pass everything is the mean of their passes.
+    tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to
+    DEVICE and from DISK in a pass. busy: of its seconds, for how many each link is; of prompts longer than
+    one pass everything is the mean of their passes.
     """
 
     tokens: float
@@ -108,8 +127,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`placement`: of the groups that every pass needs. `experts`: of the others, where the model has any. `beside`: bytes of DEVICE that
-    are HOST's, on a CPU."""
+    """`placement`: of the groups that every pass needs. `experts`: of the others, where the model has any.
+    `beside`: bytes of DEVICE that are HOST's, on a CPU."""
 
     machine: Machine
     work: Work
@@ -124,16 +143,24 @@ class Forecast:
 
     @property
     def everything_resident(self) -> bool:
-        return self.placement.everything_resident and self.experts_on(Tier.DEVICE) == (self.experts.experts if self.experts else 0)
+        return self.placement.everything_resident and self.experts_on(Tier.DEVICE) == (
+            self.experts.experts if self.experts else 0
+        )
 
     def experts_on(self, tier: Tier) -> int:
         if self.experts is None:
             return 0
-        return {Tier.DEVICE: self.experts.on_device, Tier.HOST: self.experts.on_host, Tier.DISK: self.experts.on_disk}[tier]
+        return {
+            Tier.DEVICE: self.experts.on_device,
+            Tier.HOST: self.experts.on_host,
+            Tier.DISK: self.experts.on_disk,
+        }[tier]
 
     def resting(self, tier: Tier) -> int:
         """Bytes of weights with their home on `tier`."""
-        return self.placement.resting(tier) + self.experts_on(tier) * (self.experts.size if self.experts else 0)
+        return self.placement.resting(tier) + self.experts_on(tier) * (
+            self.experts.size if self.experts else 0
+        )
 
     def ring(self, tier: Tier) -> int:
         """Bytes through which the other weights pass."""
@@ -141,7 +168,11 @@ class Forecast:
             return 0
         device = tier is Tier.DEVICE
         ring = (self.placement.device_ring if device else self.placement.host_ring).size
-        return ring + ((self.experts.device_ring if device else self.experts.host_ring) * self.experts.size if self.experts else 0)
+        return ring + (
+            (self.experts.device_ring if device else self.experts.host_ring) * self.experts.size
+            if self.experts
+            else 0
+        )
 
 
 class More(StrEnum):
@@ -163,19 +194,26 @@ class Gain:
 
 
 def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) -> Forecast:
-    """Raises BudgetError as a boot would, where KV for all sequences, the largest step and the ring do not fit; and ConfigError."""
+    """Raises BudgetError as a boot would, where KV for all sequences, the largest step and the ring do not
+    fit; and ConfigError."""
     if work.context > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
         raise ConfigError(
-            f"a context of {work.context:,} is more than the {spec.max_length:,} positions the model was trained for; lower it"
+            f"a context of {work.context:,} is more than the {spec.max_length:,} positions the model was "
+            "trained for; lower it"
         )
     if work.batch > work.step_tokens:
-        raise ConfigError(f"a batch of {work.batch:,} is more than {work.step_tokens:,} tokens a step; every sequence needs a token a step")
+        raise ConfigError(
+            f"a batch of {work.batch:,} is more than {work.step_tokens:,} tokens a step; every sequence "
+            "needs a token a step"
+        )
     layouts = group_layouts(spec, names, work.dtype)
     every = pass_order(layouts, spec.tied_embeddings)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
     demand, far, usable = _demand(spec, work, on_cpu=machine.host is None), 0, machine.usable
     resident = sum(map(padded, layouts)) + demand.activations
-    if machine.host is not None and goes_to_host(demand.useful_blocks // work.batch * demand.block_bytes, usable, resident):
+    if machine.host is not None and goes_to_host(
+        demand.useful_blocks // work.batch * demand.block_bytes, usable, resident
+    ):
         far = _far_kv(machine, work, demand)
         demand = _beside_far(spec, machine, work, demand)
         machine = replace(machine, host=machine.host - far)
@@ -186,7 +224,16 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
 
     def pace(step: Step) -> Pace:
         arithmetic = _arithmetic(spec, machine, pass_work(spec, work.dtype, every, expert, step), step)
-        return _pace(spec, machine, placement, experts, step, arithmetic, bool(far), work.experts_fetched if step.decodes else None)
+        return _pace(
+            spec,
+            machine,
+            placement,
+            experts,
+            step,
+            arithmetic,
+            bool(far),
+            work.experts_fetched if step.decodes else None,
+        )
 
     near = max(budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
     decode = pace(decode_step(spec, work.dtype, work.batch, work.context, near))
@@ -213,7 +260,12 @@ def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...
             continue
         then = forecast(spec, names, others[more], now.work)
         paces = ((then.decode, now.decode), (then.prefill, now.prefill))
-        found.append(Gain(more, *(max(after.tokens_per_second - before.tokens_per_second, 0.0) for after, before in paces)))
+        found.append(
+            Gain(
+                more,
+                *(max(after.tokens_per_second - before.tokens_per_second, 0.0) for after, before in paces),
+            )
+        )
     return tuple(found)
 
 
@@ -223,7 +275,14 @@ def _demand(spec: ModelSpec, work: Work, *, on_cpu: bool) -> Demand:
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
     activations = usual_activations(spec, work.dtype, tokens, work.batch)
     activations = on_heap(activations, BUFFERS) if on_cpu else activations + FIXED
-    return Demand(activations, kv_layout(spec, work.dtype, BLOCK_SIZE).block_bytes, BLOCK_SIZE, blocks, blocks, work.context)
+    return Demand(
+        activations,
+        kv_layout(spec, work.dtype, BLOCK_SIZE).block_bytes,
+        BLOCK_SIZE,
+        blocks,
+        blocks,
+        work.context,
+    )
 
 
 def _far_kv(machine: Machine, work: Work, demand: Demand) -> int:
@@ -232,7 +291,8 @@ def _far_kv(machine: Machine, work: Work, demand: Demand) -> int:
     far, there = demand.useful_blocks * demand.block_bytes, max(machine.host - PROCESS, 0)
     if far > there:
         raise BudgetError(
-            f"KV of {work.batch:,} x {work.context:,} tokens takes {format_size(far)}, which neither the device holds nor the "
+            f"KV of {work.batch:,} x {work.context:,} tokens takes {format_size(far)}, which neither the "
+            "device holds nor the "
             f"{format_size(there)} that host memory has for it; allow more, or a shorter context"
         )
     return far
@@ -246,12 +306,16 @@ def _beside_far(spec: ModelSpec, machine: Machine, work: Work, demand: Demand) -
     return replace(demand, activations=demand.activations + ways, fixed_blocks=None, length=None)
 
 
-def _place(spec: ModelSpec, layouts: Sequence[GroupLayout], room: int, machine: Machine) -> tuple[Placement, ExpertRoom | None, int]:
+def _place(
+    spec: ModelSpec, layouts: Sequence[GroupLayout], room: int, machine: Machine
+) -> tuple[Placement, ExpertRoom | None, int]:
     """As a boot places; and how much of a CPU's `room` is HOST's."""
     beside = cpu_ring(room, layouts) if machine.host is None and sum(map(padded, layouts)) > room else 0
     host = beside if machine.host is None else max(machine.host - PROCESS, 0)
     limits = Limits(max(room - beside, 0), host)
-    placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, machine.rates, machine.rates.disk_to_host > 0)
+    placement, experts, _ = solve_model(
+        layouts, spec.tied_embeddings, limits, machine.rates, machine.rates.disk_to_host > 0
+    )
     return placement, experts, beside
 
 
@@ -259,14 +323,19 @@ def _place(spec: ModelSpec, layouts: Sequence[GroupLayout], room: int, machine: 
 
 
 def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step: Step) -> list[float]:
-    """Seconds for each use on the device: by the costs of a step where they are known, else the larger of reading and computing."""
+    """Seconds for each use on the device: by the costs of a step where they are known, else the larger of
+    reading and computing."""
     costs = machine.costs
     if costs is None:
-        return [max(use.bytes / machine.rates.device_read, use.operations / machine.operations) for use in work]
+        return [
+            max(use.bytes / machine.rates.device_read, use.operations / machine.operations) for use in work
+        ]
     if step.decodes:
         return [costs.decode_seconds(step.tokens, use) for use in work]
     if step.tokens <= RECORDED_TOKENS:  # As few as that may take longer to read weights for than to compute.
-        return [max(costs.decode_seconds(step.tokens, use), prompt_seconds(costs.prompt, use)) for use in work]
+        return [
+            max(costs.decode_seconds(step.tokens, use), prompt_seconds(costs.prompt, use)) for use in work
+        ]
     return [prompt_seconds(costs.prompt, use) for use in work]
 
 
@@ -280,10 +349,16 @@ def _pace(
     far: bool,
     fetched: float | None,
 ) -> Pace:
-    """How long passes take. Experts are known only once their router has run, so nothing hides their coming; KV that is far comes while
-    everything else goes on, over the same link as weights. fetched: see Work.experts_fetched."""
+    """How long passes take. Experts are known only once their router has run, so nothing hides their coming;
+    KV that is far comes while everything else goes on, over the same link as weights. fetched: see
+    Work.experts_fetched."""
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
-    seconds, copied, read, busy = dense.seconds, float(placement.streamed), float(placement.read), dict(dense.busy)
+    seconds, copied, read, busy = (
+        dense.seconds,
+        float(placement.streamed),
+        float(placement.read),
+        dict(dense.busy),
+    )
     if experts is not None and spec.moe is not None:
         last = int(spec.moe_layers[-1])  # There tokens whose logits are not wanted choose none.
         counts = ((sum(spec.moe_layers) - last, step.tokens), (last, step.rows))
@@ -295,7 +370,10 @@ def _pace(
         if fetched is None:
             seconds += sum(count * _fetch(experts, each, machine.rates) for count, each in layers)
         else:
-            seconds += max(experts_copied / machine.rates.host_to_device, experts_read / machine.rates.disk_to_host if experts_read else 0)
+            seconds += max(
+                experts_copied / machine.rates.host_to_device,
+                experts_read / machine.rates.disk_to_host if experts_read else 0,
+            )
         if machine.costs and experts.on_device < experts.experts:
             seconds += sum(spec.moe_layers) * machine.costs.expert_layer
         copied, read = copied + experts_copied, read + experts_read
@@ -313,7 +391,8 @@ def _pace(
 
 
 def _fetch(experts: ExpertRoom, chosen: float, rates: Rates) -> float:
-    """Seconds until all experts of a layer that were chosen, at even chance, are on DEVICE, on average over how many of them are on DISK.
+    """Seconds until all experts of a layer that were chosen, at even chance, are on DEVICE, on average over
+    how many of them are on DISK.
 
     Those are read while others are copied; then the last of them is copied.
     """

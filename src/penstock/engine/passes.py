@@ -1,5 +1,6 @@
-"""What each use of a group does in a pass, counted from the model's shape: bytes that are read, operations, and what the costs of a step
-are paid by. The same counts fit the costs to measured steps (`bench.calibration`) and forecast other models by them (`engine.forecast`)."""
+"""What each use of a group does in a pass, counted from the model's shape: bytes that are read, operations,
+and what the costs of a step are paid by. The same counts fit the costs to measured steps
+(`bench.calibration`) and forecast other models by them (`engine.forecast`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -12,8 +13,9 @@ from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass. tokens: computed in it. rows: tokens whose logits are wanted. By layer: pairs of a query and a key that it sees, bytes
-    of KV read, and bytes of KV that come over the link (`far`) where KV rests in host memory."""
+    """One pass. tokens: computed in it. rows: tokens whose logits are wanted. By layer: pairs of a query and
+    a key that it sees, bytes of KV read, and bytes of KV that come over the link (`far`) where KV rests in
+    host memory."""
 
     tokens: float
     rows: float
@@ -27,8 +29,9 @@ class Step:
 class UseWork:
     """What one use of a group does, or many together.
 
-    steps, layers, moe_layers: the share of a pass's end, of a dense layer and of one with experts, whose fixed costs it bears. weights,
-    experts, kv, activations: bytes. products, expert_products, attention: floating-point operations.
+    steps, layers, moe_layers: the share of a pass's end, of a dense layer and of one with experts, whose
+    fixed costs it bears. weights, experts, kv, activations: bytes. products, expert_products, attention:
+    floating-point operations.
     """
 
     steps: float = 0.0
@@ -58,8 +61,8 @@ class UseWork:
 
 
 def decode_step(spec: ModelSpec, dtype: str, batch: int, context: float, near: int = 0) -> Step:
-    """One token for each of `batch` sequences of `context` tokens. near: newest tokens of each whose KV need not come over the link, since
-    the device's pages hold it as well."""
+    """One token for each of `batch` sequences of `context` tokens. near: newest tokens of each whose KV need
+    not come over the link, since the device's pages hold it as well."""
     near_bytes = near * kv_layout(spec, dtype, 1).layer_bytes
 
     def pairs(layer: int) -> float:
@@ -71,10 +74,12 @@ def decode_step(spec: ModelSpec, dtype: str, batch: int, context: float, near: i
     return Step(batch, batch, pairs, kv, lambda layer: max(kv(layer) - batch * near_bytes, 0), decodes=True)
 
 
-def prompt_step(spec: ModelSpec, dtype: str, batch: int, context: int, step_tokens: int, *, needed: bool = True) -> Step:
-    """The mean of the passes that `batch` prompts of `context` tokens take together, `step_tokens` at a time. Keys are read so seldom for
-    each product that only the products count. needed: whether in the last layer only those look whose logits are wanted; with KV that
-    passes by, all do."""
+def prompt_step(
+    spec: ModelSpec, dtype: str, batch: int, context: int, step_tokens: int, *, needed: bool = True
+) -> Step:
+    """The mean of the passes that `batch` prompts of `context` tokens take together, `step_tokens` at a time.
+    Keys are read so seldom for each product that only the products count. needed: whether in the last layer
+    only those look whose logits are wanted; with KV that passes by, all do."""
     tokens = batch * context
     passes = -(-tokens // step_tokens)
 
@@ -89,13 +94,22 @@ def prompt_step(spec: ModelSpec, dtype: str, batch: int, context: int, step_toke
     return Step(tokens / passes, batch / passes, pairs, lambda layer: 0, far, decodes=False)
 
 
-def pass_work(spec: ModelSpec, dtype: str, every: Sequence[GroupLayout], expert: GroupLayout | None, step: Step) -> list[UseWork]:
-    """The work of each use of a pass, in its order (`residency.pass_order`). A router's is also that of its experts, which are taken to be
-    chosen evenly. `expert`: the layout of one, if the model has any."""
+def pass_work(
+    spec: ModelSpec, dtype: str, every: Sequence[GroupLayout], expert: GroupLayout | None, step: Step
+) -> list[UseWork]:
+    """The work of each use of a pass, in its order (`residency.pass_order`). A router's is also that of its
+    experts, which are taken to be chosen evenly. `expert`: the layout of one, if the model has any."""
     return [_use(spec, DTYPE_BYTES[dtype], every, index, expert, step) for index in range(len(every))]
 
 
-def _use(spec: ModelSpec, element: int, every: Sequence[GroupLayout], index: int, expert: GroupLayout | None, step: Step) -> UseWork:
+def _use(
+    spec: ModelSpec,
+    element: int,
+    every: Sequence[GroupLayout],
+    index: int,
+    expert: GroupLayout | None,
+    step: Step,
+) -> UseWork:
     layout, layer = every[index], every[index].id.layer
     if index == 0:
         return UseWork(weights=bounds.embedding_bytes_read(spec, layout, step.tokens))
@@ -106,7 +120,8 @@ def _use(spec: ModelSpec, element: int, every: Sequence[GroupLayout], index: int
     layers, moe_layers = (0.0, 0.5) if spec.is_moe(layer) else (0.5, 0.0)
     kind = layout.id.kind
     if kind is GroupKind.ATTENTION:
-        # Hidden states are read, normed, and added to; queries, keys and values are written, rotated and read; so is what attention gives.
+        # Hidden states are read, normed, and added to; queries, keys and values are written, rotated and
+        # read; so is what attention gives.
         moved = 4 * spec.hidden_size + 3 * (spec.query_size + 2 * spec.kv_size) + 2 * spec.query_size
         attention = bounds.attention_operations(spec, step.pairs(layer))
         return UseWork(
@@ -121,7 +136,9 @@ def _use(spec: ModelSpec, element: int, every: Sequence[GroupLayout], index: int
     if kind is GroupKind.ROUTER:
         assert spec.moe is not None
         assert expert is not None
-        moved = 4 * spec.hidden_size + spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * spec.hidden_size)
+        moved = 4 * spec.hidden_size + spec.moe.top_k * (
+            3 * spec.moe.intermediate_size + 2 * spec.hidden_size
+        )
         chosen = bounds.experts_chosen(spec.moe, tokens) * expert.size
         operations = spec.moe.experts * bounds.matrix_operations(spec, expert, tokens)
         return UseWork(
@@ -134,4 +151,10 @@ def _use(spec: ModelSpec, element: int, every: Sequence[GroupLayout], index: int
             expert_products=operations,
         )
     moved = 4 * spec.hidden_size + 3 * spec.intermediate_size
-    return UseWork(layers=layers, moe_layers=moe_layers, weights=layout.size, activations=element * moved * tokens, products=products)
+    return UseWork(
+        layers=layers,
+        moe_layers=moe_layers,
+        weights=layout.size,
+        activations=element * moved * tokens,
+        products=products,
+    )

@@ -1,4 +1,5 @@
-"""Decides where weights rest: how much memory there is on each tier, what the links are worth, and which placement follows."""
+"""Decides where weights rest: how much memory there is on each tier, what the links are worth, and which
+placement follows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,9 @@ _HOST_SHARE = 0.8
 class Override:
     """What measurements and tests want otherwise.
 
-    limits: for weights, instead of what the budgets leave (but disk, which is used if it must be). disk: what reads the weights that stay
-    on disk, instead of the model's own source, and the file or device that it reads.
+    limits: for weights, instead of what the budgets leave (but disk, which is used if it must be). disk: what
+    reads the weights that stay on disk, instead of the model's own source, and the file or device that it
+    reads.
     """
 
     limits: Limits | None = None
@@ -62,7 +64,8 @@ class Placed:
     """The same, for what stays on disk."""
     rates: Rates | None
     beside: int = 0
-    """Bytes of the device's room that the host's part of weights takes: on a CPU, where both are one memory."""
+    """Bytes of the device's room that the host's part of weights takes: on a CPU, where both are one
+    memory."""
 
     def close(self) -> None:
         """For when nobody takes it over."""
@@ -71,18 +74,26 @@ class Placed:
 
 
 def host_room(config: Config, device: torch.device) -> int:
-    """Bytes that weights may take in host memory. On a CPU, what host_memory allows beyond device_memory. Raises BudgetError."""
+    """Bytes that weights may take in host memory. On a CPU, what host_memory allows beyond device_memory.
+    Raises BudgetError."""
     host = torch.device("cpu")
     whole, free = total_memory(host), free_memory(host)
     if device.type == "cpu":
         both = config.host_memory is not None and config.device_memory is not None
-        asked = [parse_size(size, whole=whole) for size in (config.host_memory, config.device_memory) if size is not None]
+        asked = [
+            parse_size(size, whole=whole)
+            for size in (config.host_memory, config.device_memory)
+            if size is not None
+        ]
         return max(asked[0] - asked[1], 0) if both else 0
     if config.host_memory is None:
         return int(free * _HOST_SHARE)
     asked_for, taken = parse_size(config.host_memory, whole=whole), int(psutil.Process().memory_info().rss)
     if asked_for - taken > free:
-        raise BudgetError(f"{format_size(asked_for)} of host memory were asked for, but only {format_size(free)} are free; ask for less")
+        raise BudgetError(
+            f"{format_size(asked_for)} of host memory were asked for, but only {format_size(free)} are "
+            "free; ask for less"
+        )
     return max(asked_for - taken - GROWTH, 0)
 
 
@@ -100,9 +111,11 @@ def place(
     override: Override | None = None,
     shard: Shard = WHOLE,
 ) -> Placed:
-    """Where each group rests, with `room` bytes of the device for weights and rings, and what host memory has beside `taken` bytes.
+    """Where each group rests, with `room` bytes of the device for weights and rings, and what host memory has
+    beside `taken` bytes.
 
-    Where the disk is needed and the model is no pack, one is made in the cache. Raises BudgetError, CheckpointError.
+    Where the disk is needed and the model is no pack, one is made in the cache. Raises BudgetError,
+    CheckpointError.
     """
     override = override or Override()
     everything = [Use(layout.id, padded(layout)) for layout in layouts]
@@ -124,7 +137,9 @@ def place(
     _, _, needs_disk = solve_model(layouts, tied, limits, _USUAL, disk_there)
     if needs_disk and store is None:
         if isinstance(model, Checkpoint):
-            source = disk = PackSource(cached_pack(model, dtype, config.cache.expanduser(), progress, say, shard))
+            source = disk = PackSource(
+                cached_pack(model, dtype, config.cache.expanduser(), progress, say, shard)
+            )
         assert isinstance(source, PackSource)
         store = source.pack.store.path
     say("measuring what links and disk can do" if needs_disk else "measuring what the link can do")
@@ -137,12 +152,19 @@ def place(
     )
     give_back(device)
     read = f", disk {format_rate(rates.disk_to_host)}" if needs_disk else ""
-    say(f"measured: link {format_rate(rates.host_to_device)}{read}, device memory {format_rate(rates.device_read)}")
+    say(
+        f"measured: link {format_rate(rates.host_to_device)}{read}, device memory "
+        f"{format_rate(rates.device_read)}"
+    )
     placement, experts, _ = solve_model(layouts, tied, limits, rates, needs_disk)
     if experts is None:
         say(f"weights: {placement}")
     else:
-        stays = f"all {format_size(placement.resting(Tier.DEVICE))} stay on the device" if placement.everything_resident else str(placement)
+        stays = (
+            f"all {format_size(placement.resting(Tier.DEVICE))} stay on the device"
+            if placement.everything_resident
+            else str(placement)
+        )
         say(f"weights: of what every token needs, {stays}; {experts}")
     return Placed(placement, experts, source, disk, rates, beside)
 

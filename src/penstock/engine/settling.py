@@ -1,4 +1,5 @@
-"""Settles what a Config leaves open, by the model and the machine: device, dtype, limits, bytes, and whether KV goes to host memory."""
+"""Settles what a Config leaves open, by the model and the machine: device, dtype, limits, bytes, and whether
+KV goes to host memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,8 @@ from penstock.weights.residency import padded
 
 @dataclass(frozen=True, slots=True)
 class StepDefaults:
-    """The usual step of a device: how many tokens keep it busy, and how many sequences share a pass over the weights."""
+    """The usual step of a device: how many tokens keep it busy, and how many sequences share a pass over the
+    weights."""
 
     tokens: int
     sequences: int
@@ -77,9 +79,11 @@ class Settled:
 
 
 def settle(config: Config, model: Model, device: torch.device, say: Say, shard: Shard = WHOLE) -> Settled:
-    """All that is known before the first part is there. The memory of a CUDA device is capped if a size was asked for.
+    """All that is known before the first part is there. The memory of a CUDA device is capped if a size was
+    asked for.
 
-    shard: the part of the model that is this rank's. Raises ConfigError, BudgetError, and CheckpointError if the model lacks a tensor.
+    shard: the part of the model that is this rank's. Raises ConfigError, BudgetError, and CheckpointError if
+    the model lacks a tensor.
     """
     spec = model.spec
     dtype = choose_dtype(config, model, device)
@@ -111,13 +115,17 @@ def settle(config: Config, model: Model, device: torch.device, say: Say, shard: 
 
 
 def choose_dtype(config: Config, model: Model, device: torch.device) -> str:
-    """`auto` is the checkpoint's dtype, but float32 on processors that multiply halves in software, many times slower; a pack has one.
+    """`auto` is the checkpoint's dtype, but float32 on processors that multiply halves in software, many
+    times slower; a pack has one.
 
     Raises ConfigError if a pack of another dtype was asked for.
     """
     if isinstance(model, Pack):
         if config.dtype not in ("auto", model.dtype):
-            raise ConfigError(f"dtype {config.dtype} was asked for, but {model.path} is packed in {model.dtype}; pack the model again")
+            raise ConfigError(
+                f"dtype {config.dtype} was asked for, but {model.path} is packed in {model.dtype}; pack the "
+                "model again"
+            )
         return model.dtype
     if config.dtype != "auto":
         return config.dtype
@@ -127,28 +135,40 @@ def choose_dtype(config: Config, model: Model, device: torch.device) -> str:
 def choose_limits(config: Config, spec: ModelSpec, device: torch.device) -> Limits:
     """What was asked for, and the device's usual where nothing was. Raises ConfigError."""
     usual = _STEP[device.type]
-    beyond = config.max_length is not None and config.max_length > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC
+    beyond = (
+        config.max_length is not None
+        and config.max_length > spec.max_length
+        and spec.rope.kind is not RopeKind.DYNAMIC
+    )
     if beyond and not config.beyond_trained:
         assert config.max_length is not None
         raise ConfigError(
-            f"max_length {config.max_length} is more than the {spec.max_length} positions the model was trained for; lower it, give "
-            f"the checkpoint a rope scaling by {ceil(100 * config.max_length / spec.max_length) / 100:g}, or allow it with beyond_trained"
+            f"max_length {config.max_length} is more than the {spec.max_length} positions the model was "
+            "trained for; lower it, give "
+            f"the checkpoint a rope scaling by {ceil(100 * config.max_length / spec.max_length) / 100:g}, "
+            "or allow it with beyond_trained"
         )
     tokens = config.max_step_tokens or usual.tokens * (2 if _is_roomy(config, device) else 1)
     sequences = config.max_sequences or min(usual.sequences, tokens)
     if sequences > tokens:
-        raise ConfigError(f"max_sequences {sequences} is more than max_step_tokens {tokens}; every sequence needs a token a step")
+        raise ConfigError(
+            f"max_sequences {sequences} is more than max_step_tokens {tokens}; every sequence needs a token "
+            "a step"
+        )
     if config.block_size & (config.block_size - 1) or config.block_size > 256:
         raise ConfigError(f"block_size {config.block_size} must be a power of two, at most 256")
     return Limits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
 
 
 def _is_roomy(config: Config, device: torch.device) -> bool:
-    """By what does not change while the machine is used. Several devices need not be alike, and must agree."""
+    """By what does not change while the machine is used. Several devices need not be alike, and must
+    agree."""
     if device.type != "cuda" or config.tensor_parallel > 1:
         return False
     whole = total_memory(device)
-    return (whole if config.device_memory is None else parse_size(config.device_memory, whole=whole)) >= _ROOMY
+    return (
+        whole if config.device_memory is None else parse_size(config.device_memory, whole=whole)
+    ) >= _ROOMY
 
 
 def device_budget(config: Config, device: torch.device) -> int:
@@ -160,19 +180,24 @@ def device_budget(config: Config, device: torch.device) -> int:
         parse_size(config.host_memory, whole=total_memory(torch.device("cpu")))
     total = min(sizes, default=int(free * _STEP[device.type].memory_share))
     if total > free:
-        raise BudgetError(f"{format_size(total)} of device memory were asked for, but only {format_size(free)} are free; ask for less")
+        raise BudgetError(
+            f"{format_size(total)} of device memory were asked for, but only {format_size(free)} are free; "
+            "ask for less"
+        )
     return total
 
 
 def capped(device: torch.device, size: int, pinned: int) -> int:
-    """Bytes of a CUDA device that are left to the engine where the process is to stay below `size`, as it will from now on; see cap_memory.
+    """Bytes of a CUDA device that are left to the engine where the process is to stay below `size`, as it
+    will from now on; see cap_memory.
 
     Raises BudgetError if nothing is left.
     """
     left = cap_memory(device, size, pinned)
     if left <= 0:
         raise BudgetError(
-            f"{format_size(size)} of device memory were asked for, but this process has {format_size(size - left)} of it already, its "
+            f"{format_size(size)} of device memory were asked for, but this process has "
+            f"{format_size(size - left)} of it already, its "
             f"driver's part included; ask for more, or close what takes it"
         )
     return left

@@ -1,4 +1,5 @@
-"""An engine on several devices: which part of the model each rank has, on which device, and what it exchanges with the others."""
+"""An engine on several devices: which part of the model each rank has, on which device, and what it exchanges
+with the others."""
 
 import logging
 from collections.abc import Callable
@@ -34,8 +35,8 @@ _TRIAL = 30_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process's part of the model, and where it computes. `group`: of all ranks, if there are others. `last`: what is to be done when
-    no other rank is left."""
+    """This process's part of the model, and where it computes. `group`: of all ranks, if there are others.
+    `last`: what is to be done when no other rank is left."""
 
     device: torch.device
     shard: Shard = WHOLE
@@ -57,8 +58,9 @@ class Place:
 
 
 class Collectives:
-    """What a decoder asks of the others. Of the group, which knows nothing of models, with the widths of every rank's logits; and where
-    GPUs reach each other, sums of few rows in one launch, through windows (`ops.triton_sums`)."""
+    """What a decoder asks of the others. Of the group, which knows nothing of models, with the widths of
+    every rank's logits; and where GPUs reach each other, sums of few rows in one launch, through windows
+    (`ops.triton_sums`)."""
 
     def __init__(self, group: "Group", spec: ModelSpec, dtype: torch.dtype) -> None:
         self._group, self._hidden, self._dtype = group, spec.hidden_size, dtype
@@ -127,7 +129,10 @@ class Collectives:
         if self._window and all(handles):
             try:
                 own = self._window
-                addresses = [own.address if rank == group.rank else own.see(handle) for rank, handle in enumerate(handles)]
+                addresses = [
+                    own.address if rank == group.rank else own.see(handle)
+                    for rank, handle in enumerate(handles)
+                ]
             except DeviceError as fault:
                 why = str(fault)
         if group.least(len(addresses)):
@@ -136,9 +141,12 @@ class Collectives:
         return []
 
     def _tried(self, rows: int) -> bool:
-        """Whether a sum of as many rows as may be comes out right on all ranks, in time that also suffices to compile it."""
+        """Whether a sum of as many rows as may be comes out right on all ranks, in time that also suffices to
+        compile it."""
         group = self._group
-        x = torch.arange(rows, device=group.device).remainder(7).to(self._dtype)[:, None].repeat(1, self._hidden) * (group.rank + 1)
+        x = torch.arange(rows, device=group.device).remainder(7).to(self._dtype)[:, None].repeat(
+            1, self._hidden
+        ) * (group.rank + 1)
         want = x.clone()
         group.all_reduce(want)
         self._kernels.sum_over_ranks(x, self._shared)
@@ -163,41 +171,48 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 def device_of(config: Config, local: int) -> torch.device:
-    """The device of the `local`th rank of a machine. Raises DeviceError if it is not there, ConfigError if one device was named for all."""
+    """The device of the `local`th rank of a machine. Raises DeviceError if it is not there, ConfigError if
+    one device was named for all."""
     device = choose_device(config.device)
     if device.type == "cpu" or config.tensor_parallel == 1:
         return device
     if ":" in config.device:
         raise ConfigError(
-            f"device {config.device} was asked for, but tensor_parallel={config.tensor_parallel} takes one device for each rank, from "
+            f"device {config.device} was asked for, but tensor_parallel={config.tensor_parallel} takes one "
+            "device for each rank, from "
             "cuda:0 on; give device cuda, and choose devices by CUDA_VISIBLE_DEVICES"
         )
     there = torch.cuda.device_count()
     if local >= there:
         raise DeviceError(
-            f"tensor_parallel={config.tensor_parallel} was asked for, but {there} CUDA devices are there; ask for as many, or for the CPU"
+            f"tensor_parallel={config.tensor_parallel} was asked for, but {there} CUDA devices are there; "
+            "ask for as many, or for the CPU"
         )
     return torch.device("cuda", local)
 
 
 def team_config(config: Config, model: Model) -> Config:
-    """The settings of each rank. Raises ConfigError for what several ranks, or so many of this model, cannot do."""
+    """The settings of each rank. Raises ConfigError for what several ranks, or so many of this model, cannot
+    do."""
     held(model.spec, Shard(0, config.tensor_parallel))
     if isinstance(model, Pack):
         raise ConfigError(
-            f"tensor_parallel={config.tensor_parallel} needs a checkpoint, of which each rank reads its part, but {model.path} is a pack; "
+            f"tensor_parallel={config.tensor_parallel} needs a checkpoint, of which each rank reads its "
+            f"part, but {model.path} is a pack; "
             "give the checkpoint it was made of"
         )
     far = {"host_kv_memory": config.host_kv_memory, "disk_kv_memory": config.disk_kv_memory}
     for name, value in far.items():
         if value not in (None, 0, "0"):
-            raise ConfigError(f"{name} {value} goes with a single device so far; leave it, or tensor_parallel")
+            raise ConfigError(
+                f"{name} {value} goes with a single device so far; leave it, or tensor_parallel"
+            )
     return replace(config, host_kv_memory=0)
 
 
 def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
-    """Where ranks compute on the same cores: this process's part of its threads, since threads that wait for each other take far longer.
-    Returns what gives it back all that it had."""
+    """Where ranks compute on the same cores: this process's part of its threads, since threads that wait for
+    each other take far longer. Returns what gives it back all that it had."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(max(1, before // ranks))

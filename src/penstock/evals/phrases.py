@@ -1,5 +1,5 @@
-"""Words and sentences of the tasks: facts and questions as the shipped model was trained with (`tools/needles.py`), and text to hide
-them in."""
+"""Words and sentences of the tasks: facts and questions as the shipped model was trained with
+(`tools/needles.py`), and text to hide them in."""
 
 import random
 from collections.abc import Iterator
@@ -14,11 +14,19 @@ NAMES = _listed(
     "Anna|Mary|Lily|Rosa|Clara|Emma|Nora|Ruth|Jane|Alice|Daisy|Hannah|Julia|Greta|Lucy|Sophie|"
     "Tom|Ben|Sam|Max|Jack|Leo|Paul|Peter|Oscar|Henry|Felix|Hugo|Otto|Emil|Simon|Walter"
 )
-PERSON_LABELS = _listed("secret code|passkey|lucky number|ticket number|room number|locker number|phone number|badge number")
+PERSON_LABELS = _listed(
+    "secret code|passkey|lucky number|ticket number|room number|locker number|phone number|badge number"
+)
 THING_LABELS = _listed("number|code|price|serial number|secret number|access code|lock code")
-ADJECTIVES = _listed("red|blue|green|white|golden|silver|wooden|copper|old|big|small|heavy|broken|lost|ancient|dusty|hidden|crooked|iron")
-NOUNS = _listed("tower|bridge|train|ship|engine|wheel|door|window|vault|cabinet|chest|mill|station|library|museum|clock|rocket|bell")
-SYLLABLES = _listed("ka|lo|mi|ra|ven|tor|bel|na|sha|dri|zo|ul|wen|fa|gri|pol|mar|tes|ku|ly|an|ro|sil|va|jen|do|kir")
+ADJECTIVES = _listed(
+    "red|blue|green|white|golden|silver|wooden|copper|old|big|small|heavy|broken|lost|ancient|dusty|hidden|crooked|iron"
+)
+NOUNS = _listed(
+    "tower|bridge|train|ship|engine|wheel|door|window|vault|cabinet|chest|mill|station|library|museum|clock|rocket|bell"
+)
+SYLLABLES = _listed(
+    "ka|lo|mi|ra|ven|tor|bel|na|sha|dri|zo|ul|wen|fa|gri|pol|mar|tes|ku|ly|an|ro|sil|va|jen|do|kir"
+)
 
 STATEMENTS = (
     "{Np} is {v}.",
@@ -29,19 +37,38 @@ STATEMENTS = (
     "I was told that {np} is {v}.",
     "Write this down: {np} is {v}.",
 )
-QUESTIONS = ("What is {np}?", "Tell me {np}.", "Can you tell me {np}?", "According to the text, what is {np}?", "Do you remember {np}?")
-INSTRUCTIONS = ("Here is a text.", "Read the text and answer the question at the end.", "Remember everything that you read.")
+QUESTIONS = (
+    "What is {np}?",
+    "Tell me {np}.",
+    "Can you tell me {np}?",
+    "According to the text, what is {np}?",
+    "Do you remember {np}?",
+)
+INSTRUCTIONS = (
+    "Here is a text.",
+    "Read the text and answer the question at the end.",
+    "Remember everything that you read.",
+)
 CHAT_LEAD = "\n\n"
 RAW_LEAD, RAW_ANSWER = "\n\nQuestion: ", "\nAnswer: "
 
 _PLACES = _listed(
-    "forest|meadow|old mill|market|hill|lake|village|garden|bridge|orchard|harbor|castle|valley|farm|lighthouse|pond|barn|river"
+    "forest|meadow|old "
+    "mill|market|hill|lake|village|garden|bridge|orchard|harbor|castle|valley|farm|lighthouse|pond|barn|river"
 )
-_KINDS = _listed("fox|rabbit|hedgehog|baker|miller|shepherd|sailor|gardener|painter|owl|robin|farmer|cat|goat|duck|little girl|old man|boy")
-_THINGS = _listed("kite|lantern|drum|whistle|basket|key|hat|scarf|ball|blanket|button|spoon|teapot|flute|map|ribbon|feather|compass|jar")
-_LOOKS = _listed("red|blue|yellow|brown|golden|wooden|shiny|painted|new|tiny|round|heavy|strange|beautiful|broken")
+_KINDS = _listed(
+    "fox|rabbit|hedgehog|baker|miller|shepherd|sailor|gardener|painter|owl|robin|farmer|cat|goat|duck"
+    "|little girl|old man|boy"
+)
+_THINGS = _listed(
+    "kite|lantern|drum|whistle|basket|key|hat|scarf|ball|blanket|button|spoon|teapot|flute|map|ribbon|feather|compass|jar"
+)
+_LOOKS = _listed(
+    "red|blue|yellow|brown|golden|wooden|shiny|painted|new|tiny|round|heavy|strange|beautiful|broken"
+)
 _WEATHER = _listed(
-    "The sun was warm and the sky was clear|A cool wind blew over the fields|It was raining a little|Snow lay on the roofs|The leaves "
+    "The sun was warm and the sky was clear|A cool wind blew over the fields|It was raining a little|Snow "
+    "lay on the roofs|The leaves "
     "were turning red|White clouds moved slowly by|The air smelled of hay|Fog hung over the water"
 )
 _SENTENCES = (
@@ -68,7 +95,8 @@ _SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A number that has a name. The answer begins with `answer_head`, as the shipped model's do; then come a blank and `value`."""
+    """A number that has a name. The answer begins with `answer_head`, as the shipped model's do; then come a
+    blank and `value`."""
 
     statement: str
     question: str
@@ -77,11 +105,17 @@ class Fact:
 
 
 def facts(rng: random.Random) -> Iterator[Fact]:
-    """Facts for one text, without end. No name and no number occurs twice; names are of few words, so that they look alike."""
+    """Facts for one text, without end. No name and no number occurs twice; names are of few words, so that
+    they look alike."""
     names, labels = rng.sample(NAMES, 10), rng.sample(PERSON_LABELS, 4)
     adjectives, nouns, things = rng.sample(ADJECTIVES, 10), rng.sample(NOUNS, 10), rng.sample(THING_LABELS, 3)
     people = [f"the {label} of {name}" for name in names for label in labels]
-    objects = [f"the {label} of the {adjective} {noun}" for adjective in adjectives for noun in nouns for label in things]
+    objects = [
+        f"the {label} of the {adjective} {noun}"
+        for adjective in adjectives
+        for noun in nouns
+        for label in things
+    ]
     rng.shuffle(people)
     rng.shuffle(objects)
     used: set[str] = set()
@@ -91,7 +125,12 @@ def facts(rng: random.Random) -> Iterator[Fact]:
         if value not in used:
             used.add(value)
             words = {"np": key, "Np": _up(key), "v": value}
-            yield Fact(rng.choice(STATEMENTS).format(**words), rng.choice(QUESTIONS).format(**words), f"{_up(key)} is", value)
+            yield Fact(
+                rng.choice(STATEMENTS).format(**words),
+                rng.choice(QUESTIONS).format(**words),
+                f"{_up(key)} is",
+                value,
+            )
 
 
 def invented(rng: random.Random, count: int) -> list[str]:

@@ -51,7 +51,15 @@ def draw(report: Report, file: Path) -> None:
 
     write(_MARGIN, 28, _fitted(report.model, image.width), 32)
     samples = f"{report.samples} sample{'' if report.samples == 1 else 's'} in each cell"
-    write(_MARGIN, 74, f"% right, {samples}; {report.text} text, {report.dtype} on {report.device}"[: image.width // _LETTER], 18, _FAINT)
+    write(
+        _MARGIN,
+        74,
+        f"% right, {samples}; {report.text} text, {report.dtype} on {report.device}"[
+            : image.width // _LETTER
+        ],
+        18,
+        _FAINT,
+    )
     for task, top in _tops(report).items():
         lengths, depths, _ = report.of(task)
         write(_MARGIN, top - 40, f"{task}: {TASKS[task].about}", 22)

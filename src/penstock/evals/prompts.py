@@ -1,5 +1,5 @@
-"""Prompts of an exact number of tokens: a stretch of text, statements at depths of it, a question behind it, and what the model needs
-around all that."""
+"""Prompts of an exact number of tokens: a stretch of text, statements at depths of it, a question behind it,
+and what the model needs around all that."""
 
 import random
 import re
@@ -13,11 +13,13 @@ from penstock.base.errors import ConfigError, RequestError
 from penstock.evals.phrases import CHAT_LEAD, RAW_ANSWER, RAW_LEAD
 
 ANSWER_TOKENS = 64
-"""Of a length, left free for the answer: a length is of prompt and answer together, as a model's context is."""
+"""Of a length, left free for the answer: a length is of prompt and answer together, as a model's context
+is."""
 _MARK = "PROMPT-STANDS-HERE"
 _TRIES = 64
 _PARAGRAPHS = 64
-"""Encoded as one: enough that hardly a token is another than in the whole text, and several threads can share a long one."""
+"""Encoded as one: enough that hardly a token is another than in the whole text, and several threads can share
+a long one."""
 _MOST_TEXT = 4_000_000
 """Letters of a given text; what is beyond is not read."""
 
@@ -32,15 +34,17 @@ class Question:
 
 
 class Dress:
-    """What stands around a prompt: the model's chat template, or, with `raw` and where it has none, what its tokenizer puts around a
-    text and the beginning of the answer."""
+    """What stands around a prompt: the model's chat template, or, with `raw` and where it has none, what its
+    tokenizer puts around a text and the beginning of the answer."""
 
     def __init__(self, tokenizer: Tokenizer, raw: bool) -> None:
         self.tokenizer = tokenizer
         self.chat, self._before, self._after = False, "", ""
         if not raw:
             try:
-                self._before, self._after = tokenizer.render_chat([{"role": "user", "content": _MARK}]).split(_MARK)
+                self._before, self._after = tokenizer.render_chat([{"role": "user", "content": _MARK}]).split(
+                    _MARK
+                )
                 self.chat = True
             except (RequestError, ValueError):  # no template, or none that takes a lone message as it is
                 pass
@@ -64,26 +68,38 @@ class Dress:
 
 
 class Haystack:
-    """A text in tokens, from which stretches are taken; it is repeated where a stretch of `longest` tokens asks for more."""
+    """A text in tokens, from which stretches are taken; it is repeated where a stretch of `longest` tokens
+    asks for more."""
 
     def __init__(self, text: str, dress: Dress, longest: int) -> None:
         """Raises ConfigError if the text is empty."""
         paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
-        parts = ["\n\n" + "\n\n".join(paragraphs[at : at + _PARAGRAPHS]) for at in range(0, len(paragraphs), _PARAGRAPHS)]
+        parts = [
+            "\n\n" + "\n\n".join(paragraphs[at : at + _PARAGRAPHS])
+            for at in range(0, len(paragraphs), _PARAGRAPHS)
+        ]
         tokens = [token for part in dress.tokenizer.encode_batch(parts, special=False) for token in part]
         if not tokens:
-            raise ConfigError("the text to hide things in is empty; give --text a file or a folder with words in it, or leave it out")
+            raise ConfigError(
+                "the text to hide things in is empty; give --text a file or a folder with words in it, or "
+                "leave it out"
+            )
         tokens *= -(-2 * longest // len(tokens)) if len(tokens) < 2 * longest else 1
         shown = {token: dress.tokenizer.token_bytes(token) for token in set(tokens)}
         begins = {token for token, text in shown.items() if text[:1].isspace()}
-        closes = {token for token, text in shown.items() if text.rstrip(b"\"'\xe2\x80\x9d\x99").endswith((b".", b"!", b"?"))}
+        closes = {
+            token
+            for token, text in shown.items()
+            if text.rstrip(b"\"'\xe2\x80\x9d\x99").endswith((b".", b"!", b"?"))
+        }
         words = [i for i in range(1, len(tokens)) if tokens[i] in begins]
         self._tokens, self._begins = tokens, begins
         # Where a statement may stand: between sentences, in a text without any between words or letters.
         self._ends = [i for i in words if tokens[i - 1] in closes] or words or list(range(1, len(tokens)))
 
     def stretch(self, count: int, rng: random.Random) -> tuple[list[int], list[int]]:
-        """`count` tokens from the beginning of a word to the end of a sentence, and the places in them where statements may stand."""
+        """`count` tokens from the beginning of a word to the end of a sentence, and the places in them where
+        statements may stand."""
         least = min(bisect_left(self._ends, count), len(self._ends) - 1)
         for _ in range(_TRIES):
             end = max(rng.choice(self._ends[least:]), count)
@@ -112,15 +128,24 @@ def text_of(path: Path) -> str:
 
 
 def fill(
-    length: int, asked: Question, statements: Sequence[tuple[float, str]], haystack: Haystack, dress: Dress, rng: random.Random
+    length: int,
+    asked: Question,
+    statements: Sequence[tuple[float, str]],
+    haystack: Haystack,
+    dress: Dress,
+    rng: random.Random,
 ) -> list[int]:
-    """A prompt of exactly `length` less ANSWER_TOKENS tokens. `statements`, each with its depth in the text (0: before it, 1: behind it),
-    stand in it at the nearest ends of sentences, in their order where these are the same. Raises RequestError if there is no room."""
+    """A prompt of exactly `length` less ANSWER_TOKENS tokens. `statements`, each with its depth in the text
+    (0: before it, 1: behind it), stand in it at the nearest ends of sentences, in their order where these are
+    the same. Raises RequestError if there is no room."""
     before, after = dress.ends(asked)
     hidden = [(depth, dress.inner(f" {statement}")) for depth, statement in statements]
-    text, places = haystack.stretch(room(length, len(before) + len(after) + sum(len(tokens) for _, tokens in hidden)), rng)
+    text, places = haystack.stretch(
+        room(length, len(before) + len(after) + sum(len(tokens) for _, tokens in hidden)), rng
+    )
     put = sorted(
-        ((min(places, key=lambda place: abs(place - depth * len(text))), tokens) for depth, tokens in hidden), key=lambda it: it[0]
+        ((min(places, key=lambda place: abs(place - depth * len(text))), tokens) for depth, tokens in hidden),
+        key=lambda it: it[0],
     )
     prompt, done = before, 0
     for place, tokens in put:
@@ -130,11 +155,13 @@ def fill(
 
 
 def room(length: int, taken: int) -> int:
-    """What a prompt that takes `taken` tokens, and its answer, leave of `length`. Raises RequestError if that is nothing."""
+    """What a prompt that takes `taken` tokens, and its answer, leave of `length`. Raises RequestError if that
+    is nothing."""
     left = length - taken - ANSWER_TOKENS
     if left < 1:
         raise RequestError(
-            f"a length of {length:,} tokens has no room for the question, which takes {taken:,}, and {ANSWER_TOKENS} for the answer; "
+            f"a length of {length:,} tokens has no room for the question, which takes {taken:,}, and "
+            f"{ANSWER_TOKENS} for the answer; "
             "give longer --lengths"
         )
     return left

@@ -19,7 +19,8 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`score`: the mean of all samples, 0 to 1, with its 95 % interval. `depth` is None where a task has none."""
+    """`score`: the mean of all samples, 0 to 1, with its 95 % interval. `depth` is None where a task has
+    none."""
 
     task: str
     length: int
@@ -33,7 +34,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`chat`: whether prompts went through the model's chat template. `prompt_tokens`: of all prompts together."""
+    """`chat`: whether prompts went through the model's chat template. `prompt_tokens`: of all prompts
+    together."""
 
     eval: str
     model: str
@@ -55,7 +57,11 @@ class Report:
     def of(self, task: str) -> tuple[list[int], list[float | None], dict[tuple[int, float | None], Cell]]:
         """Its lengths, its depths, and its cells by both."""
         cells = {(cell.length, cell.depth): cell for cell in self.cells if cell.task == task}
-        return list(dict.fromkeys(length for length, _ in cells)), list(dict.fromkeys(depth for _, depth in cells)), cells
+        return (
+            list(dict.fromkeys(length for length, _ in cells)),
+            list(dict.fromkeys(depth for _, depth in cells)),
+            cells,
+        )
 
     def line(self, **more: object) -> str:
         """Everything, and `more`, as one line of JSON."""
@@ -63,7 +69,8 @@ class Report:
 
     def __str__(self) -> str:
         head = (
-            f"{self.model}, {self.dtype} on {self.device}: {self.prompts:,} prompts, {self.prompt_tokens:,} tokens in {self.seconds:,.0f} s"
+            f"{self.model}, {self.dtype} on {self.device}: {self.prompts:,} prompts, {self.prompt_tokens:,} "
+            f"tokens in {self.seconds:,.0f} s"
         )
         return "\n".join([head, *(line for task in self.tasks for line in self._table(task))])
 
@@ -91,8 +98,8 @@ def shown_depth(depth: float | None) -> str:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of `count` trials (Wilson, 1927). For a mean of scores between 0 and 1 it is no narrower than it
-    should be: nothing varies more than what is all or nothing."""
+    """The 95 % interval of a share of `count` trials (Wilson, 1927). For a mean of scores between 0 and 1 it
+    is no narrower than it should be: nothing varies more than what is all or nothing."""
     scale = 1 + _Z**2 / count
     middle = (share + _Z**2 / (2 * count)) / scale
     half = _Z / scale * sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))

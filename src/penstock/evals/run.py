@@ -23,8 +23,9 @@ _KEPT = 200
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to ask. `lengths`: tokens of prompt and answer together, None for the usual; `depths`: how many, from the beginning of the
-    text to its end; `samples`: for each length and depth; `text`: what to hide things in, None for generated text; `source`: its name."""
+    """What to ask. `lengths`: tokens of prompt and answer together, None for the usual; `depths`: how many,
+    from the beginning of the text to its end; `samples`: for each length and depth; `text`: what to hide
+    things in, None for generated text; `source`: its name."""
 
     name: str
     tasks: tuple[str, ...]
@@ -43,10 +44,15 @@ def spread(depths: int) -> list[float]:
 
 
 def evaluate(llm: LLM, work: Work, model: str, tell: Callable[[str], None]) -> Report:
-    """Ask everything. `model`: its name in the report; `tell`: is told what is being asked. Raises ConfigError if the text
-    is empty, RequestError if model and memory have no room for a length, or a length none for a task: then nothing is asked."""
+    """Ask everything. `model`: its name in the report; `tell`: is told what is being asked. Raises
+    ConfigError if the text is empty, RequestError if model and memory have no room for a length, or a length
+    none for a task: then nothing is asked."""
     lengths = _lengths(llm, work)
-    text = work.text if work.text is not None else generated_text(random.Random(f"{work.seed} text"), _LETTERS * max(lengths))
+    text = (
+        work.text
+        if work.text is not None
+        else generated_text(random.Random(f"{work.seed} text"), _LETTERS * max(lengths))
+    )
     dress = Dress(llm.tokenizer, work.raw)
     material = Material(dress, Haystack(text, dress, max(lengths)))
     for name in work.tasks:  # the shortest that there may be no room in
@@ -62,7 +68,10 @@ def evaluate(llm: LLM, work: Work, model: str, tell: Callable[[str], None]) -> R
             tokens += sum(map(len, prompts))
             tell(f"{name}: {len(prompts):,} prompts of {len(prompts[0]):,} tokens")
             answers = iter(llm.generate(prompts, SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)))
-            cells += [_cell(name, length, depth, [(one, next(answers).text) for one in some]) for depth, some in samples.items()]
+            cells += [
+                _cell(name, length, depth, [(one, next(answers).text) for one in some])
+                for depth, some in samples.items()
+            ]
     return Report(
         eval=work.name,
         model=model,
@@ -83,12 +92,18 @@ def _lengths(llm: LLM, work: Work) -> Sequence[int]:
     longest = llm.booted.engine.scheduler.longest
     lengths = sorted(set(work.lengths or [length for length in LENGTHS if length <= longest]))
     if not lengths or lengths[-1] > longest:
-        asked = f"a length of {lengths[-1]:,} tokens was asked for" if lengths else f"the usual lengths begin at {LENGTHS[0]} tokens"
+        asked = (
+            f"a length of {lengths[-1]:,} tokens was asked for"
+            if lengths
+            else f"the usual lengths begin at {LENGTHS[0]} tokens"
+        )
         raise RequestError(f"{asked}, but model and memory have room for {longest:,}; give shorter --lengths")
     return lengths
 
 
-def _samples(name: str, task: Task, length: int, depth: float | None, work: Work, material: Material) -> list[Sample]:
+def _samples(
+    name: str, task: Task, length: int, depth: float | None, work: Work, material: Material
+) -> list[Sample]:
     """Those of one cell; they depend on the seed and the cell alone."""
     seeds = (f"{work.seed} {name} {length} {depth} {number}" for number in range(work.samples))
     return [task.make(random.Random(seed), length, depth or 0.0, material) for seed in seeds]

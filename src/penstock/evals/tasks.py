@@ -14,7 +14,8 @@ _CHAIN = 5
 """Variables that have the value asked for; as many have another one."""
 _FREQUENT, _OTHERS = 3, 24
 _TURN = 6
-"""Other words between two shuffles, for two of each frequent one: those come eight times as often as the others."""
+"""Other words between two shuffles, for two of each frequent one: those come eight times as often as the
+others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,9 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`make`: a sample of `length` tokens less ANSWER_TOKENS, with what it is about at `depth` of the text, 0 to 1; raises RequestError if
-    the length has no room for it. `score`: how right an answer is, 0 to 1. `deep`: whether the depth means anything."""
+    """`make`: a sample of `length` tokens less ANSWER_TOKENS, with what it is about at `depth` of the text, 0
+    to 1; raises RequestError if the length has no room for it. `score`: how right an answer is, 0 to 1.
+    `deep`: whether the depth means anything."""
 
     about: str
     make: Callable[[random.Random, int, float, Material], Sample]
@@ -52,9 +54,12 @@ def exact(answer: str, sample: Sample) -> float:
 
 
 def share(answer: str, sample: Sample) -> float:
-    """The share of expected words that the answer has; each decoy it names counts as one more that was missed."""
+    """The share of expected words that the answer has; each decoy it names counts as one more that was
+    missed."""
     words = set(re.findall(r"\w+", answer.casefold()))
-    found, wrong = (sum(word.casefold() in words for word in some) for some in (sample.expected, sample.decoys))
+    found, wrong = (
+        sum(word.casefold() in words for word in some) for some in (sample.expected, sample.decoys)
+    )
     return found / (len(sample.expected) + wrong)
 
 
@@ -77,12 +82,17 @@ def _variables(rng: random.Random, length: int, depth: float, material: Material
     names = [word.capitalize() for word in invented(rng, 2 * _CHAIN)]
     values = rng.sample(range(10_000, 100_000), 2)
     hidden: list[tuple[float, str]] = []
-    for chain, value, first in ((names[:_CHAIN], values[0], depth), (names[_CHAIN:], values[1], rng.random())):
+    for chain, value, first in (
+        (names[:_CHAIN], values[0], depth),
+        (names[_CHAIN:], values[1], rng.random()),
+    ):
         said = [f"The value of {chain[0]} is {value}."]
         said += [f"The value of {later} is that of {earlier}." for earlier, later in pairwise(chain)]
         depths = sorted(first + (1 - first) * rng.random() for _ in chain[1:])
         hidden += zip([first, *depths], said, strict=True)
-    question = f"Which {_CHAIN} names in the text have the value {values[0]}, directly or through other names?"
+    question = (
+        f"Which {_CHAIN} names in the text have the value {values[0]}, directly or through other names?"
+    )
     asked = Question("Read the text and answer the question at the end.", question, "They are")
     tokens = fill(length, asked, hidden, material.haystack, material.dress, rng)
     return Sample(tokens, tuple(names[:_CHAIN]), tuple(names[_CHAIN:]))
@@ -92,7 +102,9 @@ def _words(rng: random.Random, length: int, depth: float, material: Material) ->
     """The list has exactly the tokens that there is room for, so that its last word may lack letters."""
     words = invented(rng, _FREQUENT + _OTHERS)
     frequent, others = words[:_FREQUENT], words[_FREQUENT:]
-    asked = Question("Here is a list of words.", f"Which {_FREQUENT} words occur most often in the list?", "They are")
+    asked = Question(
+        "Here is a list of words.", f"Which {_FREQUENT} words occur most often in the list?", "They are"
+    )
     before, after = material.dress.ends(asked)
     count = room(length, len(before) + len(after))
     spelled = {word: material.dress.inner(f" {word}") for word in words}
@@ -104,7 +116,10 @@ def _words(rng: random.Random, length: int, depth: float, material: Material) ->
         listed += [token for word in some for token in spelled[word]]
         turn += 1
         if turn == 1 and len(listed) > count:
-            raise RequestError(f"a list of {count:,} tokens is too short for words to be frequent in it; give longer --lengths")
+            raise RequestError(
+                f"a list of {count:,} tokens is too short for words to be frequent in it; give longer "
+                "--lengths"
+            )
     return Sample([*before, *listed[:count], *after], tuple(frequent), tuple(others))
 
 

@@ -1,6 +1,7 @@
 """The stores of KV under a directory, for people: what there is, whether it is sound, and away with it.
 
-Whoever only looks takes no lock. What is damaged is marked as such, and what is removed goes, only while no other process writes there.
+Whoever only looks takes no lock. What is damaged is marked as such, and what is removed goes, only while no
+other process writes there.
 """
 
 import json
@@ -31,15 +32,17 @@ from penstock.kv.segments import (
 from penstock.memory.disk import DiskFile, ReadError
 
 _NAME = re.compile(rf"{PREFIX}((?:[0-9a-f]{{2}})+)")
-_OURS = re.compile(rf"{JOURNAL}|{LOCK}|{ABOUT}|{NOTES}|({JOURNAL}|{ABOUT}|{NOTES})\.tmp|\d+-\d+\.segment", re.ASCII)
+_OURS = re.compile(
+    rf"{JOURNAL}|{LOCK}|{ABOUT}|{NOTES}|({JOURNAL}|{ABOUT}|{NOTES})\.tmp|\d+-\d+\.segment", re.ASCII
+)
 _ABOUT_LIMIT = 64 << 10
 _RECORD_LIMIT = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """`about`: what store.json says, if it can be read. `real_bytes`: of the disk. `last_used`: seconds since 1970. `sound`: whether the
-    journal is there."""
+    """`about`: what store.json says, if it can be read. `real_bytes`: of the disk. `last_used`: seconds since
+    1970. `sound`: whether the journal is there."""
 
     path: Path
     identity: bytes
@@ -55,8 +58,8 @@ class StoreInfo:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Of a store's records. `marked`: whether those that are damaged are in quarantine now. `busy`: whether another process writes
-    there."""
+    """Of a store's records. `marked`: whether those that are damaged are in quarantine now. `busy`: whether
+    another process writes there."""
 
     records: int
     damaged: int
@@ -74,7 +77,9 @@ def store_paths(directory: Path) -> list[Path]:
         entries = (entry for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
         names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name))
     except OSError as fault:
-        raise StoreError(f"{directory} cannot be read: {reason(fault)}; give the kv_directory of a cache") from fault
+        raise StoreError(
+            f"{directory} cannot be read: {reason(fault)}; give the kv_directory of a cache"
+        ) from fault
     return [directory / name for name in names]
 
 
@@ -90,16 +95,21 @@ def survey(path: Path) -> StoreInfo:
         raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
     records = len(found.live)
     sizes = records * found.record_bytes, real, len(found.segments)
-    return StoreInfo(path, identity, about, records, *sizes, len(found.bad), last_used, found.replay is not None)
+    return StoreInfo(
+        path, identity, about, records, *sizes, len(found.bad), last_used, found.replay is not None
+    )
 
 
 def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda count: None) -> Findings:
-    """Read every record, telling `progress` of each one's bytes, and put into quarantine what is not as it was written, unless another
-    process writes there or the journal is lost: what a record is like is then known by hearsay. What cannot be read is left as it is.
-    secret: with which they were sealed. Raises StoreError."""
+    """Read every record, telling `progress` of each one's bytes, and put into quarantine what is not as it
+    was written, unless another process writes there or the journal is lost: what a record is like is then
+    known by hearsay. What cannot be read is left as it is. secret: with which they were sealed. Raises
+    StoreError."""
     seal, about = Seal(_identity(path), secret), _about(path)
     if about.get("sealed_with") not in (None, key_id(secret)):
-        raise StoreError(f"{path} was sealed with another key; name the cache directory that has it (--cache)")
+        raise StoreError(
+            f"{path} was sealed with another key; name the cache directory that has it (--cache)"
+        )
     with ExitStack() as held:
         try:
             held.enter_context(closing(locked(path, make=False)))
@@ -120,7 +130,10 @@ def verify(path: Path, secret: bytes, progress: Callable[[int], object] = lambda
                 unreadable += 1
             progress(found.record_bytes)
         if len(damaged) == len(found.live) and damaged and "sealed_with" not in about:
-            raise StoreError(f"{path} does not say which key sealed it, and no record fits this one; nothing was put aside (--cache)")
+            raise StoreError(
+                f"{path} does not say which key sealed it, and no record fits this one; nothing was put "
+                "aside (--cache)"
+            )
         replay = found.replay if writing else None
         if damaged and replay is not None:
             _quarantine(path, seal.seed, replay, damaged)
@@ -184,7 +197,8 @@ def _contents(path: Path, about: dict[str, object]) -> Contents:
             raise StoreError(f"{path} cannot be read: {reason(fault)}") from fault
         if not likely:
             raise StoreError(
-                f"{path} has lost its journal, and {ABOUT} does not tell its records' size; the model that it belongs to restores it, "
+                f"{path} has lost its journal, and {ABOUT} does not tell its records' size; the model that "
+                "it belongs to restores it, "
                 "or remove it"
             )
     return found

@@ -1,4 +1,5 @@
-"""A worker's KV in host memory and on disk: blocks, and the ring and outbox by which a step reads and writes them."""
+"""A worker's KV in host memory and on disk: blocks, and the ring and outbox by which a step reads and writes
+them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -51,7 +52,8 @@ class Send:
 
 
 class Carrier:
-    """Carries out a plan's orders, lends a step its tiles and sends its new KV to the host. What it does when is told in `kv.tiles`."""
+    """Carries out a plan's orders, lends a step its tiles and sends its new KV to the host. What it does when
+    is told in `kv.tiles`."""
 
     def __init__(
         self,
@@ -92,18 +94,28 @@ class Carrier:
                 self._closing.callback(read.close)
                 written = Slots(rests, BEHIND, _behind_rows(layout, chunk_tokens), device)
                 self._closing.callback(written.close)
-                ahead, behind = ReadAhead(rests, read, streams.copies), WriteBehind(rests, written, streams.out)
+                ahead, behind = (
+                    ReadAhead(rests, read, streams.copies),
+                    WriteBehind(rests, written, streams.out),
+                )
             if policies is not None:
                 self.chosen = self._choosing(layout, blocks, tile_tokens, device, streams, disk, policies)
-            # Last in, first out: tasks on threads end before the streams that they wait for, and copies before their memory goes.
+            # Last in, first out: tasks on threads end before the streams that they wait for, and copies
+            # before their memory goes.
             self._closing.callback(streams.out.close)
             self._closing.callback(streams.copies.close)
             if self.disk is not None:
                 self._closing.callback(self.disk.close)
-            self.ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, waits, ahead)
-            self.outbox = Outbox(self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind)
+            self.ring = TileRing(
+                self.pool, RING, tile_tokens, device, streams.copies, streams.compute, waits, ahead
+            )
+            self.outbox = Outbox(
+                self.pool, STAGING, chunk_tokens, device, streams.out, streams.compute, behind
+            )
             if layout.rounded_from is None:
-                self.transfers = Transfers(self.pool, *more_streams(device, streams.copies), streams.compute, store)
+                self.transfers = Transfers(
+                    self.pool, *more_streams(device, streams.copies), streams.compute, store
+                )
                 self._closing.callback(self.transfers.close)
         except BaseException:
             self.close()
@@ -128,7 +140,9 @@ class Carrier:
             ahead = ReadAhead(self.disk, read, streams.copies)
             blocks += disk.blocks
         ring = TileRing(self.pool, RING, tile_tokens, device, streams.copies, streams.compute, None, ahead)
-        chosen = Chosen(layout, blocks, tile, policies, ring, device, streams.copies, streams.out, streams.compute)
+        chosen = Chosen(
+            layout, blocks, tile, policies, ring, device, streams.copies, streams.out, streams.compute
+        )
         self._closing.callback(chosen.close)
         return chosen
 
@@ -155,7 +169,8 @@ class Carrier:
             self.chosen.begin(readers, landed)
 
     def send(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """The step's K and V of a layer, `[tokens, kv_heads, head_dim]`, of which each token is one run: what goes to the host sets out."""
+        """The step's K and V of a layer, `[tokens, kv_heads, head_dim]`, of which each token is one run: what
+        goes to the host sets out."""
         for send in self._sends:
             part = slice(send.first, send.first + len(send.blocks) * self.pool.layout.block_size)
             self.outbox.send(layer, k[part], v[part], send.blocks)
@@ -186,8 +201,8 @@ class Carrier:
 
 
 def chosen_bytes(layout: KVLayout, tile_tokens: int, most_blocks: int, policies: Policies) -> int:
-    """Device memory of what policies need: a ring, sketches as they pass, what is computed of them, and the scores of all blocks, which
-    are there as pieces, as a whole and while they are looked at."""
+    """Device memory of what policies need: a ring, sketches as they pass, what is computed of them, and the
+    scores of all blocks, which are there as pieces, as a whole and while they are looked at."""
     sketches, piece = sketch_layout(layout, policies.bits), piece_blocks(tile_tokens // layout.block_size)
     passing = 2 * piece * sketches.bytes + sketches.scratch_bytes(min(piece, most_blocks), policies.heads)
     scores = 4 * 6 * most_blocks * policies.heads * (SAMPLE if policies.runs else 1)
@@ -196,7 +211,9 @@ def chosen_bytes(layout: KVLayout, tile_tokens: int, most_blocks: int, policies:
 
 def staging_bytes(layout: KVLayout, tile_tokens: int, chunk_tokens: int) -> int:
     """Host memory of a carrier with a disk, beside its blocks."""
-    return record_bytes(layout) * (AHEAD * (tile_tokens // layout.block_size) + BEHIND * _behind_rows(layout, chunk_tokens))
+    return record_bytes(layout) * (
+        AHEAD * (tile_tokens // layout.block_size) + BEHIND * _behind_rows(layout, chunk_tokens)
+    )
 
 
 def _behind_rows(layout: KVLayout, chunk_tokens: int) -> int:

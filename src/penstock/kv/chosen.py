@@ -1,15 +1,17 @@
-"""Far KV of which a policy chooses what is read: a sketch of every block's keys, and the tiles of the blocks that were chosen.
+"""Far KV of which a policy chooses what is read: a sketch of every block's keys, and the tiles of the blocks
+that were chosen.
 
-Sketches rest in host memory: with 4 bits a seventh of the KV, with 0 a sixty-fourth for blocks of 64 tokens. They pass
-through the device piece by piece, layer by layer, as a layer's queries ask for them. What is chosen streams through a ring of its own. A
-choice is made on the device and known to the host before the copies are queued, so each layer waits for the one before: what that costs,
-reading less must save.
+Sketches rest in host memory: with 4 bits a seventh of the KV, with 0 a sixty-fourth for blocks of 64 tokens.
+They pass through the device piece by piece, layer by layer, as a layer's queries ask for them. What is chosen
+streams through a ring of its own. A choice is made on the device and known to the host before the copies are
+queued, so each layer waits for the one before: what that costs, reading less must save.
 
 Where blocks rest in fp8, sketches are of the keys as they rest, since those are what would be read.
 
-Why this is safe. The sketches of what was sent are computed on compute, into memory that is kept until `out` has copied it; they are read
-behind the same ticket as the blocks themselves (`begin`). A half of the buffer that they are read into is filled behind the mark that its
-last use left on compute. The ring is that of `kv.tiles`.
+Why this is safe. The sketches of what was sent are computed on compute, into memory that is kept until `out`
+has copied it; they are read behind the same ticket as the blocks themselves (`begin`). A half of the buffer
+that they are read into is filled behind the mark that its last use left on compute. The ring is that of
+`kv.tiles`.
 """
 
 from bisect import bisect_left
@@ -32,13 +34,14 @@ from penstock.ops.sketch import Scores, SketchLayout, scores, sketch
 from penstock.step.plan import HostBlockId
 
 SAMPLE = 16
-"""Queries of a run, evenly spread, for which blocks are chosen and what is missed is bounded, where no limit asks for all of them."""
+"""Queries of a run, evenly spread, for which blocks are chosen and what is missed is bounded, where no limit
+asks for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Queries that a policy looks for: those of a row, or of a run, whose first `len(blocks)` blocks are far; `start` is the first's
-    position."""
+    """Queries that a policy looks for: those of a row, or of a run, whose first `len(blocks)` blocks are far;
+    `start` is the first's position."""
 
     blocks: NDArray[np.int32]
     start: int
@@ -47,8 +50,8 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What rows and runs read of far KV, everything if nothing is said. limit: the fraction of attention that may be missed, above which
-    the rest is read as well; None for any."""
+    """What rows and runs read of far KV, everything if nothing is said. limit: the fraction of attention that
+    may be missed, above which the rest is read as well; None for any."""
 
     rows: Policy | None
     runs: Policy | None
@@ -74,7 +77,8 @@ class Chosen:
         out: Stream,
         compute: Stream,
     ) -> None:
-        """blocks: that there are, near and far. Raises DeviceError if host or device have not as much memory."""
+        """blocks: that there are, near and far. Raises DeviceError if host or device have not as much
+        memory."""
         self._layout, self._policies, self._ring, self._tile = layout, policies, ring, tile_blocks
         self._copies, self._out, self._compute = copies, out, compute
         self._sketch = sketch_layout(layout, policies.bits)
@@ -109,24 +113,37 @@ class Chosen:
     def note_block(self, block: Tensor, target: HostBlockId) -> None:
         """All layers of a block of the device, uint8 `[block_bytes]`, that is demoted."""
         layout = self._layout
-        keys = block.view(self._sketch.dtype).view(layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)[:, 0]
+        keys = block.view(self._sketch.dtype).view(
+            layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim
+        )[:, 0]
         sketches = self._sketches(keys)
         self._out.wait(self._compute.mark())
         self._out.copy_rows(self._store[:, target], sketches)
         self._keep(sketches)
 
-    def choose(self, layer: int, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def choose(
+        self, layer: int, reader: int, q: Tensor, lse: Tensor, scale: float
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Lends tile after tile, K and V `[keys, kv_heads, head_dim]`, each until the next is asked for.
 
-        q: the reader's queries `[queries, heads, dim]`. lse: of all that they have seen, `[queries, heads]`, kept up to date by the caller.
+        q: the reader's queries `[queries, heads, dim]`. lse: of all that they have seen, `[queries, heads]`,
+        kept up to date by the caller.
         """
         who, limit = self._readers[reader], self._policies.limit
         count, missed = len(who.blocks), self.missed
         policy = self._policies.runs if who.run else self._policies.rows
         assert policy is not None, "a reader without a policy"
-        some = slice(None) if len(q) <= SAMPLE else torch.linspace(0, len(q) - 1, SAMPLE, device=q.device).long()
+        some = (
+            slice(None) if len(q) <= SAMPLE else torch.linspace(0, len(q) - 1, SAMPLE, device=q.device).long()
+        )
         asked = q[some].float() * scale
-        past = Past(count, self._layout.block_size, who.start, who.start + len(q), lambda: self._scores(layer, who.blocks, asked))
+        past = Past(
+            count,
+            self._layout.block_size,
+            who.start,
+            who.start + len(q),
+            lambda: self._scores(layer, who.blocks, asked),
+        )
         choice = policy(layer, past)
         chosen = np.arange(count) if choice is None else choice.keep.cpu().numpy().nonzero()[0]
         yield from self._tiles(layer, who.blocks[chosen])
@@ -137,7 +154,10 @@ class Chosen:
             missed.note(0.0, 0.0)
             return
         if limit is not None and len(asked) < len(q):
-            some, choice = slice(None), replace(choice, skipped=self._skipped(layer, who.blocks, q, scale, choice.keep))
+            some, choice = (
+                slice(None),
+                replace(choice, skipped=self._skipped(layer, who.blocks, q, scale, choice.keep)),
+            )
         shares = choice.missed(lse[some])
         most, mean = torch.stack((shares.max(), shares.mean())).tolist()
         if limit is not None and most > limit:
@@ -160,7 +180,9 @@ class Chosen:
     def _tiles(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[Tensor, Tensor]]:
         size = self._layout.block_size
         parts = [blocks[at : at + self._tile].tolist() for at in range(0, len(blocks), self._tile)]
-        self._ring.begin([Tile(tuple(HostBlockId(block) for block in part), len(part) * size) for part in parts], [layer])
+        self._ring.begin(
+            [Tile(tuple(HostBlockId(block) for block in part), len(part) * size) for part in parts], [layer]
+        )
         for _ in parts:
             yield self._ring.take()
             self._ring.release()
@@ -174,25 +196,33 @@ class Chosen:
         found = [scores(q, sketches, self._sketch) for _, sketches in self._pieces(layer, blocks)]
         return Scores(torch.cat([one.upper for one in found], 2), torch.cat([one.likely for one in found], 2))
 
-    def _skipped(self, layer: int, blocks: NDArray[np.int32], q: Tensor, scale: float, keep: Tensor) -> Tensor:
-        """What `Choice.skipped` is, of all queries of a run: piece by piece, since their scores with all blocks are too many to be held."""
+    def _skipped(
+        self, layer: int, blocks: NDArray[np.int32], q: Tensor, scale: float, keep: Tensor
+    ) -> Tensor:
+        """What `Choice.skipped` is, of all queries of a run: piece by piece, since their scores with all
+        blocks are too many to be held."""
         skipped = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
         for part, sketches in self._pieces(layer, blocks):
             for first in range(0, len(q), SAMPLE):
                 some = slice(first, first + SAMPLE)
-                upper = scores(q[some].float() * scale, sketches, self._sketch).upper.masked_fill_(keep[part], -torch.inf)
+                upper = scores(q[some].float() * scale, sketches, self._sketch).upper.masked_fill_(
+                    keep[part], -torch.inf
+                )
                 skipped[some] = torch.logaddexp(skipped[some], upper.logsumexp(2))
         return skipped
 
     def _pieces(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[slice, Tensor]]:
-        """The sketches of blocks, uint8 `[blocks, bytes]`, and which of them; each lent until the next is asked for."""
+        """The sketches of blocks, uint8 `[blocks, bytes]`, and which of them; each lent until the next is
+        asked for."""
         for number, start in enumerate(range(0, len(blocks), self._piece)):
             half, part = number % 2, slice(start, start + self._piece)
             self._copies.wait(self._read[half] or self._compute.mark())
             self._read[half] = None
             at = 0
             for first, count in _runs(blocks[part]):
-                self._copies.copy_rows(self._buffer[half, at : at + count], self._store[layer, first : first + count])
+                self._copies.copy_rows(
+                    self._buffer[half, at : at + count], self._store[layer, first : first + count]
+                )
                 at += count
             self._compute.wait(self._copies.mark())
             self.sketched_bytes += at * self._sketch.bytes

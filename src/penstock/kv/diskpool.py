@@ -1,13 +1,16 @@
-"""KV blocks on disk: a file of records, one per layer and block, each with a checksum that every read is held against.
+"""KV blocks on disk: a file of records, one per layer and block, each with a checksum that every read is held
+against.
 
-The records of a layer follow one another in the order of blocks, so that a tile of consecutive blocks is one run of bytes. The file has no
-name, or one for a moment where the file system wants it so: whatever ends the process later, nothing is left.
+The records of a layer follow one another in the order of blocks, so that a tile of consecutive blocks is one
+run of bytes. The file has no name, or one for a moment where the file system wants it so: whatever ends the
+process later, nothing is left.
 
-Why this is safe. Writes and reads run on threads, first come, first begun. A write or a read of a layer is begun when every write of that
-layer that was asked for before it is done; those stand before it in the queue, so nobody waits for somebody who waits for him. The sum of
-a record is taken of the bytes in memory that were written, and noted after they were; what fails to be written has no sum. A read gives the
-bytes that were written last, or it raises. A write is noted before it is put: of one that an interrupt cuts short, what has begun is waited
-for, and the rest is called off before anything is put that would wait for it (`settle`).
+Why this is safe. Writes and reads run on threads, first come, first begun. A write or a read of a layer is
+begun when every write of that layer that was asked for before it is done; those stand before it in the queue,
+so nobody waits for somebody who waits for him. The sum of a record is taken of the bytes in memory that were
+written, and noted after they were; what fails to be written has no sum. A read gives the bytes that were
+written last, or it raises. A write is noted before it is put: of one that an interrupt cuts short, what has
+begun is waited for, and the rest is called off before anything is put that would wait for it (`settle`).
 """
 
 import errno
@@ -25,7 +28,14 @@ from numpy.typing import NDArray
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, PenstockError
 from penstock.base.units import format_size
-from penstock.memory.disk import _REFUSALS, DIRECT_ALIGNMENT, DIRECT_BYTES, DirectFile, ReadError, make_private
+from penstock.memory.disk import (
+    _REFUSALS,
+    DIRECT_ALIGNMENT,
+    DIRECT_BYTES,
+    DirectFile,
+    ReadError,
+    make_private,
+)
 from penstock.memory.tasks import Task, Workers, wait
 
 Rows = NDArray[np.uint8]
@@ -37,7 +47,8 @@ _NONE = -1
 
 
 class LostKV(PenstockError):
-    """KV that does not come back from where it rests as it was written. Whoever needs it computes it again."""
+    """KV that does not come back from where it rests as it was written. Whoever needs it computes it
+    again."""
 
 
 class DiskPool:
@@ -60,11 +71,16 @@ class DiskPool:
         self.read_bytes = self.written_bytes = 0
         """That have come and gone, whole records, also where what came was not what had been written."""
 
-    def write(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], noted: list[Task]) -> None:
-        """Write records of consecutive blocks, after `ready` has returned. `rows` may not change until all tasks are done that are added to
-        `noted`, before they are put. What could not be written is lost, as a read will say; only that."""
+    def write(
+        self, layer: int, first: int, rows: Rows, ready: Callable[[], object], noted: list[Task]
+    ) -> None:
+        """Write records of consecutive blocks, after `ready` has returned. `rows` may not change until all
+        tasks are done that are added to `noted`, before they are put. What could not be written is lost, as a
+        read will say; only that."""
         before = self._pending(layer)
-        tasks = [Task(partial(self._write, layer, at, part, ready, before)) for at, part in _parts(first, rows)]
+        tasks = [
+            Task(partial(self._write, layer, at, part, ready, before)) for at, part in _parts(first, rows)
+        ]
         self._begun = tasks
         noted += tasks
         self._writes[layer] += tasks
@@ -72,17 +88,23 @@ class DiskPool:
             self._writers.put(task)
         self._begun = []
 
-    def read(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], noted: list[Task]) -> None:
-        """Fill `rows` with the records of consecutive blocks, after `ready` has returned: tasks for `readers`, which are added to `noted`
-        before they are put, and raise LostKV for what is not as it was written."""
+    def read(
+        self, layer: int, first: int, rows: Rows, ready: Callable[[], object], noted: list[Task]
+    ) -> None:
+        """Fill `rows` with the records of consecutive blocks, after `ready` has returned: tasks for
+        `readers`, which are added to `noted` before they are put, and raise LostKV for what is not as it was
+        written."""
         before = self._pending(layer)
-        tasks = [Task(partial(self._read, layer, at, part, ready, before)) for at, part in _parts(first, rows)]
+        tasks = [
+            Task(partial(self._read, layer, at, part, ready, before)) for at, part in _parts(first, rows)
+        ]
         noted += tasks
         for task in tasks:
             self.readers.put(task)
 
     def settle(self) -> None:
-        """Call off what of a write an interrupt has kept from beginning, so that nobody waits for it in vain."""
+        """Call off what of a write an interrupt has kept from beginning, so that nobody waits for it in
+        vain."""
         self._writers.call_off(self._begun)
         self._begun = []
 
@@ -106,7 +128,9 @@ class DiskPool:
     def _place(self, layer: int, first: int) -> int:
         return (layer * self.blocks + first) * self.record
 
-    def _write(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], before: Iterable[Task]) -> None:
+    def _write(
+        self, layer: int, first: int, rows: Rows, ready: Callable[[], object], before: Iterable[Task]
+    ) -> None:
         sums = self._sums[layer, first : first + len(rows)]
         wait(before)
         sums[:] = _NONE
@@ -117,19 +141,25 @@ class DiskPool:
             with self._counting:
                 self.written_bytes += rows.nbytes
 
-    def _read(self, layer: int, first: int, rows: Rows, ready: Callable[[], object], before: Iterable[Task]) -> None:
+    def _read(
+        self, layer: int, first: int, rows: Rows, ready: Callable[[], object], before: Iterable[Task]
+    ) -> None:
         wait(before)
         ready()
         try:
             self._file.read_direct(rows.reshape(-1).data, self._place(layer, first))
         except ReadError as fault:
-            raise LostKV(f"KV of layer {layer}, blocks {first} to {first + len(rows) - 1} on disk: {fault}") from fault
+            raise LostKV(
+                f"KV of layer {layer}, blocks {first} to {first + len(rows) - 1} on disk: {fault}"
+            ) from fault
         with self._counting:
             self.read_bytes += rows.nbytes
         for block, row in enumerate(rows, first):
             if crc32(row[: self._content]) != self._sums[layer, block]:
                 at = self._place(layer, block)
-                raise LostKV(f"KV of layer {layer}, block {block} on disk, at byte {at}, is not what was written")
+                raise LostKV(
+                    f"KV of layer {layer}, block {block} on disk, at byte {at}, is not what was written"
+                )
 
 
 def record_bytes(layout: KVLayout) -> int:
@@ -144,8 +174,8 @@ def _parts(first: int, rows: Rows) -> list[tuple[int, Rows]]:
 
 
 def _opened(directory: Path, size: int) -> tuple[DirectFile, int, int]:
-    """A new file without a name and with room for `size` bytes: to be read, and two descriptors to write it, the first past the page cache
-    if that can be."""
+    """A new file without a name and with room for `size` bytes: to be read, and two descriptors to write it,
+    the first past the page cache if that can be."""
     plain = -1
     try:
         make_private(directory)
@@ -164,7 +194,9 @@ def _opened(directory: Path, size: int) -> tuple[DirectFile, int, int]:
         full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = (fault.strerror if isinstance(fault, OSError) else None) or str(fault)
         hint = "allow less disk_kv_memory, or another kv_directory" if full else "name another kv_directory"
-        raise DeviceError(f"{format_size(size)} for KV cannot be had in {directory}: {reason}; {hint}") from fault
+        raise DeviceError(
+            f"{format_size(size)} for KV cannot be had in {directory}: {reason}; {hint}"
+        ) from fault
 
 
 def _nameless(directory: Path) -> int:
@@ -178,7 +210,8 @@ def _nameless(directory: Path) -> int:
 
 
 def _write_all(out: int, plain: int, data: memoryview, offset: int) -> bool:
-    """Whether all could be written: by way of `plain` from where it is refused on `out`, as not every file system says at once."""
+    """Whether all could be written: by way of `plain` from where it is refused on `out`, as not every file
+    system says at once."""
     done = 0
     try:
         while done < len(data):

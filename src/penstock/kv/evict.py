@@ -1,4 +1,5 @@
-"""Which cached KV block is given up for another: the least recently used, or the one that gains least by staying. Over keys alone.
+"""Which cached KV block is given up for another: the least recently used, or the one that gains least by
+staying. Over keys alone.
 
 Time is counted in uses of blocks, never in seconds: the same calls give the same victims.
 """
@@ -15,10 +16,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Eviction(Protocol[Key]):
-    """The order in which one tier gives up blocks. The tier's owner tells what becomes of each block that has a key.
+    """The order in which one tier gives up blocks. The tier's owner tells what becomes of each block that has
+    a key.
 
-    A block is there from `added` until `victim` or `dropped`; meanwhile it is held, as it is at first, or idle. `added` and `found` are
-    its uses, one for each request.
+    A block is there from `added` until `victim` or `dropped`; meanwhile it is held, as it is at first, or
+    idle. `added` and `found` are its uses, one for each request.
     """
 
     def __len__(self) -> int:
@@ -111,7 +113,8 @@ _MANY = 8
 """Uses from which on it does not matter how many there were."""
 _KINDS = 2 * _MANY
 _KNOWN = _KINDS
-"""Added to the kind of a block that was seen before, longer ago than is remembered in detail. It is learned of as of a new one."""
+"""Added to the kind of a block that was seen before, longer ago than is remembered in detail. It is learned
+of as of a new one."""
 _CODES = 2 * _KINDS
 _AFTER = tuple(min(kind % _KINDS + 2, _KINDS - 2 + kind % 2) for kind in range(_KINDS + 2))
 """What a block of a kind is after one more use."""
@@ -136,17 +139,21 @@ _DOUBT = 256.0
 _FIRST_USE = 0.75
 """The chance of a return from which on a block that was used once is worth a write."""
 _ASSUMED = 0.1
-"""Chance of a return within one span where nothing has been seen: the longer unused, the lower the rate, as LRU has it."""
+"""Chance of a return within one span where nothing has been seen: the longer unused, the lower the rate, as
+LRU has it."""
 
 
 class Returns:
-    """How blocks of each kind return by their age, that is epochs since their last use: counted as it happens.
+    """How blocks of each kind return by their age, that is epochs since their last use: counted as it
+    happens.
 
-    Of each kind and span of age are counted the blocks that came to it unused and those of them that were used in it; their ratio is the
-    chance of a return within the span (the product-limit estimate of survival: Kaplan and Meier, 1958). A block that is still in a span
-    counts by the part of it that has passed (as a withdrawal does in an actuary's life table). Blocks that were given up are counted like
-    others for as long as they are remembered, so what is learned does not depend on what was given up. The fewer blocks came to an age,
-    the more is assumed that the kind behaves there as all kinds together do, in proportion to the span before.
+    Of each kind and span of age are counted the blocks that came to it unused and those of them that were
+    used in it; their ratio is the chance of a return within the span (the product-limit estimate of survival:
+    Kaplan and Meier, 1958). A block that is still in a span counts by the part of it that has passed (as a
+    withdrawal does in an actuary's life table). Blocks that were given up are counted like others for as long
+    as they are remembered, so what is learned does not depend on what was given up. The fewer blocks came to
+    an age, the more is assumed that the kind behaves there as all kinds together do, in proportion to the
+    span before.
     """
 
     def __init__(self) -> None:
@@ -202,7 +209,8 @@ class Returns:
             self._estimate()
 
     def gain(self, kind: int, since: int) -> float:
-        """Returns for each epoch of staying, if such a block stays for as long as that is worth most (its Gittins index)."""
+        """Returns for each epoch of staying, if such a block stays for as long as that is worth most (its
+        Gittins index)."""
         return self._gains[kind % _KINDS][self._span(since)]
 
     def chance(self, kind: int, since: int) -> float:
@@ -214,10 +222,13 @@ class Returns:
         return _SPAN[age] if age < _AGES[-1] else _SPANS - 1
 
     def _seen(self, kind: int) -> list[float]:
-        """Blocks that came to each span, less what is still ahead of those that are in it now. Were these counted whole, ages that only few
-        have passed would look as if nothing returned at them, and what is large would be learned last."""
+        """Blocks that came to each span, less what is still ahead of those that are in it now. Were these
+        counted whole, ages that only few have passed would look as if nothing returned at them, and what is
+        large would be learned last."""
         seen = list(self._came[kind])
-        for span, (inside, entered, used) in enumerate(zip(self._inside[kind], self._entered[kind], self._used[kind], strict=True)):
+        for span, (inside, entered, used) in enumerate(
+            zip(self._inside[kind], self._entered[kind], self._used[kind], strict=True)
+        ):
             if inside and 0 < span < _SPANS - 1:
                 ahead = inside - (inside * self.epoch - entered) / _WIDTHS[span]
                 seen[span] = max(used, seen[span] - ahead)
@@ -258,8 +269,8 @@ def _most(chances: list[float], span: int) -> float:
 
 
 class _Block(Generic[Key]):
-    """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in its prompt. `born`: how many
-    came before it. `noted`: whether the shadows know of its last use."""
+    """What is known of a block that is there. `kind`: how often it was used, and whether it stands deep in
+    its prompt. `born`: how many came before it. `noted`: whether the shadows know of its last use."""
 
     __slots__ = ("born", "depth", "idle", "idle_children", "key", "kind", "noted", "parent", "since")
 
@@ -276,28 +287,36 @@ class _Block(Generic[Key]):
 
 
 class Prospect(Generic[Key]):
-    """Gives up the block that gains least by staying: of its kind and age, the fewest returns for the time that they take to come.
+    """Gives up the block that gains least by staying: of its kind and age, the fewest returns for the time
+    that they take to come.
 
-    A block's kind is how many requests used it (1, 2, ... 8 or more) and whether it stands `deep` in its prompt; `Returns` learns from
-    the traffic how blocks of each kind return. So blocks seen once make way for those of a conversation in progress where room is
-    scarce, no block is given up at the age at which people answer, and where nothing is known, or age alone matters, this is LRU.
-    A block that others continue is given up after them, for without it they are worth nothing.
+    A block's kind is how many requests used it (1, 2, ... 8 or more) and whether it stands `deep` in its
+    prompt; `Returns` learns from the traffic how blocks of each kind return. So blocks seen once make way for
+    those of a conversation in progress where room is scarce, no block is given up at the age at which people
+    answer, and where nothing is known, or age alone matters, this is LRU. A block that others continue is
+    given up after them, for without it they are worth nothing.
 
-    Where LRU, FIFO or the admission of what is used twice finds so many more that a change pays, blocks are given up as it would have it,
-    until another does (see Shadows).
+    Where LRU, FIFO or the admission of what is used twice finds so many more that a change pays, blocks are
+    given up as it would have it, until another does (see Shadows).
 
     Blocks that are gone are remembered, as many as the tier has and some, so that a return is known as one.
 
-    Idle blocks without idle children lie in queues by kind and epoch of last use, and the queues in a heap by gain: O(log queues) for a
-    victim, O(1) for all else, counting what each epoch costs on the uses in it.
+    Idle blocks without idle children lie in queues by kind and epoch of last use, and the queues in a heap by
+    gain: O(log queues) for a victim, O(1) for all else, counting what each epoch costs on the uses in it.
     """
 
     def __init__(
-        self, blocks: int, *, deep: int = 32, remembered: int | None = None, worthwhile: float = 0.125, mixed: bool = True
+        self,
+        blocks: int,
+        *,
+        deep: int = 32,
+        remembered: int | None = None,
+        worthwhile: float = 0.125,
+        mixed: bool = True,
     ) -> None:
-        """blocks: what the tier holds. deep: blocks before one that stands deep, of some 16,384 tokens. remembered: of those that are
-        gone. worthwhile: the chance of a return from which on a block is worth a write. mixed: whether a simple policy that finds more
-        on a sample of the keys takes the lead."""
+        """blocks: what the tier holds. deep: blocks before one that stands deep, of some 16,384 tokens.
+        remembered: of those that are gone. worthwhile: the chance of a return from which on a block is worth
+        a write. mixed: whether a simple policy that finds more on a sample of the keys takes the lead."""
         assert blocks > 0, f"a tier of {blocks} blocks"
         self._deep, self._worthwhile = deep, worthwhile
         self._remembered = blocks + 16384 if remembered is None else remembered
@@ -307,10 +326,12 @@ class Prospect(Generic[Key]):
         self._shadows = Shadows[Key](blocks, blocks / self._uses, self._returns_gain) if mixed else None
         self._leader = Expert.PROSPECT
         self._eldest: list[tuple[int, _Block[Key]]] | None = None
-        """A heap of all that is queued, and of what was, by birth; only while the first to come is the first to go."""
+        """A heap of all that is queued, and of what was, by birth; only while the first to come is the first
+        to go."""
         self._births = 0
         self._long_gone = bytearray(1 << (8 * blocks + _LONG_GONE).bit_length() - 1)
-        """Of blocks that are forgotten, 8 bits of the key's hash, at the place that others of it name. Later ones overwrite earlier."""
+        """Of blocks that are forgotten, 8 bits of the key's hash, at the place that others of it name. Later
+        ones overwrite earlier."""
         self._there: dict[Key, _Block[Key]] = {}
         self._gone: OrderedDict[Key, int] = OrderedDict()
         """Kind and epoch of last use as one number, the first gone first."""
@@ -358,7 +379,8 @@ class Prospect(Generic[Key]):
             self._queue(block)
 
     def found_all(self, keys: Sequence[Key]) -> None:
-        """Those of a prompt are mostly of one kind and epoch, and are counted together. Shadows are told of the last first."""
+        """Those of a prompt are mostly of one kind and epoch, and are counted together. Shadows are told of
+        the last first."""
         blocks = list(map(self._there.__getitem__, keys))
         at = 0
         while at < len(blocks):
@@ -439,7 +461,8 @@ class Prospect(Generic[Key]):
                 heappop(self._heap)
             block, _ = queue.popitem()
             while True:
-                # What it continues, if nothing else does any longer and it is of its kind, is the last in the queue: the one that follows.
+                # What it continues, if nothing else does any longer and it is of its kind, is the last in the
+                # queue: the one that follows.
                 parent, follows = block.parent, False
                 block.idle = False
                 self._idle -= 1
@@ -477,8 +500,9 @@ class Prospect(Generic[Key]):
         self._leave(block)
 
     def worth(self, key: Key) -> bool:
-        """Whether a block that is there will likely enough be asked for again to be written where writes are dear. What was used once has
-        to be likelier to return: it mostly does so, if at all, while it is still here."""
+        """Whether a block that is there will likely enough be asked for again to be written where writes are
+        dear. What was used once has to be likelier to return: it mostly does so, if at all, while it is still
+        here."""
         block = self._there[key]
         least = self._worthwhile if block.kind > 1 else max(_FIRST_USE, self._worthwhile)
         return self._returns.chance(block.kind, block.since) >= least
@@ -499,7 +523,8 @@ class Prospect(Generic[Key]):
         return number >> 16 & len(self._long_gone) - 1, number >> 56 | 1
 
     def _note(self, block: _Block[Key]) -> None:
-        """Tells the shadows of a block's last use. The end of a request comes first, as it does when the request lets go."""
+        """Tells the shadows of a block's last use. The end of a request comes first, as it does when the
+        request lets go."""
         block.noted = True
         if self._shadows is not None:
             self._shadows.use(block.key, block.kind, block.since)
@@ -507,7 +532,11 @@ class Prospect(Generic[Key]):
     def _lead(self, leader: Expert) -> None:
         self._leader, self._heap, self._eldest = leader, None, None
         if leader is Expert.FIFO:
-            self._eldest = [(block.born, block) for block in self._there.values() if block.idle and not block.idle_children]
+            self._eldest = [
+                (block.born, block)
+                for block in self._there.values()
+                if block.idle and not block.idle_children
+            ]
             heapify(self._eldest)
 
     def _returns_gain(self, kind: int, since: int) -> float:

@@ -9,7 +9,8 @@ from penstock.step.plan import HostBlockId
 
 
 class HostPool:
-    """`blocks` blocks of KVLayout's shape, pinned for `device`. Contents mean only what the ledger says; nothing is cleared or checked."""
+    """`blocks` blocks of KVLayout's shape, pinned for `device`. Contents mean only what the ledger says;
+    nothing is cleared or checked."""
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
         """Raises DeviceError if the host has not as much memory."""
@@ -21,7 +22,8 @@ class HostPool:
         self._bytes = self.bytes.view(blocks, layout.block_bytes)
 
     def layer_rows(self, layer: int, first: int, count: int) -> Tensor:
-        """One layer of blocks [first, first + count): uint8 `[count, layer_bytes]`, rows a block apart. A row is K, then V."""
+        """One layer of blocks [first, first + count): uint8 `[count, layer_bytes]`, rows a block apart. A row
+        is K, then V."""
         size = self.layout.layer_bytes
         return self._bytes[first : first + count, layer * size : (layer + 1) * size]
 

@@ -1,12 +1,13 @@
 """The journal of a BlockStore: which record is where, an append-only file of entries of 64 bytes.
 
-Entry i of a journal carries the sequence number of entry 0 plus i, and a checksum that begins with the store's identity: what is torn,
-damaged, of another store or left over from another journal is told from an entry, and only that is lost. Entry 0 is the head. No entry
-undoes another by its order, as a slot is written once: a record is there if it is written, and neither forgotten nor quarantined.
+Entry i of a journal carries the sequence number of entry 0 plus i, and a checksum that begins with the
+store's identity: what is torn, damaged, of another store or left over from another journal is told from an
+entry, and only that is lost. Entry 0 is the head. No entry undoes another by its order, as a slot is written
+once: a record is there if it is written, and neither forgotten nor quarantined.
 
-Why this is safe. One process holds the store's lock; in it `append` and `rewrite` run on worker threads, one at a time, by a lock that no
-interrupt can strike. An entry that could be written in part only is written over by the next, as `count` has not grown. A new journal
-appears by a rename, when it is on the disk.
+Why this is safe. One process holds the store's lock; in it `append` and `rewrite` run on worker threads, one
+at a time, by a lock that no interrupt can strike. An entry that could be written in part only is written over
+by the next, as `count` has not grown. A new journal appears by a rename, when it is on the disk.
 """
 
 import errno
@@ -84,8 +85,8 @@ def decoded(data: bytes | bytearray, seed: int) -> tuple[Entries, NDArray[np.boo
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a journal says. `entries`: the sound ones behind the head, in order. `count`: of entries up to the last sound one, the head and
-    damaged ones among them; what follows is a torn tail."""
+    """What a journal says. `entries`: the sound ones behind the head, in order. `count`: of entries up to the
+    last sound one, the head and damaged ones among them; what follows is a torn tail."""
 
     entries: Entries
     first: int
@@ -102,7 +103,9 @@ def replayed(path: Path, seed: int) -> Replay | None:
     with DiskFile(path) as file:
         for start in range(0, file.size, _STRETCH):
             parts.append(decoded(file.read(start, min(_STRETCH, file.size - start)), seed))
-            if not parts[-1][1].any():  # A tail that was never written, however long the file says that it is.
+            if not parts[-1][
+                1
+            ].any():  # A tail that was never written, however long the file says that it is.
                 break
     entries, sound = map(np.concatenate, zip(*parts, strict=True)) if parts else decoded(b"", seed)
     if not len(entries) or not sound[0] or entries[0]["kind"] != Kind.HEAD:
@@ -117,7 +120,8 @@ def replayed(path: Path, seed: int) -> Replay | None:
 
 
 def surviving(entries: Entries, segments: Iterable[int]) -> tuple[Entries, Entries]:
-    """The records that are there, the newest of each key, and those that are quarantined; both in order, and in these segments only."""
+    """The records that are there, the newest of each key, and those that are quarantined; both in order, and
+    in these segments only."""
     entries = entries[np.isin(entries["segment"], np.fromiter(segments, np.uint64))]
     places = entries["segment"] << np.uint64(SLOT_BITS) | entries["slot"]
     written = entries["kind"] == Kind.WRITTEN
@@ -148,13 +152,15 @@ class Journal:
         self._measure()
 
     def begin(self, entries: Sequence[Entries], first: int, next_segment: int) -> None:
-        """A new journal of these entries, whatever sequence numbers they had, in the place of the one that is there. Raises OSError, and
-        then nothing has changed."""
+        """A new journal of these entries, whatever sequence numbers they had, in the place of the one that is
+        there. Raises OSError, and then nothing has changed."""
         rows = np.concatenate([np.zeros(1, _DTYPE), *entries])
         rows[0] = (Kind.HEAD, 0, bytes(KEY_BYTES), next_segment, self._record_bytes, bytes(SEAL_BYTES), 0)
         rows["sequence"] = first + np.arange(len(rows), dtype=np.uint64)
         data = rows.view(np.uint8).reshape(-1, ENTRY_BYTES)
-        rows["check"] = np.fromiter((crc32(row[:_COVERED].data, self._seed) for row in data), np.uint32, len(rows))
+        rows["check"] = np.fromiter(
+            (crc32(row[:_COVERED].data, self._seed) for row in data), np.uint32, len(rows)
+        )
         self._file, old = replace_file(self.path, data.reshape(-1).data), self._file
         self._first, self.count = first, len(rows)
         self._measure()
@@ -167,14 +173,17 @@ class Journal:
             assert self._file is not None
             if self.count + len(items) > self._limit:
                 raise OSError(errno.ENOSPC, "the journal is as long as it may become")
-            entries = (encoded(kind, self._first + self.count + at, item, self._seed) for at, item in enumerate(items))
+            entries = (
+                encoded(kind, self._first + self.count + at, item, self._seed)
+                for at, item in enumerate(items)
+            )
             write_all(self._file.fileno(), b"".join(entries), self.count * ENTRY_BYTES)
             self.count += len(items)
             self._measure()
 
     def rewrite(self, order: Sequence[bytes]) -> None:
-        """Leave out what no longer matters; the rest in the order of keys in `order`, then those that are not in it. Any thread may. Raises
-        OSError, or ReadError, and then nothing has changed."""
+        """Leave out what no longer matters; the rest in the order of keys in `order`, then those that are not
+        in it. Any thread may. Raises OSError, or ReadError, and then nothing has changed."""
         with self._lock:
             replay = replayed(self.path, self._seed)
             if replay is None:
@@ -182,7 +191,11 @@ class Journal:
             live, bad = surviving(replay.entries, segment_numbers(self.path.parent))
             rank = {key: at for at, key in enumerate(order)}
             ranks = [rank.get(key, len(rank)) for key in live["key"].tolist()]
-            self.begin([bad, live[np.argsort(np.array(ranks, np.int64), kind="stable")]], self._first + self.count, replay.next_segment)
+            self.begin(
+                [bad, live[np.argsort(np.array(ranks, np.int64), kind="stable")]],
+                self._first + self.count,
+                replay.next_segment,
+            )
 
     def close(self) -> None:
         if self._file is not None:
@@ -194,12 +207,23 @@ class Journal:
 
 
 def segment_numbers(directory: Path) -> dict[int, tuple[Path, int]]:
-    """The segments in a store's directory: of each its file, and the slots that it was made with. Raises OSError."""
+    """The segments in a store's directory: of each its file, and the slots that it was made with. Raises
+    OSError."""
     found = {}
     for entry in os.scandir(directory):
         number, _, slots = entry.name.removesuffix(".segment").partition("-")
-        ours = entry.name.endswith(".segment") and len(number) == SEGMENT_DIGITS and number.isdecimal() and slots.isdecimal()
-        if ours and int(number) < _NUMBERS and 0 < int(slots) <= MOST_SLOTS and entry.is_file(follow_symlinks=False):
+        ours = (
+            entry.name.endswith(".segment")
+            and len(number) == SEGMENT_DIGITS
+            and number.isdecimal()
+            and slots.isdecimal()
+        )
+        if (
+            ours
+            and int(number) < _NUMBERS
+            and 0 < int(slots) <= MOST_SLOTS
+            and entry.is_file(follow_symlinks=False)
+        ):
             found[int(number)] = Path(entry.path), int(slots)
     return found
 
@@ -210,7 +234,8 @@ def real_bytes(file: int | Path) -> int:
 
 
 def write_all(plain: int, data: bytes | memoryview, offset: int, direct: int = -1) -> None:
-    """By way of `plain` from where it is refused on `direct`, as not every file system says at once. Raises OSError."""
+    """By way of `plain` from where it is refused on `direct`, as not every file system says at once. Raises
+    OSError."""
     view, done = memoryview(data), 0
     out = plain if direct < 0 else direct
     while done < len(view):
@@ -223,9 +248,12 @@ def write_all(plain: int, data: bytes | memoryview, offset: int, direct: int = -
 
 
 def replace_file(path: Path, data: bytes | memoryview) -> FileIO:
-    """A file of this content in the place of `path`, or what was there, whenever it ends. It is open for more. Raises OSError."""
+    """A file of this content in the place of `path`, or what was there, whenever it ends. It is open for
+    more. Raises OSError."""
     beside = path.with_name(path.name + ".tmp")
-    with suppress(FileNotFoundError):  # One that was left half way, or a link, behind which somebody else's file may be.
+    with suppress(
+        FileNotFoundError
+    ):  # One that was left half way, or a link, behind which somebody else's file may be.
         os.unlink(beside)
     file = FileIO(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "r+")
     try:
@@ -237,7 +265,9 @@ def replace_file(path: Path, data: bytes | memoryview) -> FileIO:
         with suppress(OSError):
             os.unlink(beside)
         raise
-    with suppress(OSError):  # It is in its place; a power loss may bring the other one back, which is as good.
+    with suppress(
+        OSError
+    ):  # It is in its place; a power loss may bring the other one back, which is as good.
         sync_directory(path.parent)
     return file
 

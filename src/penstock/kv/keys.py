@@ -1,7 +1,9 @@
-"""The name of a full KV block: a hash over everything its contents depend on, the same in every process and on every machine.
+"""The name of a full KV block: a hash over everything its contents depend on, the same in every process and
+on every machine.
 
-A block's key chains the key of the block before it with the block's own tokens, so equal keys mean equal prefixes. The first link is a
-root that covers the model, its dtype, the layout of the KV and whatever else its contents depend on (`engine.boot`).
+A block's key chains the key of the block before it with the block's own tokens, so equal keys mean equal
+prefixes. The first link is a root that covers the model, its dtype, the layout of the KV and whatever else
+its contents depend on (`engine.boot`).
 """
 
 import sys
@@ -14,7 +16,8 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def root_key(fingerprint: bytes, *facts: object) -> bytes:
-    """The first link: a digest of the model's fingerprint and of whatever else KV depends on (dtype, block size, a prompt's length)."""
+    """The first link: a digest of the model's fingerprint and of whatever else KV depends on (dtype, block
+    size, a prompt's length)."""
     digest = blake2b(fingerprint, digest_size=KEY_BYTES, person=b"penstock-root")
     digest.update(repr(facts).encode())
     return digest.digest()

@@ -1,4 +1,5 @@
-"""Which KV block holds what and who uses it: allocation, sharing by content, and giving up of blocks, over plain integers.
+"""Which KV block holds what and who uses it: allocation, sharing by content, and giving up of blocks, over
+plain integers.
 
 A block is in one of three states, told by two facts, how many requests hold it and whether it has a key:
 
@@ -32,7 +33,8 @@ class Free(Protocol[Id]):
 
 
 class Ledger(Generic[Id]):
-    """The blocks [0, blocks) of one pool. Which of the free ones are used first, a ledger of a tier decides, and which cached ones go."""
+    """The blocks [0, blocks) of one pool. Which of the free ones are used first, a ledger of a tier decides,
+    and which cached ones go."""
 
     _free: Free[Id]
 
@@ -91,7 +93,8 @@ class Ledger(Generic[Id]):
         return blocks
 
     def hold_run(self, keys: Iterable[bytes], blocks: Sequence[Id]) -> None:
-        """One more holder for each of these blocks, which have the first of these keys, and which are given up in one order."""
+        """One more holder for each of these blocks, which have the first of these keys, and which are given
+        up in one order."""
         holders, unused = self._holders, []
         for key, block in zip(keys, blocks, strict=False):
             if not holders[block]:
@@ -111,8 +114,8 @@ class Ledger(Generic[Id]):
         return block
 
     def seal(self, block: Id, key: bytes, parent: bytes | None = None) -> None:
-        """The content of a held block is final and has this key, and continues that of `parent`. A second block with the same content stays
-        unknown to others."""
+        """The content of a held block is final and has this key, and continues that of `parent`. A second
+        block with the same content stays unknown to others."""
         assert self._holders[block] > 0, f"block {block} is sealed but held by nobody"
         assert self._keys[block] is None, f"block {block} is sealed twice"
         if key not in self._by_key:
@@ -121,7 +124,8 @@ class Ledger(Generic[Id]):
             self._order(block).added(key, parent)
 
     def release(self, blocks: Sequence[Id]) -> None:
-        """One holder less for each, given in the order of the sequence: its end is given up before its beginning."""
+        """One holder less for each, given in the order of the sequence: its end is given up before its
+        beginning."""
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is released but held by nobody"
             self._holders[block] -= 1
@@ -134,7 +138,8 @@ class Ledger(Generic[Id]):
                 self._order(block).idle(key)
 
     def forget(self) -> int:
-        """Drop all cached contents; held blocks stay, but are no longer found. Returns how many blocks were given up."""
+        """Drop all cached contents; held blocks stay, but are no longer found. Returns how many blocks were
+        given up."""
         dropped = self.cached
         for key, block in self._by_key.items():
             assert self._keys[block] == key
@@ -155,9 +160,12 @@ class Ledger(Generic[Id]):
                 self._free.append(block)
 
     def check(self, held: Iterable[Sequence[Id]]) -> None:
-        """Prove the invariants against what the requests say they hold. Raises AssertionError with what is wrong."""
+        """Prove the invariants against what the requests say they hold. Raises AssertionError with what is
+        wrong."""
         counts = Counter(chain.from_iterable(held))
-        if not self._agrees(counts):  # Engines that check do so after every step: what is wrong is looked for where something is.
+        if not self._agrees(
+            counts
+        ):  # Engines that check do so after every step: what is wrong is looked for where something is.
             self._explain(counts)
 
     def _agrees(self, counts: Counter[Id]) -> bool:
@@ -185,20 +193,26 @@ class Ledger(Generic[Id]):
             )
         free, idle = set(self._free), 0
         assert len(free) == len(self._free), "a block is free twice"
-        bare = {cast(Id, block) for block, key in enumerate(self._keys) if key is None and not self._holders[block]}
+        bare = {
+            cast(Id, block)
+            for block, key in enumerate(self._keys)
+            if key is None and not self._holders[block]
+        }
         assert free == bare, f"blocks {sorted(free ^ bare)} are wrongly on or off the free list"
         for number, key in enumerate(self._keys):
             if key is not None:
                 idle += not self._holders[number]
                 assert self._by_key.get(key) == number, f"block {number} has a key that finds another block"
         assert idle == self.cached, f"{idle} blocks are cached, {self.cached} are known to be"
-        assert len(self._by_key) == sum(key is not None for key in self._keys), "a key finds a block that does not have it"
+        assert len(self._by_key) == sum(key is not None for key in self._keys), (
+            "a key finds a block that does not have it"
+        )
         raise AssertionError("blocks, keys and holders do not agree")
 
 
 class BlockLedger(Ledger[BlockId]):
-    """The blocks of the device. The last freed is the first used again: its memory is warm, and memory never used stays untouched. Of the
-    cached ones the longest unused goes first."""
+    """The blocks of the device. The last freed is the first used again: its memory is warm, and memory never
+    used stays untouched. Of the cached ones the longest unused goes first."""
 
     _free: list[BlockId]
 
@@ -219,7 +233,8 @@ class BlockLedger(Ledger[BlockId]):
         return len(self._free)
 
     def release_first(self, pages: Iterable[BlockId]) -> None:
-        """One holder less for each; those that are cached then are given up before all others, in this order."""
+        """One holder less for each; those that are cached then are given up before all others, in this
+        order."""
         pages = list(pages)
         self.release(pages)
         for page in reversed(pages):
@@ -254,9 +269,10 @@ _DEEP = 16384
 
 
 class HostLedger(Ledger[HostBlockId]):
-    """The blocks of the host, the near ones, and behind them those in a file that long requests use as more of the same. A request's follow
-    one another wherever they can: what is consecutive streams in one copy. Those in the file are used when the host has no block that is
-    free or cached. What is cached on the host is given up by its prospects."""
+    """The blocks of the host, the near ones, and behind them those in a file that long requests use as more
+    of the same. A request's follow one another wherever they can: what is consecutive streams in one copy.
+    Those in the file are used when the host has no block that is free or cached. What is cached on the host
+    is given up by its prospects."""
 
     _free: "_Near"
 
@@ -269,7 +285,9 @@ class HostLedger(Ledger[HostBlockId]):
     def reset(self) -> None:
         super().reset()
         self._free = _Near(self.near, self.blocks)
-        self._cached: Lru[bytes] | Prospect[bytes] = Prospect(self.near, deep=self._deep) if self.near else Lru()
+        self._cached: Lru[bytes] | Prospect[bytes] = (
+            Prospect(self.near, deep=self._deep) if self.near else Lru()
+        )
         self._cached_far = Lru[bytes]()
 
     def _order(self, block: HostBlockId) -> Eviction[bytes]:
@@ -296,9 +314,13 @@ class HostLedger(Ledger[HostBlockId]):
         return isinstance(self._cached, Prospect) and self._cached.worth(key)
 
     def vacate(self) -> None:
-        """Nobody holds anything any more. What has a key stays, but what is in the file. To be called also when an interrupt has left
-        things half done; what was learned of how blocks return is lost."""
-        kept = {key: block for key, block in self._by_key.items() if self.is_near(block) and self._keys[block] == key}
+        """Nobody holds anything any more. What has a key stays, but what is in the file. To be called also
+        when an interrupt has left things half done; what was learned of how blocks return is lost."""
+        kept = {
+            key: block
+            for key, block in self._by_key.items()
+            if self.is_near(block) and self._keys[block] == key
+        }
         self.reset()
         self._free.remove(kept.values())
         for key, block in kept.items():
@@ -346,14 +368,16 @@ class HostLedger(Ledger[HostBlockId]):
 
 
 class DiskLedger:
-    """Which keys are on disk, and which of them go when there are too many. Where they are there, the disk's own index knows."""
+    """Which keys are on disk, and which of them go when there are too many. Where they are there, the disk's
+    own index knows."""
 
     def __init__(self, capacity: int, keys: Iterable[bytes] = (), block_size: int = 64) -> None:
         """capacity: of records. keys: that are there, the longest unused first."""
         self.capacity = capacity
         self.given_up = 0
         self.leaving: list[bytes] = []
-        """That are found no more, and that the disk's own index may still have. Whoever has told it takes them away, the first first."""
+        """That are found no more, and that the disk's own index may still have. Whoever has told it takes
+        them away, the first first."""
         self._deep = max(_DEEP // block_size, 1)
         self._there = dict.fromkeys(keys)
         self.vacate()
@@ -418,8 +442,8 @@ class DiskLedger:
         return len(gone)
 
     def vacate(self) -> None:
-        """Nothing is being read any more. To be called also when an interrupt has left things half done; what was learned of how blocks
-        return is lost."""
+        """Nothing is being read any more. To be called also when an interrupt has left things half done; what
+        was learned of how blocks return is lost."""
         for key in self.leaving:
             self._there.pop(key, None)
         self._held = set[bytes]()
@@ -480,10 +504,11 @@ class FreeRuns:
             self.append(block)
 
     def take(self, most: int, after: HostBlockId | None, expected: int) -> tuple[int, int]:
-        """Takes a run of 1 to `most` blocks: the one that follows `after` if that is free, else out of the longest. Its start and length.
+        """Takes a run of 1 to `most` blocks: the one that follows `after` if that is free, else out of the
+        longest. Its start and length.
 
-        Out of the longest it takes from the middle, so that the new run can grow as well as the one that ends before; from further to
-        the front where `expected` blocks need the room.
+        Out of the longest it takes from the middle, so that the new run can grow as well as the one that ends
+        before; from further to the front where `expected` blocks need the room.
         """
         start = -1 if after is None else after + 1
         if start in self._lengths:

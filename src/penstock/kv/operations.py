@@ -1,4 +1,5 @@
-"""What threads do for a BlockStore: each operation is given to a worker with all that it needs, and says afterwards what came of it."""
+"""What threads do for a BlockStore: each operation is given to a worker with all that it needs, and says
+afterwards what came of it."""
 
 import logging
 import mmap
@@ -32,8 +33,8 @@ class Outcome(Enum):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """What a worker is to do, and what came of it: it writes `outcome` and what a kind of operation adds, before the task is done. One
-    without a kind is an entry in the journal."""
+    """What a worker is to do, and what came of it: it writes `outcome` and what a kind of operation adds,
+    before the task is done. One without a kind is an entry in the journal."""
 
     segments: tuple[Segment, ...]
     """That are read or written."""
@@ -56,7 +57,8 @@ class Record(Operation):
 
 @dataclass(slots=True, eq=False)
 class Move(Operation):
-    """Records that are copied into other slots of `segments[0]`: what is to be moved, what has been, and what could not be read."""
+    """Records that are copied into other slots of `segments[0]`: what is to be moved, what has been, and what
+    could not be read."""
 
     wanted: Sequence[tuple[Segment, Item, int]]
     moved: list[tuple[Segment, Item, int]] = field(default_factory=list)
@@ -99,7 +101,10 @@ class Health:
         self.failures += 1
         if self.failures >= FAILURES:
             if not self.off:
-                line = "%s KV in %s has failed %d times in a row (%s); it is off for %.0f s, and such KV is computed anew: see to that disk"
+                line = (
+                    "%s KV in %s has failed %d times in a row (%s); it is off for %.0f s, and such KV is "
+                    "computed anew: see to that disk"
+                )
                 _log.warning(line, self.what, self.path, self.failures, fault, RETRY_SECONDS)
             self.until = self.clock() + RETRY_SECONDS
 
@@ -113,7 +118,9 @@ def attempt(operation: Operation, work: Callable[[], object]) -> None:
     operation.outcome = Outcome.RIGHT
 
 
-def write_record(write: Record, data: memoryview, ready: Callable[[], object], journal: Journal, seal: Seal) -> None:
+def write_record(
+    write: Record, data: memoryview, ready: Callable[[], object], journal: Journal, seal: Seal
+) -> None:
     ready()
     write.item = replace(write.item, seal=seal.of(write.item.key, data))
     attempt(write, partial(_publish, write.segment.file, write.item, data, journal, seal.seed))
@@ -134,12 +141,16 @@ def read_record(read: Record, data: memoryview, ready: Callable[[], object], sea
         raise LostKV(f"KV block {item.key.hex()}: {fault}") from fault
     if not seal.fits(item.seal, item.key, data):
         read.outcome = Outcome.DAMAGED
-        raise LostKV(f"KV block {item.key.hex()} in {file.path}, at byte {file.place(item.slot)}, is not what was written")
+        raise LostKV(
+            f"KV block {item.key.hex()} in {file.path}, at byte {file.place(item.slot)}, is not what was "
+            "written"
+        )
     read.outcome = Outcome.RIGHT
 
 
 def move_records(move: Move, journal: Journal, seal: Seal) -> None:
-    """Each record is published where it is now before the next one is read; those that it came from go when the caller knows."""
+    """Each record is published where it is now before the next one is read; those that it came from go when
+    the caller knows."""
     target = move.segments[0].file
     with mmap.mmap(-1, target.record_bytes) as memory, memoryview(memory) as data:
         for source, item, slot in move.wanted:

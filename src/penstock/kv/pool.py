@@ -8,7 +8,8 @@ from penstock.step.plan import BlockId
 
 
 class KVPool:
-    """`blocks` blocks of KVLayout's shape. Contents mean only what the ledger says; nothing here is cleared or checked."""
+    """`blocks` blocks of KVLayout's shape. Contents mean only what the ledger says; nothing here is cleared
+    or checked."""
 
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
         self.layout = layout
@@ -18,7 +19,9 @@ class KVPool:
         self._pool = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=device)
         self.bytes = self._pool.view(-1).view(torch.uint8)
         """All of it, uint8 `[blocks * block_bytes]`."""
-        self.layers: list[tuple[Tensor, Tensor]] = [(self._pool[:, layer, 0], self._pool[:, layer, 1]) for layer in range(layout.layers)]
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (self._pool[:, layer, 0], self._pool[:, layer, 1]) for layer in range(layout.layers)
+        ]
         """K and V of each layer: strided views `[blocks, block_size, kv_heads, head_dim]`."""
 
     def block(self, id: BlockId) -> Tensor:

@@ -1,8 +1,10 @@
-"""What tells a record that this user's engines have written from every other: a code that nobody can make without the key.
+"""What tells a record that this user's engines have written from every other: a code that nobody can make
+without the key.
 
-The code is that of AES in Galois/counter mode (NIST SP 800-38D), which reads memory faster than a plain checksum: over the record's bytes
-and its block's key, by a key that is derived from the user's own and the store's identity. A key must never be used twice with one nonce:
-each record has 8 random bytes of its own, and 4 of its block's key. Of the 16 bytes of the code 12 are kept.
+The code is that of AES in Galois/counter mode (NIST SP 800-38D), which reads memory faster than a plain
+checksum: over the record's bytes and its block's key, by a key that is derived from the user's own and the
+store's identity. A key must never be used twice with one nonce: each record has 8 random bytes of its own,
+and 4 of its block's key. Of the 16 bytes of the code 12 are kept.
 """
 
 import hmac
@@ -36,7 +38,8 @@ class Seal:
 
     def __init__(self, identity: bytes, secret: bytes) -> None:
         self.seed = crc32(identity)
-        """By which entries of journals are told from others'. These are no more than a guide: what they name is held against its code."""
+        """By which entries of journals are told from others'. These are no more than a guide: what they name
+        is held against its code."""
         self._cipher = AESGCM(blake2b(identity, key=secret, digest_size=32, person=b"penstock-seal").digest())
 
     def of(self, key: bytes, data: memoryview) -> bytes:
@@ -72,7 +75,10 @@ def secret_in(cache: Path) -> bytes:
     except OSError as fault:
         raise SecretError(f"{path} cannot be had: {fault.strerror}; name another --cache") from fault
     if there.st_uid != os.geteuid() or there.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SecretError(f"{path} must be yours alone (mode 0600), or others could put KV in your cache; remove it, and KV is kept anew")
+        raise SecretError(
+            f"{path} must be yours alone (mode 0600), or others could put KV in your cache; remove it, and "
+            "KV is kept anew"
+        )
     if len(secret) != SECRET_BYTES or not stat.S_ISREG(there.st_mode):
         raise SecretError(f"{path} is no key of {SECRET_BYTES} bytes; remove it, and KV is kept anew")
     return secret
@@ -94,5 +100,6 @@ def _make(path: Path) -> None:
 
 
 def sealed_identity(identity: bytes, secret: bytes) -> bytes:
-    """The identity of a store whose records this key seals: with another key they are another store's, and not damaged."""
+    """The identity of a store whose records this key seals: with another key they are another store's, and
+    not damaged."""
     return blake2b(identity, key=secret, digest_size=16, person=b"penstock-store").digest()

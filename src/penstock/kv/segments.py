@@ -1,7 +1,8 @@
-"""What a BlockStore has on disk beside its journal: segments, files of records of one size, and how they and the journal are found.
+"""What a BlockStore has on disk beside its journal: segments, files of records of one size, and how they and
+the journal are found.
 
-A segment is a row of slots of whole pages behind a table of what they hold: entries as in the journal, from which a lost journal is made
-anew. A slot is written once; its space comes back with the whole segment.
+A segment is a row of slots of whole pages behind a table of what they hold: entries as in the journal, from
+which a lost journal is made anew. A slot is written once; its space comes back with the whole segment.
 
     <kv_directory>/kv2-<identity>/  store.json           what this is, for people
                                     lock                 held by the process that writes
@@ -77,7 +78,8 @@ class SegmentFile:
         self._table = _pages(slots * ENTRY_BYTES)
         self._slot = _pages(record_bytes)
         self.disk_bytes = planned_bytes(slots, record_bytes)
-        """What it takes, at most: also when its slots are written, which may cost the file system more pages to say what has been."""
+        """What it takes, at most: also when its slots are written, which may cost the file system more pages
+        to say what has been."""
         self._made = False
         self._lock = threading.Lock()
 
@@ -112,7 +114,8 @@ class SegmentFile:
             os.close(plain)
 
     def read(self, slot: int, into: memoryview) -> None:
-        """Raises ReadError. A descriptor for each read: none is held, and a segment may be removed while it is read."""
+        """Raises ReadError. A descriptor for each read: none is held, and a segment may be removed while it
+        is read."""
         with DirectFile(self.path) as file:
             file.read_direct(into, self.place(slot))
 
@@ -121,11 +124,16 @@ class SegmentFile:
         with DiskFile(self.path) as file:
             entries, sound = decoded(file.read(0, min(self.slots * ENTRY_BYTES, file.size)), seed)
             there = (file.size - self._table) // self._slot
-        sound &= (entries["segment"] == self.number) & (entries["slot"] == np.arange(len(entries))) & (entries["slot"] < there)
+        sound &= (
+            (entries["segment"] == self.number)
+            & (entries["slot"] == np.arange(len(entries)))
+            & (entries["slot"] < there)
+        )
         return entries[sound]
 
     def shorten(self, slots: int) -> None:
-        """Give back what lies behind the first `slots`, of a segment that nobody writes any more. Raises OSError."""
+        """Give back what lies behind the first `slots`, of a segment that nobody writes any more. Raises
+        OSError."""
         if os.stat(self.path).st_size > self.place(slots):
             os.truncate(self.path, self.place(slots))
             self._measure()
@@ -162,7 +170,8 @@ class SegmentFile:
 
 
 def planned_bytes(slots: int, record_bytes: int) -> int:
-    """What a segment may take of the disk. A file system says in so many bytes for a page where it is, if it has to for each."""
+    """What a segment may take of the disk. A file system says in so many bytes for a page where it is, if it
+    has to for each."""
     size = _pages(slots * ENTRY_BYTES) + slots * _pages(record_bytes)
     return size + _pages(size // 256) + DIRECT_ALIGNMENT
 
@@ -177,8 +186,9 @@ def slots_within(count: int, record_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a cap is cut into. `slots`: of a segment. `budget`: bytes of all segments. `capacity`: records, few enough for compaction to
-    find an eighth of all slots empty. `entries`: most in the journal; as many again as there are slots are in a new one beside it."""
+    """What a cap is cut into. `slots`: of a segment. `budget`: bytes of all segments. `capacity`: records,
+    few enough for compaction to find an eighth of all slots empty. `entries`: most in the journal; as many
+    again as there are slots are in a new one beside it."""
 
     slots: int
     budget: int
@@ -201,15 +211,20 @@ def sizes(cap_bytes: int, record_bytes: int) -> Sizes:
     segments = (cap_bytes - _FIXED) // (planned_bytes(slots, record_bytes) + slots * _JOURNAL)
     if segments < 2:
         least = format_size(least_cap(record_bytes))
-        raise StoreError(f"{format_size(cap_bytes)} is too little for KV in records of {format_size(record_bytes)}; allow {least} or more")
+        raise StoreError(
+            f"{format_size(cap_bytes)} is too little for KV in records of {format_size(record_bytes)}; "
+            f"allow {least} or more"
+        )
     count = segments * slots
-    return Sizes(slots, cap_bytes - _FIXED - count * _JOURNAL, max((segments - 1) * slots * 7 // 8, 1), 3 * count + 512)
+    return Sizes(
+        slots, cap_bytes - _FIXED - count * _JOURNAL, max((segments - 1) * slots * 7 // 8, 1), 3 * count + 512
+    )
 
 
 @dataclass(slots=True)
 class Contents:
-    """What a store holds. `live`, `bad`: entries of records that are there, and of quarantined ones. `replay`: none if the journal is lost,
-    and this is from the segments' tables."""
+    """What a store holds. `live`, `bad`: entries of records that are there, and of quarantined ones.
+    `replay`: none if the journal is lost, and this is from the segments' tables."""
 
     record_bytes: int
     segments: dict[int, SegmentFile]
@@ -220,7 +235,8 @@ class Contents:
 
 
 def contents(path: Path, seed: int, record_bytes: int) -> Contents:
-    """Only read. `record_bytes`: unless the journal knows. Raises StoreError if it cannot be read, which says nothing of what is there."""
+    """Only read. `record_bytes`: unless the journal knows. Raises StoreError if it cannot be read, which says
+    nothing of what is there."""
     try:
         replay = replayed(path / JOURNAL, seed)
         record_bytes = replay.record_bytes if replay else record_bytes
@@ -231,26 +247,42 @@ def contents(path: Path, seed: int, record_bytes: int) -> Contents:
         if replay:
             entries = replay.entries
         else:
-            entries = np.concatenate([np.zeros(0, _DTYPE), *(segment.table(seed) for segment in segments.values())])
+            entries = np.concatenate(
+                [np.zeros(0, _DTYPE), *(segment.table(seed) for segment in segments.values())]
+            )
     except (OSError, ReadError) as fault:
-        raise StoreError(f"{path} cannot be read: {reason(fault)}; mend that, or name another directory") from fault
+        raise StoreError(
+            f"{path} cannot be read: {reason(fault)}; mend that, or name another directory"
+        ) from fault
     live, bad = surviving(entries, segments)
     numbers = np.array(sorted(segments), np.uint64)
     counts = np.array([segments[number].slots for number in numbers.tolist()], np.uint32)
-    live, bad = (kept[kept["slot"] < counts[np.searchsorted(numbers, kept["segment"])]] for kept in (live, bad))
-    return Contents(record_bytes, segments, live, bad, replay, max([replay.next_segment if replay else 0, *(at + 1 for at in segments)]))
+    live, bad = (
+        kept[kept["slot"] < counts[np.searchsorted(numbers, kept["segment"])]] for kept in (live, bad)
+    )
+    return Contents(
+        record_bytes,
+        segments,
+        live,
+        bad,
+        replay,
+        max([replay.next_segment if replay else 0, *(at + 1 for at in segments)]),
+    )
 
 
 def expect_size(path: Path, found: Contents, record_bytes: int) -> None:
     """Raises StoreError."""
     if found.record_bytes != record_bytes:
         sizes = f"{format_size(found.record_bytes)}, not {format_size(record_bytes)}"
-        raise StoreError(f"{path} holds KV in records of {sizes}, although it says it is of the same identity; remove it")
+        raise StoreError(
+            f"{path} holds KV in records of {sizes}, although it says it is of the same identity; remove it"
+        )
 
 
 def trim(found: Contents, size: Sizes) -> None:
-    """Remove segments of which nothing is known, and cut off slots that were not used. If the rest is more than the budget, remove those
-    that were not used for longest until there is room for compaction, too. Raises OSError."""
+    """Remove segments of which nothing is known, and cut off slots that were not used. If the rest is more
+    than the budget, remove those that were not used for longest until there is room for compaction, too.
+    Raises OSError."""
     used, last = dict.fromkeys(found.segments, 0), dict.fromkeys(found.segments, -1)
     for entries in (found.bad, found.live):
         numbers, which = np.unique(entries["segment"], return_inverse=True)
@@ -266,13 +298,18 @@ def trim(found: Contents, size: Sizes) -> None:
             found.segments.pop(number).path.unlink()
     taken = sum(segment.disk_bytes for segment in found.segments.values())
     if taken > size.budget:
-        largest = max(planned_bytes(size.slots, found.record_bytes), *(segment.disk_bytes for segment in found.segments.values()))
+        largest = max(
+            planned_bytes(size.slots, found.record_bytes),
+            *(segment.disk_bytes for segment in found.segments.values()),
+        )
         for number in sorted(found.segments, key=lambda number: last[number]):
             if taken + largest > size.budget:
                 taken -= found.segments[number].disk_bytes
                 found.segments.pop(number).path.unlink()
     kept = np.fromiter(found.segments, np.uint64)
-    found.live, found.bad = (entries[np.isin(entries["segment"], kept)] for entries in (found.live, found.bad))
+    found.live, found.bad = (
+        entries[np.isin(entries["segment"], kept)] for entries in (found.live, found.bad)
+    )
 
 
 def directory_of(directory: Path, identity: bytes) -> Path:
@@ -280,23 +317,32 @@ def directory_of(directory: Path, identity: bytes) -> Path:
 
 
 def expect_own(path: Path) -> None:
-    """Raises StoreError for a store's directory, or one that it is in, which somebody else owns or may write to: what they put there would
-    be served. One that is not there is no fault."""
+    """Raises StoreError for a store's directory, or one that it is in, which somebody else owns or may write
+    to: what they put there would be served. One that is not there is no fault."""
     for each in (path, path.parent):
         try:
             there = os.stat(each)
         except FileNotFoundError:
             continue
         except OSError as fault:
-            raise StoreError(f"{each} cannot be read: {reason(fault)}; mend that, or name another directory") from fault
+            raise StoreError(
+                f"{each} cannot be read: {reason(fault)}; mend that, or name another directory"
+            ) from fault
         if there.st_uid != os.geteuid():
-            raise StoreError(f"{each} belongs to user {there.st_uid}, who could put any KV there; name a directory of your own")
+            raise StoreError(
+                f"{each} belongs to user {there.st_uid}, who could put any KV there; name a directory of "
+                "your own"
+            )
         if there.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise StoreError(f"others may write to {each}, and could put any KV there; chmod go-w it, or name another directory")
+            raise StoreError(
+                f"others may write to {each}, and could put any KV there; chmod go-w it, or name another "
+                "directory"
+            )
 
 
 def locked(path: Path, make: bool) -> FileIO:
-    """The lock of a store's directory, held until it is closed. Raises StoreLocked, or StoreError if it cannot be had."""
+    """The lock of a store's directory, held until it is closed. Raises StoreLocked, or StoreError if it
+    cannot be had."""
     try:
         while True:
             if make:
@@ -313,9 +359,14 @@ def locked(path: Path, make: bool) -> FileIO:
                 raise
             lock.close()  # Whoever had it has removed it.
     except BlockingIOError as fault:
-        raise StoreLocked(f"another process writes KV to {path}; wait for it, open it to read only, or name another directory") from fault
+        raise StoreLocked(
+            f"another process writes KV to {path}; wait for it, open it to read only, or name another "
+            "directory"
+        ) from fault
     except OSError as fault:
-        raise StoreError(f"{path} cannot be written: {reason(fault)}; mend that, or name another directory") from fault
+        raise StoreError(
+            f"{path} cannot be written: {reason(fault)}; mend that, or name another directory"
+        ) from fault
 
 
 def describe(path: Path, about: Mapping[str, object]) -> None:

@@ -1,7 +1,9 @@
-"""What four ways of giving up blocks would have found, each tried on the keys alone; the best of them leads the real cache.
+"""What four ways of giving up blocks would have found, each tried on the keys alone; the best of them leads
+the real cache.
 
-A shadow holds keys alone. Those of a large tier are sampled by their hash, and a shadow has room for as large a part of the blocks as is
-sampled of them, so that its hit rate is near that of a whole cache (spatial sampling as in SHARDS: Waldspurger et al., FAST 2015).
+A shadow holds keys alone. Those of a large tier are sampled by their hash, and a shadow has room for as large
+a part of the blocks as is sampled of them, so that its hit rate is near that of a whole cache (spatial
+sampling as in SHARDS: Waldspurger et al., FAST 2015).
 """
 
 from collections import OrderedDict
@@ -30,8 +32,8 @@ _SAMPLE = 8192
 _ROOMS, _USES = 8, 4096
 """Uses after which one counts half: as many as this many rooms have blocks, and at least so many."""
 _MARGIN = 0.3
-"""What another expert must find beyond the leader to take over, for each block of its room: the real cache does not hold what the other
-holds, so a change costs up to one miss for each."""
+"""What another expert must find beyond the leader to take over, for each block of its room: the real cache
+does not hold what the other holds, so a change costs up to one miss for each."""
 _SURE = 1.0
 """Standard deviations of the difference that it must be ahead by as well."""
 _MIX = 0x9E3779B97F4A7C15
@@ -39,7 +41,8 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 def scatter(key: Hashable) -> int:
-    """Returns 64 bits by which keys are spread evenly; the same in each process for bytes and for whole numbers."""
+    """Returns 64 bits by which keys are spread evenly; the same in each process for bytes and for whole
+    numbers."""
     number = int.from_bytes(key[:8], "little") if isinstance(key, bytes) else hash(key)
     return number * _MIX & 0xFFFFFFFFFFFFFFFF
 
@@ -52,7 +55,8 @@ class _Lru(Generic[Key]):
         self._there: OrderedDict[Key, None] = OrderedDict()
 
     def use(self, key: Key, again: bool) -> bool:
-        """Returns whether the key was there; `again`: whether it was ever used before. From now on it is there if it is admitted."""
+        """Returns whether the key was there; `again`: whether it was ever used before. From now on it is
+        there if it is admitted."""
         there = self._there
         if key in there:
             there.move_to_end(key)
@@ -134,14 +138,15 @@ class _Ranked(Generic[Key]):
 class Shadows(Generic[Key]):
     """All experts on one sample of the uses of a tier's blocks; which of them leads.
 
-    Counted is how many more blocks than the leader each expert found of the same uses, epoch by epoch, older ones less. Another takes the
-    lead when it is ahead by more than chance explains and by a good part of what the change costs; then the count begins anew. A use costs
-    O(1) for each expert, and O(log epochs) for a victim.
+    Counted is how many more blocks than the leader each expert found of the same uses, epoch by epoch, older
+    ones less. Another takes the lead when it is ahead by more than chance explains and by a good part of what
+    the change costs; then the count begins anew. A use costs O(1) for each expert, and O(log epochs) for a
+    victim.
     """
 
     def __init__(self, blocks: int, epochs: float, gain: Callable[[int, int], float]) -> None:
-        """blocks: what the tier holds. epochs: in which as many blocks are used. gain: by which `Expert.PROSPECT` goes, of a kind and an
-        epoch."""
+        """blocks: what the tier holds. epochs: in which as many blocks are used. gain: by which
+        `Expert.PROSPECT` goes, of a kind and an epoch."""
         halvings = max(0, (blocks // _SAMPLE).bit_length() - 1)
         self._mask = (1 << halvings) - 1
         room = max(1, blocks >> halvings)
@@ -157,8 +162,8 @@ class Shadows(Generic[Key]):
         """Of the leader, since there are shadows."""
 
     def use(self, key: Key, kind: int, since: int) -> None:
-        """A block is used, and by that is of this kind and epoch; those of a request are told from its last to its first. A kind below 2
-        was never used before."""
+        """A block is used, and by that is of this kind and epoch; those of a request are told from its last
+        to its first. A kind below 2 was never used before."""
         if self._mask and scatter(key) >> 32 & self._mask:
             return
         again = kind > 1
@@ -171,7 +176,9 @@ class Shadows(Generic[Key]):
     def tick(self) -> bool:
         """An epoch has ended. Returns whether another expert leads from now on."""
         self._ranked.renew()
-        hits = [sum(count for found, count in enumerate(self._counts) if found >> expert & 1) for expert in Expert]
+        hits = [
+            sum(count for found, count in enumerate(self._counts) if found >> expert & 1) for expert in Expert
+        ]
         self._counts = [0] * len(self._counts)
         before, best = self.leader, 0.0
         for expert in Expert:
@@ -192,4 +199,5 @@ class Shadows(Generic[Key]):
         self._ahead = [0.0] * len(Expert)
         """Blocks that each found beyond the leader, less for longer ago."""
         self._squares = [0.0] * len(Expert)
-        """Of what it was ahead in each epoch: hits come by the request, so epochs are what is independent, not uses."""
+        """Of what it was ahead in each epoch: hits come by the request, so epochs are what is independent,
+        not uses."""

@@ -1,4 +1,5 @@
-"""Where the records of a BlockStore are, and where there is room for more: plain books, of the thread that calls the store."""
+"""Where the records of a BlockStore are, and where there is room for more: plain books, of the thread that
+calls the store."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ Place = int
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """What is known of a segment. Slots [0, next) have been given out; `keys` and `seals` say what is in them, `bad` what is quarantined.
-    troubles: how often moving records out of it, or removing it, has failed."""
+    """What is known of a segment. Slots [0, next) have been given out; `keys` and `seals` say what is in
+    them, `bad` what is quarantined. troubles: how often moving records out of it, or removing it, has
+    failed."""
 
     file: SegmentFile
     next: int
@@ -46,7 +48,9 @@ class Segment:
         return self.file.number << SLOT_BITS | slot
 
     def item(self, key: bytes, slot: int) -> Item:
-        return Item(key, self.file.number, slot, bytes(self.seals[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES]))
+        return Item(
+            key, self.file.number, slot, bytes(self.seals[slot * SEAL_BYTES : (slot + 1) * SEAL_BYTES])
+        )
 
 
 class Space:
@@ -60,7 +64,9 @@ class Space:
         self._version = self._sizes = (-1, -1)
         """What segments there were when their sizes were added up, and the sums."""
         self.segments = {number: Segment.of(file) for number, file in found.segments.items()}
-        keys, numbers, slots, seals = (found.live[name].tolist() for name in ("key", "segment", "slot", "seal"))
+        keys, numbers, slots, seals = (
+            found.live[name].tolist() for name in ("key", "segment", "slot", "seal")
+        )
         places = found.live["segment"] << np.uint64(SLOT_BITS) | found.live["slot"]
         self.index: dict[bytes, Place] = dict(zip(keys, places.tolist(), strict=True))
         for key, number, slot, seal in zip(keys, numbers, slots, seals, strict=True):
@@ -112,9 +118,11 @@ class Space:
         self._open.append(segment)
         segment.next = next
 
-    def compaction(self, idle: Sequence[Segment]) -> tuple[Segment, list[Segment], list[tuple[Segment, Item]]] | None:
-        """Of `idle`, the segments with fewest records for their size; these records; and for them, to be put into its first slots, a new
-        segment no larger than those are. None if that does not make room."""
+    def compaction(
+        self, idle: Sequence[Segment]
+    ) -> tuple[Segment, list[Segment], list[tuple[Segment, Item]]] | None:
+        """Of `idle`, the segments with fewest records for their size; these records; and for them, to be put
+        into its first slots, a new segment no larger than those are. None if that does not make room."""
         lives = sorted(
             ((segment, segment.live) for segment in idle),
             key=lambda pair: (pair[0].troubles, pair[1] / max(pair[0].file.disk_bytes, 1)),
@@ -130,7 +138,12 @@ class Space:
         slots = min(slots_within(freed, self._record_bytes), most)
         if slots < moved or (slots == moved and planned_bytes(slots, self._record_bytes) >= freed):
             return None
-        records = [(source, source.item(key, slot)) for source in chosen for slot, key in enumerate(source.keys) if key is not None]
+        records = [
+            (source, source.item(key, slot))
+            for source in chosen
+            for slot, key in enumerate(source.keys)
+            if key is not None
+        ]
         return self._new(slots), chosen, records
 
     def _measured(self) -> tuple[int, int]:

@@ -1,15 +1,20 @@
-"""Pinned slots between the device's streams and a DiskPool: tiles are read ahead of use, and what was computed is written behind.
+"""Pinned slots between the device's streams and a DiskPool: tiles are read ahead of use, and what was
+computed is written behind.
 
-Why this is safe. All is called by the thread that computes; tasks on the pool's threads touch nothing but their slot.
-1. A slot is read into when what it held has been copied: the tasks wait for the mark behind the last copy out of it, and for whatever an
-   earlier step still reads into it. Tasks that have not begun are called off with their step.
+Why this is safe. All is called by the thread that computes; tasks on the pool's threads touch nothing but
+their slot.
+1. A slot is read into when what it held has been copied: the tasks wait for the mark behind the last copy out
+   of it, and for whatever an earlier step still reads into it. Tasks that have not begun are called off with
+   their step.
 2. A slot is copied from when all its tasks are done: `wait` before the copy is queued.
 3. A slot is written to disk when it is full: the tasks wait for the mark behind the copies into it.
-4. A slot is filled anew when it has been written: `claim` waits, and with it the host, which is how a slow disk holds a prompt back.
+4. A slot is filled anew when it has been written: `claim` waits, and with it the host, which is how a slow
+   disk holds a prompt back.
 
-Tasks are noted before they are put, and a slot is marked as used before it is: an interrupt leaves nothing under way that nobody waits for.
-What it has kept from being put is called off before anybody waits for it: a step's reads by the next `begin`, a write by the next `claim`.
-Thus what a task waits for has been put before it, as `memory.tasks` demands.
+Tasks are noted before they are put, and a slot is marked as used before it is: an interrupt leaves nothing
+under way that nobody waits for. What it has kept from being put is called off before anybody waits for it: a
+step's reads by the next `begin`, a write by the next `claim`. Thus what a task waits for has been put before
+it, as `memory.tasks` demands.
 """
 
 from collections.abc import Sequence
@@ -53,7 +58,8 @@ class _Reading:
 
 
 class ReadAhead:
-    """Reads what a step's tiles have on disk into slots, in the order of use, as far ahead as there are slots."""
+    """Reads what a step's tiles have on disk into slots, in the order of use, as far ahead as there are
+    slots."""
 
     def __init__(self, disk: DiskPool, slots: Slots, copies: Stream) -> None:
         self._disk, self._slots, self._copies = disk, slots, copies
@@ -64,7 +70,8 @@ class ReadAhead:
         self._step = _Reading(0, ())
 
     def begin(self, wanted: Sequence[tuple[int, Sequence[Run]]]) -> None:
-        """A step: of each visit with blocks on disk its layer and their runs. What an earlier step has not used is dropped."""
+        """A step: of each visit with blocks on disk its layer and their runs. What an earlier step has not
+        used is dropped."""
         for tasks in self._tasks:
             self._disk.readers.call_off(tasks)
         self._step = _Reading((self._step.first + self._step.asked) % len(self._tasks), wanted)
@@ -99,7 +106,10 @@ class ReadAhead:
         while step.asked < min(step.copied + len(self._tasks), len(step.wanted)):
             slot = self._slot_of(step.asked)
             layer, runs = step.wanted[step.asked]
-            emptied, earlier = self._emptied[slot] or self._copies.mark(), [task for task in self._tasks[slot] if not task.done]
+            emptied, earlier = (
+                self._emptied[slot] or self._copies.mark(),
+                [task for task in self._tasks[slot] if not task.done],
+            )
             tasks = list(earlier)
             self._tasks[slot] = tasks
 
@@ -128,9 +138,12 @@ class WriteBehind:
         return self._slots.bytes[self._next]
 
     def write(self, parts: Sequence[tuple[int, Run]]) -> None:
-        """Of the slot that was claimed last: each layer's run goes to the disk when what `out` has been given is done."""
+        """Of the slot that was claimed last: each layer's run goes to the disk when what `out` has been given
+        is done."""
         full, slot = self._out.mark(), self._next
         self._tasks[slot] = []
         for layer, (at, first, count) in parts:
-            self._disk.write(layer, first, self._slots.rows[slot][at : at + count], full.wait, self._tasks[slot])
+            self._disk.write(
+                layer, first, self._slots.rows[slot][at : at + count], full.wait, self._tasks[slot]
+            )
         self._next = (slot + 1) % len(self._tasks)

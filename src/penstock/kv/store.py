@@ -1,20 +1,23 @@
 """The prefix cache's disk tier: whole KV blocks by their keys, which outlive the process.
 
-A record is there when its bytes are in a segment and the journal names it, in this order. Its seal (see `seal`) covers the store's
-identity, its key and its bytes, and every read is held against it: a read gives what was written under this key, by this model in this
-layout, or LostKV. A record that is not as it was written is quarantined: kept where it is until its segment's room is needed, and never
-served again. One that cannot be read now is kept, and may be read later.
+A record is there when its bytes are in a segment and the journal names it, in this order. Its seal (see
+`seal`) covers the store's identity, its key and its bytes, and every read is held against it: a read gives
+what was written under this key, by this model in this layout, or LostKV. A record that is not as it was
+written is quarantined: kept where it is until its segment's room is needed, and never served again. One that
+cannot be read now is kept, and may be read later.
 
-Why this is safe. The engine's thread calls all, and alone has the index: a worker is given a file, a slot and memory, and leaves what came
-of it in the operation it was given, where the caller looks when its task is done (`poll`). An operation is noted before its task is put;
-what an interrupt has kept from being put is called off by the next call, and what `poll` was doing it may do again. A slot is given out
-once, so no write is ordered against another; a segment is removed when nothing in it is known and no operation that is under way reads or
-writes it. Segments and the journal are made and written by workers: no call but `open` and `close` waits for the disk.
+Why this is safe. The engine's thread calls all, and alone has the index: a worker is given a file, a slot and
+memory, and leaves what came of it in the operation it was given, where the caller looks when its task is done
+(`poll`). An operation is noted before its task is put; what an interrupt has kept from being put is called
+off by the next call, and what `poll` was doing it may do again. A slot is given out once, so no write is
+ordered against another; a segment is removed when nothing in it is known and no operation that is under way
+reads or writes it. Segments and the journal are made and written by workers: no call but `open` and `close`
+waits for the disk.
 
-What ends the process leaves either no entry in the journal, and the slot is never used, or one behind whole bytes. What ends the machine
-may lose bytes, entries and files that were written and not yet on the disk, in any order: an entry without its bytes fails its seal when
-it is read, one without its segment is not there, and what was compacted or forgotten may be there again, as it was. None of it is a
-wrong byte.
+What ends the process leaves either no entry in the journal, and the slot is never used, or one behind whole
+bytes. What ends the machine may lose bytes, entries and files that were written and not yet on the disk, in
+any order: an entry without its bytes fails its seal when it is read, one without its segment is not there,
+and what was compacted or forgotten may be there again, as it was. None of it is a wrong byte.
 """
 
 import logging
@@ -80,12 +83,14 @@ _log = logging.getLogger("penstock")
 
 
 class StoreFull(StoreError):
-    """A record for which there is no room now. When others are forgotten, there will be, as soon as compaction has made it of theirs."""
+    """A record for which there is no room now. When others are forgotten, there will be, as soon as
+    compaction has made it of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """`real_bytes`: of the disk, at most: segments, the journal, and what is being made. `quarantined`: records kept so now."""
+    """`real_bytes`: of the disk, at most: segments, the journal, and what is being made. `quarantined`:
+    records kept so now."""
 
     records: int
     live_bytes: int
@@ -117,7 +122,8 @@ class BlockStore:
         """To be had from `open`. `writing`: the journal and the lock, unless it is only read."""
         self.path, self.record_bytes = path, found.record_bytes
         self.capacity = size.capacity
-        """Records that it holds. While there are so many, with those being written, writes are refused until some are forgotten."""
+        """Records that it holds. While there are so many, with those being written, writes are refused until
+        some are forgotten."""
         self._seal, self._usual_slots = seal, size.slots
         self._journal = writing[0] if writing else None
         self._lock = writing[1] if writing else None
@@ -138,7 +144,9 @@ class BlockStore:
         """One that is noted and may not be put."""
         self._last: Task | None = None
         self._closed = False
-        self._read_bytes = self._written_bytes = self._checksum_failures = self._io_failures = self._compactions = 0
+        self._read_bytes = self._written_bytes = self._checksum_failures = self._io_failures = (
+            self._compactions
+        ) = 0
         with ExitStack() as started:
             self._readers, self._writers, self._keeper = (
                 started.enter_context(closing(Workers(count, f"KV store {name}")))
@@ -163,14 +171,16 @@ class BlockStore:
     ) -> "BlockStore":
         """The store of this identity under `directory`, which is made if it is not there.
 
-        identity: a digest of all that the meaning of a record's bytes depends on and its key does not: weights, dtype, rope, layout.
-        cap_bytes: most of the disk that it takes, its journal and room for compaction included. What is there beyond goes, longest unused
+        identity: a digest of all that the meaning of a record's bytes depends on and its key does not:
+        weights, dtype, rope, layout. cap_bytes: most of the disk that it takes, its journal and room for
+        compaction included. What is there beyond goes, longest unused
             first.
         secret: with which its records are sealed (see `seal`). With another one this is another store.
-        read_only: what its journal names now, beside a process that writes; what is compacted there meanwhile is lost here.
-        about: for people, in store.json.
+        read_only: what its journal names now, beside a process that writes; what is compacted there meanwhile
+        is lost here. about: for people, in store.json.
 
-        Raises StoreLocked if another process writes to it, StoreError if it cannot be read or written, or the cap is too small.
+        Raises StoreLocked if another process writes to it, StoreError if it cannot be read or written, or the
+        cap is too small.
         """
         assert 0 < len(identity) <= 64, f"a digest of {len(identity)} bytes"
         identity = sealed_identity(identity, secret)
@@ -187,14 +197,24 @@ class BlockStore:
             found = contents(path, seal.seed, record_bytes)
             expect_size(path, found, record_bytes)
             try:
-                describe(path, {"identity": identity.hex(), "record_bytes": record_bytes, "sealed_with": key_id(secret), **(about or {})})
+                describe(
+                    path,
+                    {
+                        "identity": identity.hex(),
+                        "record_bytes": record_bytes,
+                        "sealed_with": key_id(secret),
+                        **(about or {}),
+                    },
+                )
                 if found.replay:
                     journal.resume(found.replay)
                 else:
                     journal.begin([found.live], 0, found.next_segment)
                 trim(found, size)
             except (OSError, ReadError) as fault:
-                raise StoreError(f"{path} cannot be written: {reason(fault)}; mend that, or name another directory") from fault
+                raise StoreError(
+                    f"{path} cannot be written: {reason(fault)}; mend that, or name another directory"
+                ) from fault
             return cls(path, seal, found, size, (journal, lock), (readers, writers), clock)
         except BaseException:
             journal.close()
@@ -208,7 +228,8 @@ class BlockStore:
         return self._journal is None
 
     def note(self, text: bytes) -> None:
-        """Kept beside the records for whoever opens the store next, unless it is only read; lost without a word if that fails."""
+        """Kept beside the records for whoever opens the store next, unless it is only read; lost without a
+        word if that fails."""
         if not self.read_only:
             with suppress(OSError):
                 replace_file(self.path / NOTES, text).close()
@@ -231,7 +252,10 @@ class BlockStore:
 
     def keys(self) -> list[bytes]:
         """Those that were not used for longest first."""
-        return [*(key for key in self._index if key not in self._touched), *(key for key in self._touched if key in self._index)]
+        return [
+            *(key for key in self._index if key not in self._touched),
+            *(key for key in self._touched if key in self._index),
+        ]
 
     @property
     def stats(self) -> StoreStats:
@@ -254,8 +278,9 @@ class BlockStore:
     # ---- what is asked of it
 
     def write(self, key: bytes, payload: Buffer, ready: Ready, noted: list[Task] | None = None) -> Task:
-        """Write a record, after `ready` has returned on a worker. `payload` may not change until the task is done; its result raises
-        StoreError if it could not be written, or what `ready` has raised. When it is done, and taken in by `poll`, its key is found.
+        """Write a record, after `ready` has returned on a worker. `payload` may not change until the task is
+        done; its result raises StoreError if it could not be written, or what `ready` has raised. When it is
+        done, and taken in by `poll`, its key is found.
 
         noted: is given the task before it is put, for a caller that an interrupt keeps from being told it.
         """
@@ -271,11 +296,20 @@ class BlockStore:
             self.touch((key,))
             return _over(None)
         if self._closed or self._writing.off:
-            return _over(StoreError(f"{self.path} is {'closed' if self._closed else 'off, as writing to it has failed'}"))
+            return _over(
+                StoreError(
+                    f"{self.path} is {'closed' if self._closed else 'off, as writing to it has failed'}"
+                )
+            )
         room = len(self) + len(self._writes) < self.capacity
         claimed = self._space.claim() if room else None
         if claimed is None:
-            return _over(StoreFull(f"{self.path} has {len(self)} records of {self.capacity}; forget some, or wait for compaction"))
+            return _over(
+                StoreFull(
+                    f"{self.path} has {len(self)} records of {self.capacity}; forget some, or wait for "
+                    "compaction"
+                )
+            )
         segment, slot = claimed
         write = Record((segment,), segment.item(key, slot))
         write.task = Task(partial(write_record, write, data, ready, journal, self._seal))
@@ -288,8 +322,9 @@ class BlockStore:
         return write.task
 
     def read(self, key: bytes, into: Buffer, ready: Ready, noted: list[Task] | None = None) -> Task:
-        """Fill `into` with a record, after `ready` has returned on a worker. The task's result raises LostKV if it is not to be had, or
-        what `ready` has raised; what is in `into` then means nothing. Until the task is done `into` may be written, whoever waits or not.
+        """Fill `into` with a record, after `ready` has returned on a worker. The task's result raises LostKV
+        if it is not to be had, or what `ready` has raised; what is in `into` then means nothing. Until the
+        task is done `into` may be written, whoever waits or not.
 
         noted: as for `write`.
         """
@@ -297,7 +332,11 @@ class BlockStore:
         self._settle()
         place = self._index.get(key)
         if place is None or self._closed or self._reading.off:
-            why = "is not there" if place is None else "is out of reach: its store is closed, or off as reading has failed"
+            why = (
+                "is not there"
+                if place is None
+                else "is out of reach: its store is closed, or off as reading has failed"
+            )
             return _over(LostKV(f"KV block {key.hex()} in {self.path} {why}"))
         segment, slot = self._space.find(place)
         read = Record((segment,), segment.item(key, slot))
@@ -312,7 +351,8 @@ class BlockStore:
         return read.task
 
     def give_up(self, tasks: Sequence[Task]) -> None:
-        """What has not begun never will. What has goes on; memory is its caller's again when a task is done, not before."""
+        """What has not begun never will. What has goes on; memory is its caller's again when a task is done,
+        not before."""
         self._keeper.call_off(tasks)
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -356,7 +396,8 @@ class BlockStore:
         self._tend()
 
     def close(self) -> None:
-        """Finish what has begun, note the order of use, let go. To be called again if it was interrupted; else that does nothing."""
+        """Finish what has begun, note the order of use, let go. To be called again if it was interrupted;
+        else that does nothing."""
         self._closed = True
         self._settle()
         for chore in self._chores:
@@ -506,7 +547,9 @@ class BlockStore:
             if segment.live == 0 and segment.troubles == 0:
                 return self._remove(segment)
         found = self._space.compaction(idle)
-        self._stirred = found is not None or len(idle) < len(self._space.segments)  # There may be more when all are idle.
+        self._stirred = found is not None or len(idle) < len(
+            self._space.segments
+        )  # There may be more when all are idle.
         if found is None:
             return None
         target, sources, records = found

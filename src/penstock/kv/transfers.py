@@ -1,17 +1,20 @@
-"""Whole KV blocks between tiers, the worker's side: what a Transfer says is begun at once, and reported when it has landed.
+"""Whole KV blocks between tiers, the worker's side: what a Transfer says is begun at once, and reported when
+it has landed.
 
-Why this is safe. All is called by the thread that computes. Pages and host blocks that a transfer names are nobody else's until it is
-reported: the scheduler holds them. What is left to order are streams and threads.
+Why this is safe. All is called by the thread that computes. Pages and host blocks that a transfer names are
+nobody else's until it is reported: the scheduler holds them. What is left to order are streams and threads.
 1. UP fills pages when what computed before has read them: `up` waits for a mark on compute.
-2. UP and OUT read host blocks that have landed: those that came by a transfer have been reported; those that a long request has written
-   stand behind `landed`, for which `up`, or the thread that writes, waits.
+2. UP and OUT read host blocks that have landed: those that came by a transfer have been reported; those that
+   a long request has written stand behind `landed`, for which `up`, or the thread that writes, waits.
 3. DOWN reads pages when they have been written: `down` waits for a mark on compute.
-4. DOWN and IN fill host blocks when nobody reads or writes them any more: tiles of earlier steps were read behind copies for which compute
-   has waited, so a mark on compute is behind these too; and what a long request had sent there, before it ended, stands behind `landed`.
-   `down`, or the thread that reads, waits for both.
+4. DOWN and IN fill host blocks when nobody reads or writes them any more: tiles of earlier steps were read
+   behind copies for which compute has waited, so a mark on compute is behind these too; and what a long
+   request had sent there, before it ended, stands behind `landed`. `down`, or the thread that reads, waits
+   for both.
 5. What comes UP is read by kernels that are queued after it was reported, so after its ticket was done.
 
-A transfer is noted before anything of it is queued. When a step was broken off, `settle` waits for all that may have been begun.
+A transfer is noted before anything of it is queued. When a step was broken off, `settle` waits for all that
+may have been begun.
 """
 
 import logging
@@ -35,7 +38,8 @@ _NAP = 2e-4
 
 @dataclass(slots=True)
 class _Going:
-    """A transfer under way: tickets before and behind its copies, or tasks of the store, one for each block."""
+    """A transfer under way: tickets before and behind its copies, or tasks of the store, one for each
+    block."""
 
     transfer: Transfer
     begun: float
@@ -53,15 +57,25 @@ class _Going:
         ended = max((task.when() for task in self.tasks), default=self.begun)
         # One whose step was broken off may not have begun everything.
         keys = self.transfer.keys
-        lost = tuple(index for index in range(len(keys)) if index >= len(self.tasks) or self.tasks[index].fault is not None)
-        missing = store.missing(keys[index] for index in lost) if store is not None and self.transfer.route is Route.IN else ()
+        lost = tuple(
+            index
+            for index in range(len(keys))
+            if index >= len(self.tasks) or self.tasks[index].fault is not None
+        )
+        missing = (
+            store.missing(keys[index] for index in lost)
+            if store is not None and self.transfer.route is Route.IN
+            else ()
+        )
         return Landed(self.transfer.id, max(ended - self.begun, 0.0), lost, tuple(missing))
 
 
 class Transfers:
     """Between one device's pages, the host's blocks and, if there is one, a store on disk."""
 
-    def __init__(self, host: HostPool, up: Stream, down: Stream, compute: Stream, store: BlockStore | None = None) -> None:
+    def __init__(
+        self, host: HostPool, up: Stream, down: Stream, compute: Stream, store: BlockStore | None = None
+    ) -> None:
         """Takes over the streams `up` and `down`, and the store."""
         self._host, self._up, self._down, self._compute, self.store = host, up, down, compute, store
         self._going: dict[TransferId, _Going] = {}
@@ -70,7 +84,13 @@ class Transfers:
     def moving(self) -> bool:
         return bool(self._going)
 
-    def begin(self, transfers: Sequence[Transfer], forget: Sequence[bytes], pages: KVPool, landed: Callable[[], Ticket]) -> None:
+    def begin(
+        self,
+        transfers: Sequence[Transfer],
+        forget: Sequence[bytes],
+        pages: KVPool,
+        landed: Callable[[], Ticket],
+    ) -> None:
         """landed: a ticket behind all that was sent to host blocks by other ways."""
         if self.store is not None:
             self.store.poll()
@@ -97,11 +117,16 @@ class Transfers:
     def wait(self, seconds: float) -> None:
         """Until something has landed, or for so long."""
         until = time.perf_counter() + seconds
-        while self._going and not any(going.done for going in self._going.values()) and time.perf_counter() < until:
+        while (
+            self._going
+            and not any(going.done for going in self._going.values())
+            and time.perf_counter() < until
+        ):
             time.sleep(_NAP)
 
     def settle(self) -> tuple[Landed, ...]:
-        """Wait for all that is under way, and report it, the last time. What has not begun on disk never will."""
+        """Wait for all that is under way, and report it, the last time. What has not begun on disk never
+        will."""
         for going in self._going.values():
             if self.store is not None:
                 self.store.give_up(going.tasks)
@@ -115,7 +140,8 @@ class Transfers:
         return reports
 
     def close(self) -> None:
-        """Finish what is under way, and end streams and threads. To be called again if it was interrupted; else that does nothing."""
+        """Finish what is under way, and end streams and threads. To be called again if it was interrupted;
+        else that does nothing."""
         if self.store is not None:
             self.store.close()
         self._up.close()
@@ -124,7 +150,9 @@ class Transfers:
 
     def _copy(self, going: _Going, pages: KVPool, landed: Callable[[], Ticket]) -> None:
         transfer, size = going.transfer, pages.layout.block_bytes
-        on_device, on_host = (np.array(ids, dtype=np.int64) * size for ids in (transfer.pages, transfer.blocks))
+        on_device, on_host = (
+            np.array(ids, dtype=np.int64) * size for ids in (transfer.pages, transfer.blocks)
+        )
         sizes = np.full(len(on_host), size, dtype=np.int64)
         is_up = transfer.route is Route.UP
         stream = self._up if is_up else self._down
@@ -132,9 +160,13 @@ class Transfers:
         stream.wait(landed())
         going.first = stream.mark()
         if is_up:
-            stream.copy_pieces(pages.bytes, self._host.bytes, joined(np.stack((on_device, on_host, sizes), 1)))
+            stream.copy_pieces(
+                pages.bytes, self._host.bytes, joined(np.stack((on_device, on_host, sizes), 1))
+            )
         else:
-            stream.copy_pieces(self._host.bytes, pages.bytes, joined(np.stack((on_host, on_device, sizes), 1)))
+            stream.copy_pieces(
+                self._host.bytes, pages.bytes, joined(np.stack((on_host, on_device, sizes), 1))
+            )
         going.last = stream.mark()
 
     def _hand_over(self, going: _Going, landed: Callable[[], Ticket]) -> None:
@@ -150,6 +182,8 @@ class Transfers:
                 ticket.wait()
 
         for index, (key, block) in enumerate(zip(transfer.keys, transfer.blocks, strict=True)):
-            task = (store.read if is_in else store.write)(key, self._host.block(block).numpy(), ready, going.tasks)
+            task = (store.read if is_in else store.write)(
+                key, self._host.block(block).numpy(), ready, going.tasks
+            )
             if len(going.tasks) == index:  # Refused at once, and so not noted.
                 going.tasks.append(task)

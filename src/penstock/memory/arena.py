@@ -26,11 +26,13 @@ class PinningError(DeviceError):
 
 
 class Arena:
-    """`bytes`, flat uint8, aligned to PAGE. On HOST, beside a CUDA device, it is pinned: registered with the driver, which takes a tenth
-    of the time of a pinned allocation and exactly as much memory as was asked for."""
+    """`bytes`, flat uint8, aligned to PAGE. On HOST, beside a CUDA device, it is pinned: registered with the
+    driver, which takes a tenth of the time of a pinned allocation and exactly as much memory as was asked
+    for."""
 
     def __init__(self, size: int, device: torch.device, *, pinned_for: torch.device | None = None) -> None:
-        """Raises DeviceError if there is not as much, PinningError if it cannot be pinned for the CUDA device `pinned_for`."""
+        """Raises DeviceError if there is not as much, PinningError if it cannot be pinned for the CUDA device
+        `pinned_for`."""
         self.size, self._process = size, os.getpid()
         self._mapping: mmap.mmap | None = None
         self.bytes: Tensor
@@ -41,15 +43,19 @@ class Arena:
             else:
                 self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         except (OSError, torch.OutOfMemoryError) as error:
-            raise DeviceError(f"{format_size(size)} of {device} memory were asked for and are not there; ask for less") from error
+            raise DeviceError(
+                f"{format_size(size)} of {device} memory were asked for and are not there; ask for less"
+            ) from error
         if isinstance(self._mapping, _Mapping) and pinned_for is not None:
             self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
-        """Unpin and free. Whoever still has a view must not use it: host memory reads as zeros from now on, and a device's is gone.
+        """Unpin and free. Whoever still has a view must not use it: host memory reads as zeros from now on,
+        and a device's is gone.
 
-        No copy may be in flight. Where nobody calls this, memory is unpinned and freed with the last view of it. A second call does
-        nothing, nor does one in a forked process: host memory is shared with the one that made it, which may still use it.
+        No copy may be in flight. Where nobody calls this, memory is unpinned and freed with the last view of
+        it. A second call does nothing, nor does one in a forked process: host memory is shared with the one
+        that made it, which may still use it.
         """
         if os.getpid() != self._process:
             return
@@ -60,7 +66,9 @@ class Arena:
             self._mapping.unpin()
         if hasattr(mmap, "MADV_REMOVE"):
             with suppress(OSError):  # Where the system cannot, memory goes with the last view of it.
-                self._mapping.madvise(mmap.MADV_REMOVE)  # Python maps anonymous memory as shared; MADV_DONTNEED frees nothing of that.
+                self._mapping.madvise(
+                    mmap.MADV_REMOVE
+                )  # Python maps anonymous memory as shared; MADV_DONTNEED frees nothing of that.
 
     def _register(self, mapping: "_Mapping", device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -74,8 +82,8 @@ class Arena:
 
 
 class _Mapping(mmap.mmap):
-    """Memory to be pinned. It is unpinned before it is unmapped, whoever forgets to. The driver refuses to pin what is mapped at
-    the same addresses later while it still takes these for pinned."""
+    """Memory to be pinned. It is unpinned before it is unmapped, whoever forgets to. The driver refuses to
+    pin what is mapped at the same addresses later while it still takes these for pinned."""
 
     pinned = 0
     """The address that was registered with the driver; 0 if none is."""
@@ -94,7 +102,8 @@ def _unregister(address: int) -> None:
 
 
 def pinned_if_possible(size: int, device: torch.device) -> Arena:
-    """Host memory for copies to and from `device`: pinned or, if that is refused, plain, with a warning. Raises DeviceError."""
+    """Host memory for copies to and from `device`: pinned or, if that is refused, plain, with a warning.
+    Raises DeviceError."""
     try:
         return Arena(size, torch.device("cpu"), pinned_for=device)
     except PinningError as error:
@@ -103,7 +112,8 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
 
 
 def _mapped(size: int, kind: type[mmap.mmap]) -> tuple[mmap.mmap, Tensor]:
-    """Anonymous memory whose pages are all there: touched by several threads, which is many times faster than by one."""
+    """Anonymous memory whose pages are all there: touched by several threads, which is many times faster than
+    by one."""
     # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
     mapping = kind(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):

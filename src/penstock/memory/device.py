@@ -1,4 +1,5 @@
-"""The machine's memory as the engine sees it: which device, how much there is, and how much a piece of work takes at its peak."""
+"""The machine's memory as the engine sees it: which device, how much there is, and how much a piece of work
+takes at its peak."""
 
 import ctypes
 import gc
@@ -25,10 +26,16 @@ _MOST_OUTSIDE = 1 << 30
 """What a CUDA context takes at most; what is missing beyond that belongs to other processes."""
 _TABLES = 512
 """Host memory is mapped for the device in pages of 4096 bytes, each of which takes 8 there."""
-_SHORT = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_SHORT = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 """How torch says that memory has run out where it raises no error of its own for that."""
 _PACKED = 5 << 20
-"""What MKL takes for each thread, measured: 4.7 MiB for products in float32; oneDNN takes 0.4 for those in bfloat16."""
+"""What MKL takes for each thread, measured: 4.7 MiB for products in float32; oneDNN takes 0.4 for those in
+bfloat16."""
 _MODULES = 256 << 20
 """Kernels that are loaded later."""
 _SMALL = 1 << 20
@@ -46,14 +53,20 @@ def choose_device(asked: str) -> torch.device:
     number = int(index or 0)
     if number >= count:
         there = (
-            f"the last there is cuda:{count - 1}; try one up to that" if count else "torch sees no CUDA device; try a CUDA build of torch"
+            f"the last there is cuda:{count - 1}; try one up to that"
+            if count
+            else "torch sees no CUDA device; try a CUDA build of torch"
         )
         raise DeviceError(f"device {asked!r} was asked for, but {there}, or device=cpu")
     return torch.device("cuda", number)
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
 
 
 def send(values: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -61,7 +74,9 @@ def send(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)  # The allocator gives pinned memory to nobody else before it has been read.
+    return tensor.pin_memory().to(
+        device, non_blocking=True
+    )  # The allocator gives pinned memory to nobody else before it has been read.
 
 
 def native_half(device: torch.device) -> bool:
@@ -81,14 +96,18 @@ def total_memory(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated now, those included that torch holds on to for reuse."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     return min(int(psutil.virtual_memory().available), _cgroup_limit() - _cgroup_usage())
 
 
 def cap_memory(device: torch.device, size: int, pinned: int) -> int:
-    """Bytes of `size` that may be allocated on a CUDA device if the whole process is to stay below it; the others are the driver's, its
-    modules', its page tables' for `pinned` bytes of host memory, and what torch has of the device already. From now on torch refuses to
-    allocate more. To be called after `give_back`."""
+    """Bytes of `size` that may be allocated on a CUDA device if the whole process is to stay below it; the
+    others are the driver's, its modules', its page tables' for `pinned` bytes of host memory, and what torch
+    has of the device already. From now on torch refuses to allocate more. To be called after `give_back`."""
     free, whole = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     outside = min(whole - free - reserved, _MOST_OUTSIDE) + _MODULES + pinned // _TABLES
@@ -97,16 +116,17 @@ def cap_memory(device: torch.device, size: int, pinned: int) -> int:
 
 
 def stuck_memory(device: torch.device) -> int:
-    """Bytes that torch keeps for reuse and cannot give back, after `give_back`: parts of segments of which others are in use. There may
-    be much of it where a process has used torch before: a gigabyte, if a library's workspace lies in what a large tensor left."""
+    """Bytes that torch keeps for reuse and cannot give back, after `give_back`: parts of segments of which
+    others are in use. There may be much of it where a process has used torch before: a gigabyte, if a
+    library's workspace lies in what a large tensor left."""
     if device.type != "cuda":
         return 0
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def give_back(device: torch.device) -> None:
-    """Return what torch keeps for reuse to the device: what comes next is sized to the last byte. On a CPU the C library's heap keeps it,
-    which has a call for that on Linux."""
+    """Return what torch keeps for reuse to the device: what comes next is sized to the last byte. On a CPU
+    the C library's heap keeps it, which has a call for that on Linux."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -116,10 +136,13 @@ def give_back(device: torch.device) -> None:
 
 
 class Heap:
-    """Returns the holes in a CPU process's heap to the system, where they have grown to more than a step uses again.
+    """Returns the holes in a CPU process's heap to the system, where they have grown to more than a step uses
+    again.
 
-    glibc takes tensors of up to 32 MiB from its heap, where those of many sizes leave holes between them: steps of 27 MiB were seen to hold
-    107. Pages of their own for large tensors, or a trim after each step, would bound that too, but then every step pays for new pages: 7 %
+    glibc takes tensors of up to 32 MiB from its heap, where those of many sizes leave holes between them:
+    steps of 27 MiB were seen to hold
+    107. Pages of their own for large tensors, or a trim after each step, would bound that too, but then every
+         step pays for new pages: 7 %
     of a prompt's time with the 0.6B shape.
     """
 
@@ -135,7 +158,8 @@ class Heap:
             self._floor = self._private()
 
     def tidy(self) -> bool:
-        """Trim the heap if the process has grown by more than may stay. Returns whether it was trimmed. Takes some microseconds if not."""
+        """Trim the heap if the process has grown by more than may stay. Returns whether it was trimmed. Takes
+        some microseconds if not."""
         if self._pages is None:
             return False
         taken = self._private()
@@ -143,7 +167,9 @@ class Heap:
         if taken <= self._floor + self._kept:
             return False
         self._trim(0)
-        self._floor = self._private()  # What is left is in use, such as pages of KV that were written for the first time.
+        self._floor = (
+            self._private()
+        )  # What is left is in use, such as pages of KV that were written for the first time.
         return True
 
     def _private(self) -> int:
@@ -160,16 +186,22 @@ def lift_cap(device: torch.device) -> None:
 
 
 def shortage(fault: BaseException, device: torch.device) -> str:
-    """A sentence on how a step has run out of the device's memory, if that is what this fault of torch or numpy says; else nothing."""
+    """A sentence on how a step has run out of the device's memory, if that is what this fault of torch or
+    numpy says; else nothing."""
     text = str(fault)
     if isinstance(fault, torch.OutOfMemoryError | MemoryError):
         pass
     elif not isinstance(fault, RuntimeError) or not any(sign in text for sign in _SHORT):
         return ""
     asked = re.search(r"allocate ([\d.]+ [KMGT]?i?[Bb]\w*)", text)
-    there = f", of which {format_size(free_memory(device))} are free" if device.type == "cpu" else _allowed(text, device)
+    there = (
+        f", of which {format_size(free_memory(device))} are free"
+        if device.type == "cpu"
+        else _allowed(text, device)
+    )
     return (
-        f"{device} has too little memory for a step{f', which asked for {asked[1]} more' if asked else ''}{there}; "
+        f"{device} has too little memory for a "
+        f"step{f', which asked for {asked[1]} more' if asked else ''}{there}; "
         f"allow more device memory, or fewer tokens or sequences a step"
     )
 
@@ -204,11 +236,12 @@ def _cgroup_usage() -> int:
 def peak_of(device: torch.device, work: Callable[[], object]) -> int:
     """Bytes of device memory that `work` took at its peak, beyond what was taken before it.
 
-    On CUDA with what was lost between allocations, and somewhat more: work of another shape loses it in other places, and may need one more
-    of each of the allocator's segments.
+    On CUDA with what was lost between allocations, and somewhat more: work of another shape loses it in other
+    places, and may need one more of each of the allocator's segments.
 
-    On a CPU the bytes of tensors alone, which are the same each time. What the process gains in pages is not: it depends on what was freed
-    before and is used again, and on whether libraries have their buffers already (see `library_buffers`).
+    On a CPU the bytes of tensors alone, which are the same each time. What the process gains in pages is not:
+    it depends on what was freed before and is used again, and on whether libraries have their buffers already
+    (see `library_buffers`).
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -225,7 +258,8 @@ def peak_of(device: torch.device, work: Callable[[], object]) -> int:
 
 @contextmanager
 def _no_stuck_memory(device: torch.device) -> Iterator[None]:
-    """Takes what torch cannot give back (see `stuck_memory`), so that nothing is allocated from it: that would not be seen."""
+    """Takes what torch cannot give back (see `stuck_memory`), so that nothing is allocated from it: that
+    would not be seen."""
     stream = torch.cuda.current_stream(device).cuda_stream
     segments = [
         segment
@@ -233,9 +267,16 @@ def _no_stuck_memory(device: torch.device) -> Iterator[None]:
         if (segment["device"], segment["stream"], segment["segment_type"]) == (device.index, stream, "large")
         and segment.get("segment_pool_id", (0, 0)) == (0, 0)  # The others are of recorded steps.
     ]
-    free = (block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive")
-    # The largest first, each of which is then the only one that fits. Smaller tensors are allocated elsewhere.
-    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sorted(free, reverse=True) if size > _SMALL]
+    free = (
+        block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"
+    )
+    # The largest first, each of which is then the only one that fits. Smaller tensors are allocated
+    # elsewhere.
+    held = [
+        torch.empty(size, dtype=torch.uint8, device=device)
+        for size in sorted(free, reverse=True)
+        if size > _SMALL
+    ]
     try:
         yield
     finally:
@@ -243,14 +284,16 @@ def _no_stuck_memory(device: torch.device) -> Iterator[None]:
 
 
 def library_buffers(device: torch.device) -> int:
-    """Bytes that a CPU's library of products takes when it is first called, and keeps. No part of what `peak_of` counts."""
+    """Bytes that a CPU's library of products takes when it is first called, and keeps. No part of what
+    `peak_of` counts."""
     return _PACKED * torch.get_num_threads() if device.type == "cpu" else 0
 
 
 def _tensors_at_peak(work: Callable[[], object]) -> int:
     """What torch's allocator for CPUs gave this thread and has not got back, at most.
 
-    torch tells each allocation to a profiler alone. This one is older than torch.profiler; that takes two seconds and 150 MiB to load.
+    torch tells each allocation to a profiler alone. This one is older than torch.profiler; that takes two
+    seconds and 150 MiB to load.
     """
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _enable_profiler_legacy(config)
@@ -260,6 +303,8 @@ def _tensors_at_peak(work: Callable[[], object]) -> int:
         threads = _disable_profiler_legacy()
     taken = peak = 0
     for event in chain.from_iterable(threads):
-        taken += event.cpu_memory_usage()  # Less than 0 where memory is given back, 0 of an event of another kind.
+        taken += (
+            event.cpu_memory_usage()
+        )  # Less than 0 where memory is given back, 0 of an event of another kind.
         peak = max(peak, taken)
     return peak

@@ -1,4 +1,5 @@
-"""Reading files into memory that the caller owns: large requests, nothing mapped, nothing copied twice, every short read accounted for."""
+"""Reading files into memory that the caller owns: large requests, nothing mapped, nothing copied twice, every
+short read accounted for."""
 
 import ctypes
 import errno
@@ -17,25 +18,29 @@ from typing import NamedTuple, Self
 from penstock.base.errors import PenstockError
 
 REQUEST_BYTES = 8 << 20
-"""Most bytes asked of the kernel at once: few calls per byte, yet enough pieces for several threads to share a tensor."""
+"""Most bytes asked of the kernel at once: few calls per byte, yet enough pieces for several threads to share
+a tensor."""
 DIRECT_BYTES = 16 << 20
 """As much past the page cache, where the disk itself gains by large requests."""
 DIRECT_ALIGNMENT = 4096
-"""Of addresses, offsets and lengths past the page cache. Many disks would do with 512; none in use wants more than a page."""
+"""Of addresses, offsets and lengths past the page cache. Many disks would do with 512; none in use wants more
+than a page."""
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
-"""What file systems answer that cannot read past the page cache, or not into memory that a driver has mapped."""
+"""What file systems answer that cannot read past the page cache, or not into memory that a driver has
+mapped."""
 
 _AT_EMPTY_PATH, _MNT_ID_UNIQUE = 0x1000, 0x4000
 """Of statx: the file that the descriptor is of; the mount's number, which is never given twice."""
 
 
 class ReadError(PenstockError):
-    """Bytes that a file does not give. Whoever asked for them turns this into what it means there: a bad checkpoint, a lost block."""
+    """Bytes that a file does not give. Whoever asked for them turns this into what it means there: a bad
+    checkpoint, a lost block."""
 
 
 class FileStamp(NamedTuple):
-    """What the file system says of a file without reading it. Two equal stamps of one file mean equal bytes where its clock has moved on
-    between two writes; the time of change (ctime) cannot be set by a program."""
+    """What the file system says of a file without reading it. Two equal stamps of one file mean equal bytes
+    where its clock has moved on between two writes; the time of change (ctime) cannot be set by a program."""
 
     device: int
     inode: int
@@ -49,14 +54,16 @@ class FileStamp(NamedTuple):
 
 
 class DiskFile:
-    """A regular file open for reading. Any number of threads may read at once; none may while it is closed."""
+    """A regular file open for reading. Any number of threads may read at once; none may while it is
+    closed."""
 
     def __init__(self, path: Path, devices: bool = False) -> None:
-        """Raises ReadError when `path` cannot be opened or is not a regular file (symbolic links are followed), nor one of the block
-        devices, if these are welcome."""
+        """Raises ReadError when `path` cannot be opened or is not a regular file (symbolic links are
+        followed), nor one of the block devices, if these are welcome."""
         self.path = path
         try:
-            # Without O_NONBLOCK, opening a pipe would wait for its writer for ever; on regular files the flag does nothing.
+            # Without O_NONBLOCK, opening a pipe would wait for its writer for ever; on regular files the flag
+            # does nothing.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise ReadError(f"cannot open {path}: {_reason(error)}") from error
@@ -64,7 +71,9 @@ class DiskFile:
         device = devices and stat.S_ISBLK(status.st_mode)
         if not device and not stat.S_ISREG(status.st_mode):
             self.close()
-            raise ReadError(f"cannot read {path}: it is not a regular file{' or a block device' if devices else ''}")
+            raise ReadError(
+                f"cannot read {path}: it is not a regular file{' or a block device' if devices else ''}"
+            )
         self.size = os.lseek(self._fd, 0, os.SEEK_END) if device else status.st_size
         self.opened = FileStamp.of(status)
         """The stamp when it was opened."""
@@ -72,7 +81,8 @@ class DiskFile:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill all of `buffer` (writable bytes) from byte `offset` of the file; other threads run meanwhile.
 
-        Raises ReadError, naming file and offset, when the disk fails or the file ends first; what is in the buffer then is undefined.
+        Raises ReadError, naming file and offset, when the disk fails or the file ends first; what is in the
+        buffer then is undefined.
         """
         assert self._fd >= 0, "read from a closed file"
         done = 0
@@ -82,13 +92,18 @@ class DiskFile:
             except OSError as error:
                 raise self._failed(offset + done, error) from error
             if count == 0:
-                raise ReadError(f"cannot read {self.path} at byte {offset + done}: it ends there, {len(buffer) - done} bytes too early")
+                raise ReadError(
+                    f"cannot read {self.path} at byte {offset + done}: it ends there, {len(buffer) - done} "
+                    "bytes too early"
+                )
             done += count
 
     def requests(self, buffer: memoryview, offset: int) -> list[Callable[[], None]]:
         """What read_into does, cut into tasks that several threads can share (see run_all)."""
         starts = range(0, len(buffer), REQUEST_BYTES)
-        return [partial(self.read_into, buffer[start : start + REQUEST_BYTES], offset + start) for start in starts]
+        return [
+            partial(self.read_into, buffer[start : start + REQUEST_BYTES], offset + start) for start in starts
+        ]
 
     def read(self, offset: int, count: int) -> bytearray:
         """A few bytes, where no buffer is worth having. Raises ReadError."""
@@ -105,9 +120,9 @@ class DiskFile:
             raise ReadError(f"cannot look at {self.path}: {_reason(error)}") from error
 
     def mount(self) -> str:
-        """A name of the mount that the file was opened through, which no other mount has or will have, on any boot. It is empty where there
-        is none: before Linux 6.8, but for the file system of `/`, and on other systems. A device's number does not tell a file system
-        from another that was mounted there before."""
+        """A name of the mount that the file was opened through, which no other mount has or will have, on any
+        boot. It is empty where there is none: before Linux 6.8, but for the file system of `/`, and on other
+        systems. A device's number does not tell a file system from another that was mounted there before."""
         fields = ctypes.create_string_buffer(256)
         with suppress(OSError, AttributeError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -119,13 +134,15 @@ class DiskFile:
         return ""
 
     def settle(self) -> None:
-        """Write what others have changed in memory to the disk, as far as that is possible. A write through a mapping moves the stamp only
-        when it is the first to its page since the page was written to the disk: from now on every write moves it."""
+        """Write what others have changed in memory to the disk, as far as that is possible. A write through a
+        mapping moves the stamp only when it is the first to its page since the page was written to the disk:
+        from now on every write moves it."""
         with suppress(OSError):
             os.fsync(self._fd)
 
     def file_system(self) -> str:
-        """The type of the file system that holds the file, as /proc/self/mountinfo names it; empty where that is not known."""
+        """The type of the file system that holds the file, as /proc/self/mountinfo names it; empty where that
+        is not known."""
         with suppress(OSError, ValueError, StopIteration):
             facts = Path(f"/proc/self/fdinfo/{self._fd}").read_text(encoding="ascii").split()
             mount = facts[facts.index("mnt_id:") + 1]
@@ -135,7 +152,8 @@ class DiskFile:
         return ""
 
     def claim(self) -> bool:
-        """Take the file's advisory lock (flock) if nobody has it. Also true where the file system has none. `unclaim` gives it back."""
+        """Take the file's advisory lock (flock) if nobody has it. Also true where the file system has none.
+        `unclaim` gives it back."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -149,7 +167,8 @@ class DiskFile:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def forget(self, offset: int = 0, count: int = 0) -> None:
-        """Let go of what the page cache holds of `count` bytes, or all from `offset` on, so that they are read from the disk."""
+        """Let go of what the page cache holds of `count` bytes, or all from `offset` on, so that they are
+        read from the disk."""
         os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -160,7 +179,9 @@ class DiskFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _failed(self, offset: int, error: OSError) -> ReadError:
@@ -168,10 +189,12 @@ class DiskFile:
 
 
 class DirectFile(DiskFile):
-    """A regular file or a block device that can be read straight into memory of the caller's, past the page cache (O_DIRECT).
+    """A regular file or a block device that can be read straight into memory of the caller's, past the page
+    cache (O_DIRECT).
 
-    Two descriptors of one file: where its file system, the memory or the place refuses to be read directly, the other one reads by way
-    of the cache, which is then told to forget. Any number of threads may read at once: all they share is `direct`, which only ever falls.
+    Two descriptors of one file: where its file system, the memory or the place refuses to be read directly,
+    the other one reads by way of the cache, which is then told to forget. Any number of threads may read at
+    once: all they share is `direct`, which only ever falls.
     """
 
     direct: bool
@@ -189,8 +212,9 @@ class DirectFile(DiskFile):
         self.direct = self._direct >= 0
 
     def read_direct(self, buffer: memoryview, offset: int) -> None:
-        """What read_into does, and nothing of it stays in the page cache. Directly, if address, offset and length are multiples of
-        DIRECT_ALIGNMENT; a few µs more for each call, so worth it for large ones. Raises ReadError, as read_into does."""
+        """What read_into does, and nothing of it stays in the page cache. Directly, if address, offset and
+        length are multiples of DIRECT_ALIGNMENT; a few µs more for each call, so worth it for large ones.
+        Raises ReadError, as read_into does."""
         assert self._fd >= 0, "read from a closed file"
         done = self._past_cache(buffer, offset) if self.direct and _aligned(buffer, offset) else 0
         if done < len(buffer):  # This also accounts for a file that ends.
@@ -204,7 +228,8 @@ class DirectFile(DiskFile):
         super().close()
 
     def _past_cache(self, buffer: memoryview, offset: int) -> int:
-        """How many bytes of `buffer` could be filled directly: fewer than all before the file's end, or where that is refused."""
+        """How many bytes of `buffer` could be filled directly: fewer than all before the file's end, or where
+        that is refused."""
         done = 0
         while done < len(buffer):
             try:
@@ -221,7 +246,8 @@ class DirectFile(DiskFile):
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory and what is missing above it, for this user alone, whatever the umask. A file in its place is no fault here.
+    """Make a directory and what is missing above it, for this user alone, whatever the umask. A file in its
+    place is no fault here.
 
     Raises OSError.
     """
@@ -233,8 +259,8 @@ def make_private(directory: Path) -> None:
 def run_all(tasks: Sequence[Callable[[], None]], pool: Executor) -> None:
     """Run all tasks on the pool's threads, in any order; raises what the first failed one raised.
 
-    Why this is safe for tasks that write disjoint memory: none is in flight any more on return, also by an error, so the caller may use,
-    free or refill the memory at once.
+    Why this is safe for tasks that write disjoint memory: none is in flight any more on return, also by an
+    error, so the caller may use, free or refill the memory at once.
     """
     if len(tasks) == 1:
         tasks[0]()

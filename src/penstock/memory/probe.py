@@ -1,7 +1,8 @@
-"""Measures the links that bound an engine: reading memory, copies between host and device, the disk, and matrix products.
+"""Measures the links that bound an engine: reading memory, copies between host and device, the disk, and
+matrix products.
 
-Every rate is the best of several passes: what the link can do, not what it did while the machine was busy with something else. Each
-function takes about a second and frees what it took.
+Every rate is the best of several passes: what the link can do, not what it did while the machine was busy
+with something else. Each function takes about a second and frees what it took.
 """
 
 import itertools
@@ -37,7 +38,8 @@ _SECONDS = 0.4
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Copies between pinned host memory and a device, bytes/s. `both`: each way, while the other way runs at the same time."""
+    """Copies between pinned host memory and a device, bytes/s. `both`: each way, while the other way runs at
+    the same time."""
 
     to_device: float
     from_device: float
@@ -53,12 +55,13 @@ class DiskRate:
     temporary: bool
     """Whether `file` was written for this and is gone again."""
     direct: bool
-    """Whether the page cache was bypassed. If not, it was asked to forget the file first, and may not have."""
+    """Whether the page cache was bypassed. If not, it was asked to forget the file first, and may not
+    have."""
 
 
 def memory_read(device: torch.device, most: int | None = None, seconds: float = _SECONDS) -> float:
-    """Bytes/s at which a sum reads memory of the device, far beyond its caches; on a CPU with all of torch's threads. `most`: bytes to take
-    for it."""
+    """Bytes/s at which a sum reads memory of the device, far beyond its caches; on a CPU with all of torch's
+    threads. `most`: bytes to take for it."""
     wanted = _DEVICE_BYTES if device.type == "cuda" else max(_HOST_BYTES, 4 * _cache_bytes())
     wanted = min(wanted, most or wanted)
     source = _buffer(wanted, device).view(torch.float32).view(4096, -1)
@@ -101,12 +104,14 @@ def link_rates(device: torch.device) -> LinkRates:
             receive()
 
     ways = _best(send, device), _best(receive, device)
-    return LinkRates(_PINNED_BYTES / ways[0], _PINNED_BYTES / ways[1], 4 * _PINNED_BYTES / _best(both, device))
+    return LinkRates(
+        _PINNED_BYTES / ways[0], _PINNED_BYTES / ways[1], 4 * _PINNED_BYTES / _best(both, device)
+    )
 
 
 def copy_rate(device: torch.device, most: int | None = None, seconds: float = _SECONDS) -> float:
-    """Bytes/s of the one stream that brings weights to the device: from pinned memory over the link, or one thread's copy on a CPU, of
-    at most `most` bytes."""
+    """Bytes/s of the one stream that brings weights to the device: from pinned memory over the link, or one
+    thread's copy on a CPU, of at most `most` bytes."""
     if device.type == "cuda":
         sent = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device)
@@ -117,7 +122,8 @@ def copy_rate(device: torch.device, most: int | None = None, seconds: float = _S
 
 
 def file_read(file: Path, seconds: float = 2 * _SECONDS) -> DiskRate:
-    """How fast a file or a block device can be read, in large requests that bypass the page cache where that is possible.
+    """How fast a file or a block device can be read, in large requests that bypass the page cache where that
+    is possible.
 
     Raises DeviceError if it cannot be read.
     """
@@ -128,12 +134,15 @@ def file_read(file: Path, seconds: float = 2 * _SECONDS) -> DiskRate:
 
 
 def disk_read(directory: Path) -> DiskRate:
-    """How fast files of `directory` can be read: its largest, if that is large enough, or one that is written and dropped again.
+    """How fast files of `directory` can be read: its largest, if that is large enough, or one that is written
+    and dropped again.
 
     Raises DeviceError if there is none and none can be written.
     """
     try:
-        files = [(entry.stat().st_size, Path(entry.path)) for entry in os.scandir(directory) if entry.is_file()]
+        files = [
+            (entry.stat().st_size, Path(entry.path)) for entry in os.scandir(directory) if entry.is_file()
+        ]
         size, file = max(files, default=(0, directory))
         if size >= _DISK_BYTES // 4:
             return _read_file(file, temporary=False)
@@ -146,7 +155,8 @@ def disk_read(directory: Path) -> DiskRate:
             return _read_file(Path(written.name), temporary=True)
     except OSError as error:
         raise DeviceError(
-            f"cannot measure the disk of {directory}: {error.strerror or error}; name a directory that can be read"
+            f"cannot measure the disk of {directory}: {error.strerror or error}; name a directory that can "
+            "be read"
         ) from error
 
 
@@ -176,9 +186,11 @@ def _allows_direct(file: Path) -> bool:
 
 
 def _read_rate(fd: int, *, once: bool, seconds: float) -> float:
-    """Bytes/s of threads that read whole requests of the file, round and round until the time is up, or only once through.
+    """Bytes/s of threads that read whole requests of the file, round and round until the time is up, or only
+    once through.
 
-    Why this is safe: each thread reads into memory of its own, and takes its next request from a counter under a lock.
+    Why this is safe: each thread reads into memory of its own, and takes its next request from a counter
+    under a lock.
     """
     size = os.lseek(fd, 0, os.SEEK_END)  # Also of a block device.
     starts = range(0, max(size - _DISK_REQUEST, 0) + 1, _DISK_REQUEST)
@@ -206,7 +218,9 @@ def _buffer(wanted: int, device: torch.device) -> torch.Tensor:
     """Written bytes on the device: as many as wanted, but at most an eighth of what is free."""
     size = min(wanted, free_memory(device) // 8) >> 20 << 20
     if size == 0:
-        raise DeviceError(f"there is no memory left on {device} to measure it with; stop what else runs there")
+        raise DeviceError(
+            f"there is no memory left on {device} to measure it with; stop what else runs there"
+        )
     return torch.ones(size, dtype=torch.uint8, device=device)
 
 
@@ -221,7 +235,8 @@ def _cache_bytes() -> int:
 
 
 def _best(work: Callable[[], object], device: torch.device, seconds: float = _SECONDS) -> float:
-    """Seconds of the fastest of several runs of `work`; the first, which pays for what is set up once, does not count."""
+    """Seconds of the fastest of several runs of `work`; the first, which pays for what is set up once, does
+    not count."""
     work()
     _wait(device)
     best, end, runs = float("inf"), time.perf_counter() + seconds, 0

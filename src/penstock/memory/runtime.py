@@ -11,7 +11,8 @@ from penstock.base.errors import DeviceError
 def cuda_function(name: str, *arguments: type) -> Callable[..., int]:
     """A function of the CUDA runtime that torch has loaded; it returns an error's number, or 0.
 
-    The loader looks a name up in a library and in all that it was linked with, whatever that is called and wherever it lies.
+    The loader looks a name up in a library and in all that it was linked with, whatever that is called and
+    wherever it lies.
     """
     for library in ("libtorch_cuda.so", f"{torch.__path__[0]}/lib/libtorch_cuda.so", None):
         try:
@@ -21,5 +22,6 @@ def cuda_function(name: str, *arguments: type) -> Callable[..., int]:
         function.argtypes, function.restype = list(arguments), ctypes.c_int  # type: ignore[attr-defined]
         return function
     raise DeviceError(
-        f"{name} of the CUDA runtime is needed, which torch {torch.__version__} does not lend; install a torch from pypi.org or pytorch.org"
+        f"{name} of the CUDA runtime is needed, which torch {torch.__version__} does not lend; install a "
+        "torch from pypi.org or pytorch.org"
     )

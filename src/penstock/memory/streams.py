@@ -1,6 +1,8 @@
-"""Streams: each does its work in order, beside the others. A ticket is a point in one that the host, or another stream, can wait for.
+"""Streams: each does its work in order, beside the others. A ticket is a point in one that the host, or
+another stream, can wait for.
 
-On CUDA these are the device's streams and events. On a CPU copies have a thread of their own, and what computes is its caller's.
+On CUDA these are the device's streams and events. On a CPU copies have a thread of their own, and what
+computes is its caller's.
 """
 
 import ctypes
@@ -20,7 +22,8 @@ from penstock.base.errors import DeviceError
 from penstock.memory.runtime import cuda_function
 
 Pieces = NDArray[np.int64]
-"""`[pieces, 3]`: of each its place in the target, its place in the source, and how many bytes it is. None overlap in the target."""
+"""`[pieces, 3]`: of each its place in the target, its place in the source, and how many bytes it is. None
+overlap in the target."""
 
 
 class Ticket(Protocol):
@@ -40,18 +43,23 @@ class Stream(Protocol):
     """Any thread may queue work, one at a time."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy between flat uint8 tensors of one size; neither may be touched until a later mark is done."""
+        """Queue a copy between flat uint8 tensors of one size; neither may be touched until a later mark is
+        done."""
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy between uint8 tensors `[rows, bytes]` of one shape, in which rows may stand apart. Host memory should be pinned.
+        """Queue a copy between uint8 tensors `[rows, bytes]` of one shape, in which rows may stand apart.
+        Host memory should be pinned.
 
-        As for `copy`, neither may be touched until a later mark is done. Raises DeviceError if the device refuses.
+        As for `copy`, neither may be touched until a later mark is done. Raises DeviceError if the device
+        refuses.
         """
 
     def copy_pieces(self, target: Tensor, source: Tensor, pieces: "Pieces") -> None:
-        """Queue copies of pieces between flat uint8 tensors, all of them in one call. Host memory should be pinned.
+        """Queue copies of pieces between flat uint8 tensors, all of them in one call. Host memory should be
+        pinned.
 
-        As for `copy`, neither may be touched until a later mark is done. Raises DeviceError if the device refuses.
+        As for `copy`, neither may be touched until a later mark is done. Raises DeviceError if the device
+        refuses.
         """
 
     def wait(self, ticket: Ticket) -> None:
@@ -65,8 +73,8 @@ class Stream(Protocol):
 
 
 class HostTicket:
-    """Reached when a thread says so, once. A lock that is held until then: an interrupt of who waits leaves nothing behind, as it would
-    within a threading.Event."""
+    """Reached when a thread says so, once. A lock that is held until then: an interrupt of who waits leaves
+    nothing behind, as it would within a threading.Event."""
 
     __slots__ = ("_closed", "_when")
 
@@ -98,7 +106,9 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._work,), name=f"penstock {name}", daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(self._work,), name=f"penstock {name}", daemon=True
+        )
         self._thread.start()
 
     def run(self, work: Callable[[], object]) -> None:
@@ -194,7 +204,8 @@ class CudaTicket:
 
 
 class CudaStream:
-    """A stream of the device: a new one, or, for what computes, whichever is the calling thread's current one."""
+    """A stream of the device: a new one, or, for what computes, whichever is the calling thread's current
+    one."""
 
     def __init__(self, device: torch.device, *, current: bool = False, clock: _Clock | None = None) -> None:
         self._device = device
@@ -213,10 +224,13 @@ class CudaStream:
         pitches = [max(x.stride(0), width) for x in (target, source)]
         with torch.cuda.device(self._device):
             stream = self._queue().cuda_stream
-            fault = _memcpy_2d()(target.data_ptr(), pitches[0], source.data_ptr(), pitches[1], width, rows, kind, stream)
+            fault = _memcpy_2d()(
+                target.data_ptr(), pitches[0], source.data_ptr(), pitches[1], width, rows, kind, stream
+            )
         if fault:
             raise DeviceError(
-                f"cannot copy {rows} rows of {width} bytes to {target.device} from {source.device} (CUDA error {fault}); "
+                f"cannot copy {rows} rows of {width} bytes to {target.device} from {source.device} (CUDA "
+                f"error {fault}); "
                 f"start anew, and look at the device with nvidia-smi if it fails again"
             )
 
@@ -224,10 +238,13 @@ class CudaStream:
         _check_pieces(target, source, pieces)
         if len(pieces):
             with torch.cuda.device(self._device):
-                fault = _memcpy_batch()(target.data_ptr(), source.data_ptr(), pieces, self._queue().cuda_stream)
+                fault = _memcpy_batch()(
+                    target.data_ptr(), source.data_ptr(), pieces, self._queue().cuda_stream
+                )
             if fault:
                 raise DeviceError(
-                    f"cannot copy {len(pieces)} pieces to {target.device} from {source.device} (CUDA error {fault}); "
+                    f"cannot copy {len(pieces)} pieces to {target.device} from {source.device} (CUDA error "
+                    f"{fault}); "
                     f"start anew, and look at the device with nvidia-smi if it fails again"
                 )
 
@@ -275,7 +292,9 @@ def _check_pieces(target: Tensor, source: Tensor, pieces: Pieces) -> None:
         assert flat.dim() == 1, f"pieces of a tensor {tuple(flat.shape)}"
         assert flat.is_contiguous(), "the bytes of a tensor with pieces stand apart"
         starts, sizes = pieces[:, at], pieces[:, 2]
-        within = not len(pieces) or (starts.min() >= 0 and sizes.min() > 0 and (starts + sizes).max() <= len(flat))
+        within = not len(pieces) or (
+            starts.min() >= 0 and sizes.min() > 0 and (starts + sizes).max() <= len(flat)
+        )
         assert within, f"a piece beyond the {len(flat)} bytes of a tensor"
 
 
@@ -296,21 +315,41 @@ _IN_STREAM_ORDER = 1
 
 @lru_cache(maxsize=1)
 def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
-    """Copies pieces between two addresses on a stream, by cudaMemcpyBatchAsync, or one by one where the runtime is older than 12.8."""
+    """Copies pieces between two addresses on a stream, by cudaMemcpyBatchAsync, or one by one where the
+    runtime is older than 12.8."""
     version = ctypes.c_int()
     cuda_function("cudaRuntimeGetVersion", ctypes.c_void_p)(ctypes.byref(version))
     if version.value < 12080:
-        single = cuda_function("cudaMemcpyAsync", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        single = cuda_function(
+            "cudaMemcpyAsync",
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        )
 
         def one_by_one(target: int, source: int, pieces: Pieces, stream: int) -> int:
             # 4: which way is for the runtime to find out.
-            faults = (single(target + at, source + start, size, 4, stream) for at, start, size in pieces.tolist())
+            faults = (
+                single(target + at, source + start, size, 4, stream) for at, start, size in pieces.tolist()
+            )
             return next((fault for fault in faults if fault), 0)
 
         return one_by_one
-    failed = [ctypes.c_void_p] if version.value < 13000 else []  # Until 13, where to say which of them failed.
+    failed = (
+        [ctypes.c_void_p] if version.value < 13000 else []
+    )  # Until 13, where to say which of them failed.
     pointers = [ctypes.c_void_p] * 3
-    batch = cuda_function("cudaMemcpyBatchAsync", *pointers, ctypes.c_size_t, *pointers[:2], ctypes.c_size_t, *failed, ctypes.c_void_p)
+    batch = cuda_function(
+        "cudaMemcpyBatchAsync",
+        *pointers,
+        ctypes.c_size_t,
+        *pointers[:2],
+        ctypes.c_size_t,
+        *failed,
+        ctypes.c_void_p,
+    )
     attributes = _CopyAttributes(_IN_STREAM_ORDER)
     first = ctypes.c_size_t(0)
 
@@ -319,7 +358,15 @@ def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
         lists[0] += target
         lists[1] += source
         which = [ctypes.byref(ctypes.c_size_t())] if failed else []
-        return batch(*(row.ctypes.data for row in lists), len(pieces), ctypes.byref(attributes), ctypes.byref(first), 1, *which, stream)
+        return batch(
+            *(row.ctypes.data for row in lists),
+            len(pieces),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            1,
+            *which,
+            stream,
+        )
 
     return at_once
 
@@ -328,7 +375,17 @@ def _memcpy_batch() -> Callable[[int, int, Pieces, int], int]:
 def _memcpy_2d() -> Callable[..., int]:
     """cudaMemcpy2DAsync: target, its pitch, source, its pitch, width, rows, kind, stream."""
     size = ctypes.c_size_t
-    return cuda_function("cudaMemcpy2DAsync", ctypes.c_void_p, size, ctypes.c_void_p, size, size, size, ctypes.c_int, ctypes.c_void_p)
+    return cuda_function(
+        "cudaMemcpy2DAsync",
+        ctypes.c_void_p,
+        size,
+        ctypes.c_void_p,
+        size,
+        size,
+        size,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    )
 
 
 def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:
@@ -336,7 +393,11 @@ def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:
     if device.type == "cpu":
         return ThreadStream("copies in"), ThreadStream("copies out"), CallerStream()
     copies = CudaStream(device)
-    return copies, CudaStream(device, clock=copies.clock), CudaStream(device, current=True, clock=copies.clock)
+    return (
+        copies,
+        CudaStream(device, clock=copies.clock),
+        CudaStream(device, current=True, clock=copies.clock),
+    )
 
 
 def more_streams(device: torch.device, copies: Stream) -> tuple[Stream, Stream]:

@@ -1,13 +1,15 @@
 """Tasks for threads, handed out by a thread that an interrupt may strike anywhere.
 
-Why this is safe. A KeyboardInterrupt strikes the main thread only, between two instructions; a worker always ends what it has begun. What
-the two have in common is a queue in C, whose calls are done or not done, and in each task a bare lock, which only a worker releases. So an
-interrupt leaves no lock held. All that it can do is to keep a task from being put. Whoever notes a task before it puts it knows of all
-that may be under way; `call_off` puts what is not done once more, so that it is reached whether or not it had been put, and `call_off` may
-itself be cut short and begun anew. A task that is met twice is done once: whoever pops its work from the list does it.
+Why this is safe. A KeyboardInterrupt strikes the main thread only, between two instructions; a worker always
+ends what it has begun. What the two have in common is a queue in C, whose calls are done or not done, and in
+each task a bare lock, which only a worker releases. So an interrupt leaves no lock held. All that it can do
+is to keep a task from being put. Whoever notes a task before it puts it knows of all that may be under way;
+`call_off` puts what is not done once more, so that it is reached whether or not it had been put, and
+`call_off` may itself be cut short and begun anew. A task that is met twice is done once: whoever pops its
+work from the list does it.
 
-Tasks are begun in the order in which they were put. One may wait for others if these were put before it, for the first time: they have
-been begun before, so nobody waits in a circle, however few threads there are.
+Tasks are begun in the order in which they were put. One may wait for others if these were put before it, for
+the first time: they have been begun before, so nobody waits in a circle, however few threads there are.
 """
 
 import threading
@@ -73,7 +75,10 @@ class Workers:
         """None: there is nothing more to do, for any of them."""
         self._closing = False
         self._ended = [HostTicket() for _ in range(count)]
-        self._threads = [threading.Thread(target=self._serve, args=(ended,), name=f"penstock {name}", daemon=True) for ended in self._ended]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(ended,), name=f"penstock {name}", daemon=True)
+            for ended in self._ended
+        ]
         try:
             for thread in self._threads:
                 thread.start()
@@ -87,14 +92,16 @@ class Workers:
         self._tasks.put(task)
 
     def call_off(self, tasks: Sequence[Task]) -> None:
-        """What has not begun never will; all of them come to be done, those that an interrupt has kept from being put too."""
+        """What has not begun never will; all of them come to be done, those that an interrupt has kept from
+        being put too."""
         for task in tasks:
             if not task.done:
                 task.called_off = True
                 self._tasks.put(task)
 
     def close(self) -> None:
-        """Finish what has begun, call off what has not, and end. To be called again if it was interrupted; else that does nothing."""
+        """Finish what has begun, call off what has not, and end. To be called again if it was interrupted;
+        else that does nothing."""
         self._closing = True
         self._tasks.put(None)
         for ended in self._ended:  # An interrupted join takes a thread for ended that is not.

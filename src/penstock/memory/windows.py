@@ -1,4 +1,5 @@
-"""Memory of a GPU that GPUs of other processes on the machine reach as well, by CUDA's handles between processes."""
+"""Memory of a GPU that GPUs of other processes on the machine reach as well, by CUDA's handles between
+processes."""
 
 import ctypes
 
@@ -16,7 +17,8 @@ class _ByValue(ctypes.Structure):
 
 
 class Window:
-    """So many bytes of this process's device, zeros, and what it sees of others'. Nothing has a name that could be left behind."""
+    """So many bytes of this process's device, zeros, and what it sees of others'. Nothing has a name that
+    could be left behind."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         """Raises DeviceError where the memory is not there, or cannot be shared."""
@@ -39,7 +41,8 @@ class Window:
         return self._own.value or 0
 
     def see(self, handle: bytes) -> int:
-        """Where another's window begins, for kernels of this process's device. Raises DeviceError if devices do not reach each other."""
+        """Where another's window begins, for kernels of this process's device. Raises DeviceError if devices
+        do not reach each other."""
         there = ctypes.c_void_p()
         given = _ByValue(_HANDLE.from_buffer_copy(handle))
         self._call("cudaIpcOpenMemHandle", ctypes.byref(there), given, ctypes.c_uint(_PEERS_WHEN_NEEDED))
@@ -67,4 +70,6 @@ class Window:
         if error:
             # A call that failed is noted by the runtime, and would be taken for a fault of the next one.
             cuda_function("cudaGetLastError")()
-            raise DeviceError(f"memory that other processes see was asked for, and {name} failed with error {error}")
+            raise DeviceError(
+                f"memory that other processes see was asked for, and {name} failed with error {error}"
+            )

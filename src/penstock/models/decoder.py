@@ -1,4 +1,5 @@
-"""The decoder: one function of borrowed weights, KV views and a step's inputs, for every family the spec can express."""
+"""The decoder: one function of borrowed weights, KV views and a step's inputs, for every family the spec can
+express."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,12 @@ EMBEDDING = GroupId(GroupKind.EMBEDDING)
 HEAD = GroupId(GroupKind.HEAD)
 
 _WIDE_ROWS = 8192
-"""Tokens that are in the widest part of a feed-forward at a time: a long chunk passes through it in pieces, which are no slower."""
+"""Tokens that are in the widest part of a feed-forward at a time: a long chunk passes through it in pieces,
+which are no slower."""
 
 _MANY_ROWS = 512
-"""With more tokens a block's last product adds to the residual itself: the norm that comes next reads and writes half as much."""
+"""With more tokens a block's last product adds to the residual itself: the norm that comes next reads and
+writes half as much."""
 
 
 class Head(Protocol):
@@ -36,14 +39,18 @@ class Head(Protocol):
 class Decoder:
     """Arithmetic only: it owns no weights and no KV, and keeps nothing between calls.
 
-    Of a shard it is one rank's part, with that rank's weights and KV: hidden states and logits are the whole model's on every rank, and
-    of heads, feed-forwards and vocabulary each computes its own. Two sums over ranks in a layer, one for the embedding; a row of logits
-    is gathered. Sums are of the activations' dtype, so each rank's part is rounded to it before they are added up: the model is the same,
-    but bits differ with the number of ranks, by about what one more rounding of every block's output makes.
+    Of a shard it is one rank's part, with that rank's weights and KV: hidden states and logits are the whole
+    model's on every rank, and of heads, feed-forwards and vocabulary each computes its own. Two sums over
+    ranks in a layer, one for the embedding; a row of logits is gathered. Sums are of the activations' dtype,
+    so each rank's part is rounded to it before they are added up: the model is the same, but bits differ with
+    the number of ranks, by about what one more rounding of every block's output makes.
     """
 
-    def __init__(self, spec: ModelSpec, shard: Shard | None = None, collectives: Collectives | None = None) -> None:
-        """spec: of the whole model. collectives: needed for a shard of several ranks. Raises ConfigError for too many of them."""
+    def __init__(
+        self, spec: ModelSpec, shard: Shard | None = None, collectives: Collectives | None = None
+    ) -> None:
+        """spec: of the whole model. collectives: needed for a shard of several ranks. Raises ConfigError for
+        too many of them."""
         shard = shard or WHOLE
         assert shard.ranks == 1 or collectives is not None, f"{shard} without collectives"
         self.spec = spec
@@ -59,23 +66,30 @@ class Decoder:
         layers: range | tuple[int, ...] | None = None,
         cold: ColdCache | None = None,
     ) -> Tensor:
-        """Hidden states `[rows, hidden]` of the wanted positions, as `head` wants them; KV of all tokens is written to the caches.
+        """Hidden states `[rows, hidden]` of the wanted positions, as `head` wants them; KV of all tokens is
+        written to the caches.
 
-        What the last layer makes of the others is read by nobody: from its KV on it computes the wanted ones alone, if these are few,
-        and goes no further if there are none.
-        `layers`: which to run, for measuring, all positions in each; all by default. cold: needed where `inputs` speak of KV beyond the
-        device.
+        What the last layer makes of the others is read by nobody: from its KV on it computes the wanted ones
+        alone, if these are few, and goes no further if there are none. `layers`: which to run, for measuring,
+        all positions in each; all by default. cold: needed where `inputs` speak of KV beyond the device.
         """
         wanted = inputs.wanted
-        ends = self.spec.layers - 1 if layers is None and wanted is not None and 2 * len(wanted) <= len(inputs.tokens) else None
+        ends = (
+            self.spec.layers - 1
+            if layers is None and wanted is not None and 2 * len(wanted) <= len(inputs.tokens)
+            else None
+        )
         embedding = weights.take(EMBEDDING)
         residual = self._embed(inputs.tokens, embedding["embedding"])
         weights.release(EMBEDDING)
         self._sum(residual)
-        # A block hands its output on, a rank's part of it, instead of adding it: sums and the next norm can be one kernel.
+        # A block hands its output on, a rank's part of it, instead of adding it: sums and the next norm can
+        # be one kernel.
         x: Tensor | None = None
         for layer in range(self.spec.layers) if layers is None else layers:
-            x = self._attention(layer, x, residual, weights, caches[layer], inputs, cold, wanted if layer == ends else None)
+            x = self._attention(
+                layer, x, residual, weights, caches[layer], inputs, cold, wanted if layer == ends else None
+            )
             if layer == ends and wanted is not None:
                 residual, wanted = residual[wanted], None
                 if not len(residual):
@@ -88,8 +102,9 @@ class Decoder:
 
     @contextmanager
     def head(self, weights: Weights, hidden: Tensor) -> Iterator["Head"]:
-        """Lends the head for `hidden`, from `forward`: a function from a slice of its rows to their logits `[rows, vocab]`, of the
-        activations' dtype, in `out` if given. The end of a pass, and to be entered at most once in it: what streams passes by only once."""
+        """Lends the head for `hidden`, from `forward`: a function from a slice of its rows to their logits
+        `[rows, vocab]`, of the activations' dtype, in `out` if given. The end of a pass, and to be entered at
+        most once in it: what streams passes by only once."""
         norm = weights.take(HEAD)
         normed = rms_norm(hidden, norm["norm"], self.spec.norm_eps)
         if self.spec.tied_embeddings:
@@ -114,12 +129,15 @@ class Decoder:
             self._collectives.all_reduce(x)
 
     def _embed(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        """`[tokens, hidden]` of the embedding's rows on this rank: zeros for tokens whose row is another's."""
+        """`[tokens, hidden]` of the embedding's rows on this rank: zeros for tokens whose row is
+        another's."""
         if self._collectives is None:
             return torch.nn.functional.embedding(tokens, rows)
         mine = tokens - self._vocabulary.start
         others = (mine < 0) | (mine >= len(rows))
-        return torch.nn.functional.embedding(mine.masked_fill_(others, 0), rows).masked_fill_(others.unsqueeze(1), 0)
+        return torch.nn.functional.embedding(mine.masked_fill_(others, 0), rows).masked_fill_(
+            others.unsqueeze(1), 0
+        )
 
     def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
         if x is None:
@@ -139,7 +157,8 @@ class Decoder:
         cold: ColdCache | None,
         wanted: Tensor | None,
     ) -> Tensor | None:
-        """wanted: the positions whose output is returned, if not all of them. None: it has been added to `residual`."""
+        """wanted: the positions whose output is returned, if not all of them. None: it has been added to
+        `residual`."""
         spec, group = self._local, GroupId(GroupKind.ATTENTION, layer)
         w = weights.take(group)
         qkv = linear(self._norm(x, residual, w["norm"]), w["qkv"], w.get("qkv_bias"))
@@ -149,7 +168,11 @@ class Decoder:
             cold.send(layer, k, v)
         adds, attention = wanted is None and self._adds(residual, w.get("out_bias")), inputs.attention
         if wanted is not None and inputs.last is not None:
-            q, wanted, attention = q[wanted], None, inputs.last  # They are rows, which see no keys but those in pages.
+            q, wanted, attention = (
+                q[wanted],
+                None,
+                inputs.last,
+            )  # They are rows, which see no keys but those in pages.
         seen = attend(q, k, v, cache, attention, self._scale, spec.windows[layer], cold, written=True)
         seen = seen if wanted is None else seen[wanted]
         out: Tensor | None = None
@@ -164,7 +187,9 @@ class Decoder:
         """Whether a block adds its output to the residual, by itself."""
         return self._collectives is None and bias is None and residual.is_cuda and len(residual) > _MANY_ROWS
 
-    def _feed_forward(self, layer: int, x: Tensor | None, residual: Tensor, weights: Weights) -> Tensor | None:
+    def _feed_forward(
+        self, layer: int, x: Tensor | None, residual: Tensor, weights: Weights
+    ) -> Tensor | None:
         """None: the output has been added to `residual`."""
         if self.spec.is_moe(layer):
             router = GroupId(GroupKind.ROUTER, layer)
@@ -178,7 +203,9 @@ class Decoder:
         w = weights.take(group)
         normed = self._norm(x, residual, w["norm"])
         adds = self._adds(residual, w.get("down_bias"))
-        for piece, onto in zip(torch.split(normed, _WIDE_ROWS), torch.split(residual, _WIDE_ROWS), strict=True):
+        for piece, onto in zip(
+            torch.split(normed, _WIDE_ROWS), torch.split(residual, _WIDE_ROWS), strict=True
+        ):
             inner = gated(piece, w["gate_up"], w.get("gate_up_bias"))
             if adds:
                 add_linear(inner, w["down"], onto)

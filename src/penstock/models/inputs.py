@@ -1,4 +1,5 @@
-"""What a forward pass reads besides weights and KV, and how it reaches those without knowing where they rest."""
+"""What a forward pass reads besides weights and KV, and how it reaches those without knowing where they
+rest."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from penstock.ops.attention import AttentionInputs, Tiles
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted int64 `[rows]`: positions whose
-    hidden state leaves the pass.
+    """One step on the device. tokens int64 `[tokens]`; cos, sin float32 `[tokens, dim / 2]`; wanted int64
+    `[rows]`: positions whose hidden state leaves the pass.
 
-    last: what the wanted positions attend to, as rows, all being in pages and each the newest of its sequence; for the last layer, of which
-    nobody reads the others. None where they are not, or are most of the step.
+    last: what the wanted positions attend to, as rows, all being in pages and each the newest of its
+    sequence; for the last layer, of which nobody reads the others. None where they are not, or are most of
+    the step.
     """
 
     tokens: Tensor
@@ -28,7 +30,8 @@ class StepInputs:
 
 
 class Weights(Protocol):
-    """Borrowed weights: between `take` and `release` the group's fields may be read on the compute stream, and not after.
+    """Borrowed weights: between `take` and `release` the group's fields may be read on the compute stream,
+    and not after.
 
     `expect` tells which experts will be taken next, in this order, as soon as it is known.
     """
@@ -40,26 +43,30 @@ class Weights(Protocol):
     def release(self, group: GroupId) -> None: ...
 
     def table(self, layer: int) -> Tensor | None:
-        """Where all experts of a layer lie: addresses of gate_up and down, int64 `[experts, 2]` on the device. None if some of them come
-        and go: then `waves` lends them."""
+        """Where all experts of a layer lie: addresses of gate_up and down, int64 `[experts, 2]` on the
+        device. None if some of them come and go: then `waves` lends them."""
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
-        """Lend these experts of one layer, in its order, several at a time: those, and the layer's table, with 0 for all others. What is
-        to be computed with a wave is queued before the next is asked for; those not asked for are lent no more."""
+        """Lend these experts of one layer, in its order, several at a time: those, and the layer's table,
+        with 0 for all others. What is to be computed with a wave is queued before the next is asked for;
+        those not asked for are lent no more."""
 
 
 class Collectives(Protocol):
-    """What the ranks of a model exchange in a pass, on the compute stream. All call the same in the same order, with as many rows.
+    """What the ranks of a model exchange in a pass, on the compute stream. All call the same in the same
+    order, with as many rows.
 
-    Each gets the same bits as the others: from what it was sent a rank also decides, as which experts to compute.
+    Each gets the same bits as the others: from what it was sent a rank also decides, as which experts to
+    compute.
     """
 
     def all_reduce(self, x: Tensor) -> None:
-        """Put the sum over all ranks in the place of `x`, contiguous, added up in its dtype or a wider one."""
+        """Put the sum over all ranks in the place of `x`, contiguous, added up in its dtype or a wider
+        one."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add the sum of `x` over all ranks to `residual` in place, both `[rows, hidden]`, and return the norm of that, as
-        `norm.add_rms_norm`. What becomes of `x` is not said."""
+        """Add the sum of `x` over all ranks to `residual` in place, both `[rows, hidden]`, and return the
+        norm of that, as `norm.add_rms_norm`. What becomes of `x` is not said."""
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' `[rows, width]` beside each other in the order of ranks; widths may differ."""

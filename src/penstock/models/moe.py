@@ -1,4 +1,5 @@
-"""Mixture of experts: each token through the few experts its router chose (Mixtral, arXiv 2401.04088; Qwen3, arXiv 2505.09388)."""
+"""Mixture of experts: each token through the few experts its router chose (Mixtral, arXiv 2401.04088; Qwen3,
+arXiv 2505.09388)."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,10 +19,11 @@ _ROWS = 2048
 
 
 def mixture(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights) -> Tensor:
-    """The weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores `[tokens, experts]`.
+    """The weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores
+    `[tokens, experts]`.
 
-    moe: of the rank, whose experts may be narrower than the model's. Only experts that some token chose are taken, each once for all its
-    tokens; where all are at hand the host does not learn which these are.
+    moe: of the rank, whose experts may be narrower than the model's. Only experts that some token chose are
+    taken, each once for all its tokens; where all are at hand the host does not learn which these are.
     """
     if grouped(x.device):
         return _many_at_a_time(x, scores, moe, layer, weights)
@@ -58,8 +60,8 @@ def _many_at_a_time(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights
 
 
 class _Scratch:
-    """Memory for one expert's rows at a time. Its size depends on the step's tokens and never on the routing, so that the step that was
-    measured takes as much as any other."""
+    """Memory for one expert's rows at a time. Its size depends on the step's tokens and never on the routing,
+    so that the step that was measured takes as much as any other."""
 
     def __init__(self, x: Tensor, inner: int) -> None:
         self.rows = min(len(x), _ROWS)
@@ -68,10 +70,13 @@ class _Scratch:
         self._gate_up, self._inner = x.new_empty(self.rows, 2 * inner), x.new_empty(self.rows, inner)
 
     def expert(self, x: Tensor, tokens: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """The expert's output `[rows, hidden]` for these rows of x, at most `self.rows`; overwritten by the next call."""
+        """The expert's output `[rows, hidden]` for these rows of x, at most `self.rows`; overwritten by the
+        next call."""
         count = len(tokens)
         taken = torch.index_select(x, 0, tokens, out=self._x[:count])
-        inner = silu_mul_into(linear(taken, weights["gate_up"], out=self._gate_up[:count]), self._inner[:count])
+        inner = silu_mul_into(
+            linear(taken, weights["gate_up"], out=self._gate_up[:count]), self._inner[:count]
+        )
         return linear(inner, weights["down"], out=self._out[:count])
 
 

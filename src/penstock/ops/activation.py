@@ -17,6 +17,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_into(gate_up: Tensor, out: Tensor) -> Tensor:
-    """`silu_mul` in memory that is there: `out` `[tokens, inner]` is written and returned, and gate_up overwritten."""
+    """`silu_mul` in memory that is there: `out` `[tokens, inner]` is written and returned, and gate_up
+    overwritten."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(F.silu(gate, inplace=True), up, out=out)

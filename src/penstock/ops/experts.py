@@ -1,4 +1,5 @@
-"""A mixture of experts for a whole step, many experts at a time, where kernels take them by their addresses."""
+"""A mixture of experts for a whole step, many experts at a time, where kernels take them by their
+addresses."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,14 +18,15 @@ def grouped(device: torch.device) -> bool:
 
 
 class Grouped:
-    """One layer's mixture in a step: which experts its tokens take, then products with all of these, in one call or in several.
+    """One layer's mixture in a step: which experts its tokens take, then products with all of these, in one
+    call or in several.
 
     The result is the same to the last bit however the experts are divided among calls.
     """
 
     def __init__(self, x: Tensor, scores: Tensor, top_k: int, inner: int, *, normalise: bool) -> None:
-        """x `[tokens, hidden]`; scores `[tokens, experts]`, of which each token takes the top_k highest, of equal ones those of the lower
-        experts; inner: rows of gate, and of up. Nothing is waited for."""
+        """x `[tokens, hidden]`; scores `[tokens, experts]`, of which each token takes the top_k highest, of
+        equal ones those of the lower experts; inner: rows of gate, and of up. Nothing is waited for."""
         kernels = _kernels(x.device)
         assert kernels is not None, f"no kernels on {x.device}"
         self._kernels, self._x = kernels, x
@@ -45,19 +47,23 @@ class Grouped:
         return [expert for expert, count in enumerate(counts) if count]
 
     def compute(self, table: Tensor, experts: range | None = None) -> None:
-        """Compute the pairs of those experts that have addresses, and if `experts` are given, after `used`, of none but these.
+        """Compute the pairs of those experts that have addresses, and if `experts` are given, after `used`,
+        of none but these.
 
-        table: int64 `[experts, 2]` on the device, addresses of gate_up `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`, or 0.
+        table: int64 `[experts, 2]` on the device, addresses of gate_up `[2 * inner, hidden]`, gate first, and
+        down `[hidden, inner]`, or 0.
         """
         first, stop = 0, self._blocks.shape[1]
         if experts is not None:
             assert self._starts is not None, "which experts are used is not known"
             first, stop = self._starts[experts.start], self._starts[experts.stop]
-        self._kernels.products(self._x, self._order, self._blocks, table, self._h, self._y, self._tuning, first, stop - first)
+        self._kernels.products(
+            self._x, self._order, self._blocks, table, self._h, self._y, self._tuning, first, stop - first
+        )
 
     def total(self) -> Tensor:
-        """The sum of each token's experts by their shares, `[tokens, hidden]`: in fp32, shares rounded to the dtype before it. To be asked
-        when all have been computed."""
+        """The sum of each token's experts by their shares, `[tokens, hidden]`: in fp32, shares rounded to the
+        dtype before it. To be asked when all have been computed."""
         result: Tensor = self._kernels.combine(self._y, self._shares)
         return result
 
@@ -65,7 +71,8 @@ class Grouped:
 def experts_reference(
     x: Tensor, scores: Tensor, top_k: int, weights: Sequence[tuple[Tensor, Tensor]], *, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """`Grouped` step by step: what each token takes, int64 `[tokens, top_k]`, and the sum. weights: gate_up and down of every expert."""
+    """`Grouped` step by step: what each token takes, int64 `[tokens, top_k]`, and the sum. weights: gate_up
+    and down of every expert."""
     shares = scores.float().softmax(-1)
     chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     shares = shares.gather(1, chosen)

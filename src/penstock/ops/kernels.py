@@ -1,7 +1,8 @@
-"""Triton kernels where there is Triton: loaded at first use on a GPU, since a CPU run has no need to pay for the import.
+"""Triton kernels where there is Triton: loaded at first use on a GPU, since a CPU run has no need to pay for
+the import.
 
-Every function that has a kernel has a reference in plain torch as well, which does the work on a CPU, where there is no Triton, and for a
-thread that is told so (`plain_torch`).
+Every function that has a kernel has a reference in plain torch as well, which does the work on a CPU, where
+there is no Triton, and for a thread that is told so (`plain_torch`).
 """
 
 import functools
@@ -73,9 +74,9 @@ def _loaded(name: str) -> ModuleType | None:
 def _name_all(module: ModuleType) -> None:
     """Give kernels the names by which Triton's cache finds them, in the order in which they are defined.
 
-    A function that calls another one takes the values of global names from it, which are part of the name, only if that one has been
-    named before. Left to the first launch, what a kernel is called depends on what has been launched before it, and a later process may
-    compile it again.
+    A function that calls another one takes the values of global names from it, which are part of the name,
+    only if that one has been named before. Left to the first launch, what a kernel is called depends on what
+    has been launched before it, and a later process may compile it again.
     """
     functions = _functions(module)  # None where kernels are interpreted.
     try:
@@ -84,7 +85,9 @@ def _name_all(module: ModuleType) -> None:
                 _name_all(sys.modules[function.__module__])
             _ = function.cache_key
     except BaseException:
-        for function in functions:  # Triton begins with a name that says nothing of what the kernel does, and would keep that.
+        for function in (
+            functions
+        ):  # Triton begins with a name that says nothing of what the kernel does, and would keep that.
             if (function.hash or "").startswith("recursion:"):
                 function.hash = None
         raise
@@ -111,8 +114,9 @@ _NOTING = Lock()
 
 
 def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "CompiledKernel"]]:
-    """What our kernels would have to have compiled for these, once each: to call it, on any thread, is to compile it for the device that is
-    current here. Nothing runs on the device, and what fails is passed over. Not where kernels are interpreted.
+    """What our kernels would have to have compiled for these, once each: to call it, on any thread, is to
+    compile it for the device that is current here. Nothing runs on the device, and what fails is passed over.
+    Not where kernels are interpreted.
 
     What has been compiled already is not launched either: it would read what others have not written.
     """
@@ -162,7 +166,8 @@ _launches = _Launches()
 
 @contextmanager
 def plain_torch(wanted: bool = True) -> Iterator[None]:
-    """This thread meanwhile does without our kernels, if that is wanted: plain torch computes what they would."""
+    """This thread meanwhile does without our kernels, if that is wanted: plain torch computes what they
+    would."""
     before, _launches.plain = _launches.plain, wanted or _launches.plain
     try:
         yield
@@ -171,7 +176,8 @@ def plain_torch(wanted: bool = True) -> Iterator[None]:
 
 
 def kernels_of(device: torch.device) -> tuple[str, ...]:
-    """The names of the groups of our kernels that this thread would launch on this device; none where plain torch computes."""
+    """The names of the groups of our kernels that this thread would launch on this device; none where plain
+    torch computes."""
     if device.type != "cuda" or _launches.plain or find_spec("triton") is None:
         return ()
     return tuple(kernels.__name__.removesuffix("_kernels") for kernels in _ALL)
@@ -179,8 +185,9 @@ def kernels_of(device: torch.device) -> tuple[str, ...]:
 
 @contextmanager
 def early_launches(allowed: bool = True) -> Iterator[None]:
-    """Kernels that this thread launches meanwhile may begin before what was launched before them has ended, and then wait on the device for
-    that; they read weights before they wait. For weights that are where they are for good, on a GPU that can do so."""
+    """Kernels that this thread launches meanwhile may begin before what was launched before them has ended,
+    and then wait on the device for that; they read weights before they wait. For weights that are where they
+    are for good, on a GPU that can do so."""
     before, _launches.early = _launches.early, allowed
     try:
         yield
@@ -200,7 +207,8 @@ def early_options(early: bool) -> dict[str, bool]:
 
 @contextmanager
 def counting(shared: Tensor) -> Iterator[None]:
-    """Kernels that this thread launches meanwhile, on one stream, count in `shared`, int32 zeros, and leave zeros there."""
+    """Kernels that this thread launches meanwhile, on one stream, count in `shared`, int32 zeros, and leave
+    zeros there."""
     before, _launches.counters = _launches.counters, shared
     try:
         yield

@@ -14,7 +14,8 @@ _FEW_ROWS = 256
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x `[tokens, in]`, weight `[out, in]`, bias `[out]`, result `[tokens, out]`, contiguous.
+    """`x @ weight.T + bias`: x `[tokens, in]`, weight `[out, in]`, bias `[out]`, result `[tokens, out]`,
+    contiguous.
 
     out: where the result is put, contiguous; nothing that is read here.
     """
@@ -35,12 +36,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
 
 
 def add_linear(x: Tensor, weight: Tensor, onto: Tensor) -> None:
-    """Add `x @ weight.T` to `onto` in place, rounded once: x `[tokens, in]`, weight `[out, in]`, onto `[tokens, out]`, contiguous."""
+    """Add `x @ weight.T` to `onto` in place, rounded once: x `[tokens, in]`, weight `[out, in]`, onto
+    `[tokens, out]`, contiguous."""
     torch.addmm(onto, x, weight.t(), out=onto)
 
 
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up` of the product with a fused weight `[2 * inner, in]`, gate first: x `[tokens, in]`, result `[tokens, inner]`."""
+    """`silu(gate) * up` of the product with a fused weight `[2 * inner, in]`, gate first: x `[tokens, in]`,
+    result `[tokens, inner]`."""
     if x.is_cuda and (kernel := _few_rows_kernel(x, weight)):
         return kernel(x, weight, bias, gated=True)
     return silu_mul(linear(x, weight, bias))
@@ -59,8 +62,9 @@ def _few_rows_kernel(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
 def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:
     """The product with the weights on the left, which streams them once instead of packing them first.
 
-    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. A single row is sent to a routine of
-    its own, which reads at less than half that rate with several threads (629 us); so it travels with a copy of itself.
+    Measured on two cores, 768 x 3072: 244 us against 1088 for 2 rows, 1144 against 1765 for 32. A single row
+    is sent to a routine of its own, which reads at less than half that rate with several threads (629 us); so
+    it travels with a copy of itself.
     """
     if x.shape[0] > 1:
         return torch.mm(weight, x.t()).t().contiguous()
@@ -70,10 +74,12 @@ def _few_rows_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _few_rows_half(x: Tensor, weight: Tensor) -> Tensor:
-    """One row of bfloat16 or float16 is faster through torch's own vector product (122 us against 292) than through oneDNN.
+    """One row of bfloat16 or float16 is faster through torch's own vector product (122 us against 292) than
+    through oneDNN.
 
-    oneDNN is switched off for the call by the bare switch: the documented one sets other flags too, at several times the cost of the
-    product. Other threads may meanwhile get the other of two correct routines; none of them can leave it switched off.
+    oneDNN is switched off for the call by the bare switch: the documented one sets other flags too, at
+    several times the cost of the product. Other threads may meanwhile get the other of two correct routines;
+    none of them can leave it switched off.
     """
     if x.shape[0] > 1 or not torch._C._get_mkldnn_enabled():
         return F.linear(x, weight)

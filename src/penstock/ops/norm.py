@@ -8,7 +8,8 @@ from penstock.ops.kernels import pointwise_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension: in float32, rounded to x's dtype before the weight is applied."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension: in float32, rounded to x's dtype before
+    the weight is applied."""
     if x.is_cuda and (kernels := pointwise_kernels()):
         normed: Tensor = kernels.rms_norm(x, weight, eps)[0]
         return normed

@@ -1,8 +1,9 @@
 """Policies choose which blocks of far keys a step reads, and bound how much attention lies in the rest.
 
-A policy is a pure function of a layer and of the queries' scores with every block, as the blocks' sketches bound them (`ops.sketch`). What
-it leaves out it accounts for: the share of a query's attention that lies in blocks that were not read is at most the bound of their scores
-over that bound plus what was read, which is known exactly.
+A policy is a pure function of a layer and of the queries' scores with every block, as the blocks' sketches
+bound them (`ops.sketch`). What it leaves out it accounts for: the share of a query's attention that lies in
+blocks that were not read is at most the bound of their scores over that bound plus what was read, which is
+known exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +21,19 @@ _ROUNDING = 2.0**-23
 
 
 class Past:
-    """The `blocks` whole blocks of keys before queries at positions [start, stop), to be scored if anybody asks."""
+    """The `blocks` whole blocks of keys before queries at positions [start, stop), to be scored if anybody
+    asks."""
 
-    def __init__(self, blocks: int, block_size: int, start: int, stop: int, score: Callable[[], Scores]) -> None:
-        self.blocks, self.block_size, self.start, self.stop, self._score = blocks, block_size, start, stop, score
+    def __init__(
+        self, blocks: int, block_size: int, start: int, stop: int, score: Callable[[], Scores]
+    ) -> None:
+        self.blocks, self.block_size, self.start, self.stop, self._score = (
+            blocks,
+            block_size,
+            start,
+            stop,
+            score,
+        )
 
     @cached_property
     def scores(self) -> Scores:
@@ -32,8 +42,9 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The blocks to read, bool `[blocks]`, and a bound on the rest: skipped, float32 `[queries, heads]`, is no less than the log of the sum
-    of exp(score) over all keys that are not read; -inf where there are none. None: everything is read."""
+    """The blocks to read, bool `[blocks]`, and a bound on the rest: skipped, float32 `[queries, heads]`, is
+    no less than the log of the sum of exp(score) over all keys that are not read; -inf where there are none.
+    None: everything is read."""
 
     keep: Tensor
     skipped: Tensor
@@ -41,8 +52,8 @@ class Choice:
     def missed(self, lse: Tensor) -> Tensor:
         """Bound what fraction of each query's attention lies in skipped blocks: float32 `[queries, heads]`.
 
-        lse: log-sum-exp of all scores that were seen, of blocks that were read and whatever else, float32 `[queries, heads]`, right to its
-        last bits: an error in it is an error of the answer.
+        lse: log-sum-exp of all scores that were seen, of blocks that were read and whatever else, float32
+        `[queries, heads]`, right to its last bits: an error in it is an error of the answer.
         """
         room = _ROUNDING * (64 + 8 * (self.skipped.abs() + lse.abs()))
         share = torch.sigmoid(self.skipped - lse + room) * (1 + 4 * _ROUNDING)
@@ -74,8 +85,8 @@ def window(sinks: int, recent: int) -> Policy:
 
 
 def topk(count: int, *, dense_layers: int = 0) -> Policy:
-    """Read the `count` blocks that are likely to have the most attention, all heads together; everything in the first `dense_layers`
-    layers."""
+    """Read the `count` blocks that are likely to have the most attention, all heads together; everything in
+    the first `dense_layers` layers."""
 
     def choose(layer: int, past: Past) -> Choice | None:
         if layer < dense_layers or count >= past.blocks:
@@ -86,7 +97,8 @@ def topk(count: int, *, dense_layers: int = 0) -> Policy:
 
 
 def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
-    """For prefill: read the `columns` best blocks, and those that lie `slashes` blocks before one that holds a query.
+    """For prefill: read the `columns` best blocks, and those that lie `slashes` blocks before one that holds
+    a query.
 
     The two patterns of block-sparse prefill (after Jiang et al. 2024, arXiv 2407.02490).
     """
@@ -94,7 +106,10 @@ def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
     def choose(layer: int, past: Past) -> Choice | None:
         keep = _best(past.scores, columns)
         for distance in slashes:
-            first, last = past.start // past.block_size - distance, (past.stop - 1) // past.block_size - distance
+            first, last = (
+                past.start // past.block_size - distance,
+                (past.stop - 1) // past.block_size - distance,
+            )
             keep[max(first, 0) : max(last + 1, 0)] = True
         return _choice(keep, past.scores)
 
@@ -102,7 +117,8 @@ def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
 
 
 def policy_of(text: str) -> Policy | None:
-    """Make the attention policy that `text` names (see base.config); None for `full`, as there is nothing to choose. Raises ConfigError."""
+    """Make the attention policy that `text` names (see base.config); None for `full`, as there is nothing to
+    choose. Raises ConfigError."""
     name, values = policy_numbers(text)
     made: dict[str, Callable[..., Policy]] = {
         "window": window,
@@ -113,7 +129,8 @@ def policy_of(text: str) -> Policy | None:
 
 
 def _best(scores: Scores, count: int) -> Tensor:
-    """The blocks with the largest likely shares of attention, summed over queries and heads: bool `[blocks]`."""
+    """The blocks with the largest likely shares of attention, summed over queries and heads: bool
+    `[blocks]`."""
     keep = torch.zeros(scores.likely.shape[2], dtype=torch.bool, device=scores.likely.device)
     keep[scores.likely.softmax(2).sum((0, 1)).topk(min(count, len(keep))).indices] = True
     return keep

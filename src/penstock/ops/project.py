@@ -1,4 +1,5 @@
-"""Between the fused projection of a layer and its attention: norms of queries and keys, positions, the write of keys and values."""
+"""Between the fused projection of a layer and its attention: norms of queries and keys, positions, the write
+of keys and values."""
 
 from dataclasses import dataclass
 
@@ -21,16 +22,27 @@ class HeadNorms:
 
 
 def project(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor], inputs: AttentionInputs, *, heads: int, norms: HeadNorms | None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: tuple[Tensor, Tensor],
+    inputs: AttentionInputs,
+    *,
+    heads: int,
+    norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[tokens, heads, dim]`, keys and values `[tokens, kv_heads, dim]`, as `attend` wants them when they are `written`.
+    """Queries `[tokens, heads, dim]`, keys and values `[tokens, kv_heads, dim]`, as `attend` wants them when
+    they are `written`.
 
-    qkv `[tokens, (heads + 2 * kv_heads) * dim]`, perhaps overwritten, and what is returned perhaps views of it; cos, sin float32
-    `[tokens, dim / 2]`; cache: K and V of the layer, `[blocks, block_size, kv_heads, dim]`, to which keys and values are written.
+    qkv `[tokens, (heads + 2 * kv_heads) * dim]`, perhaps overwritten, and what is returned perhaps views of
+    it; cos, sin float32 `[tokens, dim / 2]`; cache: K and V of the layer, `[blocks, block_size, kv_heads,
+    dim]`, to which keys and values are written.
     """
     if qkv.is_cuda and (kernels := pointwise_kernels()):
         gains, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
-        views: tuple[Tensor, Tensor, Tensor] = kernels.project(qkv, cos, sin, *cache, inputs.slots, heads=heads, gains=gains, eps=eps)
+        views: tuple[Tensor, Tensor, Tensor] = kernels.project(
+            qkv, cos, sin, *cache, inputs.slots, heads=heads, gains=gains, eps=eps
+        )
         return views
     q, k, v = project_reference(qkv, cos, sin, heads=heads, kv_heads=cache[0].shape[2], norms=norms)
     write(k, v, cache, inputs)

@@ -1,4 +1,5 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) in the half-split form that checkpoints use."""
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) in the half-split form that checkpoints
+use."""
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from penstock.ops.kernels import pointwise_kernels
 
 
 class RotaryAngles:
-    """Cosines and sines for any positions. Angles are taken in float64, so that no position in use is rounded into its neighbour."""
+    """Cosines and sines for any positions. Angles are taken in float64, so that no position in use is rounded
+    into its neighbour."""
 
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
         self._rope = rope
@@ -33,19 +35,25 @@ class RotaryAngles:
     def tables(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """(cos, sin), float32 `[tokens, dim / 2]`, for int64 positions `[tokens]`.
 
-        `lengths`, one per token and only for dynamic scaling: the sequence length that its frequencies are made for.
+        `lengths`, one per token and only for dynamic scaling: the sequence length that its frequencies are
+        made for.
         """
         frequencies = self._frequencies
         if self._rope.kind is RopeKind.DYNAMIC and lengths is not None:
             rows = {length: row for row, length in enumerate(dict.fromkeys(lengths))}
-            several = self._tensor([frequency for length in rows for frequency in inverse_frequencies(self._rope, length)])
-            frequencies = several.view(len(rows), -1)[torch.tensor([rows[length] for length in lengths], device=self._device)]
+            several = self._tensor(
+                [frequency for length in rows for frequency in inverse_frequencies(self._rope, length)]
+            )
+            frequencies = several.view(len(rows), -1)[
+                torch.tensor([rows[length] for length in lengths], device=self._device)
+            ]
         angles = positions.to(torch.float64)[:, None] * frequencies
         return (angles.cos() * self._scale).float(), (angles.sin() * self._scale).float()
 
 
 def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries and keys `[tokens, heads, dim]` by their positions' angles; cos, sin float32 `[tokens, dim / 2]`. Perhaps in place."""
+    """Turn queries and keys `[tokens, heads, dim]` by their positions' angles; cos, sin float32 `[tokens, dim
+    / 2]`. Perhaps in place."""
     if qk.is_cuda and (kernels := pointwise_kernels()):
         kernels.rope_(qk, None, cos, sin)
         return qk

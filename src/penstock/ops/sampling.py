@@ -1,7 +1,9 @@
-"""From logits to tokens: penalties, truncation and the draw, for a batch in which every row has its own settings.
+"""From logits to tokens: penalties, truncation and the draw, for a batch in which every row has its own
+settings.
 
-No row's result depends on another row. The draw is the inverse of the cumulative distribution, in the order of the vocabulary, at a number
-that the request's seed and the token's position alone decide, so a seed means the same draws whatever else is in the batch.
+No row's result depends on another row. The draw is the inverse of the cumulative distribution, in the order
+of the vocabulary, at a number that the request's seed and the token's position alone decide, so a seed means
+the same draws whatever else is in the batch.
 """
 
 from collections.abc import Sequence
@@ -20,10 +22,12 @@ _COLDEST = 1e-30
 """Temperatures below it are taken as 0: logits divided by them may be infinite, and then have no softmax."""
 
 _ROWS = 16
-"""Rows drawn at a time where there are no kernels: sorted, with their order and sums in float64, they take ten times their logits."""
+"""Rows drawn at a time where there are no kernels: sorted, with their order and sums in float64, they take
+ten times their logits."""
 
 _FEW = (256, 4096)
-"""Likeliest tokens among which a draw's are looked for before all are sorted, which takes a vocabulary of 150,000 thirteen milliseconds."""
+"""Likeliest tokens among which a draw's are looked for before all are sorted, which takes a vocabulary of
+150,000 thirteen milliseconds."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -34,14 +38,16 @@ def uniform(seed: int, position: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """For penalties: how often each token is in the output, and whether it is in the prompt; `[vocab]` int32 and bool."""
+    """For penalties: how often each token is in the output, and whether it is in the prompt; `[vocab]` int32
+    and bool."""
 
     output: Tensor
     prompt: Tensor
 
 
 def penalise(logits: Tensor, sampling: Sampling, counts: TokenCounts) -> None:
-    """Apply a row's penalties to its logits `[vocab]`, in place (repetition: Keskar et al. 2019, arXiv 1909.05858)."""
+    """Apply a row's penalties to its logits `[vocab]`, in place (repetition: Keskar et al. 2019, arXiv
+    1909.05858)."""
     if sampling.repetition_penalty != 1:
         seen = counts.prompt | (counts.output > 0)
         factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
@@ -56,25 +62,33 @@ def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature <= _COLDEST or sampling.top_k == 1
 
 
-def wishes(rows: Sequence[int], settings: Sequence[Sampling], positions: Sequence[int]) -> NDArray[np.float64]:
-    """What a draw of these rows of logits goes by, `[rows, 6]`: row, temperature, top-k, top-p, min-p, and the number that decides."""
+def wishes(
+    rows: Sequence[int], settings: Sequence[Sampling], positions: Sequence[int]
+) -> NDArray[np.float64]:
+    """What a draw of these rows of logits goes by, `[rows, 6]`: row, temperature, top-k, top-p, min-p, and
+    the number that decides."""
     of = zip(rows, settings, positions, strict=True)
-    table = [(row, one.temperature, one.top_k, one.top_p, one.min_p, uniform(one.seed, position)) for row, one, position in of]
+    table = [
+        (row, one.temperature, one.top_k, one.top_p, one.min_p, uniform(one.seed, position))
+        for row, one, position in of
+    ]
     return np.array(table, dtype=np.float64).reshape(-1, 6)
 
 
 def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
-    """Draw a token for each of the `wishes` that were asked: logits float32 `[rows, vocab]`, asked float64 `[draws, 6]`; tokens int64
-    `[rows]`, of which only the rows that were named change.
+    """Draw a token for each of the `wishes` that were asked: logits float32 `[rows, vocab]`, asked float64
+    `[draws, 6]`; tokens int64 `[rows]`, of which only the rows that were named change.
 
-    In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it. Of tokens that are equally likely the
-    first come first; what is not a number is impossible. Waits for nothing where there are kernels.
+    In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it. Of tokens
+    that are equally likely the first come first; what is not a number is impossible. Waits for nothing where
+    there are kernels.
     """
     if logits.is_cuda and (kernels := sampling_kernels()):
         kernels.draw(logits, asked, tokens)
         return
     ordered = (asked[:, 2] > 0) | (asked[:, 3] < 1)
-    # Sorting a vocabulary is dear, so rows that need no order go without, and others try whether a part of it does.
+    # Sorting a vocabulary is dear, so rows that need no order go without, and others try whether a part of it
+    # does.
     for some, sorts in ((asked[ordered], True), (asked[~ordered], False)):
         for first in range(0, len(some), _ROWS):
             part = some[first : first + _ROWS]
@@ -85,7 +99,8 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
 
 
 def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tensor:
-    """`draw` step by step: logits float32 `[draws, vocab]`, a row for each; result int64 `[draws]`. sorts: False where no row needs it."""
+    """`draw` step by step: logits float32 `[draws, vocab]`, a row for each; result int64 `[draws]`. sorts:
+    False where no row needs it."""
     _, most, nucleus, least, number = (asked[:, column, None] for column in range(1, 6))
     warm, likelihood = _likelihoods(logits, asked)
     kept = likelihood.double()
@@ -99,10 +114,13 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
 
 
 def _draw_among_few(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
-    """As `draw_reference`, bit for bit, among the likeliest tokens of each row, if what top-k and top-p leave is there; what was asked of
-    the rows where it is not. Sums are over the same numbers in the same order, but for zeros."""
+    """As `draw_reference`, bit for bit, among the likeliest tokens of each row, if what top-k and top-p leave
+    is there; what was asked of the rows where it is not. Sums are over the same numbers in the same order,
+    but for zeros."""
     warm, likelihood = _likelihoods(logits[asked[:, 0].long()], asked)
-    everything = likelihood.double().cumsum(-1)[:, -1:] if (asked[:, 2] == 0).any() else torch.ones_like(asked[:, :1])
+    everything = (
+        likelihood.double().cumsum(-1)[:, -1:] if (asked[:, 2] == 0).any() else torch.ones_like(asked[:, :1])
+    )
     for count in _FEW:
         if count >= logits.shape[-1] or not len(asked):
             break
@@ -121,30 +139,37 @@ def _draw_among_few(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _likelihoods(logits: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits at each row's temperature, and how likely that makes tokens, relative to the likeliest, which may be infinite."""
+    """Logits at each row's temperature, and how likely that makes tokens, relative to the likeliest, which
+    may be infinite."""
     warm = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) / asked[:, 1, None].float()
     top = warm.amax(-1, keepdim=True)
     return warm, torch.where(warm == top, 1.0, (warm - top).exp())
 
 
 def _truncate(best: Tensor, most: Tensor, nucleus: Tensor, everything: Tensor) -> None:
-    """Make impossible what top-k and top-p leave out of likelihoods in their order. everything: the sum of all tokens'."""
+    """Make impossible what top-k and top-p leave out of likelihoods in their order. everything: the sum of
+    all tokens'."""
     best.masked_fill_((torch.arange(best.shape[-1], device=best.device) >= most) & (most > 0), 0)
     sums = best.cumsum(-1)
-    best.masked_fill_((sums - best >= nucleus * torch.where(most > 0, sums[:, -1:], everything)) & (nucleus < 1), 0)
+    best.masked_fill_(
+        (sums - best >= nucleus * torch.where(most > 0, sums[:, -1:], everything)) & (nucleus < 1), 0
+    )
 
 
 def _drawn(kept: Tensor, number: Tensor) -> Tensor:
     """The place of each row's draw among likelihoods in the order of the vocabulary."""
     sums = kept.cumsum(-1)
     places = torch.searchsorted(sums, number * sums[:, -1:], right=True)
-    last = sums.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)  # A sum may come out below the number's share of itself.
+    last = (
+        sums.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)
+    )  # A sum may come out below the number's share of itself.
     return torch.minimum(places[:, 0], last)
 
 
 def ranked(scores: Tensor, count: int) -> Tensor:
-    """Ids of so many tokens of each row of float32 `[rows, vocab]`, the highest first, of equal ones the lower first: which of those `topk`
-    takes depends on how many are asked for, and of how many rows. -0 counts as 0."""
+    """Ids of so many tokens of each row of float32 `[rows, vocab]`, the highest first, of equal ones the
+    lower first: which of those `topk` takes depends on how many are asked for, and of how many rows. -0
+    counts as 0."""
     if count == 0:
         return torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
     keys = (scores + 0.0).view(torch.int32).long()

@@ -1,12 +1,14 @@
 """A small copy of each block's keys, from which scores with any query follow to within a known error.
 
-A sketch has each channel's least and greatest number in a block (a box; after Tang et al. 2024, arXiv 2406.10774), and, with `bits` of 4 or
-8, every key as so many bits a number, in equal steps between those two, with the length of what rounding left of it. Two things bound how
-far a query's score with a rounded key can be from its score with the key itself: half a step in every channel, and by Cauchy's inequality
-the query's length times that remainder's. The lesser one is taken, key by key.
+A sketch has each channel's least and greatest number in a block (a box; after Tang et al. 2024, arXiv
+2406.10774), and, with `bits` of 4 or 8, every key as so many bits a number, in equal steps between those two,
+with the length of what rounding left of it. Two things bound how far a query's score with a rounded key can
+be from its score with the key itself: half a step in every channel, and by Cauchy's inequality the query's
+length times that remainder's. The lesser one is taken, key by key.
 
-A box alone says next to nothing of real keys: its corners are far from all of them. Of 64 keys of 64 channels the score of the best corner
-is often ten above the best key's, and what counts is the exponential. Four bits leave about two, eight bits an eighth.
+A box alone says next to nothing of real keys: its corners are far from all of them. Of 64 keys of 64 channels
+the score of the best corner is often ten above the best key's, and what counts is the exponential. Four bits
+leave about two, eight bits an eighth.
 """
 
 import math
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor
 
 _ROUNDING = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
-"""One step of what products of float32 are computed in, by torch's setting: bounds are widened by what the arithmetic may have lost."""
+"""One step of what products of float32 are computed in, by torch's setting: bounds are widened by what the
+arithmetic may have lost."""
 _ALIGNMENT = 16
 """Bytes of a sketch are a multiple of it, so that its parts can be read as numbers of any size."""
 _QUERIES = 8
@@ -29,8 +32,9 @@ _BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class SketchLayout:
-    """How a block's sketch lies in bytes: least, greatest `[kv_heads, dim]` of the keys' dtype; remainders' lengths, float16
-    `[kv_heads, block_size]`; numbers, `[kv_heads, block_size, columns]`, with 4 bits those of two channels in a byte."""
+    """How a block's sketch lies in bytes: least, greatest `[kv_heads, dim]` of the keys' dtype; remainders'
+    lengths, float16 `[kv_heads, block_size]`; numbers, `[kv_heads, block_size, columns]`, with 4 bits those
+    of two channels in a byte."""
 
     block_size: int
     kv_heads: int
@@ -40,7 +44,8 @@ class SketchLayout:
 
     @property
     def columns(self) -> int:
-        """Bytes of a key's numbers. With 4 bits byte i has channel i in its low half, and channel i + columns in its high one."""
+        """Bytes of a key's numbers. With 4 bits byte i has channel i in its low half, and channel i + columns
+        in its high one."""
         return self.dim if self.bits == 8 else -(-self.dim // 2)
 
     @property
@@ -60,15 +65,17 @@ class SketchLayout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of queries with whole blocks of keys, float32 `[queries, heads, blocks]`. upper: no less than the log of the sum of exp(score) over
-    the block's keys. likely: that log as far as the sketch knows it; `upper` itself where there are only boxes."""
+    """Of queries with whole blocks of keys, float32 `[queries, heads, blocks]`. upper: no less than the log
+    of the sum of exp(score) over the block's keys. likely: that log as far as the sketch knows it; `upper`
+    itself where there are only boxes."""
 
     upper: Tensor
     likely: Tensor
 
 
 def sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
-    """Of whole blocks of keys, `[blocks, block_size, kv_heads, dim]` of the layout's dtype: uint8 `[blocks, bytes]`."""
+    """Of whole blocks of keys, `[blocks, block_size, kv_heads, dim]` of the layout's dtype: uint8 `[blocks,
+    bytes]`."""
     return torch.cat([_sketch(some, layout) for some in torch.split(keys, _BLOCKS)])
 
 
@@ -83,7 +90,11 @@ def _sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
     low, high = low.float()[:, :, None], high.float()[:, :, None]  # [blocks, kv_heads, 1, dim]
     step = (high - low) / (2**layout.bits - 1)
     exact = keys.transpose(1, 2).float()
-    codes = ((exact - low) / step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 2**layout.bits - 1)
+    codes = (
+        ((exact - low) / step.clamp_min(torch.finfo(torch.float32).tiny))
+        .round_()
+        .clamp_(0, 2**layout.bits - 1)
+    )
     length = (exact - codes * step - low).norm(dim=3)
     # Rounded up, to a float16 or to infinity, behind which there is no claim either.
     lengths = (length * (1 + 2.0**-9) + 2.0**-23).half()
@@ -98,15 +109,16 @@ def _sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
 
 
 def scores(q: Tensor, sketches: Tensor, layout: SketchLayout) -> Scores:
-    """Of scaled queries, float32 `[queries, heads, dim]`, with the blocks of these sketches, uint8 `[blocks, bytes]`."""
+    """Of scaled queries, float32 `[queries, heads, dim]`, with the blocks of these sketches, uint8 `[blocks,
+    bytes]`."""
     unpacked = _Unpacked(sketches, layout)
     pieces = [_scores(piece, unpacked, layout) for piece in torch.split(q, _QUERIES)]
     return Scores(torch.cat([piece.upper for piece in pieces]), torch.cat([piece.likely for piece in pieces]))
 
 
 class _Unpacked:
-    """The numbers of sketches in float32. low, high: `[kv_heads, dim, blocks]`. lengths: float16 `[blocks, kv_heads, 1, size]`. codes: of
-    channels one after the other `[blocks, kv_heads, channels, size]`."""
+    """The numbers of sketches in float32. low, high: `[kv_heads, dim, blocks]`. lengths: float16 `[blocks,
+    kv_heads, 1, size]`. codes: of channels one after the other `[blocks, kv_heads, channels, size]`."""
 
     def __init__(self, sketches: Tensor, layout: SketchLayout) -> None:
         blocks, kv_heads, size, box = len(sketches), layout.kv_heads, layout.block_size, layout.box_bytes
@@ -116,10 +128,17 @@ class _Unpacked:
         if layout.bits:
             end = box + 2 * kv_heads * size
             self.lengths = sketches[:, box:end].view(torch.float16).view(blocks, kv_heads, 1, size)
-            numbers = sketches[:, end : end + kv_heads * size * layout.columns].view(blocks, kv_heads, size, layout.columns).mT
+            numbers = (
+                sketches[:, end : end + kv_heads * size * layout.columns]
+                .view(blocks, kv_heads, size, layout.columns)
+                .mT
+            )
             self.codes = (numbers.float(),)
             if layout.bits == 4:
-                self.codes = (numbers & 15).float(), (numbers >> 4)[:, :, : layout.dim - layout.columns].float()
+                self.codes = (
+                    (numbers & 15).float(),
+                    (numbers >> 4)[:, :, : layout.dim - layout.columns].float(),
+                )
 
 
 def _scores(q: Tensor, keys: _Unpacked, layout: SketchLayout) -> Scores:
@@ -131,14 +150,20 @@ def _scores(q: Tensor, keys: _Unpacked, layout: SketchLayout) -> Scores:
     # [kv_heads, queries * group, blocks] from here on
     rounding = _ROUNDING[torch.get_float32_matmul_precision()]
     swing = reach @ spread
-    slack = 4 * (dim + 16) * rounding * (reach @ torch.maximum(low.abs(), high.abs())) + (size + 16) * rounding
+    slack = (
+        4 * (dim + 16) * rounding * (reach @ torch.maximum(low.abs(), high.abs())) + (size + 16) * rounding
+    )
     upper = q @ middle + swing + slack + math.log(size)
     likely = upper
     if keys.codes:
         levels = 2**layout.bits - 1
-        steps = (q[..., None] * ((high - low) / levels)[:, None]).permute(3, 0, 1, 2)  # [blocks, kv_heads, queries * group, dim]
+        steps = (q[..., None] * ((high - low) / levels)[:, None]).permute(
+            3, 0, 1, 2
+        )  # [blocks, kv_heads, queries * group, dim]
         known = (q @ low).permute(2, 0, 1)[..., None]  # [blocks, kv_heads, queries * group, size]
-        for part, codes in zip(steps.split([codes.shape[2] for codes in keys.codes], dim=3), keys.codes, strict=True):
+        for part, codes in zip(
+            steps.split([codes.shape[2] for codes in keys.codes], dim=3), keys.codes, strict=True
+        ):
             known = known + part @ codes
         half_steps = (swing / levels).permute(2, 0, 1)[..., None]
         length = q.norm(dim=2)[None, :, :, None] * (1 + (dim + 4) * rounding)

@@ -1,4 +1,5 @@
-"""Around a decode step whose inputs lie at fixed addresses: what each of its rows is and where it stands, and their likeliest tokens."""
+"""Around a decode step whose inputs lie at fixed addresses: what each of its rows is and where it stands, and
+their likeliest tokens."""
 
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ from penstock.ops.kernels import step_kernels
 from penstock.ops.rope import RotaryAngles
 
 FIELDS = 6
-"""Of each row: its number, its position and its token; and where in whose table its newest page stands, and which it is."""
+"""Of each row: its number, its position and its token; and where in whose table its newest page stands, and
+which it is."""
 LEAST = torch.iinfo(torch.int64).min
 """What `likeliest` starts from."""
 NO_TOKEN = -1
@@ -18,9 +20,9 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Of each row of a step: its pages int32 `[rows, pages]`, as far as it has any; its token, the page and the place in it of its new KV,
-    both as one number, -1 for nobody, all int64 `[rows]`; its length, itself included, int32 `[rows]`; cos and sin float32
-    `[rows, dim / 2]`."""
+    """Of each row of a step: its pages int32 `[rows, pages]`, as far as it has any; its token, the page and
+    the place in it of its new KV, both as one number, -1 for nobody, all int64 `[rows]`; its length, itself
+    included, int32 `[rows]`; cos and sin float32 `[rows, dim / 2]`."""
 
     table: Tensor
     tokens: Tensor
@@ -33,7 +35,8 @@ class Placed:
 
 
 def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, block_size: int) -> Placed:
-    """What a step needs to know of its rows, of int32 `[FIELDS, rows]`: a position of -1 is nobody's, a token of -1 the row's newest.
+    """What a step needs to know of its rows, of int32 `[FIELDS, rows]`: a position of -1 is nobody's, a token
+    of -1 the row's newest.
 
     table: int32 `[all rows, pages]`, which takes the new pages; newest int64 `[all rows]`.
     """
@@ -49,8 +52,9 @@ def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, bl
 
 
 def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best: Tensor) -> None:
-    """Puts the likeliest token of each row of logits `[rows, vocab]`, of equal ones the first, into `tokens` int64 `[rows]`, and into
-    `newest` int64 `[all rows]` where `rows`, int32, says. best: int64 `[rows or more]`, LEAST in all, and so again afterwards.
+    """Puts the likeliest token of each row of logits `[rows, vocab]`, of equal ones the first, into `tokens`
+    int64 `[rows]`, and into `newest` int64 `[all rows]` where `rows`, int32, says. best: int64 `[rows or
+    more]`, LEAST in all, and so again afterwards.
 
     Of a row with a logit that is not a number the token is NO_TOKEN, and the newest one 0.
     """
@@ -63,8 +67,8 @@ def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best
 
 
 def without_numbers(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """Which rows of logits `[rows, vocab]` have one that is not a number, bool `[rows]`; their likeliest tokens become NO_TOKEN. For what
-    is not a number counts as the largest."""
+    """Which rows of logits `[rows, vocab]` have one that is not a number, bool `[rows]`; their likeliest
+    tokens become NO_TOKEN. For what is not a number counts as the largest."""
     wrong = logits.gather(-1, likeliest[:, None])[:, 0].isnan()
     likeliest.masked_fill_(wrong, NO_TOKEN)
     return wrong

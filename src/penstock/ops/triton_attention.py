@@ -1,22 +1,28 @@
-"""Attention kernels for short queries: paged decode with balanced split-K, the log-sum-exp merge, and the write of new keys and values.
+"""Attention kernels for short queries: paged decode with balanced split-K, the log-sum-exp merge, and the
+write of new keys and values.
 
-How decode divides its work. The visible keys of all sequences are cut into tiles, the tiles of the whole batch are laid in one row, and
-that row is cut into equal runs, one per worker and KV head. So one sequence of a million tokens and a batch of ragged ones keep every
-multiprocessor busy for the same time, the grid depends on no length, and nothing but a tensor of lengths changes between two steps.
-Where that is nearly as even, cuts are moved to where sequences end, since each sequence that a worker begins costs it some tiles' time.
-A sequence inside one run is finished by its worker. One that crosses runs leaves a partial output and log-sum-exp per run,
-which a second small kernel joins, or, where the caller lends counters, the last of its workers to arrive: that saves the launch.
+How decode divides its work. The visible keys of all sequences are cut into tiles, the tiles of the whole
+batch are laid in one row, and that row is cut into equal runs, one per worker and KV head. So one sequence of
+a million tokens and a batch of ragged ones keep every multiprocessor busy for the same time, the grid depends
+on no length, and nothing but a tensor of lengths changes between two steps. Where that is nearly as even,
+cuts are moved to where sequences end, since each sequence that a worker begins costs it some tiles' time. A
+sequence inside one run is finished by its worker. One that crosses runs leaves a partial output and
+log-sum-exp per run, which a second small kernel joins, or, where the caller lends counters, the last of its
+workers to arrive: that saves the launch.
 
-Why this is safe. A worker has at most two unfinished sequences, the one it continues and the one that goes on after it: partial 0
-of a worker is the sequence that its run opens with, partial 1 one that begins inside. Each is written by one program; the join reads
-only those that the same arithmetic over the same lengths says were written. The second kernel comes after the first in stream order.
-Within a launch each worker counts itself in after a barrier behind its partial, by an atomic addition that releases and acquires; the one
-that finds all others counted sees what they wrote, is alone, and sets the counter back. Nobody waits for anybody.
-Where launches may be early (`kernels.early_launches`), lengths are read before what came before this has ended: they are of the step, and
-the last launch that was not early came after them. All else is read, and everything written, behind `gdc_wait`.
+Why this is safe. A worker has at most two unfinished sequences, the one it continues and the one that goes on
+after it: partial 0 of a worker is the sequence that its run opens with, partial 1 one that begins inside.
+Each is written by one program; the join reads only those that the same arithmetic over the same lengths says
+were written. The second kernel comes after the first in stream order. Within a launch each worker counts
+itself in after a barrier behind its partial, by an atomic addition that releases and acquires; the one that
+finds all others counted sees what they wrote, is alone, and sets the counter back. Nobody waits for anybody.
+Where launches may be early (`kernels.early_launches`), lengths are read before what came before this has
+ended: they are of the step, and the last launch that was not early came after them. All else is read, and
+everything written, behind `gdc_wait`.
 
-A short piece of one sequence is divided the same way: every few of its tokens are a sequence that ends with the last of them, their query
-heads stand where one token's do, and each sees what comes up to its own place. All have one row of the table.
+A short piece of one sequence is divided the same way: every few of its tokens are a sequence that ends with
+the last of them, their query heads stand where one token's do, and each sees what comes up to its own place.
+All have one row of the table.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +38,8 @@ from penstock.ops.kernels import early_options, launches_early
 from penstock.ops.runs import run_tokens
 
 _FEW = 4
-"""Sequences for which parts are joined by a second launch; also where it may not be early, lest bits depend on that."""
+"""Sequences for which parts are joined by a second launch; also where it may not be early, lest bits depend
+on that."""
 _ALONE = 3
 """Programs of each multiprocessor that decode so few, at least."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,7 +48,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How decode attention is cut: keys a tile, warps a program, tiles in flight per program, programs per multiprocessor."""
+    """How decode attention is cut: keys a tile, warps a program, tiles in flight per program, programs per
+    multiprocessor."""
 
     tile: int
     warps: int
@@ -50,11 +58,13 @@ class DecodeTuning:
     overlap: bool = False
     """Launch the join while decode still runs; it waits on the device."""
     least: int = 1
-    """Tiles of a run, at least: a run of one is over before it is under way, and makes one more part to join."""
+    """Tiles of a run, at least: a run of one is over before it is under way, and makes one more part to
+    join."""
 
 
 def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
-    """The one place for constants. 32 KiB of K and V a tile keeps enough bytes in flight; a tile inside one block needs one table entry."""
+    """The one place for constants. 32 KiB of K and V a tile keeps enough bytes in flight; a tile inside one
+    block needs one table entry."""
     row = max(16, triton.next_power_of_2(head_dim)) * itemsize
     tile = min(64, max(16, 16384 // row))
     if itemsize > 2:  # exact fp32 products go through plain registers
@@ -62,7 +72,9 @@ def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning
     if block_size >= 32:
         tile = min(tile, block_size)
     whole = tile * row >= 16384
-    return DecodeTuning(tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=2 if whole else 4, least=2)
+    return DecodeTuning(
+        tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=2 if whole else 4, least=2
+    )
 
 
 @lru_cache(maxsize=16)
@@ -85,12 +97,12 @@ def _tiles(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tiles of a run, and of a piece. All tiles are laid in a row so that every sequence takes whole pieces, the last of which may lack
-    some tiles, and runs are whole pieces.
+    """Tiles of a run, and of a piece. All tiles are laid in a row so that every sequence takes whole pieces,
+    the last of which may lack some tiles, and runs are whole pieces.
 
-    Sequences of about one length, one or two for a worker, are in pieces that fill the workers nearly as well as equal runs do: then
-    no run holds the end of one and the beginning of another. Else a piece is a tile: with many sequences for each worker, all would begin
-    one at the same moments, and none read meanwhile.
+    Sequences of about one length, one or two for a worker, are in pieces that fill the workers nearly as well
+    as equal runs do: then no run holds the end of one and the beginning of another. Else a piece is a tile:
+    with many sequences for each worker, all would begin one at the same moments, and none read meanwhile.
     """
     run = tl.maximum((total + workers - 1) // workers, LEAST)
     there = tl.maximum(tl.sum((spans > 0).to(tl.int32), 0), 1)
@@ -119,10 +131,11 @@ def _joined(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     BLIND: tl.constexpr = False,
 ):
-    """A sequence's partials of workers [first, last], of ROWS heads, PARTS at a time: their output and log-sum-exp.
+    """A sequence's partials of workers [first, last], of ROWS heads, PARTS at a time: their output and
+    log-sum-exp.
 
-    opens: 1 if the sequence begins inside the first worker's run. With STAGES above 1 that many less one are on their way at a time.
-    BLIND: whether there may be partials of no key, whose log-sum-exp is -inf.
+    opens: 1 if the sequence begins inside the first worker's run. With STAGES above 1 that many less one are
+    on their way at a time. BLIND: whether there may be partials of no key, whose log-sum-exp is -inf.
     """
     cols = tl.arange(0, COLS)
     inside = head_in[None, :, None] & (cols < DIM)[None, None, :]
@@ -134,7 +147,9 @@ def _joined(  # type: ignore[no-untyped-def]
         there = worker <= last
         slot = tl.where(worker == first, opens, 0)
         part = ((worker * 2 + slot) * HEADS)[:, None] + heads[None, :]
-        level = tl.load(part_lse + part, mask=there[:, None] & head_in[None, :], other=float("-inf"), cache_modifier=".cg")
+        level = tl.load(
+            part_lse + part, mask=there[:, None] & head_in[None, :], other=float("-inf"), cache_modifier=".cg"
+        )
         level = tl.where(head_in[None, :], level, 0.0)
         at = part_out + part[:, :, None] * COLS + cols[None, None, :]
         piece = tl.load(at, mask=there[:, None, None] & inside, other=0.0, cache_modifier=".cg")
@@ -198,10 +213,11 @@ def _decode(  # type: ignore[no-untyped-def]
     JOIN_ROWS: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
 ) -> None:
-    """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes of the same blocks.
+    """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes
+    of the same blocks.
 
-    RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no lengths are read then. If it
-    is 2, both numbers are read where lengths would be.
+    RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
+    lengths are read then. If it is 2, both numbers are read where lengths would be.
     """
     if OVERLAP or EARLY:
         gdc_launch_dependents()
@@ -221,7 +237,9 @@ def _decode(  # type: ignore[no-untyped-def]
         spans = _tiles(begins + tl.minimum((seqs + 1) * TOKENS, queries), reach, TILE, WINDOWED)
         spans = tl.where((seqs < batch) & (seqs * TOKENS < queries), spans, 0)
     else:
-        spans = _tiles(tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED)
+        spans = _tiles(
+            tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED
+        )
     run, piece = _divided(spans, tl.sum(spans, 0), workers, LEAST)
     places = (spans + piece - 1) // piece * piece
     stops = tl.cumsum(places, 0)
@@ -230,7 +248,9 @@ def _decode(  # type: ignore[no-untyped-def]
     stop = tl.minimum(at + run, total)
     seq = tl.sum((stops <= at).to(tl.int32), 0)
     count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
-    begin = tl.sum(tl.where(stops <= at, places, 0), 0)  # where the sequence at hand starts in the row of all tiles
+    begin = tl.sum(
+        tl.where(stops <= at, places, 0), 0
+    )  # where the sequence at hand starts in the row of all tiles
     if EARLY:
         gdc_wait()
     if JOINS:
@@ -240,7 +260,9 @@ def _decode(  # type: ignore[no-untyped-def]
                 if tl.load(lengths + empty) <= 0:
                     blank = out + empty.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
                     tl.store(blank, tl.zeros([ROWS, COLS], out.dtype.element_ty), mask=inside)
-                    tl.store(lse + empty * HEADS + heads, tl.full([ROWS], float("-inf"), tl.float32), mask=row_in)
+                    tl.store(
+                        lse + empty * HEADS + heads, tl.full([ROWS], float("-inf"), tl.float32), mask=row_in
+                    )
     elif (kv_head == 0) & (worker == 0):
         tl.store(ends + seqs, stops, mask=seqs < batch)
         tl.store(ends + batch, run)
@@ -275,7 +297,8 @@ def _decode(  # type: ignore[no-untyped-def]
                 top = tl.full([ROWS], float("-inf"), tl.float32)
                 weight = tl.zeros([ROWS], tl.float32)
                 acc = tl.zeros([ROWS, COLS], tl.float32)
-                # a table entry must arrive before the address of its keys is known: the compiler gives each of the two loads DEPTH stages
+                # a table entry must arrive before the address of its keys is known: the compiler gives each
+                # of the two loads DEPTH stages
                 for tile in tl.range(at + shift, upto + shift, num_stages=2 * DEPTH + 1):
                     pos = tile * TILE + keys
                     seen = pos < length
@@ -299,7 +322,9 @@ def _decode(  # type: ignore[no-untyped-def]
                             visible = visible & (pos[None, :] >= (limit - window)[:, None])
                         score = tl.where(visible, score, float("-inf"))
                         higher = tl.maximum(top, tl.max(score, 1))
-                        floor = tl.where(higher == float("-inf"), 0.0, higher)  # A tile may lie beyond some of the tokens.
+                        floor = tl.where(
+                            higher == float("-inf"), 0.0, higher
+                        )  # A tile may lie beyond some of the tokens.
                     else:
                         if WINDOWED:
                             seen = seen & (pos >= oldest)
@@ -317,7 +342,12 @@ def _decode(  # type: ignore[no-untyped-def]
                 level = (top + tl.log2(weight)) * LN_2
                 inside = row_in[:, None] & col_in[None, :]
                 if (at == begin) & (upto == begin + span):
-                    answer = out + first_seq * s_out + (heads * s_out_head + token * s_out)[:, None] + cols[None, :]
+                    answer = (
+                        out
+                        + first_seq * s_out
+                        + (heads * s_out_head + token * s_out)[:, None]
+                        + cols[None, :]
+                    )
                     tl.store(answer, acc.to(out.dtype.element_ty), mask=inside)
                     tl.store(lse + first_seq * HEADS + part_heads, level, mask=row_in)
                 else:
@@ -333,10 +363,28 @@ def _decode(  # type: ignore[no-untyped-def]
                             some = kv_head * GROUP + few
                             opens = (begin > first * run).to(tl.int32)
                             whole, peak = _joined(
-                                part_out, part_lse, first, last, opens, some, few < GROUP, HEADS, DIM, COLS, JOIN_ROWS, JOIN_PARTS, 4
+                                part_out,
+                                part_lse,
+                                first,
+                                last,
+                                opens,
+                                some,
+                                few < GROUP,
+                                HEADS,
+                                DIM,
+                                COLS,
+                                JOIN_ROWS,
+                                JOIN_PARTS,
+                                4,
                             )
-                            target = out + seq.to(tl.int64) * s_out + some[:, None] * s_out_head + cols[None, :]
-                            tl.store(target, whole.to(out.dtype.element_ty), mask=(few < GROUP)[:, None] & col_in[None, :])
+                            target = (
+                                out + seq.to(tl.int64) * s_out + some[:, None] * s_out_head + cols[None, :]
+                            )
+                            tl.store(
+                                target,
+                                whole.to(out.dtype.element_ty),
+                                mask=(few < GROUP)[:, None] & col_in[None, :],
+                            )
                             tl.store(lse + seq * HEADS + some, peak, mask=few < GROUP)
                             tl.store(counter, 0)
             at = tl.minimum(end, stop)
@@ -365,8 +413,9 @@ def _join(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     WAITS: tl.constexpr,
 ) -> None:
-    """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid [heads / ROWS, batch]; where
-    sequences end with several tokens there are so many times the heads, one token's behind another's."""
+    """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid
+    [heads / ROWS, batch]; where sequences end with several tokens there are so many times the heads, one
+    token's behind another's."""
     heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seq = tl.program_id(1)
     cols = tl.arange(0, COLS)
@@ -388,7 +437,22 @@ def _join(  # type: ignore[no-untyped-def]
         if end > begin:
             opens = (begin > first * run).to(tl.int32)
             wide: tl.constexpr = HEADS * TOKENS
-            acc, top = _joined(part_out, part_lse, first, last, opens, heads, head_in, wide, DIM, COLS, ROWS, PARTS, 1, TOKENS > 1)
+            acc, top = _joined(
+                part_out,
+                part_lse,
+                first,
+                last,
+                opens,
+                heads,
+                head_in,
+                wide,
+                DIM,
+                COLS,
+                ROWS,
+                PARTS,
+                1,
+                TOKENS > 1,
+            )
         query = seq.to(tl.int64) * TOKENS + token
         where = out + (query * s_out + (heads - token * HEADS) * s_out_head)[:, None] + cols[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=head_in[:, None] & (cols < DIM)[None, :])
@@ -396,13 +460,16 @@ def _join(  # type: ignore[no-untyped-def]
 
 
 def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
-    """Runs per KV head: as many as make `wanted` programs, not one more (it would run alone, last), and no more than there can be tiles."""
+    """Runs per KV head: as many as make `wanted` programs, not one more (it would run alone, last), and no
+    more than there can be tiles."""
     return max(1, min(wanted // kv_heads, batch * tiles))
 
 
-def scratch_bytes(heads: int, kv_heads: int, dim: int, element: int, block_size: int, device: torch.device) -> int:
-    """Bytes that partial results take at most, whatever is attended to: of as many programs as are ever started, for as many tokens as are
-    taken together. Only long contexts start as many."""
+def scratch_bytes(
+    heads: int, kv_heads: int, dim: int, element: int, block_size: int, device: torch.device
+) -> int:
+    """Bytes that partial results take at most, whatever is attended to: of as many programs as are ever
+    started, for as many tokens as are taken together. Only long contexts start as many."""
     per_sm = max(decode_tuning(dim, element, block_size).workers_per_sm, _ALONE)
     workers = max(multiprocessors(device) * per_sm // kv_heads, 1)
     cols: int = max(16, triton.next_power_of_2(dim))
@@ -410,7 +477,8 @@ def scratch_bytes(heads: int, kv_heads: int, dim: int, element: int, block_size:
 
 
 def _registers(tuning: DecodeTuning) -> int:
-    """Registers a thread may have where a launch joins: left alone, the compiler gives it more, and fewer programs fit a multiprocessor."""
+    """Registers a thread may have where a launch joins: left alone, the compiler gives it more, and fewer
+    programs fit a multiprocessor."""
     return min(max(65536 // (32 * tuning.warps * tuning.workers_per_sm) // 8 * 8, 128), 255)
 
 
@@ -428,22 +496,27 @@ def paged_decode(
     arrivals: Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one new token per sequence over its paged KV. Synchronises nothing: fit for capture in a CUDA graph, whose replays
-    read lengths and table anew; the shapes and `max_length` are all that is fixed.
+    """Attention of one new token per sequence over its paged KV. Synchronises nothing: fit for capture in a
+    CUDA graph, whose replays read lengths and table anew; the shapes and `max_length` are all that is fixed.
 
-    q `[batch, heads, head_dim]`; k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`, the same strides for both, `head_dim`
-    contiguous, more than 2**31 elements allowed; block_table int32 `[batch, blocks a row]`; lengths int32 `[batch]`, tokens visible
-    including the newest, 0 for a row that is padding, of which no table entry is read. With `window`, the last `window` tokens are
-    visible. `max_length` bounds lengths and only sizes the grid: work is spread by the lengths themselves, however far below it they are.
-    arrivals: int32, at least `[batch * kv_heads]`, zeros, and zeros again afterwards: everything is done in one launch. Calls that may
-    run at the same time need their own. Without it there is a second launch.
-    Returns out `[batch, heads, head_dim]` in q's dtype and the natural log-sum-exp of the scaled scores, fp32 `[batch, heads]`;
-    a row of length 0 answers 0 and -inf.
+    q `[batch, heads, head_dim]`; k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`, the same
+    strides for both, `head_dim` contiguous, more than 2**31 elements allowed; block_table int32 `[batch,
+    blocks a row]`; lengths int32 `[batch]`, tokens visible including the newest, 0 for a row that is padding,
+    of which no table entry is read. With `window`, the last `window` tokens are visible. `max_length` bounds
+    lengths and only sizes the grid: work is spread by the lengths themselves, however far below it they are.
+    arrivals: int32, at least `[batch * kv_heads]`, zeros, and zeros again afterwards: everything is done in
+    one launch. Calls that may run at the same time need their own. Without it there is a second launch.
+    Returns out `[batch, heads, head_dim]` in q's dtype and the natural log-sum-exp of the scaled scores, fp32
+    `[batch, heads]`; a row of length 0 answers 0 and -inf.
     """
     batch, _, dim = q.shape
     assert lengths.stride(0) == 1
     assert lengths.dtype == block_table.dtype == torch.int32
-    assert arrivals is None or (arrivals.dtype == torch.int32 and arrivals.is_contiguous() and arrivals.numel() >= batch * k_cache.shape[2])
+    assert arrivals is None or (
+        arrivals.dtype == torch.int32
+        and arrivals.is_contiguous()
+        and arrivals.numel() >= batch * k_cache.shape[2]
+    )
     if tuning is None:
         if batch <= _FEW:  # A second launch costs less than one program that joins what many have found.
             arrivals = None
@@ -466,11 +539,12 @@ def paged_run(
     out: Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of consecutive tokens of one sequence, q `[tokens, heads, head_dim]` at positions [start, start + tokens), each over all
-    that comes up to itself: for few tokens behind many keys, which are read once for every `run_tokens` of them.
+    """Attention of consecutive tokens of one sequence, q `[tokens, heads, head_dim]` at positions [start,
+    start + tokens), each over all that comes up to itself: for few tokens behind many keys, which are read
+    once for every `run_tokens` of them.
 
-    k_cache and v_cache as in `paged_decode`, with the tokens' own keys and values in them; blocks int32 or int64, the sequence's in order.
-    Returns what `paged_decode` does.
+    k_cache and v_cache as in `paged_decode`, with the tokens' own keys and values in them; blocks int32 or
+    int64, the sequence's in order. Returns what `paged_decode` does.
     """
     tokens, heads, dim = q.shape
     assert start >= 0, start
@@ -478,7 +552,18 @@ def paged_run(
         tuning = replace(decode_tuning(dim, q.element_size(), k_cache.shape[1]), workers_per_sm=2, least=1)
     together = run_tokens(heads // k_cache.shape[2], dim * q.element_size())
     cut = _Cut(triton.cdiv(tokens, together), together, start + tokens, None, start)
-    return _attended(q, k_cache, v_cache, blocks[None].expand(cut.count, -1), cut, out, None, tuning, scale=scale, window=window)
+    return _attended(
+        q,
+        k_cache,
+        v_cache,
+        blocks[None].expand(cut.count, -1),
+        cut,
+        out,
+        None,
+        tuning,
+        scale=scale,
+        window=window,
+    )
 
 
 def placed_run(
@@ -494,8 +579,8 @@ def placed_run(
 ) -> tuple[Tensor, Tensor]:
     """`paged_run` of a run whose place is read on the device: fit for capture in a CUDA graph.
 
-    where: int32 `[2]`, the position of the first token and how many there are, at most q's; the others are padding and answer 0.
-    `max_length` bounds where the run may end, and only sizes the grid.
+    where: int32 `[2]`, the position of the first token and how many there are, at most q's; the others are
+    padding and answer 0. `max_length` bounds where the run may end, and only sizes the grid.
     """
     tokens, heads, dim = q.shape
     assert where.dtype == torch.int32
@@ -503,12 +588,24 @@ def placed_run(
     together = run_tokens(heads // k_cache.shape[2], dim * q.element_size())
     cut = _Cut(triton.cdiv(tokens, together), together, max_length, where, -1)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    return _attended(q, k_cache, v_cache, blocks[None].expand(cut.count, -1), cut, out, None, tuning, scale=scale, window=window)
+    return _attended(
+        q,
+        k_cache,
+        v_cache,
+        blocks[None].expand(cut.count, -1),
+        cut,
+        out,
+        None,
+        tuning,
+        scale=scale,
+        window=window,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What is attended to as sequences of their own, and their lengths, as a tensor or by where the tokens begin."""
+    """What is attended to as sequences of their own, and their lengths, as a tensor or by where the tokens
+    begin."""
 
     count: int
     tokens: int
@@ -634,7 +731,8 @@ def _attended(
 
 
 def _batch_class(batch: int) -> int:
-    """Rows of lengths a program scans: few classes, so that few kernels are compiled. To scan 256 takes hardly longer than 16."""
+    """Rows of lengths a program scans: few classes, so that few kernels are compiled. To scan 256 takes
+    hardly longer than 16."""
     size = 256
     while size < batch:
         size *= 16
@@ -680,16 +778,20 @@ def _merge(  # type: ignore[no-untyped-def]
     both = wa + wb
     share = tl.where(both > 0.0, both, 1.0)
     # a side that saw nothing may hold anything, also NaN: it is left out, not multiplied by zero
-    mixed = tl.where((wa > 0.0)[:, None], a * (wa / share)[:, None], 0.0) + tl.where((wb > 0.0)[:, None], b * (wb / share)[:, None], 0.0)
+    mixed = tl.where((wa > 0.0)[:, None], a * (wa / share)[:, None], 0.0) + tl.where(
+        (wb > 0.0)[:, None], b * (wb / share)[:, None], 0.0
+    )
     tl.store(a_at, mixed.to(out_a.dtype.element_ty), mask=inside)
     tl.store(la_at, top + tl.log(share), mask=row_in)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Merge attention over two disjoint sets of keys, in place into a: exactly what attention over both would have said.
+    """Merge attention over two disjoint sets of keys, in place into a: exactly what attention over both would
+    have said.
 
-    out `[tokens, heads, head_dim]`, any float dtype, `head_dim` contiguous; lse fp32 `[tokens, heads]` of any strides, -inf where a side
-    saw no key: what its out holds there does not matter. Where neither saw one the answer is 0 and -inf.
+    out `[tokens, heads, head_dim]`, any float dtype, `head_dim` contiguous; lse fp32 `[tokens, heads]` of any
+    strides, -inf where a side saw no key: what its out holds there does not matter. Where neither saw one the
+    answer is 0 and -inf.
     """
     tokens, heads, dim = out_a.shape
     assert out_a.shape == out_b.shape, (out_a.shape, out_b.shape)
@@ -759,7 +861,8 @@ def _write(  # type: ignore[no-untyped-def]
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Write new keys and values `[tokens, kv_heads, head_dim]` (strided views) into pages, in one kernel.
 
-    k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`; slots int64 `[tokens]`, block * block_size + offset, -1 writes nothing.
+    k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`; slots int64 `[tokens]`, block * block_size +
+    offset, -1 writes nothing.
     """
     tokens, heads, dim = k.shape
     assert k.shape == v.shape, (k.shape, v.shape)

@@ -1,11 +1,13 @@
-"""Kernels for a mixture of experts: which experts each token takes, and products with all of them at once, wherever they lie.
+"""Kernels for a mixture of experts: which experts each token takes, and products with all of them at once,
+wherever they lie.
 
-A pair is a token and one of its experts, numbered token * top_k + rank. Pairs are put in the order of their experts, and those of an
-expert cut into blocks of rows, all on the device: a product's grid covers as many blocks as there could be, and programs beyond those
-that there are end at once. So do those of an expert whose address is 0, so that some experts may be computed now and others later.
+A pair is a token and one of its experts, numbered token * top_k + rank. Pairs are put in the order of their
+experts, and those of an expert cut into blocks of rows, all on the device: a product's grid covers as many
+blocks as there could be, and programs beyond those that there are end at once. So do those of an expert whose
+address is 0, so that some experts may be computed now and others later.
 
-A row's numbers are its own: they depend on the tuning, which is chosen by the step's tokens and the shapes, and neither on the other rows
-of its block nor on which experts are computed in the same call.
+A row's numbers are its own: they depend on the tuning, which is chosen by the step's tokens and the shapes,
+and neither on the other rows of its block nor on which experts are computed in the same call.
 """
 
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from triton.runtime import driver
 
 @dataclass(frozen=True, slots=True)
 class ExpertTuning:
-    """rows: of a block, a power of two from 16. columns: rows of a weight matrix for one program (of gate and up together), `depth`
-    elements of each at a time. group: blocks that neighbouring programs compute with the same columns."""
+    """rows: of a block, a power of two from 16. columns: rows of a weight matrix for one program (of gate and
+    up together), `depth` elements of each at a time. group: blocks that neighbouring programs compute with
+    the same columns."""
 
     rows: int
     columns: int
@@ -43,7 +46,8 @@ _TUNINGS = {
         (None, ExpertTuning(32, 64, 32, warps=4, stages=2, group=8)),
     ),
 }
-"""By bytes of the dtype: up to so many pairs for each expert, on average. Rows are few where weights are what there is to read."""
+"""By bytes of the dtype: up to so many pairs for each expert, on average. Rows are few where weights are what
+there is to read."""
 _PROGRAMS = 3 * 132
 """Below which columns are divided further: three for each multiprocessor of an H200."""
 _FEW_COLUMNS, _FEW_ROWS, _DEEPEST = 32, 32, 256
@@ -53,7 +57,9 @@ _CHUNK = 8192
 
 def expert_tuning(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTuning:
     """The built-in tuning of a step with so many pairs."""
-    return next(tuning for most, tuning in _TUNINGS[dtype.itemsize] if most is None or pairs <= most * experts)
+    return next(
+        tuning for most, tuning in _TUNINGS[dtype.itemsize] if most is None or pairs <= most * experts
+    )
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
@@ -76,11 +82,14 @@ def _choose(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ) -> None:
-    """The experts of ROWS tokens. Scores are compared as integers of the same order, with the expert below: no two are alike."""
+    """The experts of ROWS tokens. Scores are compared as integers of the same order, with the expert below:
+    no two are alike."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols, ranks = tl.arange(0, COLS)[None, :], tl.arange(0, TOP_COLS)[None, :]
     there, inside = (row < tokens)[:, None], cols < EXPERTS
-    score = tl.load(scores + row.to(tl.int64)[:, None] * s_scores + cols, mask=there & inside, other=0.0).to(tl.float32)
+    score = tl.load(scores + row.to(tl.int64)[:, None] * s_scores + cols, mask=there & inside, other=0.0).to(
+        tl.float32
+    )
     score = tl.where(score == 0.0, 0.0, score)  # one zero, not two
     bits = score.to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -103,10 +112,11 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 def choose(scores: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token by scores `[tokens, experts]`, the best first: int32 and their shares, both `[tokens, top_k]`.
+    """The top_k experts of each token by scores `[tokens, experts]`, the best first: int32 and their shares,
+    both `[tokens, top_k]`.
 
-    Shares are probabilities, in fp32 and rounded once to the dtype of scores; normalised, they sum to one. Of equal scores the lower
-    expert wins.
+    Shares are probabilities, in fp32 and rounded once to the dtype of scores; normalised, they sum to one. Of
+    equal scores the lower expert wins.
     """
     tokens, experts = scores.shape
     assert 0 < top_k <= experts, (top_k, experts)
@@ -148,7 +158,8 @@ def _arrange(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """One expert's pairs, and its blocks. Every program counts all pairs, to know where its own begin; the first ends the list."""
+    """One expert's pairs, and its blocks. Every program counts all pairs, to know where its own begin; the
+    first ends the list."""
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     found = tl.zeros([BINS], tl.int32)
@@ -167,7 +178,9 @@ def _arrange(  # type: ignore[no-untyped-def]
         mine = one < tl.cdiv(count, ROWS)
         tl.store(blocks + block + one, expert + tl.zeros([WIDE], tl.int32), mask=mine)
         tl.store(blocks + bound + block + one, start + one * ROWS, mask=mine)
-        tl.store(blocks + 2 * bound + block + one, tl.minimum(start + (one + 1) * ROWS, start + count), mask=mine)
+        tl.store(
+            blocks + 2 * bound + block + one, tl.minimum(start + (one + 1) * ROWS, start + count), mask=mine
+        )
     if expert == 0:
         for number in range(tl.sum(cut), bound, WIDE):
             tl.store(blocks + number + ahead, tl.full([WIDE], -1, tl.int32), mask=number + ahead < bound)
@@ -180,11 +193,11 @@ def _arrange(  # type: ignore[no-untyped-def]
 
 
 def arrange(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs by expert, chosen int32 `[tokens, top_k]` contiguous: their order int32 `[pairs]`, blocks int32 `[3, most_blocks]`, and how
-    many each expert has, int32 `[experts]`.
+    """Pairs by expert, chosen int32 `[tokens, top_k]` contiguous: their order int32 `[pairs]`, blocks int32
+    `[3, most_blocks]`, and how many each expert has, int32 `[experts]`.
 
-    A block is an expert, -1 behind the last block, and where in the order its pairs begin and end: at most `rows`. Experts, and the pairs
-    of each, keep their order.
+    A block is an expert, -1 behind the last block, and where in the order its pairs begin and end: at most
+    `rows`. Experts, and the pairs of each, keep their order.
     """
     pairs, device = chosen.numel(), chosen.device
     assert chosen.dtype == torch.int32, chosen.dtype
@@ -213,7 +226,8 @@ def arrange(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Te
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(first, count, PARTS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's block and its part of the columns: GROUP blocks have the same part one after another, while it is in the cache."""
+    """This program's block and its part of the columns: GROUP blocks have the same part one after another,
+    while it is in the cache."""
     program = tl.program_id(0)
     group = program // (GROUP * PARTS)
     size = tl.minimum(count - group * GROUP, GROUP)
@@ -338,14 +352,24 @@ def _down(  # type: ignore[no-untyped-def]
 
 
 def products(
-    x: Tensor, order: Tensor, blocks: Tensor, table: Tensor, h: Tensor, y: Tensor, tuning: ExpertTuning, first: int, count: int
+    x: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    table: Tensor,
+    h: Tensor,
+    y: Tensor,
+    tuning: ExpertTuning,
+    first: int,
+    count: int,
 ) -> None:
-    """Blocks [first, first + count) through those of their experts that have an address: their pairs' rows of y are written, no others.
+    """Blocks [first, first + count) through those of their experts that have an address: their pairs' rows of
+    y are written, no others.
 
-    x `[tokens, hidden]` (rows strided); order, blocks from `arrange`; table int64 `[experts, 2]`, addresses of gate_up
-    `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`, contiguous, of x's dtype, at multiples of 16, 0 for an expert that is
-    not there; h `[pairs, inner]`, overwritten; y `[pairs, hidden]`.
-    Products are summed up in fp32. Rounded are gate and up, the activation, its product with up, and the output.
+    x `[tokens, hidden]` (rows strided); order, blocks from `arrange`; table int64 `[experts, 2]`, addresses
+    of gate_up `[2 * inner, hidden]`, gate first, and down `[hidden, inner]`, contiguous, of x's dtype, at
+    multiples of 16, 0 for an expert that is not there; h `[pairs, inner]`, overwritten; y `[pairs, hidden]`.
+    Products are summed up in fp32. Rounded are gate and up, the activation, its product with up, and the
+    output.
     """
     (pairs, inner), (tokens, hidden) = h.shape, x.shape
     bound, likely = blocks.shape[1], max(min(pairs, len(table)), pairs // tuning.rows)
@@ -359,7 +383,12 @@ def products(
     assert 0 <= first <= first + count <= bound, (first, count, bound)
     if count == 0:
         return
-    more = {"ROWS": tuning.rows, "GROUP": tuning.group, "WIDEN": x.device.type == "cpu", "num_warps": tuning.warps}
+    more = {
+        "ROWS": tuning.rows,
+        "GROUP": tuning.group,
+        "WIDEN": x.device.type == "cpu",
+        "num_warps": tuning.warps,
+    }
     columns, depth, stages = _divided(tuning, 2 * inner, likely, x)
     _gate_up[(count * triton.cdiv(inner, columns // 2),)](
         x,
@@ -399,8 +428,8 @@ def products(
 
 
 def _divided(tuning: ExpertTuning, width: int, blocks: int, x: Tensor) -> tuple[int, int, int]:
-    """Columns, depth and stages where a matrix has `width` rows: of few blocks fewer columns each, and more of these at a time. As many
-    stages as the device's shared memory holds."""
+    """Columns, depth and stages where a matrix has `width` rows: of few blocks fewer columns each, and more
+    of these at a time. As many stages as the device's shared memory holds."""
     columns, depth = tuning.columns, tuning.depth
     while columns > _FEW_COLUMNS and blocks * triton.cdiv(width, columns) < _PROGRAMS:
         columns //= 2
@@ -413,7 +442,11 @@ def _divided(tuning: ExpertTuning, width: int, blocks: int, x: Tensor) -> tuple[
 @lru_cache(maxsize=16)
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have."""
-    return 1 << 30 if device.type == "cpu" else int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+    return (
+        1 << 30
+        if device.type == "cpu"
+        else int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -425,12 +458,15 @@ def _combine(y, shares, out, HIDDEN: tl.constexpr, TOP: tl.constexpr, COLS: tl.c
     total = tl.zeros([COLS], tl.float32)
     for rank in tl.static_range(TOP):
         share = tl.load(shares + token * TOP + rank).to(tl.float32)
-        total += share * tl.load(y + (token * TOP + rank) * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
+        total += share * tl.load(y + (token * TOP + rank) * HIDDEN + cols, mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + token * HIDDEN + cols, total.to(out.dtype.element_ty), mask=inside)
 
 
 def combine(y: Tensor, shares: Tensor) -> Tensor:
-    """The sum of each token's y `[tokens * top_k, hidden]` by its shares `[tokens, top_k]`, in fp32, rounded once: `[tokens, hidden]`."""
+    """The sum of each token's y `[tokens * top_k, hidden]` by its shares `[tokens, top_k]`, in fp32, rounded
+    once: `[tokens, hidden]`."""
     (tokens, top_k), hidden = shares.shape, y.shape[1]
     assert len(y) == tokens * top_k, (y.shape, shares.shape)
     assert y.is_contiguous()
@@ -438,5 +474,7 @@ def combine(y: Tensor, shares: Tensor) -> Tensor:
     out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
     if tokens:
         cols = min(512, triton.next_power_of_2(hidden))
-        _combine[(tokens, triton.cdiv(hidden, cols))](y, shares, out, HIDDEN=hidden, TOP=top_k, COLS=cols, num_warps=2)
+        _combine[(tokens, triton.cdiv(hidden, cols))](
+            y, shares, out, HIDDEN=hidden, TOP=top_k, COLS=cols, num_warps=2
+        )
     return out

@@ -1,13 +1,16 @@
-"""Products of one row, or of a few, of activations with a matrix: a decode step reads every weight once, and is bound by that.
+"""Products of one row, or of a few, of activations with a matrix: a decode step reads every weight once, and
+is bound by that.
 
-Why this is safe where launches overlap. A kernel that begins before the one before it has ended reads nothing but weights, which nobody
-writes meanwhile, until `gdc_wait` has returned; that returns when all that came before has ended and can be seen. Every kernel of such a
-chain waits, so the end of one is the end of all before it. It writes nothing before the wait either.
+Why this is safe where launches overlap. A kernel that begins before the one before it has ended reads nothing
+but weights, which nobody writes meanwhile, until `gdc_wait` has returned; that returns when all that came
+before has ended and can be seen. Every kernel of such a chain waits, so the end of one is the end of all
+before it. It writes nothing before the wait either.
 
-Why it is safe to share a sum. Each program stores its part, then counts itself among those of its tile, and the count both publishes what
-was stored and shows what others have published; whoever counts last reads all parts, in their order, and leaves a zero. No other launch
-counts there meanwhile: launches of a stream wait for each other's end before they count, and a step that is recorded has counters of its
-own (`kernels.counting`).
+Why it is safe to share a sum. Each program stores its part, then counts itself among those of its tile, and
+the count both publishes what was stored and shows what others have published; whoever counts last reads all
+parts, in their order, and leaves a zero. No other launch counts there meanwhile: launches of a stream wait
+for each other's end before they count, and a step that is recorded has counters of its own
+(`kernels.counting`).
 """
 
 from dataclasses import dataclass
@@ -70,13 +73,17 @@ def _one_row(  # type: ignore[no-untyped-def]
         sums = tl.zeros([COLS, STEP], tl.float32)
         others = tl.zeros([COLS, STEP], tl.float32)
         for start in tl.range(STEP, INNER + STEP, STEP, num_stages=1):
-            row = tl.load(x + start - STEP + inner, mask=start - STEP + inner < INNER, other=0.0).to(tl.float32)[None, :]
+            row = tl.load(x + start - STEP + inner, mask=start - STEP + inner < INNER, other=0.0).to(
+                tl.float32
+            )[None, :]
             next_inside = there[:, None] & (start + inner < INNER)[None, :]
             next_w = tl.load(at + start, mask=next_inside, other=0.0, eviction_policy="evict_first")
             sums += w.to(tl.float32) * row
             w = next_w
             if GATED:
-                next_v = tl.load(at + beside + start, mask=next_inside, other=0.0, eviction_policy="evict_first")
+                next_v = tl.load(
+                    at + beside + start, mask=next_inside, other=0.0, eviction_policy="evict_first"
+                )
                 others += v.to(tl.float32) * row
                 v = next_v
         total = tl.sum(sums, 1)
@@ -100,11 +107,11 @@ def one_row(
     out: Tensor | None = None,
     tuning: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias` of one row: x `[1, in]`, weight `[out, in]` (rows strided), bias `[out]`, result `[1, out]`, in `out` if that
-    is given.
+    """`x @ weight.T + bias` of one row: x `[1, in]`, weight `[out, in]` (rows strided), bias `[out]`, result
+    `[1, out]`, in `out` if that is given.
 
-    gated: `silu(gate) * up` of a result whose first half is the gate: `[1, out / 2]`, rounded where `silu_mul` rounds.
-    Sums are float32 numbers, whatever the dtype. tuning: see `one_row_tuning`.
+    gated: `silu(gate) * up` of a result whose first half is the gate: `[1, out / 2]`, rounded where
+    `silu_mul` rounds. Sums are float32 numbers, whatever the dtype. tuning: see `one_row_tuning`.
     """
     inner, outer = x.shape[1], len(weight) // (2 if gated else 1)
     assert x.shape[0] == 1, x.shape
@@ -138,7 +145,9 @@ def one_row_tuning(inner: int, gated: bool, itemsize: int) -> tuple[int, int, in
     """The one place for constants: numbers of a program, its stretch of a row of weights, its warps."""
     if itemsize > 2:
         return (2 if gated else 4), 2048, 4
-    if inner > 4096:  # All of a row at once, although some of the stretch may be empty: nothing waits for a second.
+    if (
+        inner > 4096
+    ):  # All of a row at once, although some of the stretch may be empty: nothing waits for a second.
         return 2, 16384, 8
     if gated:
         return 2, 4096, 4
@@ -147,7 +156,8 @@ def one_row_tuning(inner: int, gated: bool, itemsize: int) -> tuple[int, int, in
 
 @triton.jit
 def _fetch(at, size):  # type: ignore[no-untyped-def]
-    """Have `size` bytes, a multiple of 16, from each address on brought to the cache; nobody waits for them."""
+    """Have `size` bytes, a multiple of 16, from each address on brought to the cache; nobody waits for
+    them."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -185,8 +195,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One of `splits` parts of the sums of COLS rows of the matrix; where GATED, these are COLS / 2 of the gate, each with its own of what
-    is gated, `outer` further on. LEFT: which of the two operands is on the left; it has 64 rows for each group of four warps."""
+    """One of `splits` parts of the sums of COLS rows of the matrix; where GATED, these are COLS / 2 of the
+    gate, each with its own of what is gated, `outer` further on. LEFT: which of the two operands is on the
+    left; it has 64 rows for each group of four warps."""
     if EARLY:
         gdc_launch_dependents()
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -213,7 +224,11 @@ def _few_rows(  # type: ignore[no-untyped-def]
         some = tl.load(x_at + k)
         if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
             w, some = w.to(tl.float32), some.to(tl.float32)
-        acc = tl.dot(some, tl.trans(w), acc, input_precision="ieee") if LEFT else tl.dot(w, tl.trans(some), acc, input_precision="ieee")
+        acc = (
+            tl.dot(some, tl.trans(w), acc, input_precision="ieee")
+            if LEFT
+            else tl.dot(w, tl.trans(some), acc, input_precision="ieee")
+        )
     last = True
     if JOINS:
         inside = row[:, None] * COLS + place[None, :] if LEFT else place[:, None] * ROWS + row[None, :]
@@ -236,13 +251,18 @@ def _few_rows(  # type: ignore[no-untyped-def]
             gate, up = tl.split(tl.reshape(total, [ROWS, WIDE, 2]))
             active = silu(gate.to(kind).to(tl.float32)).to(kind).to(tl.float32)
             total = active * up.to(kind).to(tl.float32)
-        tl.store(y + row[:, None] * s_y + number[None, :], total.to(kind), mask=(row < rows)[:, None] & (number < outer)[None, :])
+        tl.store(
+            y + row[:, None] * s_y + number[None, :],
+            total.to(kind),
+            mask=(row < rows)[:, None] & (number < outer)[None, :],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class FewRowsTuning:
-    """cols: rows of the matrix a program has; step: how much of each at a time; splits: programs that share them; stages: how many such
-    steps are under way; fetched: bytes of each row that are asked for before x is waited for; left: whether x is the left operand."""
+    """cols: rows of the matrix a program has; step: how much of each at a time; splits: programs that share
+    them; stages: how many such steps are under way; fetched: bytes of each row that are asked for before x is
+    waited for; left: whether x is the left operand."""
 
     cols: int
     step: int
@@ -262,9 +282,11 @@ def few_rows(
     out: Tensor | None = None,
     tuning: FewRowsTuning | None = None,
 ) -> Tensor:
-    """`one_row` for x `[rows, in]` (rows strided) of at most MOST_ROWS: result `[rows, out]`, or `[rows, out / 2]` where gated.
+    """`one_row` for x `[rows, in]` (rows strided) of at most MOST_ROWS: result `[rows, out]`, or `[rows, out
+    / 2]` where gated.
 
-    What is added up in which order depends on the shape of the matrix and on the rows' number, not on what the other rows hold.
+    What is added up in which order depends on the shape of the matrix and on the rows' number, not on what
+    the other rows hold.
     """
     rows, inner = x.shape
     outer = len(weight) // (2 if gated else 1)
@@ -279,7 +301,11 @@ def few_rows(
     assert inner % tuning.step == 0, (weight.shape, tuning)
     tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
     joins, early = tuning.splits > 1, launches_early()
-    parts = torch.empty(tiles * tuning.splits * tuning.cols * padded, dtype=torch.float32, device=x.device) if joins else x
+    parts = (
+        torch.empty(tiles * tuning.splits * tuning.cols * padded, dtype=torch.float32, device=x.device)
+        if joins
+        else x
+    )
     _few_rows[(tiles * tuning.splits,)](
         x,
         weight,
@@ -312,8 +338,8 @@ def few_rows(
 
 
 def suits_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows` is what to take: on GPUs that it has been measured on, where it is as fast as the library or faster, and its
-    launches overlap with others."""
+    """Whether `few_rows` is what to take: on GPUs that it has been measured on, where it is as fast as the
+    library or faster, and its launches overlap with others."""
     return (
         1 < len(x) <= MOST_ROWS
         and x.dtype.itemsize == 2
@@ -332,15 +358,19 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def few_rows_tuning(rows: int, outer: int, inner: int, many: int) -> FewRowsTuning:
-    """The one place for constants. rows: 16, 32 or 64; outer: of the matrix, `inner` numbers each; many: multiprocessors.
+    """The one place for constants. rows: 16, 32 or 64; outer: of the matrix, `inner` numbers each; many:
+    multiprocessors.
 
-    The more of the matrix a program has, the less often x is read; the fewer have all of it at once, the less is under way. Sums are
-    shared where there would be hardly a program for every fourth multiprocessor: that takes a while at the end.
+    The more of the matrix a program has, the less often x is read; the fewer have all of it at once, the less
+    is under way. Sums are shared where there would be hardly a program for every fourth multiprocessor: that
+    takes a while at the end.
     """
     left = rows > 32 and outer <= 32 * many
     cols = 32 if left else 64 if rows <= 32 or outer <= 64 * many else 128
     tiles = triton.cdiv(outer, cols)
-    splits = max(1, min(4, inner // 512)) if 4 * tiles <= many or (rows <= 32 and 3 * tiles < 1.2 * many) else 1
+    splits = (
+        max(1, min(4, inner // 512)) if 4 * tiles <= many or (rows <= 32 and 3 * tiles < 1.2 * many) else 1
+    )
     each = (cols + rows) * _STEP * 2
     room = _ROOM // (2 if cols < 128 and tiles * splits > many else 1)
     return FewRowsTuning(cols, _STEP, splits, max(2, min(8, room // each)), left=left)

@@ -1,8 +1,9 @@
-"""Kernels for the small steps between matrix products: normalisation with the residual sum, rotary positions with the write of new keys
-and values, the gated activation.
+"""Kernels for the small steps between matrix products: normalisation with the residual sum, rotary positions
+with the write of new keys and values, the gated activation.
 
-Each rounds where the reference models round, so that fused and unfused arithmetic agree to the last bit of the dtype wherever fp32 does.
-Where launches may be early (`kernels.early_launches`), each waits on the device before it reads or writes anything.
+Each rounds where the reference models round, so that fused and unfused arithmetic agree to the last bit of
+the dtype wherever fp32 does. Where launches may be early (`kernels.early_launches`), each waits on the device
+before it reads or writes anything.
 """
 
 import torch
@@ -47,7 +48,9 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     token, head = row // HEADS, row % HEADS
     cols = tl.arange(0, COLS)
     inside = (row < rows)[:, None] & (cols < DIM)[None, :]
-    value = tl.load(x + (token * s_x + head * s_x_head)[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + (token * s_x + head * s_x_head)[:, None] + cols[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     gain = tl.load(weight + cols, mask=cols < DIM, other=0.0).to(tl.float32)
     if ADDS:
         at = residual + (token * s_r + head * s_r_head)[:, None] + cols[None, :]
@@ -56,15 +59,18 @@ def _rms_norm(  # type: ignore[no-untyped-def]
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)
     unit = (value * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
-    tl.store(y + row[:, None] * DIM + cols[None, :], (unit * gain[None, :]).to(y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + row[:, None] * DIM + cols[None, :], (unit * gain[None, :]).to(y.dtype.element_ty), mask=inside
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """RMS norm over the last dim of x `[tokens, dim]` or `[tokens, heads, dim]` (strided views, last dim contiguous).
+    """RMS norm over the last dim of x `[tokens, dim]` or `[tokens, heads, dim]` (strided views, last dim
+    contiguous).
 
-    With `residual` (same shape) the sum is taken first: residual += x in place, rounded to its dtype, and that is normalised.
-    Returns y (contiguous, x's dtype) and the residual stream: `residual`, or x itself where none was given.
-    Rounding: `(x32 * rsqrt(mean(x32**2) + eps)).to(dtype) * weight`.
+    With `residual` (same shape) the sum is taken first: residual += x in place, rounded to its dtype, and
+    that is normalised. Returns y (contiguous, x's dtype) and the residual stream: `residual`, or x itself
+    where none was given. Rounding: `(x32 * rsqrt(mean(x32**2) + eps)).to(dtype) * weight`.
     """
     dim = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
@@ -104,10 +110,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
-    x, gain, cos, sin, eps, s_head, HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, NORMS: tl.constexpr,
+    x, gain, cos, sin, eps, s_head, HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr, NORMS: tl.constexpr,
     first=0,
 ):  # fmt: skip
-    """Normalise, if NORMS, ROWS heads of one token from `first` on, and rotate their pairs (i, i + HALF), in place: what was stored."""
+    """Normalise, if NORMS, ROWS heads of one token from `first` on, and rotate their pairs (i, i + HALF), in
+    place: what was stored."""
     heads, cols = first + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     inside = (heads < HEADS) & (cols < HALF)
     at = x + heads * s_head + cols
@@ -157,9 +165,11 @@ def _rope(  # type: ignore[no-untyped-def]
 
 
 def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
-    """Rotate q `[tokens, heads, dim]` and k `[tokens, kv_heads, dim]` in place (strided views): pairs (i, i + dim / 2).
+    """Rotate q `[tokens, heads, dim]` and k `[tokens, kv_heads, dim]` in place (strided views): pairs (i, i +
+    dim / 2).
 
-    cos, sin fp32 `[tokens, dim / 2]`. The arithmetic is fp32, rounded once. Without k, q may hold the heads of both.
+    cos, sin fp32 `[tokens, dim / 2]`. The arithmetic is fp32, rounded once. Without k, q may hold the heads
+    of both.
     """
     tokens, heads, dim = q.shape
     kv_heads = 0 if k is None else k.shape[1]
@@ -220,7 +230,8 @@ def _project(  # type: ignore[no-untyped-def]
     NORMS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """ROWS query heads of one token, or ROWS of its KV heads. Grid [tokens, parts]: the first parts are queries."""
+    """ROWS query heads of one token, or ROWS of its KV heads. Grid [tokens, parts]: the first parts are
+    queries."""
     in_turn(EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, COLS)[None, :]
@@ -238,7 +249,9 @@ def _project(  # type: ignore[no-untyped-def]
         value = row + (HEADS + KV_HEADS + heads) * (2 * HALF) + cols
         value_left = tl.load(value, mask=inside)
         value_right = tl.load(value + HALF, mask=inside)
-        left, right = _turn(row + HEADS * 2 * HALF, k_gain, c, s, eps, 2 * HALF, KV_HEADS, HALF, COLS, ROWS, NORMS, first)
+        left, right = _turn(
+            row + HEADS * 2 * HALF, k_gain, c, s, eps, 2 * HALF, KV_HEADS, HALF, COLS, ROWS, NORMS, first
+        )
         if slot >= 0:
             block, offset = slot // BLOCK, slot % BLOCK
             k_at = k_cache + block * s_kc_block + offset * s_kc + heads * s_kc_head + cols
@@ -261,14 +274,16 @@ def project(
     gains: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the fused projection to attention in one kernel: norms of q and k, their rotation, the write of k and v to pages.
+    """From the fused projection to attention in one kernel: norms of q and k, their rotation, the write of k
+    and v to pages.
 
-    qkv `[tokens, (heads + 2 * kv_heads) * dim]` (rows strided), of which q and k are normalised and turned in place; cos, sin fp32
-    `[tokens, dim / 2]`; gains of q and k `[dim]`, if they are normalised per head; k_cache, v_cache `[blocks, block_size, kv_heads, dim]`;
-    slots int64 `[tokens]`, block * block_size + offset, -1 writes nothing. Returns q `[tokens, heads, dim]`, k and v
-    `[tokens, kv_heads, dim]`: views of qkv.
-    Rounding: after the norm's division, after its gain, after the rotation. The squares of a head are added in another order than by
-    `rms_norm`, so that a normalised number may come out one step of the dtype beside; without norms nothing differs from `rope_`.
+    qkv `[tokens, (heads + 2 * kv_heads) * dim]` (rows strided), of which q and k are normalised and turned in
+    place; cos, sin fp32 `[tokens, dim / 2]`; gains of q and k `[dim]`, if they are normalised per head;
+    k_cache, v_cache `[blocks, block_size, kv_heads, dim]`; slots int64 `[tokens]`, block * block_size +
+    offset, -1 writes nothing. Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of
+    qkv. Rounding: after the norm's division, after its gain, after the rotation. The squares of a head are
+    added in another order than by `rms_norm`, so that a normalised number may come out one step of the dtype
+    beside; without norms nothing differs from `rope_`.
     """
     tokens, (block_size, kv_heads, dim) = len(qkv), k_cache.shape[1:]
     assert qkv.shape == (tokens, (heads + 2 * kv_heads) * dim), (qkv.shape, heads, k_cache.shape)
@@ -276,7 +291,15 @@ def project(
     assert cos.shape == sin.shape == (tokens, dim // 2), (qkv.shape, cos.shape)
     assert slots.shape == (tokens,), (slots.shape, tokens)
     assert dim % 2 == 0, dim
-    assert qkv.stride(1) == cos.stride(1) == sin.stride(1) == slots.stride(0) == k_cache.stride(3) == v_cache.stride(3) == 1
+    assert (
+        qkv.stride(1)
+        == cos.stride(1)
+        == sin.stride(1)
+        == slots.stride(0)
+        == k_cache.stride(3)
+        == v_cache.stride(3)
+        == 1
+    )
     assert qkv.dtype == k_cache.dtype == v_cache.dtype
     assert cos.dtype == sin.dtype == torch.float32
     assert slots.dtype == torch.int64, slots.dtype
@@ -285,7 +308,9 @@ def project(
     if tokens == 0:
         return views
     q_gain, k_gain = gains or (qkv, qkv)
-    assert gains is None or (q_gain.shape == k_gain.shape == (dim,) and q_gain.stride(0) == k_gain.stride(0) == 1)
+    assert gains is None or (
+        q_gain.shape == k_gain.shape == (dim,) and q_gain.stride(0) == k_gain.stride(0) == 1
+    )
     cols = triton.next_power_of_2(dim // 2)
     rows, early = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, 1024 // cols)), launches_early()
     _project[(tokens, triton.cdiv(heads, rows) + triton.cdiv(kv_heads, rows))](
@@ -341,7 +366,8 @@ def _silu_mul(  # type: ignore[no-untyped-def]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of gate_up `[tokens, 2 * width]` (gate first, rows strided): `[tokens, width]`, silu rounded before the product."""
+    """`silu(gate) * up` of gate_up `[tokens, 2 * width]` (gate first, rows strided): `[tokens, width]`, silu
+    rounded before the product."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.shape[1] == 2 * width, gate_up.shape
     assert gate_up.stride(1) == 1, gate_up.stride()
@@ -350,6 +376,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return y
     cols, early = min(1024, triton.next_power_of_2(width)), launches_early()
     _silu_mul[(tokens, triton.cdiv(width, cols))](
-        gate_up, y, gate_up.stride(0), WIDTH=width, COLS=cols, EARLY=early, num_warps=4, **early_options(early)
+        gate_up,
+        y,
+        gate_up.stride(0),
+        WIDTH=width,
+        COLS=cols,
+        EARLY=early,
+        num_warps=4,
+        **early_options(early),
     )
     return y

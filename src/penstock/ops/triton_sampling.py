@@ -1,24 +1,27 @@
 """The draw of a row's token in three looks at its logits, each by many programs at once, without a sort.
 
-What top-k and top-p leave are the tokens above a threshold, and of those that are at it the first few. The first look finds the likeliest
-token and, from what little it notes of every chunk, a bound below which the threshold cannot be. The second, which only rows with a
-threshold need, counts the tokens from the bound on and adds up their likelihood, by how far below the likeliest they are, in a thousand
-bins; so the bin of the threshold is known. The third adds up, for each chunk, the likelihood of the tokens in the bins above, and lists
-those in that bin, which are few. Among these the threshold itself is searched for. Then it is known in which chunk the number that decides
-falls, and that chunk alone is gone through, in the order of the vocabulary.
+What top-k and top-p leave are the tokens above a threshold, and of those that are at it the first few. The
+first look finds the likeliest token and, from what little it notes of every chunk, a bound below which the
+threshold cannot be. The second, which only rows with a threshold need, counts the tokens from the bound on
+and adds up their likelihood, by how far below the likeliest they are, in a thousand bins; so the bin of the
+threshold is known. The third adds up, for each chunk, the likelihood of the tokens in the bins above, and
+lists those in that bin, which are few. Among these the threshold itself is searched for. Then it is known in
+which chunk the number that decides falls, and that chunk alone is gone through, in the order of the
+vocabulary.
 
-Why this is exact. Likelihoods are whole numbers, 2**42 that of the likeliest token, and so are their sums: none is rounded, and two sums
-of the same tokens are equal wherever they were made. What would be less than one counts as impossible: a whole vocabulary of such tokens
-is 1e-7 of the likeliest one, as little as a float32 exponential may be wrong. Bounds and bins only say where to look. A bin holds an
-interval of logits, and what is in it is compared logit by logit; if that is more than the list can hold (thousands within a hundredth of
-a nat, or equal), the row is gone through instead.
+Why this is exact. Likelihoods are whole numbers, 2**42 that of the likeliest token, and so are their sums:
+none is rounded, and two sums of the same tokens are equal wherever they were made. What would be less than
+one counts as impossible: a whole vocabulary of such tokens is 1e-7 of the likeliest one, as little as a
+float32 exponential may be wrong. Bounds and bins only say where to look. A bin holds an interval of logits,
+and what is in it is compared logit by logit; if that is more than the list can hold (thousands within a
+hundredth of a nat, or equal), the row is gone through instead.
 
-Why this is deterministic. Whole numbers may be added in any order, and the order of a list changes nothing that is made of it. A row's
-result depends on its own logits and wish alone.
+Why this is deterministic. Whole numbers may be added in any order, and the order of a list changes nothing
+that is made of it. A row's result depends on its own logits and wish alone.
 
-Why this is safe. Each program counts itself in after a barrier behind all that it wrote, by an atomic addition that releases and acquires;
-the one that finds the others of its row counted sees what they wrote, and goes on alone. Nobody waits for anybody. The three looks are
-launches, which the stream orders.
+Why this is safe. Each program counts itself in after a barrier behind all that it wrote, by an atomic
+addition that releases and acquires; the one that finds the others of its row counted sees what they wrote,
+and goes on alone. Nobody waits for anybody. The three looks are launches, which the stream orders.
 """
 
 import torch
@@ -36,7 +39,8 @@ _LISTED = 4096
 _PART = 1024
 """Of a list, looked at at a time."""
 _REGISTERS = 64
-"""Of a thread, at most, of the second and the third look: four programs on a multiprocessor, and nothing spilt."""
+"""Of a thread, at most, of the second and the third look: four programs on a multiprocessor, and nothing
+spilt."""
 _FIELDS = 6
 """Of a draw: row, temperature, top-k, top-p, min-p and the number that decides."""
 _LARGEST = 1 << 20
@@ -49,10 +53,11 @@ _REACH = tl.constexpr(29.2)
 _NONE = tl.constexpr(-(1 << 31))
 """Below the integers of all numbers."""
 
-# Of a row, in the order of its tally: the integers of its likeliest token and of the bound, and all its likelihood; the bin that top-k ends
-# in, the tokens in the bins above it, and their likelihood; the bins that top-p may end in, and the likelihood above them; how many tokens
-# are listed, and how many programs have ended each look. Behind these each chunk's likelihood, each chunk's tokens that are at the
-# threshold, each bin's likelihood and each bin's tokens.
+# Of a row, in the order of its tally: the integers of its likeliest token and of the bound, and all its
+# likelihood; the bin that top-k ends in, the tokens in the bins above it, and their likelihood; the bins that
+# top-p may end in, and the likelihood above them; how many tokens are listed, and how many programs have
+# ended each look. Behind these each chunk's likelihood, each chunk's tokens that are at the threshold, each
+# bin's likelihood and each bin's tokens.
 _PEAK, _BOUND, _ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _CUT, _CUT_COUNT, _CUT_MASS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 _FIRST, _LAST, _FIRST_MASS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
@@ -83,7 +88,8 @@ def _tally_of(tally, draw, chunks, BINS: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _notes_of(notes, draw, chunks, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each chunk its likeliest logit, its least likely, its likelihood relative to the likeliest; then the likeliest of EACH groups."""
+    """Of each chunk its likeliest logit, its least likely, its likelihood relative to the likeliest; then the
+    likeliest of EACH groups."""
     return notes + draw.to(tl.int64) * chunks * (3 + EACH)
 
 
@@ -132,9 +138,13 @@ def _mass(warm, peak, least):  # type: ignore[no-untyped-def]
 def _bin(warm, order, peak, bound, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
     """In which of the equal parts of what is between the likeliest token and the bound; BINS if beyond."""
     width = peak - _number(bound)
-    scale = tl.div_rn(tl.full((), BINS - 0.5, tl.float32), tl.maximum(width, 1e-30))  # The last is half as wide, lest there be one more.
+    scale = tl.div_rn(
+        tl.full((), BINS - 0.5, tl.float32), tl.maximum(width, 1e-30)
+    )  # The last is half as wide, lest there be one more.
     place = tl.minimum(peak - warm, width) * scale
-    place = tl.where(place > 0.0, place, 0.0)  # What is infinitely below an infinite one is in the first bin too, not in none.
+    place = tl.where(
+        place > 0.0, place, 0.0
+    )  # What is infinitely below an infinite one is in the first bin too, not in none.
     return tl.where(order >= bound, place.to(tl.int32), BINS)
 
 
@@ -173,7 +183,9 @@ def _peaks(  # type: ignore[no-untyped-def]
         groups = chunk * EACH + tl.arange(0, EACH)
         tl.store(own + 3 * chunks + groups, tl.max(tl.reshape(each, [EACH, GROUP]), 1))
     elif nucleus < 1:
-        shares = tl.where(each == top, 1.0, tl.exp((each - tl.where(top > float("-inf"), top, 0.0)) * (1 / heat)))
+        shares = tl.where(
+            each == top, 1.0, tl.exp((each - tl.where(top > float("-inf"), top, 0.0)) * (1 / heat))
+        )
         tl.store(own + 2 * chunks + chunk, tl.sum(shares, 0))
     if _is_last(known + _ENDED, chunks):
         peak, bound = _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS, EACH)
@@ -183,7 +195,8 @@ def _peaks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The likeliest token by the temperature, and a number below which neither top-k nor top-p ends, unless where likelihood does."""
+    """The likeliest token by the temperature, and a number below which neither top-k nor top-p ends, unless
+    where likelihood does."""
     each = tl.arange(0, CHUNKS)
     tops = tl.div_rn(tl.load(own + each, mask=each < chunks, other=float("-inf"), cache_modifier=".cg"), heat)
     peak = tl.max(tops, 0)
@@ -192,10 +205,13 @@ def _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS: tl.constexpr, EACH: 
         floors = tl.load(own + chunks + each, mask=each < chunks, other=float("inf"), cache_modifier=".cg")
         bound = tl.maximum(bound, tl.div_rn(tl.min(floors, 0), heat))
     if most > 0:
-        # If the likeliest of as many groups are from it on, so are as many tokens. How many steps down that is, bit by bit.
+        # If the likeliest of as many groups are from it on, so are as many tokens. How many steps down that
+        # is, bit by bit.
         BITS: tl.constexpr = 10
         groups = tl.arange(0, CHUNKS * EACH)
-        highs = tl.load(own + 3 * chunks + groups, mask=groups < chunks * EACH, other=float("-inf"), cache_modifier=".cg")
+        highs = tl.load(
+            own + 3 * chunks + groups, mask=groups < chunks * EACH, other=float("-inf"), cache_modifier=".cg"
+        )
         highs = tl.div_rn(highs, heat)
         below = tl.where(highs == peak, 0.0, peak - highs)
         steps = (tl.minimum(below, 2 * _REACH) * ((1 << BITS) / _REACH)).to(tl.int32)
@@ -207,15 +223,16 @@ def _bound(own, chunks, heat, most, nucleus, VOCAB, CHUNKS: tl.constexpr, EACH: 
         enough = tl.sum(near.to(tl.int32), 0) >= most
         bound = tl.where(enough, tl.maximum(bound, tl.min(tl.where(near, highs, peak), 0)), bound)
     elif nucleus < 1:
-        # Were all tokens just below it, they would not have as much as top-p leaves out. A hundredth for what is rounded.
+        # Were all tokens just below it, they would not have as much as top-p leaves out. A hundredth for what
+        # is rounded.
         shares = tl.load(own + 2 * chunks + each, mask=each < chunks, other=0.0, cache_modifier=".cg")
         mean = tl.sum(shares * tl.where(tops == peak, 1.0, tl.exp(tops - peak)), 0) / VOCAB
         bound = tl.maximum(bound, peak + tl.minimum(tl.log((1 - nucleus).to(tl.float32) * mean), 0.0) - 0.01)
     return peak, bound
 
 
-# Where the compiler knows nothing of a row's alignment, neighbouring threads have neighbouring tokens, as atomic additions and scattered
-# stores want them; else it would first exchange all of them between threads.
+# Where the compiler knows nothing of a row's alignment, neighbouring threads have neighbouring tokens, as
+# atomic additions and scattered stores want them; else it would first exchange all of them between threads.
 @triton.jit(do_not_specialize=["s_logits"])  # type: ignore[untyped-decorator]
 def _bins(  # type: ignore[no-untyped-def]
     logits,
@@ -254,8 +271,8 @@ def _bins(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(known, masses, counts, most, nucleus, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bin that top-k ends in, BINS if there is none, and those that top-p may end in, since that depends on how many of the tokens in
-    that bin top-k leaves. Without top-p they are the same."""
+    """The bin that top-k ends in, BINS if there is none, and those that top-p may end in, since that depends
+    on how many of the tokens in that bin top-k leaves. Without top-p they are the same."""
     bins = tl.arange(0, BINS)
     cut, above = tl.full((), BINS, tl.int32), tl.full((), 0, tl.int64)
     if most > 0:
@@ -268,7 +285,10 @@ def _choose(known, masses, counts, most, nucleus, BINS: tl.constexpr):  # type: 
         passed = tl.cumsum(mass, 0)
         least = tl.sum(tl.where(bins < cut, mass, 0), 0)
         every = tl.load(known + _ALL, cache_modifier=".cg")
-        low, high = tl.where(most > 0, least, every), tl.where(most > 0, tl.sum(tl.where(bins <= cut, mass, 0), 0), every)
+        low, high = (
+            tl.where(most > 0, least, every),
+            tl.where(most > 0, tl.sum(tl.where(bins <= cut, mass, 0), 0), every),
+        )
         end = tl.minimum(cut, BINS - 1)
         first = tl.minimum(tl.sum((passed < _goal(nucleus, low)).to(tl.int32), 0), end)
         last = tl.minimum(tl.sum((passed < _goal(nucleus, high)).to(tl.int32), 0), end)
@@ -310,14 +330,18 @@ def _sums(  # type: ignore[no-untyped-def]
         unsure = ((((bins >= first) & (bins <= last)) | (bins == cut)) & (bins < BINS)).to(tl.int32)
         here = tl.sum(unsure, 0)
         if here > 0:
-            at = tl.atomic_add(known + _COUNT, here, sem="relaxed", scope="gpu").to(tl.int32) + tl.cumsum(unsure, 0) - 1
+            at = (
+                tl.atomic_add(known + _COUNT, here, sem="relaxed", scope="gpu").to(tl.int32)
+                + tl.cumsum(unsure, 0)
+                - 1
+            )
             tl.store(listed + draw * LISTED + at, ids, mask=(unsure > 0) & (at < LISTED))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(known, most, nucleus, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is known of a row before the third look: the likeliest token by the temperature, the integer of the bound, the bin that top-k
-    ends in and those that top-p may end in."""
+    """What is known of a row before the third look: the likeliest token by the temperature, the integer of
+    the bound, the bin that top-k ends in and those that top-p may end in."""
     ends = (most > 0) | (nucleus < 1)
     cut = tl.load(known + _CUT, mask=ends, other=BINS).to(tl.int32)
     first = tl.load(known + _FIRST, mask=ends, other=BINS).to(tl.int32)
@@ -346,7 +370,11 @@ def _tokens(  # type: ignore[no-untyped-def]
     known = _tally_of(tally, draw, chunks, BINS)
     place, heat, most, nucleus = _wish(asked, draw, VOCAB, FIELDS)
     peak, bound, cut, first, last = _places(known, most, nucleus, BINS)
-    row, listed, count = logits + place * s_logits, listed + draw * LISTED, tl.load(known + _COUNT).to(tl.int32)
+    row, listed, count = (
+        logits + place * s_logits,
+        listed + draw * LISTED,
+        tl.load(known + _COUNT).to(tl.int32),
+    )
     least, number = _least(asked, draw, FIELDS), tl.load(asked + draw * FIELDS + 5)
     of = (row, heat, peak, bound, listed, count, VOCAB)
     edge, few = _edge(of, known, most, nucleus, cut, first, last, BINS, LISTED, PART)
@@ -395,7 +423,8 @@ def _add(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """To each chunk's likelihood that of its tokens that were unsure and are beyond the edge, and to its ties those that are at it."""
+    """To each chunk's likelihood that of its tokens that were unsure and are beyond the edge, and to its ties
+    those that are at it."""
     _, _, peak, _, _, count, VOCAB = of
     for at in range(0, tl.where(count > LISTED, VOCAB, count), PART):
         ids, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
@@ -411,7 +440,9 @@ def _token(of, sums, chunks, least, number, edge, few, CHUNK: tl.constexpr, CHUN
     each = tl.arange(0, CHUNKS)
     masses = tl.load(sums + each, mask=each < chunks, other=0, cache_modifier=".cg")
     ties = tl.load(sums + chunks + each, mask=each < chunks, other=0, cache_modifier=".cg")
-    masses += tl.minimum(tl.maximum(few - tl.cumsum(ties, 0) + ties, 0), ties) * _mass(_number(edge), peak, least)
+    masses += tl.minimum(tl.maximum(few - tl.cumsum(ties, 0) + ties, 0), ties) * _mass(
+        _number(edge), peak, least
+    )
     total = tl.sum(masses, 0)
     goal = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
     chunk = tl.minimum(tl.sum((tl.cumsum(masses, 0) <= goal).to(tl.int32), 0), chunks - 1)
@@ -431,8 +462,8 @@ def _token(of, sums, chunks, least, number, edge, few, CHUNK: tl.constexpr, CHUN
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _unsure(of, at, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """PART of the tokens that are listed, from `at` on, or of all if the list could not hold them: ids, logits by the temperature, these
-    as integers, and bins, which beyond the end are BINS."""
+    """PART of the tokens that are listed, from `at` on, or of all if the list could not hold them: ids,
+    logits by the temperature, these as integers, and bins, which beyond the end are BINS."""
     row, heat, peak, bound, listed, count, VOCAB = of
     places = at + tl.arange(0, PART)
     ids = tl.load(listed + places, mask=(places < count) & (count <= LISTED), other=VOCAB)
@@ -444,7 +475,8 @@ def _unsure(of, at, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _concerned(of, first, last, below, at, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of these, those in bins [first, last] and beyond `below`: as integers, and in units of likelihood; the others _NONE and nothing."""
+    """Of these, those in bins [first, last] and beyond `below`: as integers, and in units of likelihood; the
+    others _NONE and nothing."""
     _, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
     inside = (bins >= first) & (bins <= last) & (bins < BINS) & (order > below)
     return tl.where(inside, order, _NONE), tl.where(inside, _mass(warm, of[2], 0.0), 0)
@@ -454,9 +486,9 @@ def _concerned(of, first, last, below, at, BINS: tl.constexpr, LISTED: tl.conste
 def _threshold(  # type: ignore[no-untyped-def]
     of, first, last, below, most, goal, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr
 ):
-    """Of the integers beyond `below` the last from which on there are `most` tokens and `goal` of likelihood in bins [first, last]: itself,
-    the tokens beyond it, their likelihood, that with all that are at it, and whether this is but one token; then that may also be anywhere
-    between the integer and the next token."""
+    """Of the integers beyond `below` the last from which on there are `most` tokens and `goal` of likelihood
+    in bins [first, last]: itself, the tokens beyond it, their likelihood, that with all that are at it, and
+    whether this is but one token; then that may also be anywhere between the integer and the next token."""
     _, _, _, _, _, count, VOCAB = of
     stop = tl.where(count > LISTED, VOCAB, count)
     highest, lowest = tl.full([PART], _NONE, tl.int32), tl.full([PART], 0x7FFFFFFF, tl.int32)
@@ -467,10 +499,19 @@ def _threshold(  # type: ignore[no-untyped-def]
         highest, lowest = tl.maximum(highest, order), tl.minimum(lowest, tl.where(inside, order, 0x7FFFFFFF))
         n, m = n + inside.to(tl.int32), m + mass
     low, high = tl.min(lowest, 0).to(tl.int64), tl.max(highest, 0).to(tl.int64) + 1
-    n_low, n_high, m_low, m_high = tl.sum(n, 0), tl.full((), 0, tl.int32), tl.sum(m, 0), tl.full((), 0, tl.int64)
+    n_low, n_high, m_low, m_high = (
+        tl.sum(n, 0),
+        tl.full((), 0, tl.int32),
+        tl.sum(m, 0),
+        tl.full((), 0, tl.int64),
+    )
     while (high - low > 1) & (n_low - n_high != 1):
         width = high - low
-        one, two, three = low + tl.maximum(width // 4, 1), low + width // 2, low + tl.maximum(width * 3 // 4, 1)
+        one, two, three = (
+            low + tl.maximum(width // 4, 1),
+            low + width // 2,
+            low + tl.maximum(width * 3 // 4, 1),
+        )
         n1, n2, n3 = tl.zeros([PART], tl.int32), tl.zeros([PART], tl.int32), tl.zeros([PART], tl.int32)
         m1, m2, m3 = tl.zeros([PART], tl.int64), tl.zeros([PART], tl.int64), tl.zeros([PART], tl.int64)
         for at in range(0, stop, PART):
@@ -478,7 +519,14 @@ def _threshold(  # type: ignore[no-untyped-def]
             in1, in2, in3 = order >= one.to(tl.int32), order >= two.to(tl.int32), order >= three.to(tl.int32)
             n1, n2, n3 = n1 + in1.to(tl.int32), n2 + in2.to(tl.int32), n3 + in3.to(tl.int32)
             m1, m2, m3 = m1 + tl.where(in1, mass, 0), m2 + tl.where(in2, mass, 0), m3 + tl.where(in3, mass, 0)
-        c1, c2, c3, s1, s2, s3 = tl.sum(n1, 0), tl.sum(n2, 0), tl.sum(n3, 0), tl.sum(m1, 0), tl.sum(m2, 0), tl.sum(m3, 0)
+        c1, c2, c3, s1, s2, s3 = (
+            tl.sum(n1, 0),
+            tl.sum(n2, 0),
+            tl.sum(n3, 0),
+            tl.sum(m1, 0),
+            tl.sum(m2, 0),
+            tl.sum(m3, 0),
+        )
         is1, is2, is3 = (c1 >= most) & (s1 >= goal), (c2 >= most) & (s2 >= goal), (c3 >= most) & (s3 >= goal)
         n_high = tl.where(is3, n_high, tl.where(is2, c3, tl.where(is1, c2, c1)))
         m_high = tl.where(is3, m_high, tl.where(is2, s3, tl.where(is1, s2, s1)))
@@ -490,7 +538,8 @@ def _threshold(  # type: ignore[no-untyped-def]
 
 
 def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
-    """See `penstock.ops.sampling.draw`. Four launches, and memory for `_BINS` pairs of int64 numbers and a list of each draw."""
+    """See `penstock.ops.sampling.draw`. Four launches, and memory for `_BINS` pairs of int64 numbers and a
+    list of each draw."""
     assert logits.dtype == torch.float32, logits.dtype
     assert logits.stride(1) == 1, logits.stride()
     assert logits.shape[1] <= _LARGEST, logits.shape
@@ -511,6 +560,32 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
     sizes = {"CHUNK": chunk, "BINS": _BINS, "FIELDS": _FIELDS, "num_warps": 8 if chunk > 1024 else 4}
     padded, stride = triton.next_power_of_2(chunks), logits.stride(0)
     _peaks[(chunks, draws)](logits, asked, tally, notes, stride, vocab, CHUNKS=padded, GROUP=_GROUP, **sizes)
-    _bins[(chunks, draws)](logits, asked, tally, notes, stride, vocab, GROUP=_GROUP, maxnreg=_REGISTERS, **sizes)
-    _sums[(chunks, draws)](logits, asked, tally, notes, listed, stride, vocab, GROUP=_GROUP, LISTED=_LISTED, maxnreg=_REGISTERS, **sizes)
-    _tokens[(draws,)](logits, asked, tally, listed, tokens, stride, vocab, CHUNKS=padded, LISTED=_LISTED, PART=_PART, **sizes)
+    _bins[(chunks, draws)](
+        logits, asked, tally, notes, stride, vocab, GROUP=_GROUP, maxnreg=_REGISTERS, **sizes
+    )
+    _sums[(chunks, draws)](
+        logits,
+        asked,
+        tally,
+        notes,
+        listed,
+        stride,
+        vocab,
+        GROUP=_GROUP,
+        LISTED=_LISTED,
+        maxnreg=_REGISTERS,
+        **sizes,
+    )
+    _tokens[(draws,)](
+        logits,
+        asked,
+        tally,
+        listed,
+        tokens,
+        stride,
+        vocab,
+        CHUNKS=padded,
+        LISTED=_LISTED,
+        PART=_PART,
+        **sizes,
+    )

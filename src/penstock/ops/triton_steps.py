@@ -1,6 +1,8 @@
-"""Kernels around a recorded decode step: what each row is and where it stands, before it; the likeliest token of each, after it.
+"""Kernels around a recorded decode step: what each row is and where it stands, before it; the likeliest token
+of each, after it.
 
-Where launches may be early (`kernels.early_launches`), each waits on the device before it reads or writes anything.
+Where launches may be early (`kernels.early_launches`), each waits on the device before it reads or writes
+anything.
 """
 
 import torch
@@ -48,15 +50,27 @@ def _place(  # type: ignore[no-untyped-def]
     """One row of the step."""
     in_turn(EARLY)
     mine = tl.program_id(0)
-    row, position, token = tl.load(given + mine), tl.load(given + count + mine), tl.load(given + 2 * count + mine)
-    whose, column, page = tl.load(given + 3 * count + mine), tl.load(given + 4 * count + mine), tl.load(given + 5 * count + mine)
+    row, position, token = (
+        tl.load(given + mine),
+        tl.load(given + count + mine),
+        tl.load(given + 2 * count + mine),
+    )
+    whose, column, page = (
+        tl.load(given + 3 * count + mine),
+        tl.load(given + 4 * count + mine),
+        tl.load(given + 5 * count + mine),
+    )
     tl.store(table + whose.to(tl.int64) * s_table + column, page)
     at, length = tl.maximum(position, 0), position + 1
     for start in range(0, (length + SIZE - 1) // SIZE, PAGES):
         ids = start + tl.arange(0, PAGES)
         there = ids * SIZE < length
         known = tl.load(table + row.to(tl.int64) * s_table + ids, mask=there, other=0)
-        tl.store(pages + mine.to(tl.int64) * s_table + ids, tl.where((ids == column) & (whose == row), page, known), mask=there)
+        tl.store(
+            pages + mine.to(tl.int64) * s_table + ids,
+            tl.where((ids == column) & (whose == row), page, known),
+            mask=there,
+        )
     last = at // SIZE
     block = tl.load(table + row.to(tl.int64) * s_table + last)
     block = tl.where((last == column) & (whose == row), page, block).to(tl.int64)
@@ -72,7 +86,9 @@ def _place(  # type: ignore[no-untyped-def]
     tl.store(sin + mine * HALF + cols, (tl.sin(angle) * factor).to(tl.float32), mask=cols < HALF)
 
 
-def place(given: Tensor, table: Tensor, newest: Tensor, frequencies: Tensor, scale: Tensor, block_size: int) -> tuple[Tensor, ...]:
+def place(
+    given: Tensor, table: Tensor, newest: Tensor, frequencies: Tensor, scale: Tensor, block_size: int
+) -> tuple[Tensor, ...]:
     """See `penstock.ops.steps.place`."""
     count, half = given.shape[1], len(frequencies)
     assert given.dtype == table.dtype == torch.int32
@@ -115,11 +131,14 @@ def place(given: Tensor, table: Tensor, newest: Tensor, frequencies: Tensor, sca
 
 @triton.jit(do_not_specialize=["vocab"])  # type: ignore[untyped-decorator]
 def _find(logits, best, vocab, s_row, CHUNK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The likeliest token of a chunk of a row: its logit, as an integer in the same order, above its id, of which the lower is greater."""
+    """The likeliest token of a chunk of a row: its logit, as an integer in the same order, above its id, of
+    which the lower is greater."""
     in_turn(EARLY)
     row = tl.program_id(0)
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    value = tl.load(logits + row.to(tl.int64) * s_row + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    value = tl.load(logits + row.to(tl.int64) * s_row + ids, mask=ids < vocab, other=float("-inf")).to(
+        tl.float32
+    )
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     key = tl.where(ids < vocab, (order << 32) | (0xFFFFFFFF - ids.to(tl.int64)), _LEAST)
@@ -153,4 +172,6 @@ def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best
     _find[(count, triton.cdiv(vocab, chunk))](
         logits, best, vocab, logits.stride(0), CHUNK=chunk, EARLY=early, num_warps=8, **early_options(early)
     )
-    _settle[(triton.cdiv(count, 128),)](best, rows, newest, tokens, count, ROWS=128, EARLY=early, num_warps=4, **early_options(early))
+    _settle[(triton.cdiv(count, 128),)](
+        best, rows, newest, tokens, count, ROWS=128, EARLY=early, num_warps=4, **early_options(early)
+    )

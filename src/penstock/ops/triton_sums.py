@@ -1,19 +1,22 @@
-"""A sum over the GPUs of one machine in one launch, through memory that all of them see, and with it the residual sum and the norm.
+"""A sum over the GPUs of one machine in one launch, through memory that all of them see, and with it the
+residual sum and the norm.
 
-A program has one row. It sends the row to the same program of every other rank, as words of 64 bits: 32 of the row, and the number of
-the sum, by which the receiver knows that they have come. So nothing is said and waited for besides, and a row crosses in the time of
-one write.
+A program has one row. It sends the row to the same program of every other rank, as words of 64 bits: 32 of
+the row, and the number of the sum, by which the receiver knows that they have come. So nothing is said and
+waited for besides, and a row crosses in the time of one write.
 
-Why this is safe. A word of 64 bits is written and read at once, so that a number never stands beside another sum's bits; no order between
-words is needed. Of each row and sender there are two slots, taken in turns. A program writes in the slot of sum n + 2 when its launch of
-sum n + 1 has ended, thus after the receiver's number n + 1 came; the receiver sent that in a launch after the one that had read sum n. A
-launch that begins before the one before it has ended waits for that end first (`in_turn`). All ranks compute the same sums, of the same
-rows, in the same order, and each row counts its own: numbers agree. They wrap around, and are compared for equality only; a slot holds the
-number of two sums ago.
+Why this is safe. A word of 64 bits is written and read at once, so that a number never stands beside another
+sum's bits; no order between words is needed. Of each row and sender there are two slots, taken in turns. A
+program writes in the slot of sum n + 2 when its launch of sum n + 1 has ended, thus after the receiver's
+number n + 1 came; the receiver sent that in a launch after the one that had read sum n. A launch that begins
+before the one before it has ended waits for that end first (`in_turn`). All ranks compute the same sums, of
+the same rows, in the same order, and each row counts its own: numbers agree. They wrap around, and are
+compared for equality only; a slot holds the number of two sums ago.
 
-Every program waits for others' programs, so all of a launch must be on the device at once: `most_rows`, one for each
-multiprocessor, are, whatever else it holds that ends by itself. Who waits looks now and then at a word in host memory, `over`, which ends
-all waiting, with results without meaning; and puts a 1 there after `limit` nanoseconds.
+Every program waits for others' programs, so all of a launch must be on the device at once: `most_rows`, one
+for each multiprocessor, are, whatever else it holds that ends by itself. Who waits looks now and then at a
+word in host memory, `over`, which ends all waiting, with results without meaning; and puts a 1 there after
+`limit` nanoseconds.
 """
 
 from dataclasses import dataclass
@@ -37,8 +40,9 @@ _TIMED = not triton.knobs.runtime.interpret
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What ranks see of each other. addresses: int64 `[1 + ranks]` on the device, of `over`, int32, and of each rank's window as this rank
-    sees it, zeros of `window_bytes`. turns: int32 `[rows]` on the device, zeros. limit: nanoseconds."""
+    """What ranks see of each other. addresses: int64 `[1 + ranks]` on the device, of `over`, int32, and of
+    each rank's window as this rank sees it, zeros of `window_bytes`. turns: int32 `[rows]` on the device,
+    zeros. limit: nanoseconds."""
 
     rank: int
     ranks: int
@@ -68,7 +72,8 @@ def _words(dim: int, dtype: torch.dtype) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What words hold, in float32: their lower halves and their upper ones, or, of float32, themselves twice."""
+    """What words hold, in float32: their lower halves and their upper ones, or, of float32, themselves
+    twice."""
     if tl.float32 == KIND:
         low = words.to(tl.float32, bitcast=True)
         high = low
@@ -187,14 +192,15 @@ def _sum(  # type: ignore[no-untyped-def]
 
 
 def sum_over_ranks(x: Tensor, shared: Shared) -> None:
-    """Puts the sum over all ranks in the place of x `[rows, dim]` (rows strided), added up in float32 in the order of ranks."""
+    """Puts the sum over all ranks in the place of x `[rows, dim]` (rows strided), added up in float32 in the
+    order of ranks."""
     _launch(x, shared)
 
 
 def sum_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shared: Shared) -> Tensor:
-    """Adds the sum of x over all ranks to `residual`, in place, and returns the norm of that, contiguous: what `sum_over_ranks` and
-    `add_rms_norm` make of it, each rounded, but that squares are added up in another order. x, residual `[rows, dim]` (rows strided),
-    weight `[dim]`. x is left as it was."""
+    """Adds the sum of x over all ranks to `residual`, in place, and returns the norm of that, contiguous:
+    what `sum_over_ranks` and `add_rms_norm` make of it, each rounded, but that squares are added up in
+    another order. x, residual `[rows, dim]` (rows strided), weight `[dim]`. x is left as it was."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert residual.shape == x.shape, (residual.shape, x.shape)
     assert residual.stride(1) == weight.stride(0) == 1, (residual.stride(), weight.stride())

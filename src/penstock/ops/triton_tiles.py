@@ -1,11 +1,12 @@
 """Attention of a few queries over one tile of keys, folded into what they have seen so far.
 
-The keys are cut into equal runs, one per worker and KV head. The queries stand where the query heads of a group stand, in rows that the
-tensor cores would otherwise multiply for nothing, so the tile is read once for all of them. Each worker leaves a partial output and
-log-sum-exp; a second small kernel folds all of them, with the state that is there, into the state: nothing is copied or merged beside.
+The keys are cut into equal runs, one per worker and KV head. The queries stand where the query heads of a
+group stand, in rows that the tensor cores would otherwise multiply for nothing, so the tile is read once for
+all of them. Each worker leaves a partial output and log-sum-exp; a second small kernel folds all of them,
+with the state that is there, into the state: nothing is copied or merged beside.
 
-Why this is safe. A partial is written by one program and read by the second kernel, which comes after the first in stream order; a row of
-the state is read and written by one program of it.
+Why this is safe. A partial is written by one program and read by the second kernel, which comes after the
+first in stream order; a row of the state is read and written by one program of it.
 """
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from penstock.ops.triton_attention import LN_2, LOG2_E, DecodeTuning, decode_tuning, multiprocessors
 
 STACKED = 32
-"""Query heads, over all queries, that may share one KV head of a tile: more would take registers from the keys in flight."""
+"""Query heads, over all queries, that may share one KV head of a tile: more would take registers from the
+keys in flight."""
 
 
 @triton.jit(do_not_specialize=["keys", "run", "queries"])  # type: ignore[untyped-decorator]
@@ -53,7 +55,9 @@ def _attend(  # type: ignore[no-untyped-def]
     if INDEXED:
         which = tl.load(index + which, mask=row_in, other=0)
     query = tl.load(
-        q + (which.to(tl.int64) * s_q + head * s_q_head)[:, None] + cols[None, :], mask=row_in[:, None] & col_in[None, :], other=0.0
+        q + (which.to(tl.int64) * s_q + head * s_q_head)[:, None] + cols[None, :],
+        mask=row_in[:, None] & col_in[None, :],
+        other=0.0,
     )
     if WIDEN:
         query = query.to(tl.float32)
@@ -113,7 +117,8 @@ def _fold(  # type: ignore[no-untyped-def]
     row = row.to(tl.int64)
     state, level_at = out + row * s_out + head * s_out_head + cols, lse + row * s_lse + head * s_lse_head
     top = tl.load(level_at)
-    # what a side that has seen nothing holds may be anything, also NaN: it is left out, not multiplied by zero
+    # what a side that has seen nothing holds may be anything, also NaN: it is left out, not multiplied by
+    # zero
     acc = tl.where(top == float("-inf"), 0.0, tl.load(state, mask=col_in, other=0.0))
     weight = tl.where(top == float("-inf"), 0.0, 1.0)
     mine = head // GROUP * ROWS + query * GROUP + head % GROUP
@@ -122,7 +127,9 @@ def _fold(  # type: ignore[no-untyped-def]
         there = worker < workers
         part = worker * kv_heads * ROWS + mine
         level = tl.load(part_lse + part, mask=there, other=float("-inf"))
-        piece = tl.load(part_out + part[:, None] * COLS + cols[None, :], mask=there[:, None] & col_in[None, :], other=0.0)
+        piece = tl.load(
+            part_out + part[:, None] * COLS + cols[None, :], mask=there[:, None] & col_in[None, :], other=0.0
+        )
         higher = tl.maximum(top, tl.max(level, 0))
         share = tl.where(there, tl.exp(level - higher), 0.0)
         fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
@@ -137,7 +144,13 @@ def fits_tile(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
     """Whether so many of these queries are few enough, and these keys laid out, for `fold_tile`."""
     heads, dim = q.shape[1:]
     few = queries == 1 or triton.next_power_of_2(queries) * heads <= STACKED * k.shape[1]
-    return bool(few and q.stride(2) == k.stride(2) == 1 and k.stride() == v.stride() and dim <= 256 and k.dtype == v.dtype == q.dtype)
+    return bool(
+        few
+        and q.stride(2) == k.stride(2) == 1
+        and k.stride() == v.stride()
+        and dim <= 256
+        and k.dtype == v.dtype == q.dtype
+    )
 
 
 def fold_tile(
@@ -151,11 +164,12 @@ def fold_tile(
     scale: float,
     tuning: DecodeTuning | None = None,
 ) -> None:
-    """Fold the attention of a few queries over all keys of a tile, which is read once, into their state, in place and exactly.
+    """Fold the attention of a few queries over all keys of a tile, which is read once, into their state, in
+    place and exactly.
 
-    q `[rows, heads, dim]`; k and v `[keys, kv_heads, dim]`, of the same strides. out, float32 `[rows, heads, dim]`, and lse, the natural
-    log-sum-exp of the scaled scores, float32 `[rows, heads]`, -inf where nothing was seen yet. index, int64: the rows that look, all if
-    nothing is said.
+    q `[rows, heads, dim]`; k and v `[keys, kv_heads, dim]`, of the same strides. out, float32 `[rows, heads,
+    dim]`, and lse, the natural log-sum-exp of the scaled scores, float32 `[rows, heads]`, -inf where nothing
+    was seen yet. index, int64: the rows that look, all if nothing is said.
     """
     heads, dim = q.shape[1:]
     keys, kv_heads, _ = k.shape

@@ -1,19 +1,25 @@
-"""Messages of any size from one process to all others on its machine: the bytes through shared memory, once for all who read them.
+"""Messages of any size from one process to all others on its machine: the bytes through shared memory, once
+for all who read them.
 
-Memory is an anonymous file, handed to the readers as an open descriptor: it has no name that could be left behind. It is cut into a ring
-of parts; a message takes as many as it needs, and a long one more than there are, one after the other. Beside it each reader has a pair
-of sockets: the writer sends a notice for every part, the reader answers each. A socket wakes who sleeps, needs nobody to poll, and
-tells at once when the other process is gone. A reader sleeps at once: a message and its answer took 29 us so on two cores, and from 39 to
-548 us where the reader looked for notices for 50 us to 1 ms first, as that kept the core from others.
+Memory is an anonymous file, handed to the readers as an open descriptor: it has no name that could be left
+behind. It is cut into a ring of parts; a message takes as many as it needs, and a long one more than there
+are, one after the other. Beside it each reader has a pair of sockets: the writer sends a notice for every
+part, the reader answers each. A socket wakes who sleeps, needs nobody to poll, and tells at once when the
+other process is gone. A reader sleeps at once: a message and its answer took 29 us so on two cores, and from
+39 to 548 us where the reader looked for notices for 50 us to 1 ms first, as that kept the core from others.
 
-Why this is safe. What is in memory is never looked at to learn whether it is there. Part `n` lies in place `n` modulo the ring's length.
-1. The writer writes a part before it sends its notice, so a reader that has received the notice sees the part: sending and receiving
-   order memory between two processors, of every kind, as a lock does.
-2. A reader copies a part before it answers, and the writer fills a place again only when all readers have answered what was there.
-3. Notices and answers carry the part's number. One that is not the next ends the channel with an error instead of a wrong message.
-4. A process that dies closes its sockets: whoever waits for it is woken with an error. It can leave no lock held, as there is none.
-A reader has at most as many answers unread as there are places, so that answering never waits. Neither side can go on with a message that
-it has broken off; both are used by a thread that no interrupt reaches.
+Why this is safe. What is in memory is never looked at to learn whether it is there. Part `n` lies in place
+`n` modulo the ring's length.
+1. The writer writes a part before it sends its notice, so a reader that has received the notice sees the
+   part: sending and receiving order memory between two processors, of every kind, as a lock does.
+2. A reader copies a part before it answers, and the writer fills a place again only when all readers have
+   answered what was there.
+3. Notices and answers carry the part's number. One that is not the next ends the channel with an error
+   instead of a wrong message.
+4. A process that dies closes its sockets: whoever waits for it is woken with an error. It can leave no lock
+   held, as there is none.
+A reader has at most as many answers unread as there are places, so that answering never waits. Neither side
+can go on with a message that it has broken off; both are used by a thread that no interrupt reaches.
 """
 
 import mmap
@@ -38,9 +44,12 @@ class Closed(DeviceError):
 
 
 class Writer:
-    """Sends to `readers` others. Their ends are `ends`, which are handed to their processes and then closed here, by `handed_over`."""
+    """Sends to `readers` others. Their ends are `ends`, which are handed to their processes and then closed
+    here, by `handed_over`."""
 
-    def __init__(self, readers: int, parts: int = PARTS, part_bytes: int = PART_BYTES, patience: float = PATIENCE) -> None:
+    def __init__(
+        self, readers: int, parts: int = PARTS, part_bytes: int = PART_BYTES, patience: float = PATIENCE
+    ) -> None:
         self._parts, self._part_bytes, self._patience = parts, part_bytes, patience
         self.memory = os.memfd_create("penstock")
         os.ftruncate(self.memory, parts * part_bytes)
@@ -57,8 +66,8 @@ class Writer:
             end.close()
 
     def send(self, message: bytes) -> None:
-        """To all readers. Returns when the last part has been sent, not received. Raises Closed if a reader is gone, and DeviceError if one
-        does not read."""
+        """To all readers. Returns when the last part has been sent, not received. Raises Closed if a reader
+        is gone, and DeviceError if one does not read."""
         size, view = self._part_bytes, memoryview(message)
         for start in range(0, max(len(view), 1), size):
             part = view[start : start + size]
@@ -87,7 +96,9 @@ class Writer:
                 try:
                     answer = line.recv(_ANSWER.size)
                 except TimeoutError:
-                    raise DeviceError(f"reader {reader} of a channel has taken nothing for {self._patience:g} s") from None
+                    raise DeviceError(
+                        f"reader {reader} of a channel has taken nothing for {self._patience:g} s"
+                    ) from None
                 except OSError as fault:
                     raise Closed(f"reader {reader} of a channel is gone: {fault}") from fault
                 if not answer:
@@ -108,7 +119,9 @@ class Writer:
 class Reader:
     """One reader's end, from the descriptors of the memory and of the socket, which it takes over."""
 
-    def __init__(self, memory: int, line: socket.socket, parts: int = PARTS, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, memory: int, line: socket.socket, parts: int = PARTS, part_bytes: int = PART_BYTES
+    ) -> None:
         self._line, self._parts, self._part_bytes = line, parts, part_bytes
         self._bytes = mmap.mmap(memory, parts * part_bytes, prot=mmap.PROT_READ)
         os.close(memory)

@@ -1,11 +1,13 @@
-"""Values of frozen dataclasses as bytes, and back: how a Plan gets to other processes. Nothing is executed, nothing is imported.
+"""Values of frozen dataclasses as bytes, and back: how a Plan gets to other processes. Nothing is executed,
+nothing is imported.
 
-The annotations are the schema, so a new field travels as soon as it is there, and one of a kind that has no code here is refused when the
-codec is made. Values are written by columns: all `start`s of all shares, then all their tokens, and so on, each column of whole numbers as
-one array in the fewest bytes that hold it. So a step of hundreds of rows takes tens of calls, not thousands.
+The annotations are the schema, so a new field travels as soon as it is there, and one of a kind that has no
+code here is refused when the codec is made. Values are written by columns: all `start`s of all shares, then
+all their tokens, and so on, each column of whole numbers as one array in the fewest bytes that hold it. So a
+step of hundreds of rows takes tens of calls, not thousands.
 
-Every value takes at least one byte, and no list is made before the message is known to be that long: a length cannot ask for more memory
-than the message takes itself, but for a constant factor.
+Every value takes at least one byte, and no list is made before the message is known to be that long: a length
+cannot ask for more memory than the message takes itself, but for a constant factor.
 """
 
 import struct
@@ -231,7 +233,10 @@ class _Many:
         if not values:
             return list(repeat(self._make(()), count))
         make = self._make
-        return [make(values[stop - length : stop]) for stop, length in zip(accumulate(lengths), lengths, strict=True)]
+        return [
+            make(values[stop - length : stop])
+            for stop, length in zip(accumulate(lengths), lengths, strict=True)
+        ]
 
     def __str__(self) -> str:
         return f"{self._make.__name__}[{self._of}]"
@@ -255,7 +260,8 @@ class _Fixed:
 
 
 class _Record:
-    """A frozen dataclass with slots, field by field. They are filled without a call of `__init__` for each, which took most of the time."""
+    """A frozen dataclass with slots, field by field. They are filled without a call of `__init__` for each,
+    which took most of the time."""
 
     def __init__(self, kind: type, of: dict[str, _Column]) -> None:
         self._kind, self._of = kind, of
@@ -302,9 +308,17 @@ def _column(kind: Any, where: str) -> _Column:
         return _Fixed([_column(one, where) for one in of])
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _Choice(list(kind), kind.__name__)
-    if isinstance(kind, type) and is_dataclass(kind) and "__slots__" in vars(kind) and not hasattr(kind, "__post_init__") and fields(kind):
+    if (
+        isinstance(kind, type)
+        and is_dataclass(kind)
+        and "__slots__" in vars(kind)
+        and not hasattr(kind, "__post_init__")
+        and fields(kind)
+    ):
         hints = get_type_hints(kind)
-        return _Record(kind, {field.name: _column(hints[field.name], f"{where}.{field.name}") for field in fields(kind)})
+        return _Record(
+            kind, {field.name: _column(hints[field.name], f"{where}.{field.name}") for field in fields(kind)}
+        )
     raise TypeError(f"{where} is of type {kind}, which no message can carry")
 
 

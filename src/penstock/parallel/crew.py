@@ -1,19 +1,23 @@
-"""Followers in processes of their own, started and watched by rank 0: each has a control socket and a pipe for what it prints, and one
-thread here looks after all of them.
+"""Followers in processes of their own, started and watched by rank 0: each has a control socket and a pipe
+for what it prints, and one thread here looks after all of them.
 
 What ends how:
-- A follower that ends or is killed closes its control socket, which the watcher sees at once. One that is stopped, or stuck in a call that
-  lets no other thread run, sends no pulse, and is taken for hung after `patience` seconds; one that is stuck in its work, but pulses, is
-  noticed by the time limit of the next collective.
-- The watcher then notes a failure that says which rank, how it ended and what it printed last, kills all followers, and aborts the
-  collectives of this process. So whoever waits for a follower gets an error: gloo's sockets are closed, NCCL is aborted.
-- A follower dies with rank 0, however that ends: the kernel kills it when the thread that started it is gone (PR_SET_PDEATHSIG), which is
-  the watcher, as that lives as long as there are followers. It would also fail to send its next pulse.
-- An interrupt from the terminal reaches all processes of its foreground group, and so does what a service manager sends to end it: rank 0
-  says when it is over. Followers are started with SIGINT and SIGTERM blocked, and ignore them.
+- A follower that ends or is killed closes its control socket, which the watcher sees at once. One that is
+  stopped, or stuck in a call that lets no other thread run, sends no pulse, and is taken for hung after
+  `patience` seconds; one that is stuck in its work, but pulses, is noticed by the time limit of the next
+  collective.
+- The watcher then notes a failure that says which rank, how it ended and what it printed last, kills all
+  followers, and aborts the collectives of this process. So whoever waits for a follower gets an error: gloo's
+  sockets are closed, NCCL is aborted.
+- A follower dies with rank 0, however that ends: the kernel kills it when the thread that started it is gone
+  (PR_SET_PDEATHSIG), which is the watcher, as that lives as long as there are followers. It would also fail
+  to send its next pulse.
+- An interrupt from the terminal reaches all processes of its foreground group, and so does what a service
+  manager sends to end it: rank 0 says when it is over. Followers are started with SIGINT and SIGTERM blocked,
+  and ignore them.
 
-Nothing has a name that could be left behind: shared memory and the store in which ranks find each other are anonymous files, sockets are
-pairs, and what gloo and NCCL listen at on the loopback goes with the processes.
+Nothing has a name that could be left behind: shared memory and the store in which ranks find each other are
+anonymous files, sockets are pairs, and what gloo and NCCL listen at on the loopback goes with the processes.
 """
 
 import logging
@@ -41,7 +45,8 @@ from penstock.parallel.store import SharedStore
 
 _LOG = logging.getLogger("penstock")
 PATIENCE = 10.0
-"""Seconds without a sign of life after which a follower is taken for hung. It gives them while it computes and waits, too."""
+"""Seconds without a sign of life after which a follower is taken for hung. It gives them while it computes
+and waits, too."""
 _START = 120.0
 """Seconds until a new process must give its first one: it imports much, perhaps from a slow disk."""
 _BOOT = 600.0
@@ -106,7 +111,8 @@ class _Child:
 
 
 class StartedCrew:
-    """A crew of processes that were started here. Its thread does all that concerns them; others look at `failure` and ask it to end."""
+    """A crew of processes that were started here. Its thread does all that concerns them; others look at
+    `failure` and ask it to end."""
 
     local = 0
 
@@ -114,7 +120,11 @@ class StartedCrew:
         self.ranks = ranks
         self.failure: DeviceError | None = None
         self._patience, self._timeout = patience, timeout
-        for standard in (0, 1, 2):  # Else what is opened next takes its place, which followers' own input and output take from it.
+        for standard in (
+            0,
+            1,
+            2,
+        ):  # Else what is opened next takes its place, which followers' own input and output take from it.
             try:
                 os.fstat(standard)
             except OSError:
@@ -132,7 +142,9 @@ class StartedCrew:
         self._fault: BaseException | None = None
 
     def start(self, target: Target, args: tuple[object, ...]) -> None:
-        self._thread = threading.Thread(target=self._watch, args=(target, args), name="penstock watcher", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, args=(target, args), name="penstock watcher", daemon=True
+        )
         try:
             self._thread.start()
         except RuntimeError:
@@ -141,7 +153,9 @@ class StartedCrew:
         while not (self._ready or self._over):
             time.sleep(1e-3)
         if self._fault is not None:
-            raise DeviceError(f"{self.ranks - 1} more processes were asked for, and one cannot be started: {self._fault}") from self._fault
+            raise DeviceError(
+                f"{self.ranks - 1} more processes were asked for, and one cannot be started: {self._fault}"
+            ) from self._fault
 
     def group(self, device: torch.device) -> Group:
         late: float | None = None
@@ -152,11 +166,17 @@ class StartedCrew:
                 late = time.monotonic() + _BOOT
             if late is not None and time.monotonic() > late:
                 missing = [child.rank for child in self._children if not child.joined]
-                raise DeviceError(f"ranks {missing} have not come within {_BOOT:g} s of the first; see what they wait for")
+                raise DeviceError(
+                    f"ranks {missing} have not come within {_BOOT:g} s of the first; see what they wait for"
+                )
             time.sleep(5e-3)
         meeting = Future[Group]()
-        threading.Thread(target=self._meet, args=(device, meeting), name="penstock meeting", daemon=True).start()
-        while not meeting.done() and self.failure is None:  # Who is gone by now would be waited for until time is over, or for ever.
+        threading.Thread(
+            target=self._meet, args=(device, meeting), name="penstock meeting", daemon=True
+        ).start()
+        while (
+            not meeting.done() and self.failure is None
+        ):  # Who is gone by now would be waited for until time is over, or for ever.
             time.sleep(1e-3)
         try:
             self._group = meeting.result(_VERDICT)
@@ -167,13 +187,16 @@ class StartedCrew:
         return self._group
 
     def _meet(self, device: torch.device, meeting: "Future[Group]") -> None:
-        """On a thread of its own, which is left to itself where a rank is gone. Why this is safe: what is made here is handed over whole,
-        by the future, or to nobody. Then it goes as garbage once its waiting ends, and until then holds nothing but its own sockets and the
-        store's file, which it has a descriptor of its own for."""
+        """On a thread of its own, which is left to itself where a rank is gone. Why this is safe: what is
+        made here is handed over whole, by the future, or to nobody. Then it goes as garbage once its waiting
+        ends, and until then holds nothing but its own sockets and the store's file, which it has a descriptor
+        of its own for."""
         try:
             shared = SharedStore(self._store, self.ranks)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                meeting.set_result(Group(shared.store, 0, self.ranks, device, timeout=self._timeout, shared=shared))
+                meeting.set_result(
+                    Group(shared.store, 0, self.ranks, device, timeout=self._timeout, shared=shared)
+                )
         except BaseException as fault:
             meeting.set_exception(fault)
 
@@ -205,7 +228,8 @@ class StartedCrew:
 
     def _watch(self, target: Target, args: tuple[object, ...]) -> None:
         try:
-            # What is blocked here is blocked in processes that are started here, from their first instruction on.
+            # What is blocked here is blocked in processes that are started here, from their first instruction
+            # on.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             for rank in range(1, self.ranks):
                 self._spawn(rank, target, args)
@@ -214,7 +238,9 @@ class StartedCrew:
             self._look_after()
         except BaseException as fault:
             self._fault = fault
-            self.failure = self.failure or DeviceError(f"the watcher of {self.ranks - 1} processes failed: {fault!r}")
+            self.failure = self.failure or DeviceError(
+                f"the watcher of {self.ranks - 1} processes failed: {fault!r}"
+            )
             self._kill()
         finally:
             for child in self._children:
@@ -226,7 +252,9 @@ class StartedCrew:
         near, far = socket.socketpair()
         output, printed = os.pipe()
         line = self._writer.ends[rank - 1].fileno()
-        start = pickle.dumps(Start(rank, self.ranks, self._writer.memory, line, self._store, self._timeout, target, args))
+        start = pickle.dumps(
+            Start(rank, self.ranks, self._writer.memory, line, self._store, self._timeout, target, args)
+        )
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD, str(far.fileno()), str(os.getpid()), *sys.path],
@@ -265,7 +293,9 @@ class StartedCrew:
                 if self._grace is not None:
                     break
                 now = time.monotonic()
-                if now - looked > 4 * PULSE:  # This process itself has been stopped, and the others may have been with it.
+                if (
+                    now - looked > 4 * PULSE
+                ):  # This process itself has been stopped, and the others may have been with it.
                     for child in self._children:
                         child.seen = now
                 looked = now
@@ -286,17 +316,25 @@ class StartedCrew:
     def _judge(self, now: float) -> bool:
         """Whether the run is over, because of a follower: if so all are killed."""
         gone = [child for child in self._children if child.gone]
-        hung = [child for child in self._children if now - child.seen > (self._patience if child.begun else _START)]
+        hung = [
+            child
+            for child in self._children
+            if now - child.seen > (self._patience if child.begun else _START)
+        ]
         if not gone and not hung:
             return False
         if gone:
             for child in gone:
                 _reap(child)
-            # One that was killed takes others with it, which end with an error of their own; not the other way round.
+            # One that was killed takes others with it, which end with an error of their own; not the other
+            # way round.
             first = min(gone, key=lambda child: (child.process.returncode or 0) >= 0)
             why = f"rank {first.rank} of {self.ranks} {first.ending()}"
         else:
-            why = f"rank {hung[0].rank} of {self.ranks} (process {hung[0].process.pid}) has given no sign for {now - hung[0].seen:.0f} s"
+            why = (
+                f"rank {hung[0].rank} of {self.ranks} (process {hung[0].process.pid}) has given no sign for "
+                f"{now - hung[0].seen:.0f} s"
+            )
         self._kill()
         self.failure = DeviceError(f"{why}; the other ranks were ended too")
         if self._group is not None:

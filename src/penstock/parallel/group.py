@@ -27,7 +27,8 @@ from penstock.parallel.store import SharedStore
 
 _LOG = logging.getLogger("penstock")
 TIMEOUT = 120.0
-"""Seconds that a rank waits for the others in a collective: as much as one may be slower than another in one layer, and far more."""
+"""Seconds that a rank waits for the others in a collective: as much as one may be slower than another in one
+layer, and far more."""
 _ENDING = 10.0
 """Seconds that closing waits for the device's collectives to end."""
 _EVER = timedelta(days=1000)
@@ -36,14 +37,17 @@ _SHORT = 1024
 
 
 class Group:
-    """The ranks of one engine, of which this process is one. All of them call the same methods in the same order, each from one thread at a
-    time; a rank that does not come, or is gone, is a DeviceError within `timeout` seconds.
+    """The ranks of one engine, of which this process is one. All of them call the same methods in the same
+    order, each from one thread at a time; a rank that does not come, or is gone, is a DeviceError within
+    `timeout` seconds.
 
-    Tensors on a CUDA device go by NCCL, in the order of the device's current stream, without waiting on the host; those on a CPU by gloo.
-    Plain values go by gloo on both. On one machine (`near`) all of that stays on its loopback.
+    Tensors on a CUDA device go by NCCL, in the order of the device's current stream, without waiting on the
+    host; those on a CPU by gloo. Plain values go by gloo on both. On one machine (`near`) all of that stays
+    on its loopback.
 
-    over: int32 `[1]` in host memory that a CUDA device reads and writes: not 0 once nobody is to wait for others there any more. It is for
-    kernels that wait by themselves, which put a 1 there when they have waited for `limit` seconds.
+    over: int32 `[1]` in host memory that a CUDA device reads and writes: not 0 once nobody is to wait for
+    others there any more. It is for kernels that wait by themselves, which put a 1 there when they have
+    waited for `limit` seconds.
     """
 
     def __init__(
@@ -57,7 +61,8 @@ class Group:
         timeout: float = TIMEOUT,
         shared: SharedStore | None = None,
     ) -> None:
-        """Returns when all ranks have come. `store`: by which they find each other; shared: what it is of, closed with the group."""
+        """Returns when all ranks have come. `store`: by which they find each other; shared: what it is of,
+        closed with the group."""
         self._shared = shared
         self.rank, self.ranks, self.device, self.near, self.limit = rank, ranks, device, near, timeout
         self._nccl: ProcessGroup | None = None
@@ -81,14 +86,17 @@ class Group:
                 plain = ProcessGroupGloo(named, rank, ranks, gloo)
             else:
                 plain = ProcessGroupGloo(named, rank, ranks, limit)
-        # A backend itself, which has a group's methods, and not the process's default group: nobody else's is disturbed.
+        # A backend itself, which has a group's methods, and not the process's default group: nobody else's is
+        # disturbed.
         self._plain: ProcessGroup | None = cast(ProcessGroup, plain)
         self._tensors: ProcessGroup | None = self._plain
         if device.type == "cuda":
             self.barrier()  # Who waits for a rank here can be told that it is gone.
             if near:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # A late rank is an error that `check` finds, not an abort().
+            os.environ.setdefault(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+            )  # A late rank is an error that `check` finds, not an abort().
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = limit
             if shared is not None:
@@ -101,23 +109,28 @@ class Group:
             torch.cuda.synchronize(device)
 
     def all_reduce(self, x: Tensor) -> None:
-        """The sum over all ranks, in place and to the same bits on each. `x` is contiguous, and of one shape and dtype on all ranks."""
+        """The sum over all ranks, in place and to the same bits on each. `x` is contiguous, and of one shape
+        and dtype on all ranks."""
         assert x.is_contiguous(), "a sum in place needs a contiguous tensor"
         with _Named(self, "a sum"):
             _wait(_open(self._tensors).allreduce([x], self._sum))
 
     def follow(self, x: Tensor) -> None:
-        """Rank 0's tensor, in place on all ranks. `x` is contiguous, and of one shape and dtype on all ranks."""
+        """Rank 0's tensor, in place on all ranks. `x` is contiguous, and of one shape and dtype on all
+        ranks."""
         assert x.is_contiguous(), "a copy in place needs a contiguous tensor"
         with _Named(self, "a copy"):
             _wait(_open(self._tensors).broadcast([x], self._first))
 
     def gather(self, x: Tensor, widths: Sequence[int] | None = None) -> Tensor:
-        """All ranks' `[..., width]` beside each other, in order of rank: `[..., sum of widths]`, on every rank.
+        """All ranks' `[..., width]` beside each other, in order of rank: `[..., sum of widths]`, on every
+        rank.
 
         The ranks tell each other their widths first, which the host waits for, unless they are given."""
         if widths is None:
-            widths = [int.from_bytes(one, "little") for one in self.exchange(x.shape[-1].to_bytes(8, "little"))]
+            widths = [
+                int.from_bytes(one, "little") for one in self.exchange(x.shape[-1].to_bytes(8, "little"))
+            ]
         assert widths[self.rank] == x.shape[-1], "a width other than was said"
         rows, widest = x.shape[:-1], max(widths)
         mine = x.contiguous()
@@ -145,7 +158,10 @@ class Group:
         size, room = len(message), _SHORT
         with _Named(self, "an exchange"):
             while True:
-                every, own = torch.empty(self.ranks, room, dtype=torch.uint8), torch.zeros(room, dtype=torch.uint8)
+                every, own = (
+                    torch.empty(self.ranks, room, dtype=torch.uint8),
+                    torch.zeros(room, dtype=torch.uint8),
+                )
                 own[: min(size + 8, room)] = _tensor(size.to_bytes(8, "little") + message)[:room]
                 _wait(_open(self._plain)._allgather_base(every.view(-1), own))
                 parts = [part.numpy().tobytes() for part in every]
@@ -155,7 +171,8 @@ class Group:
                 room = max(sizes) + 8
 
     def broadcast(self, message: bytes | None = None) -> bytes:
-        """Rank 0's message, on all ranks. The others wait for as long as it takes to come; once rank 0 is gone they learn of that."""
+        """Rank 0's message, on all ranks. The others wait for as long as it takes to come; once rank 0 is
+        gone they learn of that."""
         size = torch.tensor([len(message or b"")])
         with _Named(self, "a broadcast"):
             _wait(_open(self._plain).broadcast(size, 0, _EVER))
@@ -165,21 +182,24 @@ class Group:
         return bytes_.numpy().tobytes()
 
     def check(self) -> None:
-        """Raises DeviceError if a collective on the device has failed, which leaves its results without meaning."""
+        """Raises DeviceError if a collective on the device has failed, which leaves its results without
+        meaning."""
         if self.over.numpy()[0]:
             raise DeviceError(
-                f"a sum of rank {self.rank} is incomplete: one of {self.ranks - 1} others is gone, or has not come within {self.limit:g} s"
+                f"a sum of rank {self.rank} is incomplete: one of {self.ranks - 1} others is gone, or has "
+                f"not come within {self.limit:g} s"
             )
         if self.device.type == "cuda":
             error = cast(c10d.Backend, _open(self._tensors)).get_error()
             if error.name != "SUCCESS":
                 raise DeviceError(
-                    f"a collective of rank {self.rank} with {self.ranks - 1} others failed: {error.name}; see NCCL_DEBUG=INFO"
+                    f"a collective of rank {self.rank} with {self.ranks - 1} others failed: {error.name}; "
+                    "see NCCL_DEBUG=INFO"
                 )
 
     def abort(self) -> None:
-        """From any thread: whatever waits for other ranks on the device ends, with results without meaning. What waits for them on the host
-        ends when they are gone."""
+        """From any thread: whatever waits for other ranks on the device ends, with results without meaning.
+        What waits for them on the host ends when they are gone."""
         self.over.numpy()[0] = 1
         self._end(abort=True)
 
@@ -197,12 +217,15 @@ class Group:
             self._shared.close()
 
     def _end(self, *, abort: bool) -> threading.Thread | None:
-        """The thread that ends the device's collectives, begun by whoever asks first. NCCL's end waits until no CUDA graph is left that has
-        recorded any, and who aborts may be the one who lets go of them afterwards."""
+        """The thread that ends the device's collectives, begun by whoever asks first. NCCL's end waits until
+        no CUDA graph is left that has recorded any, and who aborts may be the one who lets go of them
+        afterwards."""
         with self._first_to_end:
             nccl, self._nccl = self._nccl, None
             if nccl is not None:
-                self._ending = threading.Thread(target=nccl.abort if abort else nccl.shutdown, name="penstock NCCL's end", daemon=True)
+                self._ending = threading.Thread(
+                    target=nccl.abort if abort else nccl.shutdown, name="penstock NCCL's end", daemon=True
+                )
                 self._ending.start()
             return self._ending
 
@@ -220,7 +243,8 @@ class _Named:
         if isinstance(fault, RuntimeError) and not isinstance(fault, torch.OutOfMemoryError):
             why = str(fault).strip().splitlines()
             raise DeviceError(
-                f"{self._what} of rank {self._group.rank} with {self._group.ranks - 1} others failed: {why[0] if why else fault!r}"
+                f"{self._what} of rank {self._group.rank} with {self._group.ranks - 1} others failed: "
+                f"{why[0] if why else fault!r}"
             ) from fault
 
 
@@ -239,4 +263,8 @@ def _wait(work: Work | None) -> None:
 
 
 def _tensor(message: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if message
+        else torch.empty(0, dtype=torch.uint8)
+    )

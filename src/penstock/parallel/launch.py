@@ -1,7 +1,8 @@
 """One process for each rank: rank 0 is the process that the user has started, and starts the others.
 
-Under torchrun all of them are there already, and torchrun watches them. Nothing is started then: rank 0 goes on as if it had started the
-others, and those become followers where they call `launch` too, which does not return there.
+Under torchrun all of them are there already, and torchrun watches them. Nothing is started then: rank 0 goes
+on as if it had started the others, and those become followers where they call `launch` too, which does not
+return there.
 """
 
 import signal
@@ -43,14 +44,18 @@ class Crew(Protocol):
         """What is to be said of a fault here: what came of a follower, if that explains it."""
 
     def close(self, grace: float = 0.0) -> None:
-        """Followers that have been told have `grace` seconds to end by themselves. Afterwards none is left."""
+        """Followers that have been told have `grace` seconds to end by themselves. Afterwards none is
+        left."""
 
 
-def launch(ranks: int, target: Target, *args: object, patience: float = PATIENCE, timeout: float = TIMEOUT) -> Crew:
-    """Start ranks 1 and up, each of which calls `target(seat, *args)`, and return to rank 0. `timeout`: of collectives, in seconds.
+def launch(
+    ranks: int, target: Target, *args: object, patience: float = PATIENCE, timeout: float = TIMEOUT
+) -> Crew:
+    """Start ranks 1 and up, each of which calls `target(seat, *args)`, and return to rank 0. `timeout`: of
+    collectives, in seconds.
 
-    Under torchrun nothing is started, and ranks 1 and up call `target` here and exit. Raises ConfigError if torchrun has started another
-    number of processes, and DeviceError if a process cannot be started.
+    Under torchrun nothing is started, and ranks 1 and up call `target` here and exit. Raises ConfigError if
+    torchrun has started another number of processes, and DeviceError if a process cannot be started.
     """
     place = launched()
     if place is not None:
@@ -68,19 +73,31 @@ def launch(ranks: int, target: Target, *args: object, patience: float = PATIENCE
 
 
 class _Launched:
-    """A process that was there already: the crew of rank 0, or the seat of another. Messages go through the group, which reaches other
-    machines too."""
+    """A process that was there already: the crew of rank 0, or the seat of another. Messages go through the
+    group, which reaches other machines too."""
 
     failure: DeviceError | None = None
 
     def __init__(self, place: Launched, timeout: float) -> None:
-        self.rank, self.ranks, self.local, self._near = place.rank, place.ranks, place.local, place.one_machine
+        self.rank, self.ranks, self.local, self._near = (
+            place.rank,
+            place.ranks,
+            place.local,
+            place.one_machine,
+        )
         self._timeout = timeout
         self._group: Group | None = None
 
     def group(self, device: torch.device) -> Group:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING)))
-        self._group = Group(PrefixStore("penstock", store), self.rank, self.ranks, device, near=self._near, timeout=self._timeout)
+        self._group = Group(
+            PrefixStore("penstock", store),
+            self.rank,
+            self.ranks,
+            device,
+            near=self._near,
+            timeout=self._timeout,
+        )
         return self._group
 
     def send(self, message: bytes) -> None:
@@ -102,7 +119,8 @@ def _launched(place: Launched, ranks: int, target: Target, args: tuple[object, .
     crew = _Launched(place, timeout)
     if crew.ranks != ranks:
         raise ConfigError(
-            f"{ranks} ranks were asked for, but torchrun has started {crew.ranks} processes; start as many as there are ranks"
+            f"{ranks} ranks were asked for, but torchrun has started {crew.ranks} processes; start as many "
+            "as there are ranks"
         )
     if crew.rank == 0:
         return crew

@@ -42,7 +42,8 @@ class Seat(Protocol):
 
 
 Target = Callable[..., None]
-"""What a follower does, from its seat and the other arguments of `launch`: a function of a module, as it is named in another process."""
+"""What a follower does, from its seat and the other arguments of `launch`: a function of a module, as it is
+named in another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ class _Follower:
 
 
 def follow(control: int) -> NoReturn:
-    """All that a started process does. It ends with the one that has started it, and without tidying up: that might wait for other ranks,
-    and the kernel does it as well."""
+    """All that a started process does. It ends with the one that has started it, and without tidying up: that
+    might wait for other ranks, and the kernel does it as well."""
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     code = 1

@@ -9,8 +9,8 @@ from torch._C._distributed_c10d import FileStore
 class SharedStore:
     """A store in a file without a name, which every rank has open.
 
-    It never ends: it would write into whatever file has the number of its own by then. Nor is its file closed as long as collectives of a
-    device are `asking`, from threads of their own, be it for ever.
+    It never ends: it would write into whatever file has the number of its own by then. Nor is its file closed
+    as long as collectives of a device are `asking`, from threads of their own, be it for ever.
     """
 
     def __init__(self, descriptor: int, ranks: int) -> None:

@@ -1,4 +1,5 @@
-"""Requests whose blocks come from another tier: whether they are brought or computed, who waits for them and how long, what came."""
+"""Requests whose blocks come from another tier: whether they are brought or computed, who waits for them and
+how long, what came."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -11,7 +12,8 @@ from penstock.step.plan import HostBlockId, Route, Transfer, TransferId
 from penstock.step.request import Request
 
 _PATIENCE, _LEAST_PATIENCE = 30.0, 0.05
-"""Seconds for which a request waits for blocks from another tier: where it is not known how long to compute them takes, and at least."""
+"""Seconds for which a request waits for blocks from another tier: where it is not known how long to compute
+them takes, and at least."""
 
 
 class Arrivals:
@@ -28,7 +30,13 @@ class Arrivals:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """promised: how many host blocks others will need."""
-        self._tiers, self._pages, self._host, self._prefixes, self._promised = tiers, pages, host, prefixes, promised
+        self._tiers, self._pages, self._host, self._prefixes, self._promised = (
+            tiers,
+            pages,
+            host,
+            prefixes,
+            promised,
+        )
         self._size = limits.block_size
         self._clock = clock
         self._awaited: dict[TransferId, Request] = {}
@@ -41,8 +49,8 @@ class Arrivals:
     # ---- setting out
 
     def fetch(self, request: Request) -> bool:
-        """Bring the request's next blocks from the host, or from the disk to the host, if they are there and that is faster than to compute
-        them. Whether it has to wait for them."""
+        """Bring the request's next blocks from the host, or from the disk to the host, if they are there and
+        that is faster than to compute them. Whether it has to wait for them."""
         usable = self._tiers.pays and request.share_prefix and request.punctual
         # While it computes the first part the rest is on its way.
         if not usable or request.meets or request.computed % self._size:
@@ -61,7 +69,9 @@ class Arrivals:
 
     def _bring_up(self, request: Request, first: int, blocks: Sequence[HostBlockId]) -> bool:
         rates, count = self._tiers.rates, len(blocks)
-        if not rates.copying_pays(count, self._size, first * self._size, self._after(request, first + count), self._clock()):
+        if not rates.copying_pays(
+            count, self._size, first * self._size, self._after(request, first + count), self._clock()
+        ):
             self._decline(request, first + count)
             return False
         id = self._tiers.bring_up(names_of(request, first, count), blocks)
@@ -125,10 +135,12 @@ class Arrivals:
             self._tiers.rates.waited()
 
     def is_late(self, request: Request) -> bool:
-        """Whether what a request waits for should have been there for so long that it would be computed by now; then it waits no more.
+        """Whether what a request waits for should have been there for so long that it would be computed by
+        now; then it waits no more.
 
-        So nobody waits much longer than it takes to load and to compute it, and what is only a little late is not thrown away. While the
-        device has yet to do what it was told before, it would compute nothing else, and copies to it wait for that too."""
+        So nobody waits much longer than it takes to load and to compute it, and what is only a little late is
+        not thrown away. While the device has yet to do what it was told before, it would compute nothing
+        else, and copies to it wait for that too."""
         assert request.arriving is not None
         # What had begun before is over by the first time that this is asked, and not sooner.
         request.since = min(request.since, self._clock())
@@ -151,7 +163,8 @@ class Arrivals:
     # ---- what came
 
     def take_in(self, transfer: Transfer, names: Names, right: int) -> None:
-        """The first `right` blocks of a transfer have come: to the host, where who waits will find them, or to pages, which are its own."""
+        """The first `right` blocks of a transfer have come: to the host, where who waits will find them, or
+        to pages, which are its own."""
         self._tiers.rates.came(transfer.id)
         request = self._awaited.pop(transfer.id, None)
         pages = transfer.pages[:right]

@@ -1,4 +1,5 @@
-"""What must hold between two steps, and of every step that is planned. Each raises AssertionError that says what does not."""
+"""What must hold between two steps, and of every step that is planned. Each raises AssertionError that says
+what does not."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -9,12 +10,18 @@ from penstock.step.request import Request
 
 
 def prove_rows(
-    running: Sequence[Request], waiting: Sequence[Request], by_row: Mapping[Row, Request], free: Sequence[Row], rows: int
+    running: Sequence[Request],
+    waiting: Sequence[Request],
+    by_row: Mapping[Row, Request],
+    free: Sequence[Row],
+    rows: int,
 ) -> None:
     """Who runs has a row of its own, who waits has nothing, and both queues are in order of turns."""
     assert sorted([*free, *by_row]) == list(range(rows)), "a row is lost or given twice"
     for queue in (running, waiting):
-        assert all(sooner.turn < later.turn for sooner, later in pairwise(queue)), "a queue is not in order of turns"
+        assert all(sooner.turn < later.turn for sooner, later in pairwise(queue)), (
+            "a queue is not in order of turns"
+        )
     for request in running:
         owner = None if request.row is None else by_row[request.row]
         assert owner is request, f"request {request.id} does not own its row"
@@ -25,7 +32,12 @@ def prove_rows(
 
 def prove_kv(request: Request, size: int) -> None:
     """What a request has computed lies in its blocks of `size` tokens, without a gap."""
-    name, paged, pages, host = f"request {request.id}", request.paged, len(request.blocks), len(request.host_blocks)
+    name, paged, pages, host = (
+        f"request {request.id}",
+        request.paged,
+        len(request.blocks),
+        len(request.host_blocks),
+    )
     assert request.computed <= request.length, f"{name} is computed beyond its end"
     assert max(host, paged + pages) * size >= request.computed, f"{name} lacks blocks for its KV"
     assert paged <= host, f"{name} has a gap between host blocks and pages"
@@ -36,7 +48,9 @@ def prove_kv(request: Request, size: int) -> None:
         assert not request.long, f"{name} is steady and long"
         assert request.steady <= pages * size, f"{name} is steady where it has no place"
         assert request.tabled == pages, f"{name} is steady, and the workers do not know of all its pages"
-        assert request.computed + 1 >= request.length, f"{name} is steady and lacks more than its newest token"
+        assert request.computed + 1 >= request.length, (
+            f"{name} is steady and lacks more than its newest token"
+        )
 
 
 def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size: int) -> None:
@@ -48,18 +62,28 @@ def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size
     for share in plan.shares:
         request = by_row[share.row]
         name, blocks = f"request {request.id}", request.host_blocks
-        assert share.cold_stop == len(blocks) * size == request.host_tabled * size, f"{name} has a wrong table of host blocks"
-        assert request.tabled == request.paged + len(request.blocks) == -(-share.stop // size), f"{name} has a wrong block table"
+        assert share.cold_stop == len(blocks) * size == request.host_tabled * size, (
+            f"{name} has a wrong table of host blocks"
+        )
+        assert request.tabled == request.paged + len(request.blocks) == -(-share.stop // size), (
+            f"{name} has a wrong block table"
+        )
         assert share.near == request.paged * size <= share.cold_stop, f"{name} has a gap before its pages"
-        assert share.cold_start == min(share.near, share.start), f"{name} reads what is neither on the host nor in pages"
+        assert share.cold_start == min(share.near, share.start), (
+            f"{name} reads what is neither on the host nor in pages"
+        )
         assert share.cold_start % size == 0, f"{name} has part of a block on the host"
-        assert share.cold_stop <= share.start or share.start % size == 0, f"{name} writes part of a block to the host"
+        assert share.cold_stop <= share.start or share.start % size == 0, (
+            f"{name} writes part of a block to the host"
+        )
         assert len(share.tokens) > 1 or share.cold_stop <= share.start, f"{name} decodes into a host block"
         for index in range(request.sealed, len(blocks)):
             assert host.is_private(blocks[index]), f"{name} writes a host block that others read"
             assert blocks[index] not in written, f"{name} writes a host block that another writes"
             ordered = sources.pop(blocks[index], None) is not None
-            assert ordered == (index * size < share.start), f"{name} reads a host block before it is written, or writes it twice"
+            assert ordered == (index * size < share.start), (
+                f"{name} reads a host block before it is written, or writes it twice"
+            )
             written.add(blocks[index])
         pages = request.blocks[max(0, share.start // size - request.paged) :]
         assert not leaving.intersection(pages), f"{name} writes a page that is copied to the host"

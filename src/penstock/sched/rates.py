@@ -1,16 +1,19 @@
-"""How fast things have gone lately: what computing takes, and bringing blocks. Measured by the work itself, never by a trial that anyone
-waits for.
+"""How fast things have gone lately: what computing takes, and bringing blocks. Measured by the work itself,
+never by a trial that anyone waits for.
 
-A step takes its time even for few tokens, and so does a transfer for few blocks. A transfer is a line: something that it takes anyway, and
-something for each block. Computing is no line: as long as the device waits for what it is told, more tokens cost nothing, and then each
-costs its share, the more the further back it looks. So it is a curve through what was measured.
+A step takes its time even for few tokens, and so does a transfer for few blocks. A transfer is a line:
+something that it takes anyway, and something for each block. Computing is no line: as long as the device
+waits for what it is told, more tokens cost nothing, and then each costs its share, the more the further back
+it looks. So it is a curve through what was measured.
 
-Why what is decided is seldom later than computing alone. Both ways are counted to the first token: bringing with the step that is left
-then, and with what is computed meanwhile, whose tokens are the cheap ones. So blocks that a step would have computed for nothing are not
-brought. What is not known counts against the disk: beyond what was measured computing is thought to be as cheap as it may be, a step of few
-tokens to take as long as one of many, the disk to be as late as it was lately and behind all that it was asked for. A disk of which nothing
-is known, or that seemed too slow, is asked for a few blocks beside while all is computed, so that nobody pays for looking. And arithmetic
-that goes on while its request waits is not measured: it would seem to take no time.
+Why what is decided is seldom later than computing alone. Both ways are counted to the first token: bringing
+with the step that is left then, and with what is computed meanwhile, whose tokens are the cheap ones. So
+blocks that a step would have computed for nothing are not brought. What is not known counts against the disk:
+beyond what was measured computing is thought to be as cheap as it may be, a step of few tokens to take as
+long as one of many, the disk to be as late as it was lately and behind all that it was asked for. A disk of
+which nothing is known, or that seemed too slow, is asked for a few blocks beside while all is computed, so
+that nobody pays for looking. And arithmetic that goes on while its request waits is not measured: it would
+seem to take no time.
 """
 
 import math
@@ -31,7 +34,8 @@ _APART = 2
 _LEAST_SPLIT = 8
 """Blocks of which some are computed and some come."""
 _FIXED = 2e-3
-"""Seconds that bringing blocks takes beside their copies: a step is planned without them, and another when they have come."""
+"""Seconds that bringing blocks takes beside their copies: a step is planned without them, and another when
+they have come."""
 _STEP = 0.02
 """Seconds that a step of few tokens may take, if less is not known and one of more tokens took as long."""
 _HOPE = 0.8
@@ -51,8 +55,8 @@ _MOST_TOLD = 128
 
 
 class Line:
-    """`first + each * count`, through the last few measurements: the middle one of the lines that any two of them give, so that one which
-    was held up does not tell. Never less than nothing."""
+    """`first + each * count`, through the last few measurements: the middle one of the lines that any two of
+    them give, so that one which was held up does not tell. Never less than nothing."""
 
     def __init__(self) -> None:
         self._seen = deque[tuple[float, float]](maxlen=_LAST)
@@ -74,8 +78,14 @@ class Line:
         return max(count for count, _ in self._seen)
 
     def fit(self) -> tuple[float, float]:
-        """`first` and `each`. Where the counts are too much alike, or what is measured is no line, nothing is said to be taken beside."""
-        apart = [(more[1] - less[1]) / (more[0] - less[0]) for less in self._seen for more in self._seen if more[0] >= _APART * less[0]]
+        """`first` and `each`. Where the counts are too much alike, or what is measured is no line, nothing is
+        said to be taken beside."""
+        apart = [
+            (more[1] - less[1]) / (more[0] - less[0])
+            for less in self._seen
+            for more in self._seen
+            if more[0] >= _APART * less[0]
+        ]
         if apart:
             each = median(apart)
             first = median([seconds - each * count for count, seconds in self._seen])
@@ -87,8 +97,9 @@ class Line:
 class Curve:
     """Seconds by the work of steps, straight between what was measured; more work never takes less.
 
-    A point for every size that was seen, twice as many as there are powers of two: the middle one of the last few measurements, so that
-    neither many steps of one size nor one that was held up says anything about others.
+    A point for every size that was seen, twice as many as there are powers of two: the middle one of the last
+    few measurements, so that neither many steps of one size nor one that was held up says anything about
+    others.
     """
 
     def __init__(self) -> None:
@@ -122,10 +133,15 @@ class Curve:
 
     @property
     def slope(self) -> float:
-        """Seconds that one more takes beyond what was measured, at least; nothing if steps were too much alike to tell."""
+        """Seconds that one more takes beyond what was measured, at least; nothing if steps were too much
+        alike to tell."""
         work, seconds = self._work[-1], self._seconds[-1]
         before = bisect_left(self._work, work / 2) - 1
-        return 0.0 if before < 0 else min((seconds - self._seconds[before]) / (work - self._work[before]), seconds / work)
+        return (
+            0.0
+            if before < 0
+            else min((seconds - self._seconds[before]) / (work - self._work[before]), seconds / work)
+        )
 
     @property
     def mean(self) -> float:
@@ -133,20 +149,24 @@ class Curve:
         return self._seconds[-1] / self._work[-1]
 
     def at(self, work: float, least: float = 0.0, dear: bool = False) -> float:
-        """least: what less work than was ever measured takes at least, if that took as long. dear: of more than that, each takes what it
-        took on average, not what one more took."""
+        """least: what less work than was ever measured takes at least, if that took as long. dear: of more
+        than that, each takes what it took on average, not what one more took."""
         index = bisect_left(self._work, work)
         if index == len(self._work):
             return self.mean * work if dear else self._seconds[-1] + self.slope * (work - self._work[-1])
         if not index:
             return max(self._seconds[0] * work / self._work[0], min(least, self._seconds[0]))
         span = self._work[index] - self._work[index - 1]
-        return self._seconds[index - 1] + (self._seconds[index] - self._seconds[index - 1]) * (work - self._work[index - 1]) / span
+        return (
+            self._seconds[index - 1]
+            + (self._seconds[index] - self._seconds[index - 1]) * (work - self._work[index - 1]) / span
+        )
 
 
 @dataclass(slots=True)
 class _Coming:
-    """Blocks under way to someone. `since`, `before`: when this way was idle last, and how many have set out since then before these."""
+    """Blocks under way to someone. `since`, `before`: when this way was idle last, and how many have set out
+    since then before these."""
 
     route: Route
     blocks: int
@@ -161,7 +181,8 @@ class Rates:
     """Seconds, unknown until something has been measured."""
 
     token: float | None = None
-    """For each of the first tokens of a long prompt. All that is known of computing as long as no step was measured; None: nothing is."""
+    """For each of the first tokens of a long prompt. All that is known of computing as long as no step was
+    measured; None: nothing is."""
     block: dict[Route, float] = field(default_factory=dict)
     beside: dict[Route, float] = field(default_factory=dict)
     """What a transfer takes beside its blocks."""
@@ -173,7 +194,8 @@ class Rates:
     _tokens: int = 0
     _seconds: float = 0.0
     _hidden: bool = False
-    """Whether some of the arithmetic under way is done while its request waits, so that it is not seen how long it takes."""
+    """Whether some of the arithmetic under way is done while its request waits, so that it is not seen how
+    long it takes."""
     _steps: Curve = field(default_factory=Curve)
     _moves: dict[Route, Line] = field(default_factory=dict)
     _coming: dict[TransferId, _Coming] = field(default_factory=dict)
@@ -183,8 +205,9 @@ class Rates:
     # ---- what was measured
 
     def stepped(self, work: float, tokens: int, seconds: float, ended: bool) -> None:
-        """A step of so many tokens. ended: whether its arithmetic was waited for, which is when all steps before it have ended too. A step
-        without any only waited, and one of newest tokens alone is of another kind: neither says anything."""
+        """A step of so many tokens. ended: whether its arithmetic was waited for, which is when all steps
+        before it have ended too. A step without any only waited, and one of newest tokens alone is of another
+        kind: neither says anything."""
         if not tokens or (work <= tokens and not self._tokens and self.doubles_at < math.inf):
             return
         self._work += work
@@ -197,11 +220,13 @@ class Rates:
             self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, False
 
     def waited(self) -> None:
-        """Who has computed something waits for blocks, while its arithmetic goes on: that is no measurement."""
+        """Who has computed something waits for blocks, while its arithmetic goes on: that is no
+        measurement."""
         self._hidden = True
 
     def abandoned(self) -> None:
-        """What is computed for somebody is wanted no more: its arithmetic goes on, and nobody waits for its end."""
+        """What is computed for somebody is wanted no more: its arithmetic goes on, and nobody waits for its
+        end."""
         self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, True
 
     def sets_out(self, id: TransferId, route: Route, blocks: int, now: float) -> None:
@@ -212,9 +237,12 @@ class Rates:
         self._coming[id] = _Coming(route, blocks, now, since, before, due)
 
     def moved(self, route: Route, blocks: int, seconds: float) -> None:
-        """Blocks have landed, so long after they set out. From a disk what came at the same time counts too; copies are measured alone."""
+        """Blocks have landed, so long after they set out. From a disk what came at the same time counts too;
+        copies are measured alone."""
         if route is Route.IN:
-            coming = next((one for one in self._coming.values() if one.route is route and one.blocks == blocks), None)
+            coming = next(
+                (one for one in self._coming.values() if one.route is route and one.blocks == blocks), None
+            )
             if coming is not None:
                 blocks, seconds = blocks + coming.before, seconds + coming.at - coming.since
             if expected := self.seconds(route, blocks):
@@ -240,8 +268,9 @@ class Rates:
         return {"steps": self._steps.points, "moves": moves, "late": self.late}
 
     def recall(self, told: object, steps: bool) -> None:
-        """What another process knew, as it was told. What is not as it should be is nothing; a disk that was only written is thought to be
-        read as fast, lest nobody who asks but once in a process ever has anything of it. steps: whether it computed as this one does."""
+        """What another process knew, as it was told. What is not as it should be is nothing; a disk that was
+        only written is thought to be read as fast, lest nobody who asks but once in a process ever has
+        anything of it. steps: whether it computed as this one does."""
         if not isinstance(told, dict):
             return
         for work, seconds in _pairs(told.get("steps")) if steps else ():
@@ -251,7 +280,9 @@ class Rates:
         moves = told.get("moves")
         if isinstance(moves, dict):
             for route in Route:
-                for blocks, seconds in _pairs(moves.get(route.name)) or (_pairs(moves.get(Route.OUT.name)) if route is Route.IN else ()):
+                for blocks, seconds in _pairs(moves.get(route.name)) or (
+                    _pairs(moves.get(Route.OUT.name)) if route is Route.IN else ()
+                ):
                     self._moves.setdefault(route, Line()).add(blocks, seconds)
                 if route in self._moves:
                     self.beside[route], self.block[route] = self._moves[route].fit()
@@ -275,8 +306,9 @@ class Rates:
         return None if per_block is None else self.beside.get(route, 0.0) + per_block * blocks
 
     def _expected(self, route: Route, blocks: int) -> float | None:
-        """Of copies up that have not been seen yet as long as of those down. From a disk with what it may be late, and of more than it was
-        seen to bring lately as if nothing was taken beside: a line through few goes anywhere."""
+        """Of copies up that have not been seen yet as long as of those down. From a disk with what it may be
+        late, and of more than it was seen to bring lately as if nothing was taken beside: a line through few
+        goes anywhere."""
         seconds = self.seconds(route, blocks)
         if seconds is None and route is Route.UP:
             return self.seconds(Route.DOWN, blocks)
@@ -288,7 +320,8 @@ class Rates:
         return seconds * (1 + self.late)
 
     def queued(self, route: Route, now: float) -> float:
-        """Seconds until what is under way has come. What is late is thought to take as long again as it is late."""
+        """Seconds until what is under way has come. What is late is thought to take as long again as it is
+        late."""
         coming = [one for one in self._coming.values() if one.route is route]
         return max(0.0, coming[-1].due - now, now - coming[0].due) if coming else 0.0
 
@@ -303,9 +336,11 @@ class Rates:
 
     # ---- what is decided
 
-    def loading_pays(self, seconds: float | None, start: int, tokens: int, after: int = 0, dear: bool = False) -> bool:
-        """Whether to bring blocks of so many tokens from this position on, which takes so long, rather than compute them, where `after`
-        more are computed then. What is not known is tried. dear: as for Curve."""
+    def loading_pays(
+        self, seconds: float | None, start: int, tokens: int, after: int = 0, dear: bool = False
+    ) -> bool:
+        """Whether to bring blocks of so many tokens from this position on, which takes so long, rather than
+        compute them, where `after` more are computed then. What is not known is tried. dear: as for Curve."""
         if seconds is None or self.token is None:
             return True
         # A step of the last tokens alone takes its time too.
@@ -313,10 +348,16 @@ class Rates:
         return seconds + _FIXED < _SURE * spared
 
     def copying_pays(self, blocks: int, size: int, start: int, after: int, now: float) -> bool:
-        """Whether blocks of `size` tokens each are brought from the host rather than computed, and the `after` tokens after them. Of more
-        tokens than were ever computed copies are nearly always faster."""
+        """Whether blocks of `size` tokens each are brought from the host rather than computed, and the
+        `after` tokens after them. Of more tokens than were ever computed copies are nearly always faster."""
         seconds = self._expected(Route.UP, blocks)
-        if self.loading_pays(None if seconds is None else self.queued(Route.UP, now) + seconds, start, blocks * size, after, True):
+        if self.loading_pays(
+            None if seconds is None else self.queued(Route.UP, now) + seconds,
+            start,
+            blocks * size,
+            after,
+            True,
+        ):
             return True
         # Next time the way up is thought to be a little faster, if that would help.
         if self.loading_pays(0.0, start, blocks * size, after) and Route.UP in self._moves:
@@ -324,9 +365,12 @@ class Rates:
             self.beside[Route.UP], self.block[Route.UP] = self._moves[Route.UP].fit()
         return False
 
-    def computed_first(self, blocks: int, size: int, start: int, after: int = 1, now: float = 0.0, up: bool = True) -> int:
-        """Of so many blocks on disk, of `size` tokens each and from this position on, how many of the first had better be computed while
-        the rest comes, so that both are done at once. All of them where what would be left to come is not worth the waiting.
+    def computed_first(
+        self, blocks: int, size: int, start: int, after: int = 1, now: float = 0.0, up: bool = True
+    ) -> int:
+        """Of so many blocks on disk, of `size` tokens each and from this position on, how many of the first
+        had better be computed while the rest comes, so that both are done at once. All of them where what
+        would be left to come is not worth the waiting.
 
         after: tokens that are computed then. up: whether blocks are copied to the device when they have come.
         """
@@ -357,8 +401,9 @@ class Rates:
         return front
 
     def look_again(self) -> int:
-        """The disk seems too slow. How many blocks had better come all the same, for nobody: a few, soon again at first and then now and
-        then, so that it is seen when it is fast enough. None while others come."""
+        """The disk seems too slow. How many blocks had better come all the same, for nobody: a few, soon
+        again at first and then now and then, so that it is seen when it is fast enough. None while others
+        come."""
         if any(coming.route is Route.IN for coming in self._coming.values()):
             return 0
         self._declined += 1
@@ -366,13 +411,17 @@ class Rates:
 
 
 def _pairs(told: object) -> list[tuple[float, float]]:
-    """A list of counts and seconds; none if there is anything else in it, or what cannot have been measured."""
+    """A list of counts and seconds; none if there is anything else in it, or what cannot have been
+    measured."""
     if not isinstance(told, list) or len(told) > _MOST_TOLD:
         return []
     pairs = [tuple(pair) for pair in told if isinstance(pair, list | tuple) and len(pair) == 2]
     right = [
         (float(count), float(seconds))
         for count, seconds in pairs
-        if isinstance(count, int | float) and isinstance(seconds, int | float) and 1 <= count <= 1e12 and 1e-7 <= seconds <= 1e6
+        if isinstance(count, int | float)
+        and isinstance(seconds, int | float)
+        and 1 <= count <= 1e12
+        and 1e-7 <= seconds <= 1e6
     ]
     return right if len(right) == len(told) else []

@@ -18,12 +18,13 @@ class Limits:
     max_length: int
     """Tokens of a request, prompt and output together."""
     long_from: int | None = None
-    """Tokens, prompt and output together, from which a request is long; None, or more than KV on the device holds, is what that does not
-    hold. Without host blocks no request is long."""
+    """Tokens, prompt and output together, from which a request is long; None, or more than KV on the device
+    holds, is what that does not hold. Without host blocks no request is long."""
     recent: int = 2
     """Newest full blocks of a long request that are on the device alone."""
     near: int | None = None
-    """Most blocks of a long request that are both on the host and on the device; None is as many as there are pages to spare."""
+    """Most blocks of a long request that are both on the host and on the device; None is as many as there are
+    pages to spare."""
 
 
 class Name(NamedTuple):
@@ -54,7 +55,8 @@ class Names:
 class PrefixRule:
     """How prefixes are named, so that equal names mean equal KV.
 
-    With dynamic rope the KV of a prompt longer than `length_matters_from` depends on the prompt's length, which then enters the root.
+    With dynamic rope the KV of a prompt longer than `length_matters_from` depends on the prompt's length,
+    which then enters the root.
     """
 
     root: bytes

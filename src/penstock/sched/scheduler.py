@@ -1,11 +1,13 @@
-"""Decides each step: who runs, which tokens are computed, into which blocks, who has to wait. Integers only; it never sees a tensor.
+"""Decides each step: who runs, which tokens are computed, into which blocks, who has to wait. Integers only;
+it never sees a tensor.
 
-There is no prefill phase. A request has tokens, some of them computed; every step brings it closer to its own length, and when it has
-caught up its last position yields one more token.
+There is no prefill phase. A request has tokens, some of them computed; every step brings it closer to its own
+length, and when it has caught up its last position yields one more token.
 
-The KV of a long request rests in host blocks, where there are any. Its chunks are whole blocks, which go there at once; only what the
-last one leaves over, and what is decoded, goes to pages of the device alone: the tail. Of the tail's full blocks the newest few stay.
-The last of the blocks that are on the host are near: in pages as well, as long as nobody else needs these, and so need not stream.
+The KV of a long request rests in host blocks, where there are any. Its chunks are whole blocks, which go
+there at once; only what the last one leaves over, and what is decoded, goes to pages of the device alone: the
+tail. Of the tail's full blocks the newest few stay. The last of the blocks that are on the host are near: in
+pages as well, as long as nobody else needs these, and so need not stream.
 """
 
 from bisect import insort
@@ -43,11 +45,12 @@ from penstock.step.request import FinishReason, Phase, Request
 _AHEAD = 4
 """Host blocks of a long request that no transfer takes."""
 _EARLY = 2
-"""Tokens before a request would be too long for the device it becomes long: its newest one still has a place there, and the next not."""
+"""Tokens before a request would be too long for the device it becomes long: its newest one still has a place
+there, and the next not."""
 
 _SMOOTH, _SMOOTHEST = 8, 4096
-"""Steps after which twice as much is tried again, where one was too large for the memory; twice as many each time that it was, and at
-most."""
+"""Steps after which twice as much is tried again, where one was too large for the memory; twice as many each
+time that it was, and at most."""
 _LOOKED_AT = 8
 """Requests in the queue for which one in the midst of its prompt makes room, at most."""
 
@@ -71,11 +74,13 @@ class Event:
 
 
 class Scheduler:
-    """Owns the requests and, through the ledgers, the blocks. One thread; plans are committed in the order in which they were made.
+    """Owns the requests and, through the ledgers, the blocks. One thread; plans are committed in the order in
+    which they were made.
 
-    `plan` and `commit` alternate, or a step runs ahead: when it has begun, `run_ahead` lets the next be planned before it is committed,
-    where `may_run_ahead`. A request's newest token is then UNKNOWN to the plan. If it turns out to end the request, what the
-    later step computes of that request is dropped: it wrote only where nobody else reads, before anyone is given that room.
+    `plan` and `commit` alternate, or a step runs ahead: when it has begun, `run_ahead` lets the next be
+    planned before it is committed, where `may_run_ahead`. A request's newest token is then UNKNOWN to the
+    plan. If it turns out to end the request, what the later step computes of that request is dropped: it
+    wrote only where nobody else reads, before anyone is given that room.
 
     With `host` blocks, a step has room for one block of tokens, and for two tokens.
     """
@@ -94,16 +99,27 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         check: bool = False,
     ) -> None:
-        """alike: whether blocks on the host are what they are on the device. store: when full blocks of short requests go to the host.
+        """alike: whether blocks on the host are what they are on the device. store: when full blocks of short
+        requests go to the host.
 
-        disk: what is there; it comes by way of host blocks. doubles_at: the position at which a token takes twice as long to compute.
+        disk: what is there; it comes by way of host blocks. doubles_at: the position at which a token takes
+        twice as long to compute.
         """
         least = max(2, limits.block_size)
-        assert host is None or limits.max_step_tokens >= least, f"a step of {limits.max_step_tokens} tokens, {least} needed for host blocks"
+        assert host is None or limits.max_step_tokens >= least, (
+            f"a step of {limits.max_step_tokens} tokens, {least} needed for host blocks"
+        )
         self.ledger = ledger
         self.host = HostLedger(0) if host is None else host
         step_blocks = -(-limits.max_step_tokens // limits.block_size)
-        self.tiers = Tiers(ledger, self.host, alike=alike, store=store if prefixes.share else "off", disk=disk, step_blocks=step_blocks)
+        self.tiers = Tiers(
+            ledger,
+            self.host,
+            alike=alike,
+            store=store if prefixes.share else "off",
+            disk=disk,
+            step_blocks=step_blocks,
+        )
         self.tiers.rates.doubles_at = doubles_at
         self.limits = limits
         self.prefixes = prefixes
@@ -126,17 +142,25 @@ class Scheduler:
         self._flights: deque[list[Request]] = deque()
         """Of plans that are not committed yet, whose the shares are."""
         self._step_tokens, self._step_rows = limits.max_step_tokens, limits.max_sequences
-        """Most tokens and requests of a step: fewer than the limits for a while after one was too large for the memory."""
+        """Most tokens and requests of a step: fewer than the limits for a while after one was too large for
+        the memory."""
         self._smooth, self._wait = 0, 0
         """Steps since then, and before more is tried."""
         self.preemptions = 0
         self.wrong = 0
         """Answers that ended because logits were not numbers."""
         self._longest_short = ledger.blocks * limits.block_size + 1
-        # What the host holds and a block of tail: after a preemption all full blocks are computed into host blocks.
+        # What the host holds and a block of tail: after a preemption all full blocks are computed into host
+        # blocks.
         most = (self.host.blocks + 1) * limits.block_size if self.host.blocks else 0
-        self._longest_long = most if ledger.blocks >= self._needs.long_pages else min(most, self._longest_short)
-        self._long_from = self._longest_short + 1 if limits.long_from is None else min(self._longest_short + 1, limits.long_from)
+        self._longest_long = (
+            most if ledger.blocks >= self._needs.long_pages else min(most, self._longest_short)
+        )
+        self._long_from = (
+            self._longest_short + 1
+            if limits.long_from is None
+            else min(self._longest_short + 1, limits.long_from)
+        )
 
     @property
     def busy(self) -> bool:
@@ -157,18 +181,26 @@ class Scheduler:
 
     @property
     def longest(self) -> int:
-        """Most tokens a request may have: the context's end or, if that is less, what KV on the device holds, or on the host.
+        """Most tokens a request may have: the context's end or, if that is less, what KV on the device holds,
+        or on the host.
 
         The last token of an output is never an input, so it needs no place in a block.
         """
         return min(self.limits.max_length, max(self._longest_short, self._longest_long))
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None = None, priority: int = 0, salt: bytes = b""
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
     ) -> RequestId:
-        """Queue a request, before those of a higher number. Raises RequestError if it could never be served, before anything is changed.
+        """Queue a request, before those of a higher number. Raises RequestError if it could never be served,
+        before anything is changed.
 
-        Without `max_tokens` it may have all the room there is, and is long at once for its prompt, or when its output has grown.
+        Without `max_tokens` it may have all the room there is, and is long at once for its prompt, or when
+        its output has grown.
         """
         room = self.admissible(len(prompt), max_tokens)
         request = Request(
@@ -194,10 +226,13 @@ class Scheduler:
         if not self._waiting or self._waiting[-1].turn < request.turn:
             self._waiting.append(request)
         else:
-            self._waiting.insert(sum(1 for _ in takewhile(lambda other: other.turn < request.turn, self._waiting)), request)
+            self._waiting.insert(
+                sum(1 for _ in takewhile(lambda other: other.turn < request.turn, self._waiting)), request
+            )
 
     def admissible(self, prompt: int, max_tokens: int | None, *, or_more: bool = False) -> int:
-        """Most tokens of output that a prompt of so many may have. From any thread. Raises RequestError if it could never be served.
+        """Most tokens of output that a prompt of so many may have. From any thread. Raises RequestError if it
+        could never be served.
 
         or_more: whether it may have more tokens than that, for all that is known."""
         room = self.longest - prompt
@@ -208,25 +243,38 @@ class Scheduler:
         return room
 
     def _becomes_long(self, request: Request, reach: int) -> bool:
-        """Whether a request that comes to `reach` tokens, if it may have so many, is long: it is not if it does not fit as such."""
+        """Whether a request that comes to `reach` tokens, if it may have so many, is long: it is not if it
+        does not fit as such."""
         most = request.prompt_length + request.max_tokens
         return min(reach, most) >= self._long_from and most <= self._longest_long
 
     def _refusal(self, prompt: int, max_tokens: int | None, *, or_more: bool) -> str:
-        asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
+        asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (
+            f" and {max_tokens} of output" if max_tokens else ""
+        )
         if self.longest == self.limits.max_length or not self.host.blocks:
             context = self.longest == self.limits.max_length
-            what, more = ("the context holds", "more length") if context else ("the KV blocks hold", "more memory, or KV in host memory")
+            what, more = (
+                ("the context holds", "more length")
+                if context
+                else ("the KV blocks hold", "more memory, or KV in host memory")
+            )
             return f"the request has {asked}, but {what} {self.longest} in all; shorten it, or allow {more}"
         size, total = self.limits.block_size, prompt + (max_tokens or 1)
         needed = []
         if total > (self.host.blocks + 1) * size:
-            needed.append(f"host memory or disk for {(total - 1) // size * size} tokens of KV ({self.host.blocks * size} now)")
+            needed.append(
+                f"host memory or disk for {(total - 1) // size * size} tokens of KV "
+                f"({self.host.blocks * size} now)"
+            )
         if self.ledger.blocks < self._needs.long_pages:
             needed.append(f"{self._needs.long_pages} KV blocks on the device ({self.ledger.blocks} now)")
         if total > self.limits.max_length:
             needed.append(f"a max_length of {total} ({self.limits.max_length} now)")
-        return f"the request has {asked}, but KV has room for {self.longest} in all; shorten it, or allow {' and '.join(needed)}"
+        return (
+            f"the request has {asked}, but KV has room for {self.longest} in all; shorten it, or allow "
+            f"{' and '.join(needed)}"
+        )
 
     def stop(self, id: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request now, wherever it is, and free what it holds. False if it has already ended."""
@@ -242,7 +290,8 @@ class Scheduler:
         self._end(request, reason)
         return True
 
-    # -- plan ----------------------------------------------------------------------------------------------------------------
+    # -- plan
+    # --------------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """The next step. Empty only if there is nothing to do."""
@@ -253,7 +302,9 @@ class Scheduler:
         admissions = [] if preempted else list(self._admit(shares, budget, whole))
         if runs := [share for share in shares if len(share.tokens) > 1]:
             shares = [share for share in shares if len(share.tokens) == 1] + runs
-        plan = Plan(tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan(self._cold_promised()))
+        plan = Plan(
+            tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan(self._cold_promised())
+        )
         if shares:
             self._flights.append([self._by_row[share.row] for share in shares])
         if self._check:
@@ -263,8 +314,8 @@ class Scheduler:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step may be planned before the last is committed. Where long requests are it may not: what they send to the
-        host is named when it is committed, and the next step reads it."""
+        """Whether the next step may be planned before the last is committed. Where long requests are it may
+        not: what they send to the host is named when it is committed, and the next step reads it."""
         return not self._long
 
     def run_ahead(self, plan: Plan) -> None:
@@ -276,15 +327,18 @@ class Scheduler:
                 request.ending = len(request.tokens) - len(request.prompt) >= request.max_tokens
 
     def _plan_running(self, shares: list[Share]) -> tuple[int, bool, bool]:
-        """Shares for the running, oldest first. Returns the tokens left in the step, whether these are only for prompts that they finish,
-        and whether anyone had to go.
+        """Shares for the running, oldest first. Returns the tokens left in the step, whether these are only
+        for prompts that they finish, and whether anyone had to go.
 
-        Every request that only lacks its newest token gets it, so a long prompt never holds up others: chunks take what is left. One that
-        is not finished in this step leaves up to half of that to prompts which can be, behind it or in the queue: so there is never more
-        than one in the midst of its prompt, and nobody waits for that one.
+        Every request that only lacks its newest token gets it, so a long prompt never holds up others: chunks
+        take what is left. One that is not finished in this step leaves up to half of that to prompts which
+        can be, behind it or in the queue: so there is never more than one in the midst of its prompt, and
+        nobody waits for that one.
         """
         running = self._running
-        budget = self._step_tokens - sum([len(request.tokens) - request.computed == 1 for request in running if not request.ending])
+        budget = self._step_tokens - sum(
+            [len(request.tokens) - request.computed == 1 for request in running if not request.ending]
+        )
         before = self.preemptions
         position, whole = 0, False
         while position < len(running):
@@ -292,7 +346,17 @@ class Scheduler:
             start = request.computed
             if start < request.steady and not request.ending and len(request.tokens) - start == 1:
                 assert request.row is not None
-                shares.append(Share(request.row, start, (request.tokens[start],), request.tabled, (), True, len(request.prompt)))
+                shares.append(
+                    Share(
+                        request.row,
+                        start,
+                        (request.tokens[start],),
+                        request.tabled,
+                        (),
+                        True,
+                        len(request.prompt),
+                    )
+                )
                 request.computed = start + 1
                 position += 1
                 continue
@@ -318,7 +382,9 @@ class Scheduler:
                     position += 1  # They will be free when the step under way is over.
                     continue
                 if self._needs.is_chunk(request) and not request.blocks:
-                    request.near -= min(request.near, max(0, self._needs.pages(request, count) - self.ledger.available))
+                    request.near -= min(
+                        request.near, max(0, self._needs.pages(request, count) - self.ledger.available)
+                    )
                 if not self._make_room(position, count):
                     lacking = self._needs.pages(request, count) - self.ledger.available
                     if 0 < lacking <= self.tiers.pages_held:
@@ -331,12 +397,14 @@ class Scheduler:
         return budget, whole, self.preemptions > before
 
     def _chunk(self, request: Request, budget: int, whole: bool) -> int:
-        """Tokens that a request computes of its prompt; none if they do not finish it where only `whole` prompts go on."""
+        """Tokens that a request computes of its prompt; none if they do not finish it where only `whole`
+        prompts go on."""
         count = self._needs.chunk(request, max(budget, 0))
         return count if not whole or request.computed + count == self._needs.goal(request) else 0
 
     def _wanted(self, most: int) -> int:
-        """Of at most so many tokens, those that the first in the queue want, whose prompts are finished by them and have room."""
+        """Of at most so many tokens, those that the first in the queue want, whose prompts are finished by
+        them and have room."""
         wanted, pages = 0, self.ledger.available - sum(map(self._tail, self._running))
         for request in islice(self._waiting, min(_LOOKED_AT, len(self._rows))):
             lacking = request.length - self._found(request)
@@ -355,10 +423,12 @@ class Scheduler:
         return size * sum(1 for _ in takewhile(lambda key: self.ledger.find(key) is not None, keys))
 
     def _make_room(self, position: int, count: int) -> bool:
-        """Preempts until the running request has the blocks for `count` more positions. False if it has to go itself.
+        """Preempts until the running request has the blocks for `count` more positions. False if it has to go
+        itself.
 
-        Only requests behind it are preempted, and they have no share yet: the last that has such blocks, of those that need
-        pages of the device short ones first, since they are sooner computed again. Before anyone goes, near pages do.
+        Only requests behind it are preempted, and they have no share yet: the last that has such blocks, of
+        those that need pages of the device short ones first, since they are sooner computed again. Before
+        anyone goes, near pages do.
         """
         request = self._running[position]
         while True:
@@ -366,17 +436,25 @@ class Scheduler:
             if lacking > 0 and self._give_near(self._running[position:], lacking):
                 continue
             lacks_pages = lacking > 0
-            if not lacks_pages and (not request.long or self._needs.host(request, count) <= self.host.available):
+            if not lacks_pages and (
+                not request.long or self._needs.host(request, count) <= self.host.available
+            ):
                 return True
-            behind = [other for other in self._running[position + 1 :] if (other.blocks if lacks_pages else other.long)]
+            behind = [
+                other
+                for other in self._running[position + 1 :]
+                if (other.blocks if lacks_pages else other.long)
+            ]
             if not behind:
                 return False
             self._preempt(max(behind, key=lambda other: (lacks_pages and not other.long, other.turn)))
 
     def _admit(self, shares: list[Share], budget: int, whole: bool) -> Iterator[Admission]:
-        """Requests from the queue, each in its turn, while tokens, rows and blocks for their whole length are there.
+        """Requests from the queue, each in its turn, while tokens, rows and blocks for their whole length are
+        there.
 
-        Whose prompt comes from another tier is admitted without tokens. whole: whether tokens are only for prompts that they finish.
+        Whose prompt comes from another tier is admitted without tokens. whole: whether tokens are only for
+        prompts that they finish.
         """
         while self._waiting and self._rows and len(self._running) < self._step_rows:
             request = self._waiting[0]
@@ -393,7 +471,9 @@ class Scheduler:
             request.phase, request.row = Phase.RUNNING, self._rows.pop()
             self._by_row[request.row] = request
             insort(self._running, request, key=lambda other: other.turn)
-            yield Admission(request.row, request.sampling, request.prompt, tuple(request.tokens[request.prompt_length :]))
+            yield Admission(
+                request.row, request.sampling, request.prompt, tuple(request.tokens[request.prompt_length :])
+            )
             if comes:
                 continue
             if request.computed + count < self._needs.goal(request):
@@ -403,16 +483,19 @@ class Scheduler:
             shares.append(self._share(request, count))
 
     def _is_full(self, *newcomers: Request) -> bool:
-        """Whether one more, with a token in each step, would leave less than a block of tokens to a long prompt that is not done with.
+        """Whether one more, with a token in each step, would leave less than a block of tokens to a long
+        prompt that is not done with.
 
-        Who is admitted without tokens is not held back by the tokens of a step, and has one in each as soon as its blocks have come."""
+        Who is admitted without tokens is not held back by the tokens of a step, and has one in each as soon
+        as its blocks have come."""
         yet = any(map(self._needs.is_chunk, (*self._running, *newcomers)))
         return yet and len(self._running) + self.limits.block_size > self._step_tokens
 
     def _has_room(self, request: Request) -> bool:
         """Whether there are blocks for a newcomer's whole length, on the device and on the host.
 
-        Every running request keeps a block in reserve, or the newcomer would be preempted as soon as they grow; a long one its tail.
+        Every running request keeps a block in reserve, or the newcomer would be preempted as soon as they
+        grow; a long one its tail.
         """
         cold = self._needs.host(request, request.length - request.computed)
         cold += sum(other.long for other in self._running) if request.long else 0
@@ -421,16 +504,24 @@ class Scheduler:
     def _promised(self, newcomer: Request) -> int:
         """Device blocks that those who run may come to need, and a newcomer for its whole length."""
         pages = sum(map(self._tail, self._running))
-        return pages + (self._tail(newcomer) if newcomer.long else self._needs.pages(newcomer, newcomer.length - newcomer.computed))
+        return pages + (
+            self._tail(newcomer)
+            if newcomer.long
+            else self._needs.pages(newcomer, newcomer.length - newcomer.computed)
+        )
 
     def _tail(self, request: Request) -> int:
-        """Device blocks that who runs may come to need beside those that are its own or on their way to it."""
+        """Device blocks that who runs may come to need beside those that are its own or on their way to
+        it."""
         if request.steady:
             return 1
-        return self._needs.tail(request, 0 if request.arriving is None else len(self.tiers.pages_of(request.arriving)))
+        return self._needs.tail(
+            request, 0 if request.arriving is None else len(self.tiers.pages_of(request.arriving))
+        )
 
     def _cold_promised(self) -> int:
-        """Host blocks that long requests which run may come to need: what their prompts still lack, and some more for what they decode."""
+        """Host blocks that long requests which run may come to need: what their prompts still lack, and some
+        more for what they decode."""
         if not self._long:
             return 0
         long = (request for request in self._running if request.long)
@@ -444,17 +535,24 @@ class Scheduler:
         first = have = len(request.host_blocks)
         # What follows the first of them needs pages too.
         least = max(0, request.length // self.limits.block_size - request.near)
-        while first > least and (page := self.ledger.find(self.prefixes.key(request, first - 1, self.limits.block_size))) is not None:
+        while (
+            first > least
+            and (page := self.ledger.find(self.prefixes.key(request, first - 1, self.limits.block_size)))
+            is not None
+        ):
             self.ledger.hold(page)
             request.blocks.insert(0, page)
             first -= 1
         request.paged, request.shown = first, have
 
     def _free_near(self) -> None:
-        """Near pages are free before anyone has a share: for the next token of all who run, and for the first in the queue."""
+        """Near pages are free before anyone has a share: for the next token of all who run, and for the first
+        in the queue."""
         if not self._long:
             return
-        wanted = sum(self._needs.pages(request, 1) for request in self._running if self._needs.newest_only(request))
+        wanted = sum(
+            self._needs.pages(request, 1) for request in self._running if self._needs.newest_only(request)
+        )
         if self._waiting and self._rows:
             promised = self._promised(self._waiting[0])
             if promised - self.ledger.available <= sum(map(self._needs.near, self._running)):
@@ -462,8 +560,8 @@ class Scheduler:
         self._give_near(self._running, wanted - self.ledger.available)
 
     def _give_near(self, requests: Sequence[Request], count: int) -> bool:
-        """Give up so many near pages of these, or as many as there are, of the youngest first. Whether there was one. Those who have a
-        share are not among them: they will read these pages."""
+        """Give up so many near pages of these, or as many as there are, of the youngest first. Whether there
+        was one. Those who have a share are not among them: they will read these pages."""
         given = 0
         for request in reversed(requests):
             some = min(self._needs.near(request), count - given)
@@ -474,7 +572,8 @@ class Scheduler:
         return given > 0
 
     def _drop_pages(self, request: Request, count: int) -> None:
-        """A long request's first pages, near ones, are no longer its own. Who reads them for an order keeps them until then."""
+        """A long request's first pages, near ones, are no longer its own. Who reads them for an order keeps
+        them until then."""
         dropped, request.blocks = request.blocks[:count], request.blocks[count:]
         request.paged += count
         ordered = {order.source for order in self._orders}
@@ -482,10 +581,12 @@ class Scheduler:
         self.ledger.release([page for page in dropped if page not in ordered])
 
     def _reuse(self, request: Request) -> int:
-        """Skip over full blocks that someone has computed already, or computes in this very step. Returns the tokens skipped.
+        """Skip over full blocks that someone has computed already, or computes in this very step. Returns the
+        tokens skipped.
 
-        The same step is early enough: in every layer, the keys and values of all its tokens are written before any are read. That is so
-        for pages; a host block is found after the step that wrote it. The last token is always computed, since its logits are wanted.
+        The same step is early enough: in every layer, the keys and values of all its tokens are written
+        before any are read. That is so for pages; a host block is found after the step that wrote it. The
+        last token is always computed, since its logits are wanted.
         """
         size = self.limits.block_size
         first = len(request.host_blocks if request.long else request.blocks)
@@ -527,12 +628,15 @@ class Scheduler:
         return count
 
     def _share(self, request: Request, count: int) -> Share:
-        """Allocate blocks for the next `count` positions, seal pages that become full, and describe the work."""
+        """Allocate blocks for the next `count` positions, seal pages that become full, and describe the
+        work."""
         assert request.row is not None
         start, stop, size = request.computed, request.computed + count, self.limits.block_size
         if request.cached is None:
             request.cached = start
-            self.tiers.counts.began(request.prompt_length, start, min(request.from_host, start), min(request.from_disk, start))
+            self.tiers.counts.began(
+                request.prompt_length, start, min(request.from_host, start), min(request.from_disk, start)
+            )
         pages, first = self._needs.pages(request, count), self._needs.first_page(request, count)
         if request.long:
             have, chunk = len(request.host_blocks), self._needs.is_chunk(request)
@@ -547,7 +651,9 @@ class Scheduler:
             self._show(request)
         new = max(request.tabled, first)
         following: tuple[int, ...] = ()
-        if request.sampling.prompt_logprobs is not None and request.scored < min(stop, request.prompt_length - 1):
+        if request.sampling.prompt_logprobs is not None and request.scored < min(
+            stop, request.prompt_length - 1
+        ):
             following = tuple(request.tokens[start + 1 : min(stop + 1, request.prompt_length)])
         share = Share(
             row=request.row,
@@ -580,22 +686,29 @@ class Scheduler:
         full = min(request.computed, request.known) // self.limits.block_size
         known = request.shown if request.long else request.sealed
         for index in range(max(known, request.paged), full):
-            self.ledger.seal(request.blocks[index - request.paged], self.prefixes.key(request, index, self.limits.block_size))
+            self.ledger.seal(
+                request.blocks[index - request.paged],
+                self.prefixes.key(request, index, self.limits.block_size),
+            )
         if request.long:
             request.shown = full
         else:
             request.sealed = full
 
     def _extend_cold(self, request: Request, count: int) -> list[HostBlockId]:
-        """The host blocks that a share of `count` positions fills, by itself or by orders, now the request's last."""
+        """The host blocks that a share of `count` positions fills, by itself or by orders, now the request's
+        last."""
         have = len(request.host_blocks)
         after = request.host_blocks[-1] if have else None
-        cold = self.host.allocate(self._needs.host(request, count), after, request.length // self.limits.block_size - have)
+        cold = self.host.allocate(
+            self._needs.host(request, count), after, request.length // self.limits.block_size - have
+        )
         request.host_blocks.extend(cold)
         return cold
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to the queue, before all whose turn is later; its KV is computed again, or found again."""
+        """Send a running request back to the queue, before all whose turn is later; its KV is computed again,
+        or found again."""
         self._running.remove(request)
         self._vacate(request)
         self._let_go(request)
@@ -623,10 +736,12 @@ class Scheduler:
         return self.tiers.forget() + self.ledger.forget() + self.host.forget()
 
     def narrow(self, plan: Plan) -> RequestId | None:
-        """The step of this plan was too large for the memory: the next ones have at most half of its tokens and requests. After some that
-        succeed they have twice as much again, and later each time that this was too much.
+        """The step of this plan was too large for the memory: the next ones have at most half of its tokens
+        and requests. After some that succeed they have twice as much again, and later each time that this was
+        too much.
 
-        To be followed by `recover`. Returns a request whose smallest step does not fit, and that is to be stopped."""
+        To be followed by `recover`. Returns a request whose smallest step does not fit, and that is to be
+        stopped."""
         least = max(2, self.limits.block_size) if self.host.blocks else 1
         if len(plan.shares) == 1 and plan.tokens <= least:
             return self._by_row[plan.shares[0].row].id
@@ -636,8 +751,12 @@ class Scheduler:
 
     @property
     def narrowed(self) -> tuple[int, int] | None:
-        """Most tokens and requests of a step, if these are fewer than the limits since one was too large for the memory."""
-        now, most = (self._step_tokens, self._step_rows), (self.limits.max_step_tokens, self.limits.max_sequences)
+        """Most tokens and requests of a step, if these are fewer than the limits since one was too large for
+        the memory."""
+        now, most = (
+            (self._step_tokens, self._step_rows),
+            (self.limits.max_step_tokens, self.limits.max_sequences),
+        )
         return None if now == most else now
 
     def _widen(self) -> None:
@@ -651,8 +770,9 @@ class Scheduler:
                 self._wait = 0
 
     def recover(self, landed: Sequence[Landed] = ()) -> None:
-        """After a step cut short, perhaps while it was planned, and when nothing is under way any more: only KV that committed steps have
-        written to the host is trusted, and all requests start anew, each in its turn. landed: the last of what was under way."""
+        """After a step cut short, perhaps while it was planned, and when nothing is under way any more: only
+        KV that committed steps have written to the host is trusted, and all requests start anew, each in its
+        turn. landed: the last of what was under way."""
         self.tiers.reset(landed)
         self.ledger.reset()
         self.host.vacate()
@@ -670,11 +790,12 @@ class Scheduler:
             del request.tokens[request.known :]
             request.unknown, request.ending = 0, False
 
-    # -- commit --------------------------------------------------------------------------------------------------------------
+    # -- commit
+    # --------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, outcome: Outcome) -> list[Event]:
-        """Take in what the step yielded: new tokens, and requests that end with them; and what has come from other tiers. What it computed
-        for requests that have ended since it was planned is dropped."""
+        """Take in what the step yielded: new tokens, and requests that end with them; and what has come from
+        other tiers. What it computed for requests that have ended since it was planned is dropped."""
         events, rates = list[Event](), self.tiers.rates
         requests = self._flights.popleft() if plan.shares else []
         for transfer, names, right in self.tiers.landed(outcome.landed):
@@ -682,7 +803,9 @@ class Scheduler:
         if plan.shares:
             if self.narrowed is not None:
                 self._widen()
-            work = plan.tokens + sum([rates.work(share.start, len(share.tokens)) - len(share.tokens) for share in plan.runs])
+            work = plan.tokens + sum(
+                [rates.work(share.start, len(share.tokens)) - len(share.tokens) for share in plan.runs]
+            )
             rates.stepped(work, plan.tokens, outcome.seconds, any(share.sample for share in plan.shares))
         self.ledger.release(self._leaving)
         self._orders, self._leaving = [], []
@@ -710,27 +833,42 @@ class Scheduler:
                 request.unknown -= 1
             else:
                 request.tokens.append(token)
-            finish = FinishReason.ERROR if result.broken else self._finish_of(request, token, stop + 1 - len(request.prompt))
+            finish = (
+                FinishReason.ERROR
+                if result.broken
+                else self._finish_of(request, token, stop + 1 - len(request.prompt))
+            )
             if result.wrong:
                 self._disown(request)
                 finish = FinishReason.ERROR
             cached, from_host, from_disk = request.cached or 0, 0, 0
             if request.from_host or request.from_disk:
-                from_host, from_disk = max(0, min(request.from_host, cached) - request.from_disk), min(request.from_disk, cached)
+                from_host, from_disk = (
+                    max(0, min(request.from_host, cached) - request.from_disk),
+                    min(request.from_disk, cached),
+                )
             events.append(Event(request.id, token, result.logprob, (), finish, cached, from_host, from_disk))
             if finish is not None:
                 self.stop(request.id, finish)
-            elif not request.long and (reach := len(request.tokens) + _EARLY) >= self._long_from and self._becomes_long(request, reach):
+            elif (
+                not request.long
+                and (reach := len(request.tokens) + _EARLY) >= self._long_from
+                and self._becomes_long(request, reach)
+            ):
                 self._long += 1
                 request.long, request.shown, request.sealed, request.steady = True, request.sealed, 0, 0
-                request.near = len(request.blocks) if self.limits.near is None else min(len(request.blocks), self.limits.near)
+                request.near = (
+                    len(request.blocks)
+                    if self.limits.near is None
+                    else min(len(request.blocks), self.limits.near)
+                )
         if self._check:
             self.check()
         return events
 
     def _disown(self, request: Request) -> None:
-        """Nothing of its KV is to be found by others any more, on any tier: what is no number spreads in a pass, also to tokens before it,
-        and so to others' answers."""
+        """Nothing of its KV is to be found by others any more, on any tier: what is no number spreads in a
+        pass, also to tokens before it, and so to others' answers."""
         self.wrong += 1
         if self.prefixes.share:
             size = self.limits.block_size
@@ -769,8 +907,12 @@ class Scheduler:
         requests = self._requests.values()
         self.ledger.check([*(request.blocks for request in requests), self._leaving, *moving_pages])
         self.host.check([*(request.host_blocks for request in requests), *moving_blocks])
-        assert len(self._running) + len(self._waiting) == len(requests), "a request is neither running nor waiting"
-        assert self._long == sum(request.long for request in requests), "a long request is not counted, or one that has ended is"
+        assert len(self._running) + len(self._waiting) == len(requests), (
+            "a request is neither running nor waiting"
+        )
+        assert self._long == sum(request.long for request in requests), (
+            "a long request is not counted, or one that has ended is"
+        )
         prove_rows(self._running, self._waiting, self._by_row, self._rows, self.limits.max_sequences)
         for request in self._running:
             prove_kv(request, self.limits.block_size)

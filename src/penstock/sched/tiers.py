@@ -1,8 +1,9 @@
 """Prefix blocks on three tiers, the scheduler's side: what is kept where, what moves, and what came of it.
 
-Full blocks of KV go down from the device to the host, and out from there to the disk, while steps go on; they come in and up again when a
-request's prefix is found there. A transfer holds the blocks that it reads and those that it writes, on its own account, until it has
-landed: whoever else let go of them meanwhile, nobody is given them. A block is found on a tier only when it has landed there.
+Full blocks of KV go down from the device to the host, and out from there to the disk, while steps go on; they
+come in and up again when a request's prefix is found there. A transfer holds the blocks that it reads and
+those that it writes, on its own account, until it has landed: whoever else let go of them meanwhile, nobody
+is given them. A block is found on a tier only when it has landed there.
 """
 
 from collections import Counter, deque
@@ -35,7 +36,8 @@ class Counts:
     lost: Counter[Route] = field(default_factory=Counter)
     seconds: dict[Route, float] = field(default_factory=lambda: dict.fromkeys(Route, 0.0))
     prompts: int = 0
-    """Tokens of prompts; of those the ones found in pages, or where a long request reads them; on the host; and on disk."""
+    """Tokens of prompts; of those the ones found in pages, or where a long request reads them; on the host;
+    and on disk."""
     found: int = 0
     found_host: int = 0
     found_disk: int = 0
@@ -45,7 +47,8 @@ class Counts:
     """That were waited for in vain."""
 
     def began(self, prompt: int, cached: int, came_up: int, came_in: int) -> None:
-        """A request computes its first token: `cached` of its tokens were found, so many of them not in pages, nor on the host."""
+        """A request computes its first token: `cached` of its tokens were found, so many of them not in
+        pages, nor on the host."""
         self.prompts += prompt
         self.found_disk += came_in
         self.found_host += max(0, came_up - came_in)
@@ -74,8 +77,8 @@ class Tiers:
         disk: DiskLedger | None = None,
         step_blocks: int = 1,
     ) -> None:
-        """alike: whether blocks on the host are what they are on the device; if not, none go from one to the other. step_blocks: new pages
-        that a step may take at most."""
+        """alike: whether blocks on the host are what they are on the device; if not, none go from one to the
+        other. step_blocks: new pages that a step may take at most."""
         self.pages, self.host, self.disk = pages, host, disk
         self.pays = alike and host.near > 0
         """Whether there may be anything beyond the device."""
@@ -90,7 +93,8 @@ class Tiers:
         self._down: deque[tuple[BlockId, Name]] = deque()
         """Pages that shall go to the host, each held."""
         self._lowered = dict[BlockId, bytes]()
-        """What has gone down from a page before it was to be given up: once is enough, even if the host has given it up since."""
+        """What has gone down from a page before it was to be given up: once is enough, even if the host has
+        given it up since."""
         self._out: deque[tuple[HostBlockId, Name]] = deque()
         """Blocks of the host that shall go to the disk, each held."""
         self._later = dict[bytes, Name]()
@@ -99,7 +103,8 @@ class Tiers:
         self._told = 0
         """Of the keys that leave the disk, the first, which the plan under way says."""
         self._found: list[Name] = []
-        """Blocks of the host that set out: their use is noted when there is time, while they are on their way."""
+        """Blocks of the host that set out: their use is noted when there is time, while they are on their
+        way."""
 
     @property
     def moving(self) -> bool:
@@ -122,7 +127,8 @@ class Tiers:
 
     @property
     def pages_held(self) -> int:
-        """Pages that nobody can be given until transfers have landed, but for those that somebody waits for."""
+        """Pages that nobody can be given until transfers have landed, but for those that somebody waits
+        for."""
         return sum(len(going.transfer.pages) for going in self._going.values()) + len(self._down)
 
     def count_of(self, id: TransferId) -> int:
@@ -151,14 +157,16 @@ class Tiers:
     # ---- setting out
 
     def bring_up(self, names: Names, blocks: Sequence[HostBlockId]) -> TransferId:
-        """From host blocks to as many new pages, which the caller has seen to be available. They are the transfer's."""
+        """From host blocks to as many new pages, which the caller has seen to be available. They are the
+        transfer's."""
         self.host.hold_run(names.keys, blocks)
         self._found += map(Name, names.keys, names.parents)
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks)
 
     def bring_in(self, names: Names, promised: int = 0) -> TransferId | None:
-        """From the disk to the host, as many as there is room for; None if there is none, or one is on its way.
+        """From the disk to the host, as many as there is room for; None if there is none, or one is on its
+        way.
 
         promised: host blocks that others will need.
         """
@@ -178,7 +186,8 @@ class Tiers:
         return min(self.host.available_near, self.host.available - promised)
 
     def computed(self, key: bytes, parent: bytes | None) -> None:
-        """A page with this content has been computed; it may be given up before the next plan, or have been."""
+        """A page with this content has been computed; it may be given up before the next plan, or have
+        been."""
         if self.store == "eager" and (page := self.pages.find(key)) is not None:
             self._want_down(page, Name(key, parent))
 
@@ -188,7 +197,8 @@ class Tiers:
             self._want_out(block, Name(key, parent))
 
     def plan(self, promised: int = 0) -> tuple[tuple[Transfer, ...], tuple[bytes, ...]]:
-        """What sets out in this step, and what the disk gives up. Called last in a plan: pages that it needs have been allocated.
+        """What sets out in this step, and what the disk gives up. Called last in a plan: pages that it needs
+        have been allocated.
 
         promised: host blocks that running requests will need.
         """
@@ -226,7 +236,8 @@ class Tiers:
             self._down.append((page, name))
 
     def _want_out(self, block: HostBlockId, name: Name) -> None:
-        """While the disk has room everything goes there; then only what will likely be asked for again, since writes wear it out."""
+        """While the disk has room everything goes there; then only what will likely be asked for again, since
+        writes wear it out."""
         disk = self.disk
         if disk is None or disk.find(name.key) or name.key in self._coming[Route.OUT] or disk.capacity < 1:
             return
@@ -258,10 +269,18 @@ class Tiers:
                     self._lowered[page] = key
                     self._want_down(page, Name(key, None))
 
-    def _go(self, route: Route, names: Names, pages: Sequence[BlockId], blocks: Sequence[HostBlockId]) -> TransferId:
+    def _go(
+        self, route: Route, names: Names, pages: Sequence[BlockId], blocks: Sequence[HostBlockId]
+    ) -> TransferId:
         id = TransferId(self._next)
         self._next += 1
-        transfer = Transfer(id, route, tuple(pages), tuple(blocks), tuple(names.keys) if route in (Route.IN, Route.OUT) else ())
+        transfer = Transfer(
+            id,
+            route,
+            tuple(pages),
+            tuple(blocks),
+            tuple(names.keys) if route in (Route.IN, Route.OUT) else (),
+        )
         self._going[id] = _Going(transfer, names)
         self._coming[route].update(names.keys)
         self._new.append(transfer)
@@ -270,8 +289,9 @@ class Tiers:
     # ---- landing
 
     def landed(self, reports: Sequence[Landed]) -> Iterator[tuple[Transfer, Names, int]]:
-        """Take in what has landed. Of each transfer to the device or from the disk: itself, its blocks' names, none if they are not to be
-        known, and how many of its first blocks are right. Pages of those are the caller's from then on, with the hold that they have."""
+        """Take in what has landed. Of each transfer to the device or from the disk: itself, its blocks'
+        names, none if they are not to be known, and how many of its first blocks are right. Pages of those
+        are the caller's from then on, with the hold that they have."""
         found, self._found = self._found, []
         if self.disk is not None:
             del self.disk.leaving[: self._told]
@@ -336,8 +356,8 @@ class Tiers:
     # ---- the end
 
     def reset(self, reports: Sequence[Landed] = ()) -> None:
-        """Nothing is under way any more, of which these are the last reports, and nobody holds anything. What the disk is to forget, it
-        still is."""
+        """Nothing is under way any more, of which these are the last reports, and nobody holds anything. What
+        the disk is to forget, it still is."""
         self._told = 0
         if self.disk is not None:
             self.disk.vacate()
@@ -358,7 +378,8 @@ class Tiers:
         self._new, self._found = [], []
 
     def forget(self) -> int:
-        """Nothing on disk is to be found any more, nor what is on its way anywhere. Returns how many blocks the disk gives up."""
+        """Nothing on disk is to be found any more, nor what is on its way anywhere. Returns how many blocks
+        the disk gives up."""
         for going in self._going.values():
             going.wanted = False
         for page, name in self._down:
@@ -374,7 +395,8 @@ class Tiers:
         return self.disk.clear() if self.disk is not None else 0
 
     def forget_some(self, keys: Sequence[bytes]) -> None:
-        """These are not to be found on disk any more, and nothing of what any transfer with one of them brings is."""
+        """These are not to be found on disk any more, and nothing of what any transfer with one of them
+        brings is."""
         some = set(keys)
         for going in self._going.values():
             going.wanted = going.wanted and some.isdisjoint(going.names.keys)

@@ -51,9 +51,17 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> lis
 
     def entry(token: int, logprob: float) -> Answer:
         written = tokenizer.token_bytes(token)
-        return {"token": written.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(written)}
+        return {
+            "token": written.decode("utf-8", "replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(written),
+        }
 
-    return [entry(one.token, one.logprob) | {"top_logprobs": [entry(token, logprob) for token, logprob in one.top]} for one in tokens]
+    return [
+        entry(one.token, one.logprob)
+        | {"top_logprobs": [entry(token, logprob) for token, logprob in one.top]}
+        for one in tokens
+    ]
 
 
 class _Choice:
@@ -90,7 +98,12 @@ def _called(parts: Sequence[Part]) -> list[Answer]:
     for part in parts:
         if isinstance(part, Begin):
             function = {"name": part.name, "arguments": ""}
-            entries[part.index] = {"index": part.index, "id": new_call(), "type": "function", "function": function}
+            entries[part.index] = {
+                "index": part.index,
+                "id": new_call(),
+                "type": "function",
+                "function": function,
+            }
         elif isinstance(part, Arguments):
             entry = entries.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
             entry["function"]["arguments"] += part.text  # type: ignore[index]
@@ -100,7 +113,9 @@ def _called(parts: Sequence[Part]) -> list[Answer]:
 class Chat:
     """Answers to a conversation."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, speech: Callable[[], Speech], *, reasons: bool = True) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, speech: Callable[[], Speech], *, reasons: bool = True
+    ) -> None:
         """speech: a new one for each answer. reasons: whether reasoning is told."""
         self._head: Answer = {"id": new_id("chatcmpl"), "created": int(time()), "model": model}
         self._tokenizer, self._speech, self._reasons = tokenizer, speech, reasons
@@ -123,11 +138,19 @@ class Chat:
         content = "".join(part.text for part in said if isinstance(part, Content))
         reasoning = "".join(part.text for part in said if isinstance(part, Reasoning))
         calls = [
-            {"id": new_call(), "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+            {
+                "id": new_call(),
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.arguments},
+            }
             for part in said
             if isinstance(part, Called)
         ]
-        message: Answer = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        message: Answer = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+        }
         if reasoning and self._reasons:
             message["reasoning_content"] = reasoning
         if calls:
@@ -163,9 +186,16 @@ class Chat:
 class Texts:
     """Continuations of texts."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, echoes: Sequence[str] | None, outputs: int) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, echoes: Sequence[str] | None, outputs: int
+    ) -> None:
         """echoes: what is said again before each prompt's continuations. outputs: of each prompt."""
-        self._head: Answer = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time()), "model": model}
+        self._head: Answer = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time()),
+            "model": model,
+        }
         self._tokenizer, self._echoes, self._outputs = tokenizer, echoes, outputs
         self._ends: dict[int, int] = {}
         """Of each choice's tokens so far, in characters of its text."""
@@ -173,7 +203,14 @@ class Texts:
 
     def whole(self, completions: Sequence[Completion]) -> Answer:
         choices = [
-            self._choice(prompt, output.index, output.text, output.logprobs, output.finish_reason, told=output.logprobs is not None)
+            self._choice(
+                prompt,
+                output.index,
+                output.text,
+                output.logprobs,
+                output.finish_reason,
+                told=output.logprobs is not None,
+            )
             for prompt, one in enumerate(completions)
             for output in one.outputs
         ]
@@ -181,7 +218,8 @@ class Texts:
 
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
         return [
-            self._head | {"choices": [self._choice(prompt, index, text, logprobs, reason, told=bool(logprobs))]}
+            self._head
+            | {"choices": [self._choice(prompt, index, text, logprobs, reason, told=bool(logprobs))]}
             for index, text, logprobs, reason in _by_output(deltas)
         ]
 
@@ -189,7 +227,14 @@ class Texts:
         return self._head | {"choices": [], "usage": usage(completions)}
 
     def _choice(
-        self, prompt: int, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: FinishReason | None, *, told: bool
+        self,
+        prompt: int,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob] | None,
+        reason: FinishReason | None,
+        *,
+        told: bool,
     ) -> Answer:
         number = prompt * self._outputs + index
         if self._echoes is not None and number not in self._echoed:
@@ -207,7 +252,9 @@ class Texts:
         return {
             "tokens": [self._text(one.token) for one in tokens],
             "token_logprobs": [_finite(one.logprob) for one in tokens],
-            "top_logprobs": [{self._text(token): _finite(logprob) for token, logprob in one.top} for one in tokens],
+            "top_logprobs": [
+                {self._text(token): _finite(logprob) for token, logprob in one.top} for one in tokens
+            ],
             "text_offset": offsets,
         }
 
@@ -226,7 +273,10 @@ def _by_output(deltas: Sequence[Delta]) -> list[tuple[int, str, list[TokenLogpro
         texts.append(delta.text)
         logprobs.extend(delta.logprobs)
         reasons.extend([delta.finish_reason] if delta.finish_reason is not None else ())
-    return [(index, "".join(texts), logprobs, reasons[0] if reasons else None) for index, (texts, logprobs, reasons) in found.items()]
+    return [
+        (index, "".join(texts), logprobs, reasons[0] if reasons else None)
+        for index, (texts, logprobs, reasons) in found.items()
+    ]
 
 
 def _finite(logprob: float) -> float:

@@ -53,9 +53,10 @@ _LOG = logging.getLogger("penstock")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """names: by which clients ask for the model, the first is told. keys: one of which a client must send, if there are any.
-    most_body: bytes of a request. tool_parser, reasoning_parser: as `dialect_of` takes them. most_kept: bytes of responses that clients
-    may come back to. allow_hosts: names by which this machine is asked, if there are no keys; see Doors."""
+    """names: by which clients ask for the model, the first is told. keys: one of which a client must send, if
+    there are any. most_body: bytes of a request. tool_parser, reasoning_parser: as `dialect_of` takes them.
+    most_kept: bytes of responses that clients may come back to. allow_hosts: names by which this machine is
+    asked, if there are no keys; see Doors."""
 
     names: tuple[str, ...]
     keys: tuple[Key, ...] = ()
@@ -65,7 +66,8 @@ class Settings:
     most_kept: int = 64 << 20
     allow_hosts: tuple[str, ...] = ()
     share_prefixes: bool = False
-    """Whether prefixes that one key has sent are found by others too, who can tell by the time that it takes."""
+    """Whether prefixes that one key has sent are found by others too, who can tell by the time that it
+    takes."""
 
 
 @dataclass(slots=True)
@@ -98,8 +100,15 @@ class House:
             llm.tokenizer.cut_aside()
             templates = llm.tokenizer.templates
             self.dialect = dialect_of(templates, self.settings.tool_parser, self.settings.reasoning_parser)
-            if self.dialect.calls is None and self.settings.tool_parser == AUTO and any("tools" in source for source in templates.values()):
-                _LOG.warning("the model takes tools, but how it calls them is not known: calls will be text; --tool-parser may say more")
+            if (
+                self.dialect.calls is None
+                and self.settings.tool_parser == AUTO
+                and any("tools" in source for source in templates.values())
+            ):
+                _LOG.warning(
+                    "the model takes tools, but how it calls them is not known: calls will be text; "
+                    "--tool-parser may say more"
+                )
         if isinstance(desk, Fleet):
             self.fleet = desk
             return
@@ -134,7 +143,9 @@ def application(house: House) -> ASGIApp:
     for method, path, handler in asked:
         found.setdefault(path, {})[method] = handler
     # One route a path: what it does not take is refused with all that it does.
-    routes = [Route(path, _told(house, path, handlers), methods=list(handlers)) for path, handlers in found.items()]
+    routes = [
+        Route(path, _told(house, path, handlers), methods=list(handlers)) for path, handlers in found.items()
+    ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
     app.router.redirect_slashes = False  # It would send clients to whatever their Host header says.
     doors = Doors(app, house.settings.allow_hosts, keys=bool(house.settings.keys))
@@ -148,7 +159,9 @@ _OPEN = ("/health", "/ready", "/openapi.json", *FILES)
 Handler = Callable[[House, Request], Awaitable[Response]]
 
 
-def _told(house: House, path: str, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[Response]]:
+def _told(
+    house: House, path: str, handlers: Mapping[str, Handler]
+) -> Callable[[Request], Awaitable[Response]]:
     """The handler of the request's method, behind the check of keys, its errors as clients know them."""
 
     async def route(request: Request) -> Response:
@@ -166,12 +179,20 @@ def _told(house: House, path: str, handlers: Mapping[str, Handler]) -> Callable[
             if request.scope["path"] not in _OPEN:
                 account_of(request).owner = _owner(house.settings, request)
             return await handlers["GET" if request.method == "HEAD" else request.method](house, request)
-        except asyncio.CancelledError:  # The end of the server has not waited for this, such as for a body that does not come.
-            return _refusal(EngineClosedError("the server is shutting down; send the request again, to another one or later"))
+        except (
+            asyncio.CancelledError
+        ):  # The end of the server has not waited for this, such as for a body that does not come.
+            return _refusal(
+                EngineClosedError(
+                    "the server is shutting down; send the request again, to another one or later"
+                )
+            )
         except ClientDisconnect:
             return Response(status_code=GONE)
         except Exception as fault:
-            account_of(request).fault = str(fault.status_code) if isinstance(fault, HTTPException) else type(fault).__name__
+            account_of(request).fault = (
+                str(fault.status_code) if isinstance(fault, HTTPException) else type(fault).__name__
+            )
             return _refusal(fault)
         finally:
             house.uploads.release(request)
@@ -188,8 +209,12 @@ def _owner(settings: Settings, request: Request) -> bytes:
     # Each is compared, in a time that tells nothing of how much of it was right.
     right = [hmac.compare_digest(sent, key.secret) for key in settings.keys]
     if scheme.lower() != "bearer" or not any(right):
-        raise HTTPException(401, "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY'")
-    account_of(request).least_priority = settings.keys[right.index(True)].priority if len(settings.keys) > 1 else None
+        raise HTTPException(
+            401, "the API key is missing or not one of this server's; send it as 'Authorization: Bearer KEY'"
+        )
+    account_of(request).least_priority = (
+        settings.keys[right.index(True)].priority if len(settings.keys) > 1 else None
+    )
     return owner_of(sent)
 
 
@@ -198,7 +223,9 @@ def _check_priority(request: Request, asked: int) -> None:
     least = account_of(request).least_priority
     if least is not None and asked < least:
         raise FieldError(
-            f"priority {asked} was asked for, but this key may ask for {least} at the least; raise it or leave it out", "priority"
+            f"priority {asked} was asked for, but this key may ask for {least} at the least; raise it or "
+            "leave it out",
+            "priority",
         )
 
 
@@ -210,11 +237,15 @@ def _refusal(fault: Exception) -> Response:
     """The error as an answer."""
     match fault:
         case NotKeptError():
-            return json_response(error(str(fault), "invalid_request_error", fault.param, "response_not_found"), 404)
+            return json_response(
+                error(str(fault), "invalid_request_error", fault.param, "response_not_found"), 404
+            )
         case FieldError():
             return json_response(error(str(fault), "invalid_request_error", fault.param), 400)
         case LengthError():
-            return json_response(error(str(fault), "invalid_request_error", code="context_length_exceeded"), 400)
+            return json_response(
+                error(str(fault), "invalid_request_error", code="context_length_exceeded"), 400
+            )
         case RequestError():
             return json_response(error(str(fault), "invalid_request_error", blamed(fault)), 400)
         case CheckpointError():  # It lacks a tokenizer; token ids would do.
@@ -222,15 +253,27 @@ def _refusal(fault: Exception) -> Response:
         case BusyError() if not fault.seconds:
             return json_response(error(str(fault), "invalid_request_error", "n"), 400)
         case BusyError():
-            return json_response(error(str(fault), "rate_limit_error", code="queue_full"), 429, {"Retry-After": str(round(fault.seconds))})
+            return json_response(
+                error(str(fault), "rate_limit_error", code="queue_full"),
+                429,
+                {"Retry-After": str(round(fault.seconds))},
+            )
         case DeadlineError():
             return json_response(error(str(fault), "timeout_error", "timeout", "deadline_exceeded"), 504)
         case EngineClosedError():
-            return json_response(error(str(fault), "server_error", code="unavailable"), 503, {"Retry-After": "5"})
+            return json_response(
+                error(str(fault), "server_error", code="unavailable"), 503, {"Retry-After": "5"}
+            )
         case HTTPException():
             invalid = "invalid_request_error"
-            kinds = {401: ("authentication_error", None, "invalid_api_key"), 404: (invalid, "model", "model_not_found")}
-            return json_response(error(str(fault.detail), *kinds.get(fault.status_code, (invalid, None, None))), fault.status_code)
+            kinds = {
+                401: ("authentication_error", None, "invalid_api_key"),
+                404: (invalid, "model", "model_not_found"),
+            }
+            return json_response(
+                error(str(fault.detail), *kinds.get(fault.status_code, (invalid, None, None))),
+                fault.status_code,
+            )
         case PenstockError():
             return json_response(error(str(fault), "server_error"), 500)
     _LOG.error("a request has failed", exc_info=fault)
@@ -240,12 +283,17 @@ def _refusal(fault: Exception) -> Response:
 def _no_route(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, HTTPException)
     path = request.scope["path"][:200]
-    message = f"{path} does not take {request.method}" if fault.status_code == 405 else f"there is nothing at {path}"
+    message = (
+        f"{path} does not take {request.method}"
+        if fault.status_code == 405
+        else f"there is nothing at {path}"
+    )
     return json_response(error(message, "invalid_request_error"), fault.status_code, fault.headers)
 
 
 async def _body(house: House, request: Request, kind: type[T]) -> T:
-    """Raises FieldError, HTTPException for a body that is not declared as JSON, and what `Uploads.body` does."""
+    """Raises FieldError, HTTPException for a body that is not declared as JSON, and what `Uploads.body`
+    does."""
     if not is_json(request.scope):
         raise HTTPException(415, "the body must be declared as JSON; send 'Content-Type: application/json'")
     return decoded(await house.uploads.body(request), kind)
@@ -265,7 +313,9 @@ async def _aside(house: House, request: Request, read: Callable[[], T], timeout:
 
 def _check_model(house: House, name: str) -> None:
     if name not in house.settings.names:
-        raise HTTPException(404, f"the model {name[:200]!r} does not exist here; there is {', '.join(house.settings.names)}")
+        raise HTTPException(
+            404, f"the model {name[:200]!r} does not exist here; there is {', '.join(house.settings.names)}"
+        )
 
 
 # ---- routes
@@ -280,11 +330,15 @@ async def _ready(house: House, request: Request) -> Response:
         return json_response({"status": "loading"}, 503)
     if house.fleet is not None and not house.fleet.replicas:
         return json_response({"status": "waiting for a replica"}, 503)
-    return json_response({"status": "ready"}) if house.desk.open else json_response({"status": "closing"}, 503)
+    return (
+        json_response({"status": "ready"}) if house.desk.open else json_response({"status": "closing"}, 503)
+    )
 
 
 async def _models(house: House, request: Request) -> Response:
-    return json_response({"object": "list", "data": [_described(house, name) for name in house.settings.names]})
+    return json_response(
+        {"object": "list", "data": [_described(house, name) for name in house.settings.names]}
+    )
 
 
 async def _model(house: House, request: Request) -> Response:
@@ -296,7 +350,13 @@ async def _model(house: House, request: Request) -> Response:
 def _described(house: House, name: str) -> Answer:
     llm, _ = house.model()
     longest = llm.booted.engine.scheduler.longest
-    return {"id": name, "object": "model", "created": house.loaded, "owned_by": "penstock", "max_model_len": longest}
+    return {
+        "id": name,
+        "object": "model",
+        "created": house.loaded,
+        "owned_by": "penstock",
+        "max_model_len": longest,
+    }
 
 
 async def _chat(house: House, request: Request) -> Response:
@@ -307,7 +367,9 @@ async def _complete(house: House, request: Request) -> Response:
     return await _generate(house, request, CompletionRequest)
 
 
-async def _generate(house: House, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+async def _generate(
+    house: House, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+) -> Response:
     asked = await _body(house, request, kind)
     _check_model(house, asked.model)
     asked.check()
@@ -345,8 +407,13 @@ async def _respond(house: House, request: Request) -> Response:
 
 async def _response(house: House, request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
-        raise FieldError("a stream was asked for, but a response that is kept is whole; leave stream out", "stream")
-    return Response(house.kept.answer(request.path_params["name"], account_of(request).owner), media_type="application/json")
+        raise FieldError(
+            "a stream was asked for, but a response that is kept is whole; leave stream out", "stream"
+        )
+    return Response(
+        house.kept.answer(request.path_params["name"], account_of(request).owner),
+        media_type="application/json",
+    )
 
 
 async def _drop(house: House, request: Request) -> Response:
@@ -389,7 +456,11 @@ async def _tokenize(house: House, request: Request) -> Response:
             tokens = chat_tokens(llm, asked, house.dialect)
         else:
             tokens = llm.prompt_tokens(asked.prompt or "", special=asked.add_special_tokens)
-        answer: Answer = {"count": len(tokens), "max_model_len": llm.booted.engine.scheduler.longest, "tokens": tokens}
+        answer: Answer = {
+            "count": len(tokens),
+            "max_model_len": llm.booted.engine.scheduler.longest,
+            "tokens": tokens,
+        }
         if asked.return_token_strs:
             answer["token_strs"] = [llm.tokenizer.token_text(token) for token in tokens]
         return answer

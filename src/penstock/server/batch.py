@@ -1,7 +1,7 @@
 """Files of requests, answered one line for each: OpenAI's batch format.
 
-What has been answered is in the output file, a line at a time, so a run that was ended goes on where it was: it reads the lines that are
-there, drops one that was cut short, and does the rest.
+What has been answered is in the output file, a line at a time, so a run that was ended goes on where it was:
+it reads the lines that are there, drops one that was cut short, and does the rest.
 """
 
 import os
@@ -23,9 +23,13 @@ from penstock.server.desk import BusyError
 from penstock.server.prompts import Telling, read
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, FieldError, decoded
 
-KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
 _AHEAD = 2
-"""Outputs that are queued at a time, for each that the engine computes at a time: enough that it never waits."""
+"""Outputs that are queued at a time, for each that the engine computes at a time: enough that it never
+waits."""
 
 
 class _Line(Struct, kw_only=True):
@@ -64,7 +68,8 @@ class Batch:
     """The requests of a file, in the order in which they share most, and where their answers go."""
 
     def __init__(self, llm: LLM, source: Path, target: Path, names: Sequence[str]) -> None:
-        """names: of the model; the first is meant where a request names none. Raises ConfigError for files that cannot be used."""
+        """names: of the model; the first is meant where a request names none. Raises ConfigError for files
+        that cannot be used."""
         self._llm, self._names = llm, names
         self._source, self._target = source, target
         self.answered, self.failed = 0, 0
@@ -72,7 +77,8 @@ class Batch:
         self.lines = 0
 
     def run(self, told: Callable[[Tally], object] = lambda _: None) -> Tally:
-        """Answer what is not answered yet. To be ended at any moment, and begun again. Raises ConfigError and what the engine does."""
+        """Answer what is not answered yet. To be ended at any moment, and begun again. Raises ConfigError and
+        what the engine does."""
         refused: list[bytes] = []
         tasks = self._tasks(refused)
         with self._target.open("ab") as out:
@@ -125,10 +131,15 @@ class Batch:
                     if line[-1:] != b"\n":
                         break
                     if not isinstance(found, dict) or not isinstance(found.get("custom_id"), str):
-                        raise ConfigError(f"{self._target} has a line that is no answer; name another file, or one to go on with")
+                        raise ConfigError(
+                            f"{self._target} has a line that is no answer; name another file, or one to go "
+                            "on with"
+                        )
                     seen.add(found["custom_id"])
                     self.answered += 1
-                    self.failed += found.get("error") is not None or found.get("response", {}).get("status_code") != 200
+                    self.failed += (
+                        found.get("error") is not None or found.get("response", {}).get("status_code") != 200
+                    )
                     whole += len(line)
                 out.truncate(whole)
         except OSError as fault:
@@ -145,7 +156,9 @@ class Batch:
                 asked = decoded(line, _Line)
                 name = asked.custom_id
                 if name in ids:
-                    raise FieldError(f"custom_id {name!r} is that of another line too; give each its own", "custom_id")
+                    raise FieldError(
+                        f"custom_id {name!r} is that of another line too; give each its own", "custom_id"
+                    )
                 ids.add(name)
                 if name not in self._seen:
                     tasks.append(_Task(name, *self._read(asked)))
@@ -160,10 +173,16 @@ class Batch:
     def _read(self, asked: _Line) -> tuple[list[Ready], Telling]:
         kind = KINDS.get(asked.url)
         if asked.method != "POST" or kind is None:
-            raise FieldError(f"{asked.method} {asked.url} was asked for, but a batch may POST to {' and '.join(KINDS)}", "url")
+            raise FieldError(
+                f"{asked.method} {asked.url} was asked for, but a batch may POST to {' and '.join(KINDS)}",
+                "url",
+            )
         request = decoded(msgspec.json.encode({"model": self._names[0], **asked.body}), kind)
         if request.model not in self._names:
-            raise FieldError(f"the model {request.model[:200]!r} is not the one that runs here: {', '.join(self._names)}", "model")
+            raise FieldError(
+                f"the model {request.model[:200]!r} is not the one that runs here: {', '.join(self._names)}",
+                "model",
+            )
         if request.streams:
             raise FieldError("a batch has no streams; leave stream out", "stream")
         return read(self._llm, request)
@@ -175,9 +194,13 @@ class Batch:
                     if line.strip():
                         yield number, line
         except OSError as fault:
-            raise ConfigError(f"{self._source} cannot be read: {fault}; give a file of requests, one a line") from fault
+            raise ConfigError(
+                f"{self._source} cannot be read: {fault}; give a file of requests, one a line"
+            ) from fault
 
 
 def _line(custom_id: str, status: int, body: Answer) -> bytes:
     response = {"status_code": status, "request_id": new_id("req"), "body": body}
-    return msgspec.json.encode({"id": new_id("batch_req"), "custom_id": custom_id, "response": response, "error": None})
+    return msgspec.json.encode(
+        {"id": new_id("batch_req"), "custom_id": custom_id, "response": response, "error": None}
+    )

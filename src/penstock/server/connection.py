@@ -1,8 +1,9 @@
-"""A client's connection: HTTP as uvicorn reads it, with an end to what a client can make the server keep or wait for.
+"""A client's connection: HTTP as uvicorn reads it, with an end to what a client can make the server keep or
+wait for.
 
-Uvicorn reads whatever comes. Here a request's head has a size and a time, its body a least rate, and a request behind one that has not
-been answered is not read: the connection ends with that answer, and a client that goes before it is noticed. Beyond as many connections as
-there may be open files, a new one is refused.
+Uvicorn reads whatever comes. Here a request's head has a size and a time, its body a least rate, and a
+request behind one that has not been answered is not read: the connection ends with that answer, and a client
+that goes before it is noticed. Beyond as many connections as there may be open files, a new one is refused.
 """
 
 import asyncio
@@ -32,21 +33,31 @@ _KEY = "penstock.connection"
 _ENOUGH, _OTHERS = 1 << 16, 128
 """Open files: as many as are ever needed, and those that are no connections."""
 _REFUSALS = {
-    400: ("what came is not HTTP; is it meant for this port, and is there TLS where none is spoken?", "invalid_request_error"),
+    400: (
+        "what came is not HTTP; is it meant for this port, and is there TLS where none is spoken?",
+        "invalid_request_error",
+    ),
     408: (
-        f"the request did not come to its end; its head may take {_LONGEST_HEAD:g} s, its body {_SLOWEST:,} bytes a second",
+        f"the request did not come to its end; its head may take {_LONGEST_HEAD:g} s, its body {_SLOWEST:,} "
+        "bytes a second",
         "timeout_error",
     ),
-    431: (f"the request's line and headers have more than {MOST_HEAD:,} bytes; send fewer or shorter ones", "invalid_request_error"),
-    503: ("there are as many connections as this server may have; try again later, or let it open more files", "server_error"),
+    431: (
+        f"the request's line and headers have more than {MOST_HEAD:,} bytes; send fewer or shorter ones",
+        "invalid_request_error",
+    ),
+    503: (
+        "there are as many connections as this server may have; try again later, or let it open more files",
+        "server_error",
+    ),
 }
 """What is said where no route is asked, and of which kind it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """For connections. most: of all. at_once: of those that come before the first of them is looked at; where files run out meanwhile,
-    asyncio says that again and again, and does nothing else."""
+    """For connections. most: of all. at_once: of those that come before the first of them is looked at; where
+    files run out meanwhile, asyncio says that again and again, and does nothing else."""
 
     most: int
     at_once: int
@@ -109,7 +120,9 @@ class Connection(HttpToolsProtocol):
     def push(self, piece: bytes) -> None:
         """A piece of the answer whose head has been sent: now, or when there is room. Ask `pushes` first."""
         if piece:  # What is empty would be the end.
-            self.transport.write(b"%x\r\n%s\r\n" % (len(piece), piece) if self.cycle.chunked_encoding else piece)
+            self.transport.write(
+                b"%x\r\n%s\r\n" % (len(piece), piece) if self.cycle.chunked_encoding else piece
+            )
 
     @property
     def pushes(self) -> bool:
@@ -192,6 +205,8 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             body = msgspec.json.encode(error(*_REFUSALS[status]))
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+                body
+            )
             self.transport.write(STATUS_LINE[status] + head + body)
             self.transport.close()

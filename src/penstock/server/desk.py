@@ -1,14 +1,16 @@
 """Between an event loop with many clients and the one thread that drives the engine.
 
-Why this is safe. Two threads, and between them two queues whose every operation is done or not done. The loop's thread alone knows which
-calls there are, how many, and who waits for what; the driver alone touches the model. Whatever the driver has for a call it hands to the
-loop once after each step, for all calls at once, and the last it hands over of a call is its end: its outputs are complete, or a fault.
-It leaves that in a tray, where the loop finds all steps since it last looked, and has the loop look unless it was told to and has not
-begun: the loop notes that it begins before it looks, the driver asks after it has put something there, so nothing is left lying.
-A call that its client has left is put in the queue like a new one and met in that order, so it is ended behind its own beginning; what
-comes of it meanwhile reaches nobody. When the driver fails, or has ended, every call that it has not ended is told so, those too that it
-had not met yet: `_over` is set on the loop, behind everything that was handed over before, and no call is taken after it. When a call's
-turn came the driver writes once, before it hands over anything of it.
+Why this is safe. Two threads, and between them two queues whose every operation is done or not done. The
+loop's thread alone knows which calls there are, how many, and who waits for what; the driver alone touches
+the model. Whatever the driver has for a call it hands to the loop once after each step, for all calls at
+once, and the last it hands over of a call is its end: its outputs are complete, or a fault. It leaves that in
+a tray, where the loop finds all steps since it last looked, and has the loop look unless it was told to and
+has not begun: the loop notes that it begins before it looks, the driver asks after it has put something
+there, so nothing is left lying. A call that its client has left is put in the queue like a new one and met in
+that order, so it is ended behind its own beginning; what comes of it meanwhile reaches nobody. When the
+driver fails, or has ended, every call that it has not ended is told so, those too that it had not met yet:
+`_over` is set on the loop, behind everything that was handed over before, and no call is taken after it. When
+a call's turn came the driver writes once, before it hands over anything of it.
 """
 
 import asyncio
@@ -70,7 +72,8 @@ class Call:
         self._job: Job | None = None
         """The driver's."""
         self.admitted = self.first = self.last = 0.0
-        """When its turn came, and there were a first and, lately, another piece, by monotonic(); 0 until then."""
+        """When its turn came, and there were a first and, lately, another piece, by monotonic(); 0 until
+        then."""
         self.left = False
         """Whether its client went before its end."""
         self._come: list[Delta] = []
@@ -85,10 +88,12 @@ class Call:
         """That ends it when it has taken too long."""
 
     async def pieces(self, at_once: AtOnce | None = None) -> AsyncIterator[Sequence[Delta]]:
-        """All that has come since the last time, until the outputs are complete. Raises what has kept them from being so.
+        """All that has come since the last time, until the outputs are complete. Raises what has kept them
+        from being so.
 
-        at_once: is given what comes while it is waited for, as soon as the loop has it and with nobody woken up for it. What it takes is
-        not told again; where it does not, by saying False, that comes in the usual way. What it raises is raised here.
+        at_once: is given what comes while it is waited for, as soon as the loop has it and with nobody woken
+        up for it. What it takes is not told again; where it does not, by saying False, that comes in the
+        usual way. What it raises is raised here.
         """
         while True:
             while not (self._come or self._over or self._raised):
@@ -115,24 +120,30 @@ class Call:
         return self.so_far()
 
     def so_far(self) -> Completion:
-        """What has come of it; to be asked when it is complete, or for what does not change once there is a piece."""
+        """What has come of it; to be asked when it is complete, or for what does not change once there is a
+        piece."""
         assert self._job is not None, "asked before the first piece"
         return self._job.completion()
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Tokens of its outputs so far, and those of its prompt that were found. From the loop, also while there come more."""
+        """Tokens of its outputs so far, and those of its prompt that were found. From the loop, also while
+        there come more."""
         if self._job is None:
             return 0, 0
         return sum(len(sequence.tokens) for sequence in self._job.sequences), self._job.sequences[0].cached[0]
 
     @property
     def reasons(self) -> list[str]:
-        """Why each of its outputs has ended, when the call has: as the engine says it, else "error", or "abort" if the client went."""
+        """Why each of its outputs has ended, when the call has: as the engine says it, else "error", or
+        "abort" if the client went."""
         otherwise = "error" if self._fault is not None else "abort"
         if self._job is None:
             return [otherwise] * len(self.ready.samplings)
-        return [otherwise if sequence.finish is None else sequence.finish.value for sequence in self._job.sequences]
+        return [
+            otherwise if sequence.finish is None else sequence.finish.value
+            for sequence in self._job.sequences
+        ]
 
     @property
     def fault(self) -> BaseException | None:
@@ -146,7 +157,9 @@ class Call:
     def _take(self, deltas: Sequence[Delta], over: bool, fault: BaseException | None) -> None:
         if over and self._timer is not None:
             self._timer.cancel()
-        if deltas and not (self._at_once is not None and not self._come and self._taken(self._at_once, deltas)):
+        if deltas and not (
+            self._at_once is not None and not self._come and self._taken(self._at_once, deltas)
+        ):
             self._come.extend(deltas)
         self._over, self._fault = self._over or over, self._fault or fault
         if self._come or self._over or self._raised:
@@ -164,11 +177,13 @@ class Desk:
     """Takes calls for a model, on the running loop, and drives it on a thread of its own."""
 
     def __init__(self, llm: LLM, metrics: Metrics, *, queue: int, keys: int = 0) -> None:
-        """queue: outputs that may wait, beside those that the model computes at a time. metrics: is told how calls go. keys: of the
-        server. Where there are several, each may have half of all outputs, and three quarters of those computed at a time."""
+        """queue: outputs that may wait, beside those that the model computes at a time. metrics: is told how
+        calls go. keys: of the server. Where there are several, each may have half of all outputs, and three
+        quarters of those computed at a time."""
         self._llm, self._metrics = llm, metrics
         self._long = llm.booted.limits.max_step_tokens // 2
-        """Tokens from which a prompt is long: it may take more than what a step leaves to those behind another long one."""
+        """Tokens from which a prompt is long: it may take more than what a step leaves to those behind
+        another long one."""
         self._rows = llm.booted.limits.max_sequences
         self._most = self._rows + queue
         self._several = keys > 1
@@ -219,31 +234,56 @@ class Desk:
 
     @property
     def reading(self) -> Call | None:
-        """Of calls that the engine was given, the first of which nothing has come: a prompt in the making is that one's."""
-        unread = [(call._job.sequences[0].request, call) for call in self._calls if call._job is not None and not call.first]
+        """Of calls that the engine was given, the first of which nothing has come: a prompt in the making is
+        that one's."""
+        unread = [
+            (call._job.sequences[0].request, call)
+            for call in self._calls
+            if call._job is not None and not call.first
+        ]
         return min(unread, key=lambda one: one[0])[1] if unread else None
 
     def check_room(self, asked: int, owner: bytes = b"") -> None:
-        """For so many outputs of a key. Raises BusyError if there is none, EngineClosedError if there never will be."""
+        """For so many outputs of a key. Raises BusyError if there is none, EngineClosedError if there never
+        will be."""
         if not self.open:
             why = f"it has failed: {self._fault}" if self._fault else "the server is shutting down"
-            raise EngineClosedError(f"the model takes no more requests, as {why}; try another server, or this one later")
+            raise EngineClosedError(
+                f"the model takes no more requests, as {why}; try another server, or this one later"
+            )
         largest = min(self._each, self._each_at_once) if self._several else self._most
         if asked > largest:
-            raise BusyError(f"{asked} outputs were asked for, but there is room for {largest} at a time; ask for fewer", 0.0)
-        for whose, there, most in (("", self._outputs, self._most), (" of this key", self._of_key[owner], self._each)):
+            raise BusyError(
+                f"{asked} outputs were asked for, but there is room for {largest} at a time; ask for fewer",
+                0.0,
+            )
+        for whose, there, most in (
+            ("", self._outputs, self._most),
+            (" of this key", self._of_key[owner], self._each),
+        ):
             if there + asked > most:
                 seconds = min(max(1.0, self._seconds * (there + asked - most) / self._rows), _LONGEST_WAIT)
-                raise BusyError(f"{there} outputs{whose} are under way or waiting, and {most} can at most; try again later", seconds)
+                raise BusyError(
+                    f"{there} outputs{whose} are under way or waiting, and {most} can at most; try again "
+                    "later",
+                    seconds,
+                )
 
     def seconds(self, wanted: float | None) -> float | None:
         """That a request may take which wants to take so many; None: any."""
         given = [one for one in (wanted, self.most_seconds) if one is not None]
         return min(given, default=None)
 
-    def ask(self, ready: Sequence[Ready], wanted: float | None = None, since: float | None = None, owner: bytes = b"") -> list[Call]:
-        """A call for each prompt of a request; none is begun unless all are. Raises what `check_room` does. wanted: seconds after which
-        they end with DeadlineError. since: when the request came, by monotonic(), from which these run; None is now. owner: whose it is."""
+    def ask(
+        self,
+        ready: Sequence[Ready],
+        wanted: float | None = None,
+        since: float | None = None,
+        owner: bytes = b"",
+    ) -> list[Call]:
+        """A call for each prompt of a request; none is begun unless all are. Raises what `check_room` does.
+        wanted: seconds after which they end with DeadlineError. since: when the request came, by monotonic(),
+        from which these run; None is now. owner: whose it is."""
         asked = sum(len(one.samplings) for one in ready)
         self.check_room(asked, owner)
         calls = [self.call(one, owner) for one in ready]
@@ -262,7 +302,8 @@ class Desk:
         return Call(self, ready, owner)
 
     async def close(self, patience: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Take no more calls, let those that there are end for so many seconds, or until there is hurry, then end them."""
+        """Take no more calls, let those that there are end for so many seconds, or until there is hurry, then
+        end them."""
         self._closing = True
         late = monotonic() + patience
         while self._calls and monotonic() < late and not (hurry() or self._over.is_set()):
@@ -300,7 +341,8 @@ class Desk:
             del self._of_key[call.owner]
 
     def _deliver(self) -> None:
-        """All that lies in the tray: of several steps, where the loop had other things to do, what came of a call is one piece."""
+        """All that lies in the tray: of several steps, where the loop had other things to do, what came of a
+        call is one piece."""
         self._told = False
         news: dict[Call, News] = {}
         while self._tray:
@@ -329,7 +371,11 @@ class Desk:
 
     def _end(self, fault: BaseException | None) -> None:
         self._fault = fault
-        what = f"the engine has failed: {fault}" if fault else "the server was shut down before this request was complete"
+        what = (
+            f"the engine has failed: {fault}"
+            if fault
+            else "the server was shut down before this request was complete"
+        )
         for call in self._calls:
             call._take((), True, EngineClosedError(f"{what}; send it again"))
         self._calls.clear()
@@ -357,11 +403,13 @@ class Desk:
             self._tell(self._end, fault)
 
     def _meet(self, active: dict[Call, Job], waiting: list[Call]) -> bool:
-        """Begin and end what was asked for; wait for it if there is nothing else to do. False when all is over.
+        """Begin and end what was asked for; wait for it if there is nothing else to do. False when all is
+        over.
 
-        Of long prompts one at a time is given to the engine, which serves each in its turn: a second one, before it is its turn, would hold
-        up the short ones behind it, for which a step with a long one has room. Where there are several keys, so do all others wait here
-        until it is their turn: the engine has no more than it may take at once, and the key goes first that has least under way.
+        Of long prompts one at a time is given to the engine, which serves each in its turn: a second one,
+        before it is its turn, would hold up the short ones behind it, for which a step with a long one has
+        room. Where there are several keys, so do all others wait here until it is their turn: the engine has
+        no more than it may take at once, and the key goes first that has least under way.
         """
         refused: list[News] = []
         while True:
@@ -401,11 +449,19 @@ class Desk:
                 return False
             under_way = self._under_way[call.owner]
             return not (self._several and under_way) or (
-                under_way + len(call.ready.samplings) <= self._each_at_once and ahead + len(call.ready.samplings) <= self._rows
+                under_way + len(call.ready.samplings) <= self._each_at_once
+                and ahead + len(call.ready.samplings) <= self._rows
             )
 
         while able := [place for place, call in enumerate(waiting) if may(call)]:
-            first = min(able, key=lambda place: (waiting[place].ready.priority, self._under_way[waiting[place].owner], place))
+            first = min(
+                able,
+                key=lambda place: (
+                    waiting[place].ready.priority,
+                    self._under_way[waiting[place].owner],
+                    place,
+                ),
+            )
             call = waiting.pop(first)
             reads |= self._is_long(call)
             ahead += len(call.ready.samplings)
@@ -442,7 +498,9 @@ class Desk:
     def _hand_over(self, active: dict[Call, Job]) -> None:
         news: list[News] = []
         for call, job in list(active.items()):
-            deltas = [sequence.deltas.popleft() for sequence in job.sequences for _ in range(len(sequence.deltas))]
+            deltas = [
+                sequence.deltas.popleft() for sequence in job.sequences for _ in range(len(sequence.deltas))
+            ]
             if deltas or job.done:
                 news.append((call, deltas, job.done, None))
             if job.done:

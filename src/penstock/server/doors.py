@@ -1,18 +1,23 @@
-"""Who may ask: refuses what a web page could have a browser send, and names by which this machine is not known.
+"""Who may ask: refuses what a web page could have a browser send, and names by which this machine is not
+known.
 
-A server without keys on a person's own machine can be reached by every page which that person's browser has open. Three ways are closed:
+A server without keys on a person's own machine can be reached by every page which that person's browser has
+open. Three ways are closed:
 
-- DNS rebinding: a page's own name is made to resolve to 127.0.0.1, and to the browser the server is the page's own. Its requests carry
-  that name in `Host`, so without keys only addresses, localhost and names that were configured are answered.
-- A request across origins that needs no permission, such as a form's. The browser sends `Origin` and `Sec-Fetch-Site`, which a page cannot
-  change; of what is not read-only, those from elsewhere are refused.
-- A body in a form's clothes. Only what is declared as JSON is read (see `is_json`); a page that declares it must ask first, and gets no
-  permission.
+- DNS rebinding: a page's own name is made to resolve to 127.0.0.1, and to the browser the server is the
+  page's own. Its requests carry that name in `Host`, so without keys only addresses, localhost and names that
+  were configured are answered.
+- A request across origins that needs no permission, such as a form's. The browser sends `Origin` and
+  `Sec-Fetch-Site`, which a page cannot change; of what is not read-only, those from elsewhere are refused.
+- A body in a form's clothes. Only what is declared as JSON is read (see `is_json`); a page that declares it
+  must ask first, and gets no permission.
 
-With keys the first two are not needed, since a page does not have one, and clients that run in a page's clothes of their own may ask.
+With keys the first two are not needed, since a page does not have one, and clients that run in a page's
+clothes of their own may ask.
 
-What is read-only is answered, but a browser gives the answer to no other site's page, and shows it in none (see `CLOSED`). Otherwise a page
-could tell by what loads and what does not whether a model of some name is here.
+What is read-only is answered, but a browser gives the answer to no other site's page, and shows it in none
+(see `CLOSED`). Otherwise a page could tell by what loads and what does not whether a model of some name is
+here.
 """
 
 import re
@@ -25,8 +30,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.server.answers import error
 from penstock.server.sending import json_response
 
-CLOSED = (("Cross-Origin-Resource-Policy", "same-origin"), ("X-Frame-Options", "DENY"), ("X-Content-Type-Options", "nosniff"))
-"""Headers of every answer: for the server's own page alone, in no frame, and to be taken for nothing but what it says it is."""
+CLOSED = (
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("X-Frame-Options", "DENY"),
+    ("X-Content-Type-Options", "nosniff"),
+)
+"""Headers of every answer: for the server's own page alone, in no frame, and to be taken for nothing but what
+it says it is."""
 _READS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(?::(?P<port>[0-9]{1,5}))?", re.IGNORECASE)
 _JSON = re.compile(r"application/(?:[a-z0-9.+-]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)
@@ -38,7 +48,11 @@ class Doors:
 
     def __init__(self, app: ASGIApp, names: Iterable[str], *, keys: bool) -> None:
         """names: of this machine, beside addresses and localhost. keys: whether clients must send one."""
-        self._app, self._names, self._keys = app, {name.lower().rstrip(".") for name in ("localhost", *names)}, keys
+        self._app, self._names, self._keys = (
+            app,
+            {name.lower().rstrip(".") for name in ("localhost", *names)},
+            keys,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self._refusal(scope) if scope["type"] == "http" else None
@@ -59,10 +73,15 @@ class Doors:
                 name = host["name"][:200]
                 return (
                     421,
-                    f"this server does not answer to the name {name}; use its address or localhost, or start it with --allow-host {name}",
+                    f"this server does not answer to the name {name}; use its address or localhost, or "
+                    f"start it with --allow-host {name}",
                 )
             if scope["method"] not in _READS and (page := _foreign(scope, hosts[0])):
-                return 403, f"{page} is another site's page, which may not use this server; ask from the server's own page, or use keys"
+                return (
+                    403,
+                    f"{page} is another site's page, which may not use this server; ask from the server's "
+                    "own page, or use keys",
+                )
         return None
 
     def _known(self, name: str) -> bool:

@@ -17,7 +17,10 @@ class NotKeptError(PenstockError):
     """There is no such response, or no longer. `param`: the field that names it, if it is not the path."""
 
     def __init__(self, name: str, param: str | None = None) -> None:
-        super().__init__(f"there is no response {name[:80]!r}: only the newest are kept, in memory, and none of a request with store false")
+        super().__init__(
+            f"there is no response {name[:80]!r}: only the newest are kept, in memory, and none of a "
+            "request with store false"
+        )
         self.param = param
 
 

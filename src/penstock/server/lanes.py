@@ -1,8 +1,9 @@
-"""Where requests wait to be read: their texts are cut into tokens on threads, and whose turn it is goes round among keys.
+"""Where requests wait to be read: their texts are cut into tokens on threads, and whose turn it is goes round
+among keys.
 
-Why this is safe. All but the work itself happens on the loop. Whoever takes a thread, or is given one by its turn's future, has it until
-its work has ended, and is counted by its key until then. Work that nobody waits for any more goes on to its end, since no thread can be
-stopped, and its thread is free only then.
+Why this is safe. All but the work itself happens on the loop. Whoever takes a thread, or is given one by its
+turn's future, has it until its work has ended, and is counted by its key until then. Work that nobody waits
+for any more goes on to its end, since no thread can be stopped, and its thread is free only then.
 """
 
 import asyncio
@@ -20,8 +21,9 @@ class Lane:
     """A few threads, and the keys whose requests wait for one."""
 
     def __init__(self, threads: int, each: int | None = None, *, alone: bool = False) -> None:
-        """each: threads that one key may have at a time, so that another's requests find one; None is all. alone: there is one key, and
-        nobody to take turns with: what comes waits at the threads, which then go on to the next without a word from the loop."""
+        """each: threads that one key may have at a time, so that another's requests find one; None is all.
+        alone: there is one key, and nobody to take turns with: what comes waits at the threads, which then go
+        on to the next without a word from the loop."""
         self._pool = ThreadPoolExecutor(threads, "penstock reading")
         self._free = _ANY if alone else threads
         self._each = each or self._free
@@ -31,7 +33,8 @@ class Lane:
         """By key, the next one's first."""
 
     async def run(self, owner: bytes, work: Callable[[], T]) -> T:
-        """What the work returns or raises, when it is that key's turn. Whoever is cancelled before leaves its place."""
+        """What the work returns or raises, when it is that key's turn. Whoever is cancelled before leaves its
+        place."""
         loop = asyncio.get_running_loop()
         if self._free and self._busy[owner] < self._each:
             self._take(owner)
@@ -63,7 +66,11 @@ class Lane:
         self._busy[owner] -= 1
         if not self._busy[owner]:
             del self._busy[owner]
-        while self._free and (following := next((one for one in self._waiting if self._busy[one] < self._each), None)) is not None:
+        while (
+            self._free
+            and (following := next((one for one in self._waiting if self._busy[one] < self._each), None))
+            is not None
+        ):
             turns = self._waiting.pop(following)
             turn = turns.popleft()
             if turns:

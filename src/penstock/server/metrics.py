@@ -1,7 +1,7 @@
 """What is counted and measured, as Prometheus reads it.
 
-Names end as those of other engines do, so that their dashboards need another prefix and little else. All of them are there as soon as the
-model is, also those of tiers that are not in use.
+Names end as those of other engines do, so that their dashboards need another prefix and little else. All of
+them are there as soon as the model is, also those of tiers that are not in use.
 """
 
 from bisect import bisect_left
@@ -31,9 +31,12 @@ _TOKENS = tuple(4**power for power in range(11))
 """Up to a million."""
 _PREFIX = "penstock:"
 _LOOKS = 1.0
-"""Seconds between two looks from which a link's rate is taken, at least: more than one may read the metrics."""
+"""Seconds between two looks from which a link's rate is taken, at least: more than one may read the
+metrics."""
 _NOTHING = Direction(0, 0.0, 0)
-_NO_TIERS = TierStats(0, 0, 0, 0, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False)
+_NO_TIERS = TierStats(
+    0, 0, 0, 0, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False
+)
 _NO_KV = KVStats(0, 0, 0, 0, 0)
 
 
@@ -67,22 +70,44 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._first = self._histogram("time_to_first_token_seconds", "From a request to the first token of it.", _SECONDS)
-        self._gap = _Gaps("inter_token_latency_seconds", "Between two steps that brought tokens of a request.", _SECONDS_EACH)
+        self._first = self._histogram(
+            "time_to_first_token_seconds", "From a request to the first token of it.", _SECONDS
+        )
+        self._gap = _Gaps(
+            "inter_token_latency_seconds",
+            "Between two steps that brought tokens of a request.",
+            _SECONDS_EACH,
+        )
         self._registry.register(self._gap)
-        self._each = self._histogram("time_per_output_token_seconds", "Between tokens of an output, on average.", _SECONDS_EACH)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its last token.", _SECONDS)
-        self._queue = self._histogram("request_queue_time_seconds", "From a request to its first step.", _SECONDS)
-        self._prefill = self._histogram("request_prefill_time_seconds", "From a request's first step to its first token.", _SECONDS)
-        self._decode = self._histogram("request_decode_time_seconds", "From a request's first token to its last.", _SECONDS)
+        self._each = self._histogram(
+            "time_per_output_token_seconds", "Between tokens of an output, on average.", _SECONDS_EACH
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "From a request to its last token.", _SECONDS
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "From a request to its first step.", _SECONDS
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From a request's first step to its first token.", _SECONDS
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From a request's first token to its last.", _SECONDS
+        )
         self._long = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._said = self._histogram("request_generation_tokens", "Tokens of an output.", _TOKENS)
-        self._ended = self._counter("request_success", "Outputs that are complete, by what ended them.", "finished_reason")
+        self._ended = self._counter(
+            "request_success", "Outputs that are complete, by what ended them.", "finished_reason"
+        )
         self._left = self._counter("request_abandoned", "Requests whose client went before their end.")
         self._answers = self._counter("http_requests", "Requests, by route and status.", "route", "status")
         self._prompts = self._counter("prompt_tokens", "Tokens of prompts, computed or found.")
-        self._asked = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for among earlier ones.")
-        self._found = self._counter("prefix_cache_hits", "Tokens of prompts whose KV was found, by where.", "tier")
+        self._asked = self._counter(
+            "prefix_cache_queries", "Tokens of prompts that were looked for among earlier ones."
+        )
+        self._found = self._counter(
+            "prefix_cache_hits", "Tokens of prompts whose KV was found, by where.", "tier"
+        )
         for tier in ("device", "host", "disk"):
             self._found.labels(tier)
         for reason in ("stop", "length"):
@@ -145,7 +170,8 @@ class Metrics:
 
 
 class _Gaps(Collector):
-    """A histogram that is told of many at once: after a step there is one for each request, and for nearly all of them the same."""
+    """A histogram that is told of many at once: after a step there is one for each request, and for nearly
+    all of them the same."""
 
     def __init__(self, name: str, what: str, bounds: tuple[float, ...]) -> None:
         self._name, self._what, self._bounds = name, what, bounds
@@ -190,10 +216,13 @@ class _Rates:
         self._when, self._counted, self._rates = 0.0, dict[str, int](), dict[str, float]()
 
     def of(self, counted: Mapping[str, int], now: float) -> Mapping[str, float]:
-        """Each a second since the last look; of one that comes too soon after another, what that one was told."""
+        """Each a second since the last look; of one that comes too soon after another, what that one was
+        told."""
         seconds = now - self._when
         if seconds >= _LOOKS or not self._counted:
-            self._rates = {name: (count - self._counted.get(name, count)) / seconds for name, count in counted.items()}
+            self._rates = {
+                name: (count - self._counted.get(name, count)) / seconds for name, count in counted.items()
+            }
             self._when, self._counted = now, dict(counted)
         return self._rates
 
@@ -202,10 +231,18 @@ def _of_steps(stats: Stats, waiting: int) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Outputs that are being computed.", stats.running)
     yield _gauge("num_requests_waiting", "Outputs that wait for room or their turn.", waiting)
     yield _gauge(
-        "kv_cache_usage_perc", "Share of the device's KV blocks that are held, 1 is all.", 1 - stats.kv_blocks_free / stats.kv_blocks
+        "kv_cache_usage_perc",
+        "Share of the device's KV blocks that are held, 1 is all.",
+        1 - stats.kv_blocks_free / stats.kv_blocks,
     )
-    yield _gauge("kv_blocks_cached", "KV blocks of the device that nobody holds and that may be found.", stats.kv_blocks_cached)
-    yield _counter("num_preemptions", "Requests that had to give up their blocks and start anew.", stats.preemptions)
+    yield _gauge(
+        "kv_blocks_cached",
+        "KV blocks of the device that nobody holds and that may be found.",
+        stats.kv_blocks_cached,
+    )
+    yield _counter(
+        "num_preemptions", "Requests that had to give up their blocks and start anew.", stats.preemptions
+    )
     yield _counter("iterations", "Steps of the engine.", stats.steps)
     yield _counter("computed_tokens", "Tokens computed, of prompts and outputs.", stats.computed_tokens)
     yield _counter("generation_tokens", "Tokens of outputs.", stats.output_tokens)
@@ -218,13 +255,20 @@ def _of_passes(passes: Passes, weights: WeightStats) -> Iterator[Metric]:
     yield _counters("pass_seconds", "Time that they took.", "kind", seconds)
     # With the same label as what was measured: nobody has predicted how long a prompt's passes take.
     predicted = {"decode": weights.predicted}
-    yield _gauges("pass_predicted_seconds", "What a pass was predicted to take at start; 0 if it was not.", "kind", predicted)
+    yield _gauges(
+        "pass_predicted_seconds",
+        "What a pass was predicted to take at start; 0 if it was not.",
+        "kind",
+        predicted,
+    )
 
 
 def _of_missed(missed: MissedStats) -> Iterator[Metric]:
     ends = [*map(floatToGoString, SHARES), "+Inf"]
     shares = HistogramMetricFamily(
-        _PREFIX + "attention_missed_share", "Bound on the attention that a policy's choice has missed, 1 is all.", labels=["heads"]
+        _PREFIX + "attention_missed_share",
+        "Bound on the attention that a policy's choice has missed, 1 is all.",
+        labels=["heads"],
     )
     for heads, buckets, total in (
         ("worst", missed.worst_buckets, missed.worst_total),
@@ -237,23 +281,36 @@ def _of_missed(missed: MissedStats) -> Iterator[Metric]:
         "The largest of these bounds since the start, of any head and token that has one.",
         missed.most,
     )
-    yield _counter("attention_choices", "Choices of attention policies: blocks that queries read in a layer.", missed.choices)
-    yield _counter("attention_fallbacks", "Of these, the ones that might have missed too much: everything was read.", missed.fallbacks)
+    yield _counter(
+        "attention_choices",
+        "Choices of attention policies: blocks that queries read in a layer.",
+        missed.choices,
+    )
+    yield _counter(
+        "attention_fallbacks",
+        "Of these, the ones that might have missed too much: everything was read.",
+        missed.fallbacks,
+    )
     blocks = {"read": missed.blocks_read, "skipped": missed.blocks - missed.blocks_read}
-    yield _counters("attention_blocks", "KV blocks that policies chose from, by what became of them.", "choice", blocks)
+    yield _counters(
+        "attention_blocks", "KV blocks that policies chose from, by what became of them.", "choice", blocks
+    )
 
 
 def _of_weights(stats: WeightStats) -> Iterator[Metric]:
     at = {"device": stats.device, "host": stats.host, "disk": stats.disk}
     yield _gauges("weights_bytes", "Bytes of weights, by where they stay.", "tier", at)
-    yield _counter("weights_copied_bytes", "Bytes of weights that came from the host to the device.", stats.copied)
+    yield _counter(
+        "weights_copied_bytes", "Bytes of weights that came from the host to the device.", stats.copied
+    )
     yield _counter("weights_read_bytes", "Bytes of weights that were read from disk.", stats.read)
     waits = {"link": stats.stalled_link, "disk": stats.stalled_disk}
     yield _counters("weights_stalled_seconds", "Time that arithmetic waited for weights.", "cause", waits)
 
 
 def _crossed(weights: WeightStats, kv: KVStats, tiers: TierStats) -> Mapping[str, int]:
-    """Bytes that have gone over each link: weights, KV of long contexts, and KV that is kept for later requests."""
+    """Bytes that have gone over each link: weights, KV of long contexts, and KV that is kept for later
+    requests."""
     return {
         "host to device": weights.copied + kv.copied + tiers.up.bytes,
         "device to host": kv.sent + tiers.down.bytes,
@@ -264,21 +321,31 @@ def _crossed(weights: WeightStats, kv: KVStats, tiers: TierStats) -> Mapping[str
 
 def _of_links(stats: WeightStats, crossed: Mapping[str, int], rates: Mapping[str, float]) -> Iterator[Metric]:
     yield _counters("link_bytes", "Bytes of weights and KV that have crossed a link.", "link", crossed)
-    yield _gauges("link_bytes_per_second", "What crosses a link, since the metrics were last read.", "link", rates)
+    yield _gauges(
+        "link_bytes_per_second", "What crosses a link, since the metrics were last read.", "link", rates
+    )
     ceilings = {"host to device": stats.link_rate, "disk to host": stats.disk_rate}
-    yield _gauges("link_ceiling_bytes_per_second", "What was measured at start; 0 if it was not.", "link", ceilings)
+    yield _gauges(
+        "link_ceiling_bytes_per_second", "What was measured at start; 0 if it was not.", "link", ceilings
+    )
 
 
 def _of_kv(llm: LLM, stats: Stats, kv: KVStats, tiers: TierStats) -> Iterator[Metric]:
     scheduler, block = llm.booted.engine.scheduler, llm.booted.budget.block_bytes
     near = kv.room // scheduler.host.near if scheduler.host.near else 0
     held = {"device": (stats.kv_blocks - stats.kv_blocks_free) * block, "host": kv.host, "disk": kv.disk}
-    kept = {"device": stats.kv_blocks_cached * block, "host": tiers.cached_host * near, "disk": tiers.disk_bytes}
+    kept = {
+        "device": stats.kv_blocks_cached * block,
+        "host": tiers.cached_host * near,
+        "disk": tiers.disk_bytes,
+    }
     room = {"device": stats.kv_blocks * block, "host": kv.room}
     yield _gauges("kv_held_bytes", "KV of requests under way, by where it rests.", "tier", held)
     yield _gauges("kv_kept_bytes", "KV that is kept for later requests, by where.", "tier", kept)
     yield _gauges("kv_room_bytes", "Memory for KV.", "tier", room)
-    yield _gauges("far_kv_bytes", "KV of long contexts, by where it rests.", "tier", {"host": kv.host, "disk": kv.disk})
+    yield _gauges(
+        "far_kv_bytes", "KV of long contexts, by where it rests.", "tier", {"host": kv.host, "disk": kv.disk}
+    )
     yield _counter("far_kv_copied_bytes", "Bytes of it that came to the device.", kv.copied)
     yield _counter("far_kv_sent_bytes", "Bytes of it that left the device.", kv.sent)
     yield _counter("far_kv_read_bytes", "Bytes of it that were read from disk.", kv.read)
@@ -286,7 +353,8 @@ def _of_kv(llm: LLM, stats: Stats, kv: KVStats, tiers: TierStats) -> Iterator[Me
 
 
 def _of_tiers(stats: TierStats, loaded: int, given_up: int) -> Iterator[Metric]:
-    """loaded: blocks that came up to the device. given_up: of its own blocks, which are given up without other tiers too."""
+    """loaded: blocks that came up to the device. given_up: of its own blocks, which are given up without
+    other tiers too."""
     ways = {"up": stats.up, "down": stats.down, "in": stats.inward, "out": stats.outward}
     moved = {route: way.bytes for route, way in ways.items()}
     yield _counters("kv_moved_bytes", "Bytes of KV blocks that went between tiers.", "route", moved)
@@ -295,12 +363,20 @@ def _of_tiers(stats: TierStats, loaded: int, given_up: int) -> Iterator[Metric]:
     lost = {route: way.lost for route, way in ways.items()}
     yield _counters("kv_lost_blocks", "KV blocks that did not get there.", "route", lost)
     decided = {"load": loaded, "recompute": stats.recomputed, "late": stats.late}
-    yield _counters("kv_load_decisions", "KV blocks found beyond the device, by what became of them.", "decision", decided)
+    yield _counters(
+        "kv_load_decisions", "KV blocks found beyond the device, by what became of them.", "decision", decided
+    )
     made_room = {"device": given_up, "host": stats.given_up_host, "disk": stats.given_up_disk}
     yield _counters("kv_given_up_blocks", "KV blocks that made room for others.", "tier", made_room)
-    yield _counter("kv_checksum_failures", "KV blocks that were not on disk as they were written.", stats.checksum_failures)
+    yield _counter(
+        "kv_checksum_failures",
+        "KV blocks that were not on disk as they were written.",
+        stats.checksum_failures,
+    )
     yield _counter("kv_io_failures", "Reads and writes of KV on disk that failed.", stats.io_failures)
-    yield _gauge("kv_quarantined_blocks", "KV blocks on disk that were damaged and are not used.", stats.quarantined)
+    yield _gauge(
+        "kv_quarantined_blocks", "KV blocks on disk that were damaged and are not used.", stats.quarantined
+    )
     yield _gauge("kv_disk_off", "1 while the disk is left alone, since it kept failing.", stats.disk_off)
 
 

@@ -14,7 +14,13 @@ from penstock import __version__
 from penstock.server.page import FILES
 from penstock.server.watching.state import State
 from penstock.server.wire import shapes
-from penstock.server.wire.requests import MOST_LOGPROBS, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.server.wire.requests import (
+    MOST_LOGPROBS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from penstock.server.wire.responses import ResponsesRequest
 
 Json = dict[str, Any]
@@ -26,8 +32,9 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """answer: its type, or the media type of what is not JSON. events: what an event's data may be, where there may be events instead.
-    refused: with which statuses, beside 401 and 500. open: whether no key is asked for."""
+    """answer: its type, or the media type of what is not JSON. events: what an event's data may be, where
+    there may be events instead. refused: with which statuses, beside 401 and 500. open: whether no key is
+    asked for."""
 
     method: Literal["get", "post", "delete"]
     path: str
@@ -45,21 +52,58 @@ _READS, _GENERATES = (400, 404, 413, 429, 503), (400, 404, 413, 429, 503, 504)
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _KEPT = ("get_v1_responses_name", "delete_v1_responses_name")
 OPERATIONS = (
-    Operation("post", _CHAT, "Answer a conversation", shapes.ChatCompletion, ChatRequest, (shapes.ChatCompletionChunk,), _GENERATES),
-    Operation("post", _TEXT, "Continue texts", shapes.Completion, CompletionRequest, (shapes.CompletionChunk,), _GENERATES),
-    Operation("post", "/v1/responses", "Respond to items", shapes.Response, ResponsesRequest, shapes.EVENTS, _GENERATES, leads=_KEPT),
+    Operation(
+        "post",
+        _CHAT,
+        "Answer a conversation",
+        shapes.ChatCompletion,
+        ChatRequest,
+        (shapes.ChatCompletionChunk,),
+        _GENERATES,
+    ),
+    Operation(
+        "post",
+        _TEXT,
+        "Continue texts",
+        shapes.Completion,
+        CompletionRequest,
+        (shapes.CompletionChunk,),
+        _GENERATES,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Respond to items",
+        shapes.Response,
+        ResponsesRequest,
+        shapes.EVENTS,
+        _GENERATES,
+        leads=_KEPT,
+    ),
     Operation("get", "/v1/responses/{name}", "A response that is kept", shapes.Response, refused=(400, 404)),
-    Operation("delete", "/v1/responses/{name}", "Keep a response no longer", shapes.DeletedResponse, refused=(404,)),
+    Operation(
+        "delete", "/v1/responses/{name}", "Keep a response no longer", shapes.DeletedResponse, refused=(404,)
+    ),
     Operation("get", "/v1/models", "The models by their names", shapes.ModelList, refused=(503,)),
     Operation("get", "/v1/models/{name}", "A model", shapes.Model, refused=(404, 503)),
-    Operation("post", "/tokenize", "The tokens of a text or a conversation", shapes.Tokens, TokenizeRequest, refused=_READS),
+    Operation(
+        "post",
+        "/tokenize",
+        "The tokens of a text or a conversation",
+        shapes.Tokens,
+        TokenizeRequest,
+        refused=_READS,
+    ),
     Operation("post", "/detokenize", "The text of tokens", shapes.Text, DetokenizeRequest, refused=_READS),
     Operation("get", "/metrics", "Counts and times, for Prometheus", "text/plain"),
     Operation("get", "/state", "The machine at this moment", State, refused=(503,)),
     Operation("get", "/health", "Whether the server is alive", shapes.Status, open=True),
     Operation("get", "/ready", "Whether requests are taken", shapes.Status, refused=(503,), open=True),
     Operation("get", "/openapi.json", "This description", "application/json", open=True),
-    *[Operation("get", path, "The page", file.kind.partition(";")[0], refused=(304,), open=True) for path, file in FILES.items()],
+    *[
+        Operation("get", path, "The page", file.kind.partition(";")[0], refused=(304,), open=True)
+        for path, file in FILES.items()
+    ],
 )
 _STATUSES = {
     200: "The answer",
@@ -73,13 +117,21 @@ _STATUSES = {
     503: "The model is being loaded, or takes no more requests",
     504: "The time that the request was given is over",
 }
-_SECONDS = {"description": "Seconds after which to try again", "required": True, "schema": {"type": "integer", "minimum": 1}}
+_SECONDS = {
+    "description": "Seconds after which to try again",
+    "required": True,
+    "schema": {"type": "integer", "minimum": 1},
+}
 _HEADERS = {429: {"Retry-After": _SECONDS}, 503: {"Retry-After": _SECONDS}}
 _PROMPT = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _EXACT: Mapping[tuple[str, str], Json] = {
     ("CompletionRequest", "prompt"): {
         "description": "Text, token ids, or several of these",
-        "anyOf": [{"type": "string"}, _PROMPT, {"type": "array", "items": {"anyOf": [{"type": "string"}, _PROMPT]}, "minItems": 1}],
+        "anyOf": [
+            {"type": "string"},
+            _PROMPT,
+            {"type": "array", "items": {"anyOf": [{"type": "string"}, _PROMPT]}, "minItems": 1},
+        ],
     },
 }
 """Fields of which more is known than their types say."""
@@ -105,7 +157,9 @@ RANGES: Mapping[str, Json] = {
 @cache
 def described(*, keys: bool) -> bytes:
     """The document. keys: whether the server asks for one."""
-    kinds = {kind for one in OPERATIONS for kind in (one.answer, one.asked, *one.events) if isinstance(kind, type)} | {shapes.Refusal}
+    kinds = {
+        kind for one in OPERATIONS for kind in (one.answer, one.asked, *one.events) if isinstance(kind, type)
+    } | {shapes.Refusal}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     references, schemas = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     for (name, field), exact in _EXACT.items():
@@ -121,7 +175,11 @@ def described(*, keys: bool) -> bytes:
         paths.setdefault(one.path, {})[one.method] = _operation(one, known, keys=keys)
     document: Json = {
         "openapi": "3.1.0",
-        "info": {"title": "penstock", "version": __version__, "description": "OpenAI's API, and what there is beside it."},
+        "info": {
+            "title": "penstock",
+            "version": __version__,
+            "description": "OpenAI's API, and what there is beside it.",
+        },
         "paths": paths,
         "components": {"schemas": schemas},
     }
@@ -134,9 +192,14 @@ def _operation(one: Operation, known: Mapping[type, Json], *, keys: bool) -> Jso
     told: Json = {"summary": one.what, "operationId": _name(one)}
     names = [part[1:-1] for part in one.path.split("/") if part.startswith("{")]
     if names:
-        told["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        told["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if one.asked is not None:
-        told["requestBody"] = {"required": True, "content": {"application/json": {"schema": known[one.asked]}}}
+        told["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": known[one.asked]}},
+        }
     if keys:
         told["security"] = [] if one.open else [{"key": []}]
     statuses = {200, 500, *one.refused, *([401] if keys and not one.open else [])}
@@ -149,15 +212,22 @@ def _answer(one: Operation, status: int, known: Mapping[type, Json]) -> Json:
     if status == 304:
         return told
     if status == 200 and isinstance(one.answer, str):
-        told["content"] = {one.answer: {"schema": {"type": "object" if one.answer == "application/json" else "string"}}}
+        told["content"] = {
+            one.answer: {"schema": {"type": "object" if one.answer == "application/json" else "string"}}
+        }
         return told
     if status == 200 or (status == 503 and one.answer is shapes.Status):
         assert isinstance(one.answer, type)
         told["content"] = {"application/json": {"schema": known[one.answer]}}
         if one.events:
-            told["content"]["text/event-stream"] = {"schema": _event([known[kind] for kind in (*one.events, shapes.Refusal)])}
+            told["content"]["text/event-stream"] = {
+                "schema": _event([known[kind] for kind in (*one.events, shapes.Refusal)])
+            }
         if one.leads:
-            told["links"] = {name: {"operationId": name, "parameters": {"name": "$response.body#/id"}} for name in one.leads}
+            told["links"] = {
+                name: {"operationId": name, "parameters": {"name": "$response.body#/id"}}
+                for name in one.leads
+            }
         return told
     told["content"] = {"application/json": {"schema": known[shapes.Refusal]}}
     if status in _HEADERS:
@@ -168,7 +238,11 @@ def _answer(one: Operation, status: int, known: Mapping[type, Json]) -> Json:
 def _event(data: Sequence[Json]) -> Json:
     """One of a stream."""
     written = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": data}}
-    return {"type": "object", "properties": {"data": {"anyOf": [written, {"const": "[DONE]"}]}}, "required": ["data"]}
+    return {
+        "type": "object",
+        "properties": {"data": {"anyOf": [written, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
 
 
 def _name(one: Operation) -> str:

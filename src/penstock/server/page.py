@@ -1,4 +1,5 @@
-"""The page at `/`: a chat, and the machine beside it. Its files ask nothing of anybody but this server, and need no key."""
+"""The page at `/`: a chat, and the machine beside it. Its files ask nothing of anybody but this server, and
+need no key."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,7 +16,8 @@ _KINDS = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors "
+    "'none'; object-src 'none'",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
@@ -33,7 +35,9 @@ def _file(name: str) -> _File:
     return _File(content, _KINDS[Path(name).suffix], f'"{sha256(content).hexdigest()[:32]}"')
 
 
-FILES = {"/": _file("index.html")} | {f"/page/{name}": _file(name) for name in ("page.css", "page.js", "icon.svg")}
+FILES = {"/": _file("index.html")} | {
+    f"/page/{name}": _file(name) for name in ("page.css", "page.js", "icon.svg")
+}
 """By path."""
 
 

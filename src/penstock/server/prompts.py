@@ -34,10 +34,14 @@ class Telling(Protocol):
     def last(self, completions: Sequence[Completion]) -> Answer: ...
 
 
-def read(llm: LLM, asked: ChatRequest | CompletionRequest, dialect: Dialect | None = None) -> tuple[list[Ready], Telling]:
-    """All of a request's prompts, tokens made and lengths checked: what takes long for long ones. From any thread.
+def read(
+    llm: LLM, asked: ChatRequest | CompletionRequest, dialect: Dialect | None = None
+) -> tuple[list[Ready], Telling]:
+    """All of a request's prompts, tokens made and lengths checked: what takes long for long ones. From any
+    thread.
 
-    dialect: None is what the model's templates say. Raises FieldError and RequestError for what cannot be served.
+    dialect: None is what the model's templates say. Raises FieldError and RequestError for what cannot be
+    served.
     """
     asked.check()
     if isinstance(asked, ChatRequest):
@@ -47,14 +51,20 @@ def read(llm: LLM, asked: ChatRequest | CompletionRequest, dialect: Dialect | No
     prompts = asked.prompts
 
     def prompt_of(given: str | list[int]) -> Prompt:
-        return given if isinstance(given, list) or asked.add_special_tokens else llm.prompt_tokens(given, special=False)
+        return (
+            given
+            if isinstance(given, list) or asked.add_special_tokens
+            else llm.prompt_tokens(given, special=False)
+        )
 
     ready = [_read(llm, prompt_of(one), params, asked) for one in prompts]
     echoes = [one if isinstance(one, str) else llm.decode(one) for one in prompts] if asked.echo else None
     return ready, Texts(asked.model, llm.tokenizer if llm.has_tokenizer else None, echoes, params.n)
 
 
-def read_chat(llm: LLM, asked: ChatRequest, dialect: Dialect | None = None) -> tuple[Ready, Callable[[], Speech]]:
+def read_chat(
+    llm: LLM, asked: ChatRequest, dialect: Dialect | None = None
+) -> tuple[Ready, Callable[[], Speech]]:
     """A conversation's prompt, and what tells an answer's parts apart. Raises FieldError and RequestError."""
     dialect = dialect or dialect_of(llm.tokenizer.templates)
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
@@ -62,21 +72,35 @@ def read_chat(llm: LLM, asked: ChatRequest, dialect: Dialect | None = None) -> t
     if tools.forced:
         params = _held(params, tools)
     elif tools and params.structure is not None and params.structure.kind is not StructureKind.LARK:
-        message = "response_format and tools were both sent, but an answer that is held to a form cannot call; set tool_choice to none"
+        message = (
+            "response_format and tools were both sent, but an answer that is held to a form cannot call; set "
+            "tool_choice to none"
+        )
         raise FieldError(message, "response_format")
     text = _chat_text(llm, asked, dialect, tools)
     format = LIST if tools.forced else dialect.calls if tools else None
     thought, end = dialect.thought, text.rstrip()
     thinking = thought is not None and end.endswith(thought.begin)
-    if thought is not None and params.structure is not None and params.structure.kind is not StructureKind.LARK:
+    if (
+        thought is not None
+        and params.structure is not None
+        and params.structure.kind is not StructureKind.LARK
+    ):
         if not may_be_behind(params.structure):
             thought, thinking = None, False
         elif not end.endswith(thought.end):
-            params = replace(params, structure=behind_reasoning(params.structure, thought, llm.tokenizer, opened=thinking))
-    marks = [*(format.markers + format.others if format else ()), *((thought.begin, thought.end) if thought else ())]
+            params = replace(
+                params, structure=behind_reasoning(params.structure, thought, llm.tokenizer, opened=thinking)
+            )
+    marks = [
+        *(format.markers + format.others if format else ()),
+        *((thought.begin, thought.end) if thought else ()),
+    ]
     shown = [token for mark in marks if (token := llm.tokenizer.token_to_id(mark)) is not None]
     ready = _read(llm, llm.prompt_tokens(text, special=False), replace(params, shown_tokens=shown), asked)
-    return ready, partial(Speech, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking)
+    return ready, partial(
+        Speech, format, tools.schemas, several=tools.several, thought=thought, thinking=thinking
+    )
 
 
 def _read(llm: LLM, prompt: Prompt, params: SamplingParams, asked: ChatRequest | CompletionRequest) -> Ready:
@@ -100,17 +124,25 @@ def _held(params: SamplingParams, tools: Tools) -> SamplingParams:
 def chat_tokens(llm: LLM, asked: TokenizeRequest, dialect: Dialect | None = None) -> list[int]:
     """A conversation by the model's own template. Raises FieldError and RequestError."""
     tools = tools_of(asked.tools, None, None)
-    return llm.prompt_tokens(_chat_text(llm, asked, dialect or dialect_of(llm.tokenizer.templates), tools), special=False)
+    return llm.prompt_tokens(
+        _chat_text(llm, asked, dialect or dialect_of(llm.tokenizer.templates), tools), special=False
+    )
 
 
 def _chat_text(llm: LLM, asked: ChatRequest | TokenizeRequest, dialect: Dialect, tools: Tools) -> str:
     reads = llm.tokenizer.template_variables(tools=bool(tools))
     if tools and "tools" not in reads:
-        raise FieldError("tools were sent, but the model's chat template takes none; leave them out, or serve a model that does", "tools")
+        raise FieldError(
+            "tools were sent, but the model's chat template takes none; leave them out, or serve a model "
+            "that does",
+            "tools",
+        )
     variables = _asked_for(asked, reads) | (asked.chat_template_kwargs or {})
     messages = told_messages(asked.messages or (), dialect)
     told = tools.told if tools else None
-    return llm.tokenizer.render_chat(messages, add_generation_prompt=asked.add_generation_prompt, tools=told, **variables)
+    return llm.tokenizer.render_chat(
+        messages, add_generation_prompt=asked.add_generation_prompt, tools=told, **variables
+    )
 
 
 def _asked_for(asked: ChatRequest | TokenizeRequest, reads: frozenset[str]) -> dict[str, object]:

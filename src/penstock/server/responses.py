@@ -33,12 +33,15 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Of what an item's content is, by its type. Calls have none."""
 _BROKEN = (
-    "the answer could not be held to its form any further: ask for a simpler one; or, where it had none, the model's logits were not"
+    "the answer could not be held to its form any further: ask for a simpler one; or, where it had none, "
+    "the model's logits were not"
     " numbers, which the server's log tells of"
 )
 
 
-def read_response(llm: LLM, asked: ResponsesRequest, before: bytes, dialect: Dialect | None) -> tuple[Ready, "Told"]:
+def read_response(
+    llm: LLM, asked: ResponsesRequest, before: bytes, dialect: Dialect | None
+) -> tuple[Ready, "Told"]:
     """before: the conversation that it goes on with, as JSON; empty if there is none. From any thread.
 
     Raises FieldError and RequestError for what cannot be served.
@@ -55,7 +58,14 @@ def read_response(llm: LLM, asked: ResponsesRequest, before: bytes, dialect: Dia
 class Told:
     """One response as it comes."""
 
-    def __init__(self, asked: ResponsesRequest, messages: Sequence[Message], ready: Ready, speech: Speech, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        asked: ResponsesRequest,
+        messages: Sequence[Message],
+        ready: Ready,
+        speech: Speech,
+        tokenizer: Tokenizer,
+    ) -> None:
         self.response = _begun(asked, ready)
         self._asked, self._messages, self._speech, self._tokenizer = asked, messages, speech, tokenizer
         self._events: list[bytes] = []
@@ -75,7 +85,8 @@ class Told:
         self._finish: FinishReason | None = None
 
     async def events(self, call: Call, keep: Keep | None) -> AsyncGenerator[bytes]:
-        """All of them, as server-sent events; none if no stream was asked for. Raises what keeps it from being complete."""
+        """All of them, as server-sent events; none if no stream was asked for. Raises what keeps it from
+        being complete."""
         for kind in ("created", "in_progress"):
             self._tell(f"response.{kind}", response=self.response)
         for event in self._told():
@@ -86,7 +97,11 @@ class Told:
                 yield event
         self._end(call.so_far())
         if keep is not None and self.response["status"] != "failed":
-            said = [item for item in self.response["output"] if item["type"] != "function_call" or item["status"] == "completed"]
+            said = [
+                item
+                for item in self.response["output"]
+                if item["type"] != "function_call" or item["status"] == "completed"
+            ]
             keep(self.response["id"], msgspec.json.encode(self.response), messages_of(said, self._messages))
         for event in self._told():
             yield event
@@ -106,7 +121,9 @@ class Told:
     def _tell(self, kind: str, **fields: object) -> None:
         if self._asked.streams:
             event = {"type": kind, "sequence_number": self._number, **fields}
-            self._events.append(b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n")
+            self._events.append(
+                b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+            )
             self._number += 1
 
     # ---- what comes
@@ -151,7 +168,14 @@ class Told:
 
     def _say(self, kind: str, text: str) -> None:
         if self._item is None or self._item["type"] != kind:
-            self._open(kind, **({"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}))
+            self._open(
+                kind,
+                **(
+                    {"role": "assistant", "content": []}
+                    if kind == "message"
+                    else {"summary": [], "content": []}
+                ),
+            )
             self._tell("response.content_part.added", **self._place(), content_index=0, part=self._part(""))
         self._text.append(text)
         told = {"content_index": 0, "delta": text}
@@ -166,7 +190,9 @@ class Told:
         self._item = {"id": _id(_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
         self.response["output"].append(self._item)
         self._text, self._logprobs = [], []
-        self._tell("response.output_item.added", output_index=len(self.response["output"]) - 1, item=self._item)
+        self._tell(
+            "response.output_item.added", output_index=len(self.response["output"]) - 1, item=self._item
+        )
 
     def _close(self, status: str) -> None:
         if self._item is None:
@@ -175,7 +201,12 @@ class Told:
         self._item["status"] = status
         if kind == "function_call":
             self._item["arguments"] = text
-            self._tell("response.function_call_arguments.done", **self._place(), name=self._item["name"], arguments=text)
+            self._tell(
+                "response.function_call_arguments.done",
+                **self._place(),
+                name=self._item["name"],
+                arguments=text,
+            )
         else:
             part = self._part(text)
             self._item["content"] = [part]
@@ -183,7 +214,9 @@ class Told:
             logprobs = {"logprobs": self._logprobs} if kind == "message" else {}
             self._tell(f"response.{_PARTS[kind]}.done", **place, text=text, **logprobs)
             self._tell("response.content_part.done", **place, part=part)
-        self._tell("response.output_item.done", output_index=len(self.response["output"]) - 1, item=self._item)
+        self._tell(
+            "response.output_item.done", output_index=len(self.response["output"]) - 1, item=self._item
+        )
         self._item = None
 
     def _place(self) -> dict[str, object]:
@@ -193,7 +226,11 @@ class Told:
     def _part(self, text: str) -> Item:
         assert self._item is not None
         part: Item = {"type": _PARTS[self._item["type"]], "text": text}
-        return part | {"annotations": [], "logprobs": self._logprobs} if self._item["type"] == "message" else part
+        return (
+            part | {"annotations": [], "logprobs": self._logprobs}
+            if self._item["type"] == "message"
+            else part
+        )
 
     def _end(self, completion: Completion) -> None:
         cut, broken = self._finish is FinishReason.LENGTH, self._finish is FinishReason.ERROR

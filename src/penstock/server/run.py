@@ -1,4 +1,5 @@
-"""The life of a server: it listens at once, loads its model, serves, and lets what is under way end before it does."""
+"""The life of a server: it listens at once, loads its model, serves, and lets what is under way end before it
+does."""
 
 import asyncio
 import gc
@@ -30,8 +31,8 @@ _LAST = 5
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """queue: outputs that may wait. patience: seconds that requests under way are given when the server is told to end.
-    most_seconds: that a request may take."""
+    """queue: outputs that may wait. patience: seconds that requests under way are given when the server is
+    told to end. most_seconds: that a request may take."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -54,11 +55,13 @@ def serve(
     desk: NewDesk = Desk,
     give_up: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one waits for nothing.
+    """Serve until a signal says that it is enough: one lets requests end, a second one does not, a third one
+    waits for nothing.
 
-    ready: is told the address when the model is there. tellers: are told of each request that is over. desk: takes calls for what was
-    loaded. give_up: is told of the first signal, to break off loading that can be. Raises ConfigError if the address is not to be had, and
-    whatever has ended the server besides a signal: what loading or the engine has raised.
+    ready: is told the address when the model is there. tellers: are told of each request that is over. desk:
+    takes calls for what was loaded. give_up: is told of the first signal, to break off loading that can be.
+    Raises ConfigError if the address is not to be had, and whatever has ended the server besides a signal:
+    what loading or the engine has raised.
     """
     bound = _bind(listening)
     with bound:
@@ -76,7 +79,14 @@ class _Life:
         ready: Callable[[str], object],
         give_up: Callable[[], object],
     ) -> None:
-        self._load, self._desk, self._house, self._listening, self._ready, self._give_up = load, desk, house, listening, ready, give_up
+        self._load, self._desk, self._house, self._listening, self._ready, self._give_up = (
+            load,
+            desk,
+            house,
+            listening,
+            ready,
+            give_up,
+        )
         self._enough = asyncio.Event()
         self._signals = 0
         config = uvicorn.Config(
@@ -125,10 +135,13 @@ class _Life:
         enough.cancel()
         llm = await loading
         try:
-            # What is there for good is not looked at again and again by the garbage collector, which holds everybody up.
+            # What is there for good is not looked at again and again by the garbage collector, which holds
+            # everybody up.
             gc.collect()
             gc.freeze()
-            desk = self._desk(llm, self._house.metrics, queue=self._listening.queue, keys=len(self._house.settings.keys))
+            desk = self._desk(
+                llm, self._house.metrics, queue=self._listening.queue, keys=len(self._house.settings.keys)
+            )
             desk.most_seconds = self._listening.most_seconds
             failed = asyncio.ensure_future(desk.failure())
             try:
@@ -171,7 +184,8 @@ class _Server(uvicorn.Server):
 
 def _bind(listening: Listening) -> socket.socket:
     family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
-    # Said to be TCP, asyncio lets no piece of an answer wait until the client has acknowledged the one before, for 40 ms often.
+    # Said to be TCP, asyncio lets no piece of an answer wait until the client has acknowledged the one
+    # before, for 40 ms often.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -179,5 +193,7 @@ def _bind(listening: Listening) -> socket.socket:
         bound.listen()  # Until then, somebody else might.
     except (OSError, OverflowError, UnicodeError) as fault:
         bound.close()
-        raise ConfigError(f"{listening.host}:{listening.port} cannot be listened at: {fault}; choose another host or port") from fault
+        raise ConfigError(
+            f"{listening.host}:{listening.port} cannot be listened at: {fault}; choose another host or port"
+        ) from fault
     return bound

@@ -38,11 +38,19 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 def said(fault: Exception) -> str:
     """What a client is told of it: of what was not foreseen, not much."""
-    return str(fault) if isinstance(fault, PenstockError) else f"the server has failed with {type(fault).__name__}; its log says more"
+    return (
+        str(fault)
+        if isinstance(fault, PenstockError)
+        else f"the server has failed with {type(fault).__name__}; its log says more"
+    )
 
 
 async def completed(
-    request: Request, desk: Desk, ready: Sequence[Ready], telling: Telling, asked: ChatRequest | CompletionRequest
+    request: Request,
+    desk: Desk,
+    ready: Sequence[Ready],
+    telling: Telling,
+    asked: ChatRequest | CompletionRequest,
 ) -> Response:
     """The outputs of all prompts, whole or as they come. A client that goes takes its calls with it."""
     calls = desk.ask(ready, asked.timeout, account_of(request).began, account_of(request).owner)
@@ -59,7 +67,9 @@ async def completed(
     return json_response(telling.whole(completions))
 
 
-async def responded(request: Request, desk: Desk, ready: Ready, told: Told, kept: Kept, asked: ResponsesRequest) -> Response:
+async def responded(
+    request: Request, desk: Desk, ready: Ready, told: Told, kept: Kept, asked: ResponsesRequest
+) -> Response:
     """A response, which is kept unless it is not to be."""
     calls = desk.ask([ready], asked.timeout, account_of(request).began, account_of(request).owner)
     account_of(request).asks(asked.model, calls, streams=asked.streams)
@@ -95,11 +105,19 @@ async def _all(calls: Sequence[Call]) -> list[Completion]:
     return [await call.completion() for call in calls]
 
 
-async def _told_live(calls: Sequence[Call], telling: Telling, connection: Connection | None, *, tells_usage: bool) -> AsyncGenerator[bytes]:
-    """Events, as pieces come of any of the calls. Those of a single one go to the connection without this being woken up for them."""
+async def _told_live(
+    calls: Sequence[Call], telling: Telling, connection: Connection | None, *, tells_usage: bool
+) -> AsyncGenerator[bytes]:
+    """Events, as pieces come of any of the calls. Those of a single one go to the connection without this
+    being woken up for them."""
 
     def events(number: int, deltas: Sequence[Delta]) -> bytes:
-        return b"".join([_event(chunk | {"usage": None} if tells_usage else chunk) for chunk in telling.pieces(number, deltas)])
+        return b"".join(
+            [
+                _event(chunk | {"usage": None} if tells_usage else chunk)
+                for chunk in telling.pieces(number, deltas)
+            ]
+        )
 
     def pushed(deltas: Sequence[Delta]) -> bool:
         if connection is None or not connection.pushes:
@@ -166,7 +184,9 @@ class Live(Response):
     """A stream of events, which ends when the client goes, also while there is nothing to send."""
 
     def __init__(self, events: AsyncGenerator[bytes], over: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream")
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type="text/event-stream"
+        )
         del self.headers["content-length"]
         self._events, self._over = events, over
 
@@ -181,7 +201,9 @@ class Live(Response):
 
     async def _send(self, send: Send) -> None:
         with suppress(OSError):  # The client has gone.
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

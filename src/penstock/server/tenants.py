@@ -20,8 +20,8 @@ class Key:
 
 
 class Refusals:
-    """Has a key that is refused again and again wait for it: one every PACE seconds, so that refusals are not what a server is busy with.
-    Of one loop."""
+    """Has a key that is refused again and again wait for it: one every PACE seconds, so that refusals are not
+    what a server is busy with. Of one loop."""
 
     def __init__(self) -> None:
         self._due: dict[bytes, float] = {}
@@ -38,12 +38,14 @@ class Refusals:
 
 
 def owner_of(key: bytes) -> bytes:
-    """What stands for a key wherever something is kept for it, in memory or on disk: a digest, from which a key can only be guessed."""
+    """What stands for a key wherever something is kept for it, in memory or on disk: a digest, from which a
+    key can only be guessed."""
     return blake2b(key, digest_size=DIGEST_BYTES, person=b"penstock-owner").digest()
 
 
 def salt_of(owner: bytes, given: str | None, *, share: bool) -> bytes:
-    """Prefixes are shared between requests of the same salt: of one key that send the same `cache_salt`, or none; share: of any key."""
+    """Prefixes are shared between requests of the same salt: of one key that send the same `cache_salt`, or
+    none; share: of any key."""
     whose = NOBODY if share else owner
     if not whose and given is None:
         return b""

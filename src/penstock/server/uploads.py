@@ -1,4 +1,5 @@
-"""Requests' bodies, until they are read: as large as they may be, in the time that they may take, and not too many of one key."""
+"""Requests' bodies, until they are read: as large as they may be, in the time that they may take, and not too
+many of one key."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +18,8 @@ SMALL = 64 << 10
 _THREADS = 4
 """That read small requests. Large ones, which may take ten seconds and gigabytes, come one by one."""
 _LARGEST = 4
-"""How many of the largest may be on their way, or wait to be read. To read one may take ten times its bytes."""
+"""How many of the largest may be on their way, or wait to be read. To read one may take ten times its
+bytes."""
 _MOST = 1024
 """Requests that may be on their way or wait to be read."""
 _PATIENCE = 30.0
@@ -25,15 +27,17 @@ _PATIENCE = 30.0
 _SLOWEST = 64 << 10
 """Bytes/s."""
 _RATE, _BURST = 8 << 20, 16 << 20
-"""Bytes/s that are read of one key's large requests where there are several keys, and bytes before that holds. What reads them is the loop,
-which all wait for."""
+"""Bytes/s that are read of one key's large requests where there are several keys, and bytes before that
+holds. What reads them is the loop, which all wait for."""
 
 
 class Uploads:
-    """Of one server, on its loop. A request is counted from the first bytes of its body until it was read, or is over."""
+    """Of one server, on its loop. A request is counted from the first bytes of its body until it was read, or
+    is over."""
 
     def __init__(self, most: int, *, keys: int = 0) -> None:
-        """most: bytes of a request. keys: of the server. Where there are several, each may have half of what there is room for."""
+        """most: bytes of a request. keys: of the server. Where there are several, each may have half of what
+        there is room for."""
         self._most = most
         self._parts = 2 if keys > 1 else 1
         self._held: dict[Request, int] = {}
@@ -46,7 +50,8 @@ class Uploads:
         self._large = Lane(1)
 
     async def body(self, request: Request) -> bytes:
-        """Raises HTTPException for one that is too large or takes too long, BusyError if there are too many, of all keys or its own."""
+        """Raises HTTPException for one that is too large or takes too long, BusyError if there are too many,
+        of all keys or its own."""
         parts, size, waited, loop = [], 0, 0.0, asyncio.get_running_loop()
         begin, owner = loop.time(), account_of(request).owner
         self._hold(request, 0)
@@ -55,7 +60,10 @@ class Uploads:
                 async for part in request.stream():
                     size += len(part)
                     if size > self._most:
-                        message = f"the request has more than {self._most} bytes, which is all this server reads of one; send less"
+                        message = (
+                            f"the request has more than {self._most} bytes, which is all this server reads "
+                            "of one; send less"
+                        )
                         raise HTTPException(413, message)
                     self._hold(request, size)
                     parts.append(part)
@@ -66,7 +74,9 @@ class Uploads:
                         await asyncio.sleep(pause)  # Meanwhile the connection is not read.
         except TimeoutError as error:
             seconds = loop.time() - begin
-            raise HTTPException(408, f"of the request's body {size} bytes came in {seconds:.0f} seconds; send it faster") from error
+            raise HTTPException(
+                408, f"of the request's body {size} bytes came in {seconds:.0f} seconds; send it faster"
+            ) from error
         return b"".join(parts)
 
     async def aside(self, request: Request, read: Callable[[], T]) -> T:
@@ -106,5 +116,9 @@ class Uploads:
             ("all clients", count + sum(one[0] for one in others), bytes_ + sum(one[1] for one in others), 1),
         ):
             if many * parts > _MOST or much * parts > _LARGEST * self._most:
-                raise BusyError(f"{many} requests of {much} bytes from {whose} wait to be read; there is no room for more, try later", 1.0)
+                raise BusyError(
+                    f"{many} requests of {much} bytes from {whose} wait to be read; there is no room for "
+                    "more, try later",
+                    1.0,
+                )
         self._held[request], self._by[owner] = size, (count, bytes_)

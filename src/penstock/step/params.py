@@ -18,25 +18,24 @@ MOST_OUTPUTS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings of one request. `None` means: as the model's generation_config.json says, else no effect.
+    """Sampling settings of one request. `None` means: as the model's generation_config.json says, else no
+    effect.
 
-    temperature: 0 is greedy; above 0 divides the logits. Without a model default: 1.0.
-    top_k: keep the k most probable tokens; 0 keeps all.
-    top_p: keep the smallest set of tokens whose probability reaches p (nucleus sampling, Holtzman et al. 2019).
-    min_p: drop tokens less probable than min_p times the most probable one (Nguyen et al. 2024).
-    repetition_penalty: above 1 makes every token of prompt and output less likely (Keskar et al. 2019).
-    presence_penalty, frequency_penalty: subtracted from a token's logit once if it is in the output, and once per occurrence.
-    logit_bias: token id to a number added to its logit.
-    seed: the same seed, prompt and settings give the same random numbers, whatever else runs in the batch.
-    stop: strings that end the output, and are cut from it unless `include_stop`.
-    stop_token_ids: tokens that end the output, beside the model's own end tokens.
-    shown_tokens: special tokens that are part of the text, which is without the others.
-    min_tokens: no end token is sampled before this many; max_tokens: at most this many, None up to the context's end.
-    ignore_eos: go on after the model's end tokens.
-    structure: what an output must be as a whole, such as JSON of a schema. It ends by itself when it is.
-    n: how many independent outputs for the prompt.
-    logprobs: None, or how many most likely tokens to report with each output token, beside the chosen one; -1 is the whole vocabulary.
-    prompt_logprobs: the same for each prompt token but the first. Log-probabilities are of the model's own distribution,
+    temperature: 0 is greedy; above 0 divides the logits. Without a model default: 1.0. top_k: keep the k most
+    probable tokens; 0 keeps all. top_p: keep the smallest set of tokens whose probability reaches p (nucleus
+    sampling, Holtzman et al. 2019). min_p: drop tokens less probable than min_p times the most probable one
+    (Nguyen et al. 2024). repetition_penalty: above 1 makes every token of prompt and output less likely
+    (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from a token's logit once if it is
+    in the output, and once per occurrence. logit_bias: token id to a number added to its logit. seed: the
+    same seed, prompt and settings give the same random numbers, whatever else runs in the batch. stop:
+    strings that end the output, and are cut from it unless `include_stop`. stop_token_ids: tokens that end
+    the output, beside the model's own end tokens. shown_tokens: special tokens that are part of the text,
+    which is without the others. min_tokens: no end token is sampled before this many; max_tokens: at most
+    this many, None up to the context's end. ignore_eos: go on after the model's end tokens. structure: what
+    an output must be as a whole, such as JSON of a schema. It ends by itself when it is. n: how many
+    independent outputs for the prompt. logprobs: None, or how many most likely tokens to report with each
+    output token, beside the chosen one; -1 is the whole vocabulary. prompt_logprobs: the same for each prompt
+    token but the first. Log-probabilities are of the model's own distribution,
         before penalties and temperature.
 
     Raises RequestError when a value is out of range.
@@ -79,48 +78,66 @@ class SamplingParams:
         _whole("seed", self.seed, -(2**128), "None is a new one each time", 2**128)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        if not isinstance(self.stop, Iterable) or any(not isinstance(text, str) or not text for text in self.stop_strings):
+        if not isinstance(self.stop, Iterable) or any(
+            not isinstance(text, str) or not text for text in self.stop_strings
+        ):
             raise RequestError(f"stop {shown(self.stop)} must be strings of at least one character")
         if any("\ud800" <= character <= "\udfff" for text in self.stop_strings for character in text):
-            raise RequestError(f"stop {shown(self.stop)} is not valid Unicode, so no text ever has it; give it as UTF-8")
+            raise RequestError(
+                f"stop {shown(self.stop)} is not valid Unicode, so no text ever has it; give it as UTF-8"
+            )
         for name, tokens in (("stop_token_ids", self.stop_token_ids), ("shown_tokens", self.shown_tokens)):
             if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes):
                 raise RequestError(f"{name} {shown(tokens)} must be a list of token ids")
             for token in tokens:
                 _whole(name, token, 0, "token ids", required=True)
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias {shown(self.logit_bias)} must be a mapping from token ids to numbers")
+            raise RequestError(
+                f"logit_bias {shown(self.logit_bias)} must be a mapping from token ids to numbers"
+            )
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, "token ids as keys", required=True)
             number = not isinstance(bias, bool) and isinstance(bias, int | float)
             if not number or not (bias == -math.inf or abs(bias) <= _MOST_BIAS):
                 raise RequestError(
-                    f"logit_bias of token {token} is {shown(bias)}; it must be a number up to {_MOST_BIAS:g}, or minus infinity"
+                    f"logit_bias of token {token} is {shown(bias)}; it must be a number up to "
+                    f"{_MOST_BIAS:g}, or minus infinity"
                 )
 
         if self.structure is not None:
             if not isinstance(self.structure, Structure):
-                raise RequestError(f"structure {shown(self.structure)} must be a Structure, such as Structure.regex('[0-9]+')")
+                raise RequestError(
+                    f"structure {shown(self.structure)} must be a Structure, such as "
+                    "Structure.regex('[0-9]+')"
+                )
             for name, asked in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
                 if asked:
-                    raise RequestError(f"{name} {asked} cannot be had with a structure, whose end is an end token; leave one of them out")
+                    raise RequestError(
+                        f"{name} {asked} cannot be had with a structure, whose end is an end token; leave "
+                        "one of them out"
+                    )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def _within(name: str, value: float | None, low: float, high: float, hint: str, *, open_low: bool = False) -> None:
+def _within(
+    name: str, value: float | None, low: float, high: float, hint: str, *, open_low: bool = False
+) -> None:
     if value is None:
         return
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if not number or not (low < value if open_low else low <= value) or not value <= high:
         raise RequestError(
-            f"{name} {shown(value)} must be {'above' if open_low else 'from'} {low} {'and at most' if open_low else 'to'} {high}; {hint}"
+            f"{name} {shown(value)} must be {'above' if open_low else 'from'} {low} "
+            f"{'and at most' if open_low else 'to'} {high}; {hint}"
         )
 
 
-def _whole(name: str, value: int | None, low: int, hint: str, high: int = MOST, *, required: bool = False) -> None:
+def _whole(
+    name: str, value: int | None, low: int, hint: str, high: int = MOST, *, required: bool = False
+) -> None:
     if value is None and not required:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -130,7 +147,8 @@ def _whole(name: str, value: int | None, low: int, hint: str, high: int = MOST, 
 
 
 def shown(value: object) -> str:
-    """`value` as a message may carry it: short, also where Python refuses to write a number out for its length."""
+    """`value` as a message may carry it: short, also where Python refuses to write a number out for its
+    length."""
     if isinstance(value, int) and abs(value) > 2**256:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or more"
     text = " ".join(repr(value).split())

@@ -1,4 +1,5 @@
-"""What one step must do and what came of it: the only two things the scheduler and the workers say to each other."""
+"""What one step must do and what came of it: the only two things the scheduler and the workers say to each
+other."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,10 +14,12 @@ BlockId = NewType("BlockId", int)
 HostBlockId = NewType("HostBlockId", int)
 """Index of a KV block in the pool of the host tier, where the KV of long requests rests."""
 Row = NewType("Row", int)
-"""Index of a running request in the runner's tables; given by the scheduler, free again when the request leaves."""
+"""Index of a running request in the runner's tables; given by the scheduler, free again when the request
+leaves."""
 TransferId = NewType("TransferId", int)
 UNKNOWN = -1
-"""Instead of a row's newest token in a plan that is made before the step which yields it is over: the worker has it."""
+"""Instead of a row's newest token in a plan that is made before the step which yields it is over: the worker
+has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,8 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Copy a device block to the host before the step computes. The page may be written again in the step after."""
+    """Copy a device block to the host before the step computes. The page may be written again in the step
+    after."""
 
     source: BlockId
     target: HostBlockId
@@ -48,9 +52,11 @@ class Route(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks that are copied to another tier while steps go on: begun in the step of its plan, and reported when it has landed.
+    """Blocks that are copied to another tier while steps go on: begun in the step of its plan, and reported
+    when it has landed.
 
-    What it reads was written by earlier steps, and nobody writes it, nor touches what it writes, until it has landed.
+    What it reads was written by earlier steps, and nobody writes it, nor touches what it writes, until it has
+    landed.
     """
 
     id: TransferId
@@ -65,8 +71,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A transfer has ended. `lost`: which of its blocks, by their index in it, did not get there. `gone`: the keys of those of them that
-    the disk does not have; others may be read another time."""
+    """A transfer has ended. `lost`: which of its blocks, by their index in it, did not get there. `gone`: the
+    keys of those of them that the disk does not have; others may be read another time."""
 
     id: TransferId
     seconds: float
@@ -78,14 +84,15 @@ class Landed:
 class Share:
     """One request's part of a step: compute `tokens` at positions [start, start + len(tokens)).
 
-    The row's block table is extended at index `first_new_block` by `new_blocks`; after that it covers every position from
-    `near` up to the share's end. With `sample`, the last position yields a token.
+    The row's block table is extended at index `first_new_block` by `new_blocks`; after that it covers every
+    position from `near` up to the share's end. With `sample`, the last position yields a token.
 
-    Of a long request the first positions rest in host blocks, by a table of their own. What is computed in the step reads
-    [0, cold_start) from there, and the rest from the device's pages and, of a chunk, from what is in hand. The positions
-    [start, cold_stop) are written to host blocks; there are none if `cold_stop` <= `start`, so in every share of one token. Those from
-    `near` on are written to pages, whether they are written to host blocks or not. No host block is read before the step after the one
-    whose share wrote it; the target of an order may be read at once.
+    Of a long request the first positions rest in host blocks, by a table of their own. What is computed in
+    the step reads [0, cold_start) from there, and the rest from the device's pages and, of a chunk, from what
+    is in hand. The positions [start, cold_stop) are written to host blocks; there are none if `cold_stop` <=
+    `start`, so in every share of one token. Those from `near` on are written to pages, whether they are
+    written to host blocks or not. No host block is read before the step after the one whose share wrote it;
+    the target of an order may be read at once.
     """
 
     row: Row
@@ -96,16 +103,20 @@ class Share:
     sample: bool
     prompt_length: int
     next_prompt_tokens: tuple[int, ...] = ()
-    """Prompt tokens that follow each of this share's positions, where prompt log-probabilities were asked for."""
+    """Prompt tokens that follow each of this share's positions, where prompt log-probabilities were asked
+    for."""
     cold_start: int = 0
-    """Tokens of the row that are read from host blocks, the orders of the step carried out; whole blocks, no more than `start`."""
+    """Tokens of the row that are read from host blocks, the orders of the step carried out; whole blocks, no
+    more than `start`."""
     cold_stop: int = 0
     """Tokens of the row that rest in host blocks after the step; whole blocks."""
     near: int = 0
-    """Position of the first token whose KV is in the row's pages; `cold_start`, unless that is `start` and what follows is not."""
+    """Position of the first token whose KV is in the row's pages; `cold_start`, unless that is `start` and
+    what follows is not."""
     first_new_cold: int = 0
     new_cold: tuple[HostBlockId, ...] = ()
-    """The row's table of host blocks is extended at index `first_new_cold` by these; after that it covers [0, cold_stop)."""
+    """The row's table of host blocks is extended at index `first_new_cold` by these; after that it covers [0,
+    cold_stop)."""
 
     @property
     def stop(self) -> int:
@@ -114,9 +125,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step. Admissions come first; shares that compute one token of a running request stand before longer ones.
+    """A step. Admissions come first; shares that compute one token of a running request stand before longer
+    ones.
 
-    What `forget` names is given up before the transfers begin. A plan without shares while transfers are under way waits for one of them.
+    What `forget` names is given up before the transfers begin. A plan without shares while transfers are
+    under way waits for one of them.
     """
 
     admissions: tuple[Admission, ...]
@@ -158,9 +171,11 @@ class Result:
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     broken: bool = False
-    """The output's structure could not be followed any further: the token is one that ends it, and it is not what it should be."""
+    """The output's structure could not be followed any further: the token is one that ends it, and it is not
+    what it should be."""
     wrong: bool = False
-    """The logits were not numbers: any token stands in the place of one, and neither may what was computed before it be trusted."""
+    """The logits were not numbers: any token stands in the place of one, and neither may what was computed
+    before it be trusted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 else:
 
     def record(*, frozen: bool, slots: bool):
-        """A frozen dataclass, where only the type checker sees to it that nobody changes one: when that is done at run time, it takes seven
-        times as long to make one, and for hundreds of rows that is milliseconds of a step."""
+        """A frozen dataclass, where only the type checker sees to it that nobody changes one: when that is
+        done at run time, it takes seven times as long to make one, and for hundreds of rows that is
+        milliseconds of a step."""
         assert frozen
         return dataclass(slots=slots, unsafe_hash=True)

@@ -1,4 +1,5 @@
-"""What an output must be as a whole: JSON of a schema, or text of a regular expression, a list or a grammar."""
+"""What an output must be as a whole: JSON of a schema, or text of a regular expression, a list or a
+grammar."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ from penstock.base.errors import StructureError
 LONGEST = 64 << 10
 """Characters of one."""
 DEEPEST = 400
-"""Values of a schema one within the other. Whoever compiles it may allow less, and goes down into it with calls."""
+"""Values of a schema one within the other. Whoever compiles it may allow less, and goes down into it with
+calls."""
 
 
 class StructureKind(Enum):
@@ -23,9 +25,11 @@ class StructureKind(Enum):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Structure:
-    """Made by one of the methods below, which raise StructureError for what is plainly none; the rest is found by whoever compiles it.
+    """Made by one of the methods below, which raise StructureError for what is plainly none; the rest is
+    found by whoever compiles it.
 
-    `text` is a schema as JSON, a regular expression, the strings to choose from as JSON, or a grammar. Of a JSON object there is none.
+    `text` is a schema as JSON, a regular expression, the strings to choose from as JSON, or a grammar. Of a
+    JSON object there is none.
     """
 
     kind: StructureKind
@@ -43,17 +47,25 @@ class Structure:
 
     @staticmethod
     def regex(pattern: str) -> "Structure":
-        """Text that a regular expression matches as a whole. In the syntax of Rust's `regex`, without look-around and back-references."""
+        """Text that a regular expression matches as a whole. In the syntax of Rust's `regex`, without
+        look-around and back-references."""
         return Structure(StructureKind.REGEX, _bounded(StructureKind.REGEX, pattern))
 
     @staticmethod
     def choice(texts: Sequence[str]) -> "Structure":
         """One of these strings."""
-        if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
+        if (
+            isinstance(texts, str)
+            or not isinstance(texts, Sequence)
+            or not texts
+            or not all(isinstance(text, str) for text in texts)
+        ):
             raise StructureError("the choice must be a list of strings, at least one")
         for text in texts:
             _bounded(StructureKind.CHOICE, text)
-        return Structure(StructureKind.CHOICE, _bounded(StructureKind.CHOICE, json.dumps(list(texts), ensure_ascii=False)))
+        return Structure(
+            StructureKind.CHOICE, _bounded(StructureKind.CHOICE, json.dumps(list(texts), ensure_ascii=False))
+        )
 
     @staticmethod
     def lark(grammar: str) -> "Structure":
@@ -78,7 +90,9 @@ def _written(schema: object) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise StructureError(f"the JSON schema is not JSON: {error}") from error
     if (depth := _depth(schema)) > DEEPEST:
-        raise StructureError(f"the JSON schema is {depth} values deep; {DEEPEST} are allowed, so give a flatter one")
+        raise StructureError(
+            f"the JSON schema is {depth} values deep; {DEEPEST} are allowed, so give a flatter one"
+        )
     return text
 
 
@@ -87,7 +101,10 @@ def _depth(value: object) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
-        parts = [one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else () for one in level]
+        parts = [
+            one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else ()
+            for one in level
+        ]
         level = [inner for part in parts for inner in part]
     return depth
 
@@ -96,9 +113,13 @@ def _bounded(kind: StructureKind, text: object) -> str:
     if not isinstance(text, str):
         raise StructureError(f"the {kind.value} must be text; got {type(text).__name__}")
     if len(text) > LONGEST:
-        raise StructureError(f"the {kind.value} has {len(text)} characters; {LONGEST} are allowed, so give a smaller one")
+        raise StructureError(
+            f"the {kind.value} has {len(text)} characters; {LONGEST} are allowed, so give a smaller one"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise StructureError(f"the {kind.value} is not valid Unicode at character {error.start}; give it as UTF-8") from error
+        raise StructureError(
+            f"the {kind.value} is not valid Unicode at character {error.start}; give it as UTF-8"
+        ) from error
     return text

@@ -1,4 +1,5 @@
-"""A Hugging Face checkpoint directory: what model it is, whether it is whole, and its weights in the layout the engine wants."""
+"""A Hugging Face checkpoint directory: what model it is, whether it is whole, and its weights in the layout
+the engine wants."""
 
 import dataclasses
 import hashlib
@@ -28,16 +29,20 @@ from penstock.weights.shards import Shards, Stored
 
 MAX_CONFIG_BYTES = 10_000_000
 STAGE_BYTES = 1 << 20
-"""Of a tensor whose dtype changes, as much is in passing at once in each thread: within the reach of a core's cache."""
+"""Of a tensor whose dtype changes, as much is in passing at once in each thread: within the reach of a core's
+cache."""
 SERIAL = 32768
-"""Elements converted by one call: as many as torch does without waking threads of its own, which would fight with ours for cores."""
+"""Elements converted by one call: as many as torch does without waking threads of its own, which would fight
+with ours for cores."""
 READ_THREADS = 4
-"""Two read cached files twice as fast as one (12.7 against 6.5 GB/s on two cores); a cold disk wants some more in flight."""
+"""Two read cached files twice as fast as one (12.7 against 6.5 GB/s on two cores); a cold disk wants some
+more in flight."""
 FINGERPRINT_BYTES = 16
 _FINGERPRINT = "penstock checkpoint", 2
 """Format and version of what the fingerprint is a digest of. Version 1 looked at samples of the weights."""
 GAP_BYTES = 4096
-"""Between lines of a tensor that are read, less than this is read with them: it holds no page that a disk could leave out."""
+"""Between lines of a tensor that are read, less than this is read with them: it holds no page that a disk
+could leave out."""
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
@@ -45,7 +50,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Checkpoint:
-    """An open checkpoint. Opening reads configs and headers only; weights are read group by group into memory of the caller's.
+    """An open checkpoint. Opening reads configs and headers only; weights are read group by group into memory
+    of the caller's.
 
     Methods may be called from one thread at a time; reads are spread over threads of its own.
     """
@@ -71,10 +77,12 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, cache: Path | None = None) -> Self:
-        """The checkpoint in directory `path`: config.json, generation_config.json if there, safetensors in one file or in shards.
+        """The checkpoint in directory `path`: config.json, generation_config.json if there, safetensors in
+        one file or in shards.
 
-        cache: the directory where digests of weight files are remembered, so that `fingerprint` need not read them again.
-        Raises CheckpointError for what is missing, damaged or malformed, UnsupportedModelError for models this engine does not run.
+        cache: the directory where digests of weight files are remembered, so that `fingerprint` need not read
+        them again. Raises CheckpointError for what is missing, damaged or malformed, UnsupportedModelError
+        for models this engine does not run.
         """
         if not os.path.isdir(path):  # Unlike Path.is_dir, an answer also for a path that cannot be looked at.
             fault = (
@@ -88,7 +96,10 @@ class Checkpoint:
         spec = read_spec(config, str(path / "config.json"))
         side = path / "generation_config.json"
         generation = read_generation(
-            read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {}, config, spec.vocab_size, str(side)
+            read_object(side, MAX_CONFIG_BYTES) if os.path.lexists(side) else {},
+            config,
+            spec.vocab_size,
+            str(side),
         )
         shards = Shards(path)
         try:
@@ -99,29 +110,39 @@ class Checkpoint:
         return cls(path, config, generation, shards, _with_dtype(spec, config, shards), Memory(cache))
 
     def verify(self, layouts: Iterable[GroupLayout]) -> None:
-        """Check that the files hold exactly the tensors that `layouts`, of the whole model, are made from, in shapes and dtypes to match.
+        """Check that the files hold exactly the tensors that `layouts`, of the whole model, are made from, in
+        shapes and dtypes to match.
 
         Raises CheckpointError, naming file and tensor.
         """
-        sources = {source.tensor: source for layout in layouts for field in layout.fields for source in field.sources}
+        sources = {
+            source.tensor: source for layout in layouts for field in layout.fields for source in field.sources
+        }
         missing = [name for name in sources if name not in self._shards.tensors]
         if missing:
             hint = "; does the model share its embedding (tie_word_embeddings)?" if missing == [_HEAD] else ""
-            raise CheckpointError(f"{self.path} lacks tensor {missing[0]}{_and_more(missing)} that config.json calls for{hint}")
+            raise CheckpointError(
+                f"{self.path} lacks tensor {missing[0]}{_and_more(missing)} that config.json calls for{hint}"
+            )
         for source in sources.values():
             self._check(source)
         extra = [name for name in self._shards.tensors if name not in sources and not self._ignorable(name)]
         if extra:
             file = self._shards.tensors[extra[0]].file.path
-            raise CheckpointError(f"{file} holds tensor {shown(extra[0])}{_and_more(extra)} that a model as in config.json does not have")
+            raise CheckpointError(
+                f"{file} holds tensor {shown(extra[0])}{_and_more(extra)} that a model as in config.json "
+                "does not have"
+            )
 
     def read_group(self, layout: GroupLayout, dtype: str, into: torch.Tensor) -> None:
-        """Fill `into`, flat uint8 of `layout.size` bytes on the CPU, with a group whose layout was made for `dtype`.
+        """Fill `into`, flat uint8 of `layout.size` bytes on the CPU, with a group whose layout was made for
+        `dtype`.
 
-        Each field starts at its offset, its sources one below the other; bytes between fields are zero. Tensors stored as `dtype` are read
-        straight into place; others pass through a stage of STAGE_BYTES in each of READ_THREADS threads, rounded to nearest even. Of a
-        rank's layout only what the rank holds is read, and of columns what lies between them where that is less than GAP_BYTES.
-        Raises CheckpointError; `into` then holds anything.
+        Each field starts at its offset, its sources one below the other; bytes between fields are zero.
+        Tensors stored as `dtype` are read straight into place; others pass through a stage of STAGE_BYTES in
+        each of READ_THREADS threads, rounded to nearest even. Of a rank's layout only what the rank holds is
+        read, and of columns what lies between them where that is less than GAP_BYTES. Raises CheckpointError;
+        `into` then holds anything.
         """
         assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (layout.size,), "cpu")
         assert into.is_contiguous()
@@ -138,7 +159,8 @@ class Checkpoint:
         run_all(tasks, self._pool)
 
     def read_piece(self, layout: GroupLayout, dtype: str, start: int, into: torch.Tensor) -> None:
-        """Fill `into` with a part of what read_group gives, from its byte `start` on, a multiple of ALIGNMENT; zeros past its end.
+        """Fill `into` with a part of what read_group gives, from its byte `start` on, a multiple of
+        ALIGNMENT; zeros past its end.
 
         Any number of threads may do so at once: the work is done on the calling one. Raises CheckpointError.
         """
@@ -152,42 +174,52 @@ class Checkpoint:
                 if first < last:
                     into[at - start : first - start].zero_()
                     part = into[first - start : last - start]
-                    _read_part(self._check(source), _Lines.of(source), dtype, (first - begin) // element, part)
+                    _read_part(
+                        self._check(source), _Lines.of(source), dtype, (first - begin) // element, part
+                    )
                     at = last
                 begin = stop
         into[at - start :].zero_()
 
     def identify(self) -> int:
-        """Begin to find the fingerprint, on other threads, unless that has begun. Weights may be read meanwhile.
+        """Begin to find the fingerprint, on other threads, unless that has begun. Weights may be read
+        meanwhile.
 
-        Returns the bytes that are to be read and hashed for it: 0 if all are remembered. Raises CheckpointError.
+        Returns the bytes that are to be read and hashed for it: 0 if all are remembered. Raises
+        CheckpointError.
         """
         if self._hashing is None:
             self._hashing = Hashing(self._shards.files, self._memory)
         return self._hashing.todo_bytes
 
     def digests(self) -> Digests:
-        """The digests of the weight files, and what it took to know them; waits for `identify`. Raises CheckpointError."""
+        """The digests of the weight files, and what it took to know them; waits for `identify`. Raises
+        CheckpointError."""
         self.identify()
         assert self._hashing is not None
         return self._hashing.result()
 
     def fingerprint(self) -> bytes:
-        """FINGERPRINT_BYTES that are the same in every process, on every machine and under every path for the same model, and differ for
-        others.
+        """FINGERPRINT_BYTES that are the same in every process, on every machine and under every path for the
+        same model, and differ for others.
 
-        Covered: every value of the spec; names and sizes of the weight files; and every byte of them, so names, dtypes and shapes of all
-        tensors too. Not covered: file times; tokenizer, chat template and generation settings, on which neither weights nor KV depend.
-        Reads all weight files once, in the background if `identify` was called; not even that where `open` was given a cache that
-        remembers them. Raises CheckpointError, also if a file changes meanwhile.
+        Covered: every value of the spec; names and sizes of the weight files; and every byte of them, so
+        names, dtypes and shapes of all tensors too. Not covered: file times; tokenizer, chat template and
+        generation settings, on which neither weights nor KV depend. Reads all weight files once, in the
+        background if `identify` was called; not even that where `open` was given a cache that remembers them.
+        Raises CheckpointError, also if a file changes meanwhile.
         """
         digests = self.digests().files
-        files = [[file.path.name, file.size, digest] for file, digest in zip(self._shards.files, digests, strict=True)]
+        files = [
+            [file.path.name, file.size, digest]
+            for file, digest in zip(self._shards.files, digests, strict=True)
+        ]
         what = {"format": _FINGERPRINT, "spec": dataclasses.asdict(self.spec), "files": files}
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
 
     def expect_unchanged(self) -> None:
-        """Raises CheckpointError unless all that was read until now is what the fingerprint was made from, if it was made at all."""
+        """Raises CheckpointError unless all that was read until now is what the fingerprint was made from, if
+        it was made at all."""
         if self._hashing is not None:
             self._hashing.expect_unchanged()
 
@@ -200,7 +232,9 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _check(self, source: Source) -> Stored:
@@ -210,16 +244,22 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} lacks tensor {source.tensor} that config.json calls for")
         where = f"{stored.file.path}: tensor {source.tensor}"
         if stored.entry.shape != source.shape:
-            raise CheckpointError(f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for {list(source.shape)}")
+            raise CheckpointError(
+                f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for "
+                f"{list(source.shape)}"
+            )
         if stored.entry.dtype not in _NAMES:
             raise CheckpointError(f"{where} has dtype {stored.entry.dtype}; {', '.join(_NAMES)} are read")
         return stored
 
     def _ignorable(self, name: str) -> bool:
-        """Tensors that many checkpoints hold and no pass needs: rotary frequencies, layers past the last, a head that is the embedding."""
+        """Tensors that many checkpoints hold and no pass needs: rotary frequencies, layers past the last, a
+        head that is the embedding."""
         if name != _HEAD:  # Which is expected, and does not come here, where nothing is tied.
             layer = _LAYER.match(name)
-            return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= self.spec.layers)
+            return name.endswith(".rotary_emb.inv_freq") or (
+                layer is not None and int(layer[1]) >= self.spec.layers
+            )
         head, embedding = self._shards.tensors[_HEAD], self._shards.tensors[_EMBEDDING]
         alike = (head.entry.dtype, head.entry.shape) == (embedding.entry.dtype, embedding.entry.shape)
         if not alike or not self._same(head, embedding):
@@ -237,7 +277,8 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Lines:
-    """Where what a source takes lies in its tensor, in elements: lines of `width`, the first at `start`, then one every `pitch`."""
+    """Where what a source takes lies in its tensor, in elements: lines of `width`, the first at `start`, then
+    one every `pitch`."""
 
     start: int
     width: int
@@ -259,11 +300,14 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 def _reading(stored: Stored, lines: _Lines, dtype: str, into: torch.Tensor) -> list[Callable[[], None]]:
     """The tasks that fill `into`, flat uint8, with all of a source as `dtype`."""
     parts, each = torch.split(into, REQUEST_BYTES), REQUEST_BYTES // DTYPE_BYTES[dtype]
-    return [partial(_read_part, stored, lines, dtype, number * each, part) for number, part in enumerate(parts)]
+    return [
+        partial(_read_part, stored, lines, dtype, number * each, part) for number, part in enumerate(parts)
+    ]
 
 
 def _read_part(stored: Stored, lines: _Lines, dtype: str, first: int, into: torch.Tensor) -> None:
-    """Fill `into`, flat uint8, with elements of a source as `dtype`, from its element `first`. Any thread may. Raises CheckpointError."""
+    """Fill `into`, flat uint8, with elements of a source as `dtype`, from its element `first`. Any thread
+    may. Raises CheckpointError."""
     part = into.view(_TORCH[dtype])
     line, begun = divmod(first, lines.width)
     at = lines.start + line * lines.pitch
@@ -284,8 +328,8 @@ def _read_part(stored: Stored, lines: _Lines, dtype: str, first: int, into: torc
 
 
 def _read_lines(stored: Stored, lines: _Lines, at: int, into: torch.Tensor) -> None:
-    """Fill `into` `[lines, width]` with lines of a stored tensor, the first at element `at`: read with what is between them if that is
-    little, or else each by itself."""
+    """Fill `into` `[lines, width]` with lines of a stored tensor, the first at element `at`: read with what
+    is between them if that is little, or else each by itself."""
     kind = _TORCH[_NAMES[stored.entry.dtype]]
     together = (lines.pitch - lines.width) * kind.itemsize < GAP_BYTES
     if not together and kind is into.dtype:
@@ -312,7 +356,8 @@ def _read_each(stored: Stored, lines: _Lines, at: int, into: torch.Tensor) -> No
 
 
 def _read_run(stored: Stored, first: int, into: torch.Tensor) -> None:
-    """Fill `into`, flat, with elements of a stored tensor, from its element `first`, rounded to nearest even if need be."""
+    """Fill `into`, flat, with elements of a stored tensor, from its element `first`, rounded to nearest even
+    if need be."""
     kind = _TORCH[_NAMES[stored.entry.dtype]]
     at = stored.entry.offset + first * kind.itemsize
     if kind is into.dtype:
@@ -333,14 +378,19 @@ def _round(stored: Stored, read: torch.Tensor, into: torch.Tensor) -> None:
         filled.copy_(block)
         narrowed = filled.dtype is torch.float16 and block.dtype is not torch.float16
         if narrowed and not all(extreme.isfinite() for extreme in torch.aminmax(filled)):
-            raise CheckpointError(f"{stored.file.path}: tensor {stored.name} has values beyond float16; choose another dtype")
+            raise CheckpointError(
+                f"{stored.file.path}: tensor {stored.name} has values beyond float16; choose another dtype"
+            )
 
 
 def _check_count(path: Path, spec: ModelSpec, there: int) -> None:
-    """Refuse a config far beyond its files before anything is laid out for every layer and expert that it claims."""
+    """Refuse a config far beyond its files before anything is laid out for every layer and expert that it
+    claims."""
     least = spec.layers + sum(spec.moe_layers) * (spec.moe.experts if spec.moe else 0)
     if least > there:
-        raise CheckpointError(f"{path} holds {there} tensors; {spec.layers} layers as in config.json need at least {least}")
+        raise CheckpointError(
+            f"{path} holds {there} tensors; {spec.layers} layers as in config.json need at least {least}"
+        )
 
 
 def _with_dtype(spec: ModelSpec, config: Mapping[str, object], shards: Shards) -> ModelSpec:

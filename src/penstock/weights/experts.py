@@ -1,23 +1,29 @@
-"""Experts: groups that only some tokens need, which a layer's router names as it goes. Those used most often stay closest.
+"""Experts: groups that only some tokens need, which a layer's router names as it goes. Those used most often
+stay closest.
 
-All experts are of one size, so a tier is a row of equal slots. Most of them are homes; through the others, the ring, experts come for one
-use. When one that came is used clearly more often than one that stays, they change places: the slot it came in becomes its home, and the
-other's home becomes a slot of the ring. Tiers stay exclusive: what leaves DEVICE takes the newcomer's home on HOST; what leaves HOST is
-forgotten, since the store holds everything. Several may be taken before any is released: a wave, of those that were expected next.
+All experts are of one size, so a tier is a row of equal slots. Most of them are homes; through the others,
+the ring, experts come for one use. When one that came is used clearly more often than one that stays, they
+change places: the slot it came in becomes its home, and the other's home becomes a slot of the ring. Tiers
+stay exclusive: what leaves DEVICE takes the newcomer's home on HOST; what leaves HOST is forgotten, since the
+store holds everything. Several may be taken before any is released: a wave, of those that were expected next.
 
-Why this is safe. All bookkeeping is done by the thread that computes. One stream copies, in order. Its copy into a slot waits for the mark
-that the last release of the slot left on the compute stream; arithmetic waits for the mark behind the copy. A slot on HOST is read into
-after the mark behind the last copy out of it, and copied from when the read is over. Slots are given out in the order in which experts
-will be used, so the one that is needed first never waits for one that is needed later. An exchange copies DEVICE to HOST on the same copy
-stream: behind the copy by which the newcomer came from there, and before any copy into the slot that it empties. An interrupt in the midst
-of an exchange leaves it to be done again, from bytes that are all still there; one anywhere else, slots to be found again, when the reads
-that were noted before they were put (`memory.tasks`) are over or called off.
+Why this is safe. All bookkeeping is done by the thread that computes. One stream copies, in order. Its copy
+into a slot waits for the mark that the last release of the slot left on the compute stream; arithmetic waits
+for the mark behind the copy. A slot on HOST is read into after the mark behind the last copy out of it, and
+copied from when the read is over. Slots are given out in the order in which experts will be used, so the one
+that is needed first never waits for one that is needed later. An exchange copies DEVICE to HOST on the same
+copy stream: behind the copy by which the newcomer came from there, and before any copy into the slot that it
+empties. An interrupt in the midst of an exchange leaves it to be done again, from bytes that are all still
+there; one anywhere else, slots to be found again, when the reads that were noted before they were put
+(`memory.tasks`) are over or called off.
 
-A wave holds at most half of the slots of either ring, and the experts that come with it are those whose turn for a slot is next: when it
-is taken nothing else is held, so each of them has a slot or gets one without a release, and none waits for one that is behind it. The
-arithmetic waits for the mark behind the copy of each; all their slots get the mark that is left when all of the wave's arithmetic has been
-queued, before the first of them is given back or exchanged. None of them can be the one that leaves in an exchange: that is never an
-expert of the layer at hand. An interrupt between two of them leaves the rest to be given back like experts that were never released.
+A wave holds at most half of the slots of either ring, and the experts that come with it are those whose turn
+for a slot is next: when it is taken nothing else is held, so each of them has a slot or gets one without a
+release, and none waits for one that is behind it. The arithmetic waits for the mark behind the copy of each;
+all their slots get the mark that is left when all of the wave's arithmetic has been queued, before the first
+of them is given back or exchanged. None of them can be the one that leaves in an exchange: that is never an
+expert of the layer at hand. An interrupt between two of them leaves the rest to be given back like experts
+that were never released.
 """
 
 from collections import Counter, deque
@@ -53,14 +59,16 @@ class Home:
 
 @dataclass(slots=True)
 class _Coming:
-    """An expert on its way: `slot` on DEVICE, `host_slot` and `reads` if it comes from DISK, `ready` behind its copy once it is queued."""
+    """An expert on its way: `slot` on DEVICE, `host_slot` and `reads` if it comes from DISK, `ready` behind
+    its copy once it is queued."""
 
     slot: int
     home: Home
     ready: Ticket | None = None
     host_slot: int = -1
     reads: Sequence[Task] = ()
-    """Noted before they are put: whatever an interrupt leaves behind is known, and can be called off and waited for."""
+    """Noted before they are put: whatever an interrupt leaves behind is known, and can be called off and
+    waited for."""
 
 
 class Experts:
@@ -124,7 +132,8 @@ class Experts:
         self._sound = True
 
     def take(self, id: GroupId) -> Tensor:
-        """The expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError if it cannot be read."""
+        """The expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError if it
+        cannot be read."""
         if id not in self._coming and self.homes[id].tier is not Tier.DEVICE:
             self.expect([id])
         self.take_wave([id])
@@ -135,8 +144,9 @@ class Experts:
         self.release_wave([id])
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[Sequence[GroupId]]:
-        """Expect these, and divide them: those that are on DEVICE, then in their order as many of the others at a time as leave half of
-        the slots to those behind them. Each wave is to be taken and released before the next is asked for."""
+        """Expect these, and divide them: those that are on DEVICE, then in their order as many of the others
+        at a time as leave half of the slots to those behind them. Each wave is to be taken and released
+        before the next is asked for."""
         self.expect(experts)
         here = [id for id in experts if self.homes[id].tier is Tier.DEVICE]
         if here:
@@ -158,7 +168,8 @@ class Experts:
         return self._device[self.homes[id].slot if coming is None else coming.slot]
 
     def take_wave(self, ids: Sequence[GroupId]) -> None:
-        """What is computed from now on finds these in their slots. Raises CheckpointError for one that cannot be read."""
+        """What is computed from now on finds these in their slots. Raises CheckpointError for one that cannot
+        be read."""
         coming = [(id, one) for id in ids if (one := self._coming.get(id)) is not None]
         if not coming:
             return
@@ -259,8 +270,8 @@ class Experts:
     # ---- staying
 
     def _stay(self, id: GroupId, coming: _Coming) -> bool:
-        """Keep an expert that came where it is if it is used clearly more often than one that stays. Whether it kept its slot on DEVICE;
-        its slot on HOST is then disposed of too."""
+        """Keep an expert that came where it is if it is used clearly more often than one that stays. Whether
+        it kept its slot on DEVICE; its slot on HOST is then disposed of too."""
         other = self._rival(id, Tier.DEVICE)
         if other is not None:
             self._exchange = (id, coming.slot, other)
@@ -285,7 +296,8 @@ class Experts:
         return least.pop()
 
     def _finish_exchange(self) -> None:
-        """`id`, which came to `slot`, stays there; `other` goes where it came from. May be begun anew until the last line."""
+        """`id`, which came to `slot`, stays there; `other` goes where it came from. May be begun anew until
+        the last line."""
         assert self._exchange is not None
         id, slot, other = self._exchange
         home, left = self.homes[id], self.homes[other]
@@ -307,10 +319,14 @@ class Experts:
                 self._used[id] //= 2
         if self._passes % REVIEW == 0:
             for tier, least in self._least.items():
-                least[:] = sorted((id for id, home in self.homes.items() if home.tier is tier), key=lambda id: -self._used[id])
+                least[:] = sorted(
+                    (id for id, home in self.homes.items() if home.tier is tier),
+                    key=lambda id: -self._used[id],
+                )
 
     def _mend(self) -> None:
-        """After a pass that was broken off: give back what was never taken, and find the slots that an interrupt lost."""
+        """After a pass that was broken off: give back what was never taken, and find the slots that an
+        interrupt lost."""
         if self._exchange is not None:
             self._finish_exchange()
         if self._sound and not self._coming and not self._queue:

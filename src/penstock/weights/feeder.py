@@ -1,25 +1,29 @@
-"""Keeps a ring on DEVICE filled ahead of the arithmetic: threads read DISK into slots on HOST, one stream copies to the ring.
+"""Keeps a ring on DEVICE filled ahead of the arithmetic: threads read DISK into slots on HOST, one stream
+copies to the ring.
 
-What passes through the rings, where, and what must be waited for was computed beforehand (see passage); here it happens. A *visit* is a
-run's turn in a pass, counted on from pass to pass. Nobody is told when to fetch: work is held back by the rings alone, and goes on across
-the end of a pass into the next.
+What passes through the rings, where, and what must be waited for was computed beforehand (see passage); here
+it happens. A *visit* is a run's turn in a pass, counted on from pass to pass. Nobody is told when to fetch:
+work is held back by the rings alone, and goes on across the end of a pass into the next.
 
-Why this is safe. All state below is read and written under one lock, and only by: the thread that computes (`take`, `release`), and the
-threads that read. Whichever of them makes a copy possible queues it, in the order of the visits, on the one copy stream. Each byte is
-protected five times:
-1. The arithmetic of a visit starts after its copy: `take` returns once the copies are queued and makes the compute stream wait for the
-   mark behind the last of them.
-2. A copy overwrites a run of the ring only when that run's last user is done: not queued before the user's `release`, and behind the mark
-   that the release left on the compute stream. Which users: RingLayout's waits, each of which is needed.
+Why this is safe. All state below is read and written under one lock, and only by: the thread that computes
+(`take`, `release`), and the threads that read. Whichever of them makes a copy possible queues it, in the
+order of the visits, on the one copy stream. Each byte is protected five times:
+1. The arithmetic of a visit starts after its copy: `take` returns once the copies are queued and makes the
+   compute stream wait for the mark behind the last of them.
+2. A copy overwrites a run of the ring only when that run's last user is done: not queued before the user's
+   `release`, and behind the mark that the release left on the compute stream. Which users: RingLayout's
+   waits, each of which is needed.
 3. A copy from a slot is queued only when the slot's piece has landed.
-4. A slot is read into only when every copy out of it has been made: the reader waits for the mark behind the last.
-5. Pieces are claimed and copied in one order, so what a copy needs was claimed before whatever waits for that copy: nobody waits in a
-   circle. When nothing is late, nobody waits at all but the streams for each other.
-Visits that nobody takes (a pass was broken off) count as released; what of them has not been moved yet stays where it is, but its waits
-waits are kept, since those of later copies build on them.
+4. A slot is read into only when every copy out of it has been made: the reader waits for the mark behind the
+   last.
+5. Pieces are claimed and copied in one order, so what a copy needs was claimed before whatever waits for that
+   copy: nobody waits in a circle. When nothing is late, nobody waits at all but the streams for each other.
+Visits that nobody takes (a pass was broken off) count as released; what of them has not been moved yet stays
+where it is, but its waits waits are kept, since those of later copies build on them.
 
-An interrupt can strike the thread that computes between any two instructions, so progress is committed by single assignments (`_place`,
-`_cursor`, `_released`), after everything that they promise. What is done again for being interrupted before them does no harm.
+An interrupt can strike the thread that computes between any two instructions, so progress is committed by
+single assignments (`_place`, `_cursor`, `_released`), after everything that they promise. What is done again
+for being interrupted before them does no harm.
 """
 
 import threading
@@ -39,8 +43,8 @@ READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes that are read from DISK into slot `slot` of the host ring, at once. `read` fills the tensor; `check` asks it to make sure
-    that they are the right ones."""
+    """Bytes that are read from DISK into slot `slot` of the host ring, at once. `read` fills the tensor;
+    `check` asks it to make sure that they are the right ones."""
 
     name: str
     slot: int
@@ -50,7 +54,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of a run that are copied at once, when `wait`, another run, is done with and `piece` has landed."""
+    """Bytes of a run that are copied at once, when `wait`, another run, is done with and `piece` has
+    landed."""
 
     target: Tensor
     source: Tensor
@@ -61,7 +66,8 @@ class Segment:
 
 
 class Feeder:
-    """runs: the names of what passes through the ring in a pass, in order; segments: for each run, how it is brought there."""
+    """runs: the names of what passes through the ring in a pass, in order; segments: for each run, how it is
+    brought there."""
 
     def __init__(
         self,
@@ -115,7 +121,9 @@ class Feeder:
         """Seconds for which the copy stream had nothing to do because a piece had not landed."""
         self._late_since: float | None = None
         self._threads = [
-            threading.Thread(target=self._serve, args=(device, lane), name=f"penstock reader {lane}", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(device, lane), name=f"penstock reader {lane}", daemon=True
+            )
             for lane in range(min(READERS, slots))
         ]
         with self._lock:
@@ -126,10 +134,12 @@ class Feeder:
     # ---- the thread that computes
 
     def take(self, run: int) -> None:
-        """What the compute stream does from now on finds the run in the ring, until it is released. Raises what a reader has met."""
+        """What the compute stream does from now on finds the run in the ring, until it is released. Raises
+        what a reader has met."""
         count = len(self._runs)
         with self._lock:
-            # An interrupt may have come when visits were passed over, but before the cursor was set behind them.
+            # An interrupt may have come when visits were passed over, but before the cursor was set behind
+            # them.
             first = max(self._cursor, self._released)
             self._pass_over(first + (run - first) % count)
             visit = self._cursor
@@ -147,7 +157,8 @@ class Feeder:
             self._cursor = visit + 1
 
     def _queued(self, visit: int) -> Ticket | None:
-        """None when a visit's copies are queued, before that a ticket that is reached with the next news. Raises what a reader has met."""
+        """None when a visit's copies are queued, before that a ticket that is reached with the next news.
+        Raises what a reader has met."""
         with self._lock:
             if self._fault is not None:
                 raise self._fault
@@ -167,7 +178,9 @@ class Feeder:
     def release(self, run: int) -> None:
         """The arithmetic that was queued until now was the last to need the run."""
         with self._lock:
-            assert self._cursor % len(self._runs) == (run + 1) % len(self._runs), "release of a run that is not the one in use"
+            assert self._cursor % len(self._runs) == (run + 1) % len(self._runs), (
+                "release of a run that is not the one in use"
+            )
             self._release_to(self._cursor)
 
     def _pass_over(self, visit: int) -> None:
@@ -249,7 +262,9 @@ class Feeder:
                     piece.read(piece.into, not self._sound[index])
                     self._sound[index] = True
                     if self._waits.trace is not None:
-                        self._waits.trace.span(f"disk read {lane + 1}", piece.name, began, perf_counter(), bytes=len(piece.into))
+                        self._waits.trace.span(
+                            f"disk read {lane + 1}", piece.name, began, perf_counter(), bytes=len(piece.into)
+                        )
             except BaseException as fault:
                 self._fail(fault)
                 return
@@ -263,7 +278,8 @@ class Feeder:
                 self._tell()
 
     def _claim(self) -> tuple[int, bool, Ticket | None] | None:
-        """The next piece to read, counted on, whether anybody still wants it, and what its slot must be waited for; None: the end."""
+        """The next piece to read, counted on, whether anybody still wants it, and what its slot must be
+        waited for; None: the end."""
         with self._lock:
             while not self._closed and self._fault is None:
                 number = self._claimed
@@ -272,7 +288,11 @@ class Feeder:
                 owner = self._owner[slot]
                 if owner < 0 or self._after(owner) <= self._place:
                     self._claimed, self._owner[slot] = number + 1, number
-                    return number, turn * len(self._runs) + self._end[index][0] >= self._released, self._empty[slot]
+                    return (
+                        number,
+                        turn * len(self._runs) + self._end[index][0] >= self._released,
+                        self._empty[slot],
+                    )
                 self._change.wait()
             return None
 

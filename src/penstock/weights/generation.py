@@ -1,4 +1,5 @@
-"""What a checkpoint's makers recommend for sampling from it, and the tokens that begin, end and pad its texts."""
+"""What a checkpoint's makers recommend for sampling from it, and the tokens that begin, end and pad its
+texts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +25,18 @@ class GenerationDefaults:
     pad_token: int | None = None
 
 
-def read_generation(generation: Mapping[str, object], config: Mapping[str, object], vocab_size: int, where: str) -> GenerationDefaults:
-    """The defaults that a parsed generation_config.json (empty if there is none) and config.json give; `where` names the former.
+def read_generation(
+    generation: Mapping[str, object], config: Mapping[str, object], vocab_size: int, where: str
+) -> GenerationDefaults:
+    """The defaults that a parsed generation_config.json (empty if there is none) and config.json give;
+    `where` names the former.
 
     Raises CheckpointError, naming the key, for values of a wrong type or out of range.
     """
-    sampling = {name: generation.get(name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    sampling = {
+        name: generation.get(name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
     if generation.get("do_sample") is False:
         sampling["temperature"] = 0.0
     if sampling["top_k"] == -1:  # Some checkpoints write "all" so.
@@ -41,7 +48,9 @@ def read_generation(generation: Mapping[str, object], config: Mapping[str, objec
     both = ((generation, where), (config, "config.json"))
 
     def tokens(key: str) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(token for source, name in both for token in _tokens(source, key, vocab_size, name)))
+        return tuple(
+            dict.fromkeys(token for source, name in both for token in _tokens(source, key, vocab_size, name))
+        )
 
     return GenerationDefaults(
         temperature=checked.temperature,
@@ -56,10 +65,13 @@ def read_generation(generation: Mapping[str, object], config: Mapping[str, objec
 
 
 def _tokens(source: Mapping[str, object], key: str, vocab_size: int, where: str) -> list[int]:
-    """One token or a list of them; what is not in the vocabulary (-1 is often meant as none) never comes up and is left out."""
+    """One token or a list of them; what is not in the vocabulary (-1 is often meant as none) never comes up
+    and is left out."""
     value = source.get(key)
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     ids = [token for token in tokens if isinstance(token, int) and not isinstance(token, bool)]
     if len(ids) < len(tokens):
-        raise CheckpointError(f"{where}: key '{key}' is {shown(value)}; it must be a token id or a list of them")
+        raise CheckpointError(
+            f"{where}: key '{key}' is {shown(value)}; it must be a token id or a list of them"
+        )
     return [token for token in ids if 0 <= token < vocab_size]

@@ -1,18 +1,22 @@
-"""The digests of a checkpoint's files, over every byte, and a memory of them, so that a later start need not read the files for it.
+"""The digests of a checkpoint's files, over every byte, and a memory of them, so that a later start need not
+read the files for it.
 
-A file's digest is SHA-256 over the SHA-256 of each of its pieces of PIECE_BYTES, in order. It is the same on every machine.
+A file's digest is SHA-256 over the SHA-256 of each of its pieces of PIECE_BYTES, in order. It is the same on
+every machine.
 
-Why a remembered digest is right. It is found again by the file's mount and its stamp: device, inode, size, times of modification and of
-change. A mount has a number that is never given again while the machine runs, and a boot has one too: after a restart of the machine, or
-when the file system was mounted again, all is hashed anew. Without that, two images with the same stamps that are mounted one after the
-other would be one. Where the kernel has no such number only files on the device of `/` are remembered, which nobody mounts over.
+Why a remembered digest is right. It is found again by the file's mount and its stamp: device, inode, size,
+times of modification and of change. A mount has a number that is never given again while the machine runs,
+and a boot has one too: after a restart of the machine, or when the file system was mounted again, all is
+hashed anew. Without that, two images with the same stamps that are mounted one after the other would be one.
+Where the kernel has no such number only files on the device of `/` are remembered, which nobody mounts over.
 
-Within a mount any write moves the time of change, except in three cases, and none of these is remembered. (1) A second write within one
-tick of the file system's clock: a file that was changed less than RECENT_NS before it was hashed is not remembered. (2) A write through a
-mapping to a page that is dirty already: what is dirty is written to the disk before the stamp is taken (`DiskFile.settle`), and the next
-write moves it. (3) File systems that move no times for mappings (tmpfs), or whose times may be stale or another program's (FUSE, 9p, CIFS):
-only those of TRUSTED are believed. A file whose stamp moves while it is hashed has no digest. What is written past the file system, to the
-device under it, is seen by nobody.
+Within a mount any write moves the time of change, except in three cases, and none of these is remembered. (1)
+A second write within one tick of the file system's clock: a file that was changed less than RECENT_NS before
+it was hashed is not remembered. (2) A write through a mapping to a page that is dirty already: what is dirty
+is written to the disk before the stamp is taken (`DiskFile.settle`), and the next write moves it. (3) File
+systems that move no times for mappings (tmpfs), or whose times may be stale or another program's (FUSE, 9p,
+CIFS): only those of TRUSTED are believed. A file whose stamp moves while it is hashed has no digest. What is
+written past the file system, to the device under it, is seen by nobody.
 """
 
 import hashlib
@@ -39,11 +43,29 @@ MEMORY = "digests"
 STEP_BYTES = 1 << 20
 """Bytes read at once, within the reach of a core's cache. Each of HASHERS threads holds as many."""
 HASHERS = 8
-"""Most threads that hash: 1.6 GB/s each with the processor's instructions for SHA-256, far more in all than a disk gives."""
+"""Most threads that hash: 1.6 GB/s each with the processor's instructions for SHA-256, far more in all than a
+disk gives."""
 RECENT_NS = 2_000_000_000
-"""A file that was changed less than so long ago is not remembered. Clocks of file systems tick every 10 ms or faster."""
-TRUSTED = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "overlay", "nfs", "nfs4", "squashfs", "erofs"))
-"""Types of file systems on which every write moves the time of change, and opening a file looks at the newest."""
+"""A file that was changed less than so long ago is not remembered. Clocks of file systems tick every 10 ms or
+faster."""
+TRUSTED = frozenset(
+    (
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "f2fs",
+        "bcachefs",
+        "overlay",
+        "nfs",
+        "nfs4",
+        "squashfs",
+        "erofs",
+    )
+)
+"""Types of file systems on which every write moves the time of change, and opening a file looks at the
+newest."""
 MOST_REMEMBERED = 4096
 _MOST_BYTES = 4 << 20
 _POLL = 0.02
@@ -68,7 +90,8 @@ class Digests:
 
 
 class Memory:
-    """What is remembered, as texts by texts, in a file that several processes may read and replace. Damage is as good as absence.
+    """What is remembered, as texts by texts, in a file that several processes may read and replace. Damage is
+    as good as absence.
 
     Each line has a checksum of its own, so a damaged one is lost by itself, and is never taken for another.
     """
@@ -92,10 +115,13 @@ class Memory:
         except ReadError:
             return {}
         parts = (line.split("\t") for line in text.split("\n"))
-        return {part[0]: part[1] for part in parts if len(part) == 3 and part[2] == _checksum(part[0], part[1])}
+        return {
+            part[0]: part[1] for part in parts if len(part) == 3 and part[2] == _checksum(part[0], part[1])
+        }
 
     def remember(self, found: Mapping[str, str]) -> bool:
-        """Add to what is remembered; the oldest beyond MOST_REMEMBERED goes. False if it cannot be written, which is no error."""
+        """Add to what is remembered; the oldest beyond MOST_REMEMBERED goes. False if it cannot be written,
+        which is no error."""
         if self._directory is None:
             return False
         beside = self._directory / f"{MEMORY}.{os.getpid()}-{threading.get_ident()}.tmp"
@@ -103,9 +129,16 @@ class Memory:
             make_private(self._directory)
             with _alone(self._directory):
                 kept = {key: value for key, value in self.recall().items() if key not in found} | dict(found)
-                lines = [f"{key}\t{value}\t{_checksum(key, value)}\n" for key, value in list(kept.items())[-MOST_REMEMBERED:]]
+                lines = [
+                    f"{key}\t{value}\t{_checksum(key, value)}\n"
+                    for key, value in list(kept.items())[-MOST_REMEMBERED:]
+                ]
                 try:
-                    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="ascii") as file:
+                    with open(
+                        os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600),
+                        "w",
+                        encoding="ascii",
+                    ) as file:
                         file.writelines(lines)
                     os.rename(beside, self._directory / MEMORY)
                 except BaseException:
@@ -118,9 +151,11 @@ class Memory:
 
 
 class Hashing:
-    """The digests of some open files, found on threads of its own from when it is made. The files must stay open until `close`.
+    """The digests of some open files, found on threads of its own from when it is made. The files must stay
+    open until `close`.
 
-    What was read of the files since they were opened is what was hashed, unless `expect_unchanged` raises afterwards.
+    What was read of the files since they were opened is what was hashed, unless `expect_unchanged` raises
+    afterwards.
     """
 
     def __init__(self, files: Sequence[DiskFile], memory: Memory) -> None:
@@ -138,7 +173,11 @@ class Hashing:
             for file, stamp in zip(files, self._stamps, strict=True):
                 if stamp != file.opened:  # Its header may be another's.
                     raise _changed(file)
-            self.todo_bytes = sum(stamp.size for file, stamp in zip(files, self._stamps, strict=True) if _key(file, stamp) not in known)
+            self.todo_bytes = sum(
+                stamp.size
+                for file, stamp in zip(files, self._stamps, strict=True)
+                if _key(file, stamp) not in known
+            )
             """Bytes to be hashed, unless another process has done so first."""
             self._found = self._looks.submit(self._find)
         except BaseException:
@@ -165,15 +204,22 @@ class Hashing:
         known = self._memory.recall()
         if all(key in known for key in keys):
             return Digests(tuple(known[key] for key in keys), 0, 0.0)
-        # Processes that start at once, such as ranks and replicas: the first one hashes, the others find what it has remembered.
+        # Processes that start at once, such as ranks and replicas: the first one hashes, the others find what
+        # it has remembered.
         now = time.time_ns()
-        shared = self._memory.kept and not any(_why_not(*each, now) for each in zip(self._files, self._stamps, strict=True))
+        shared = self._memory.kept and not any(
+            _why_not(*each, now) for each in zip(self._files, self._stamps, strict=True)
+        )
         while shared and not self._files[0].claim():
             if self._stop.wait(_POLL):
                 raise Stopped
         try:
             known = self._memory.recall()
-            todo = [(file, stamp) for file, stamp, key in zip(self._files, self._stamps, keys, strict=True) if key not in known]
+            todo = [
+                (file, stamp)
+                for file, stamp, key in zip(self._files, self._stamps, keys, strict=True)
+                if key not in known
+            ]
             began, began_ns = time.perf_counter(), time.time_ns()
             hashed = _hashed([file for file, _ in todo], self._stop)
             seconds = time.perf_counter() - began
@@ -182,7 +228,9 @@ class Hashing:
                     raise _changed(file)
             fresh = {_key(*each): digest for each, digest in zip(todo, hashed, strict=True)}
             why = [_why_not(file, stamp, began_ns) for file, stamp in todo]
-            lasting = {key: digest for (key, digest), reason in zip(fresh.items(), why, strict=True) if not reason}
+            lasting = {
+                key: digest for (key, digest), reason in zip(fresh.items(), why, strict=True) if not reason
+            }
             if not self._memory.kept:
                 why.append("no cache directory was named")
             elif lasting and not self._memory.remember(lasting):
@@ -200,7 +248,9 @@ def hashers() -> int:
     return max(1, min(HASHERS, len(os.sched_getaffinity(0))))
 
 
-def same_bytes_remembered(one: DiskFile, at: int, other: DiskFile, begin: int, count: int, memory: Memory) -> bool:
+def same_bytes_remembered(
+    one: DiskFile, at: int, other: DiskFile, begin: int, count: int, memory: Memory
+) -> bool:
     """What same_bytes says; that they are the same is remembered. Raises CheckpointError."""
     key = f"same {count}"
 
@@ -222,7 +272,8 @@ def same_bytes_remembered(one: DiskFile, at: int, other: DiskFile, begin: int, c
 
 
 def same_bytes(one: DiskFile, at: int, other: DiskFile, begin: int, count: int) -> bool:
-    """Whether `count` bytes of a file from byte `at` on are those of another from `begin` on. Raises ReadError."""
+    """Whether `count` bytes of a file from byte `at` on are those of another from `begin` on. Raises
+    ReadError."""
     buffers: SimpleQueue[tuple[bytearray, bytearray]] = SimpleQueue()
     threads = hashers()
     for _ in range(threads):
@@ -255,7 +306,8 @@ def _hashed(files: Sequence[DiskFile], stop: threading.Event) -> list[str]:
     for _ in range(threads):
         buffers.put(bytearray(STEP_BYTES))
 
-    # What does not fit the page cache would only push out what others need, and be gone before it is read again.
+    # What does not fit the page cache would only push out what others need, and be gone before it is read
+    # again.
     keep = sum(file.size for file in files) <= psutil.virtual_memory().available // 2
 
     def piece(file: DiskFile, start: int) -> bytes:
@@ -278,7 +330,9 @@ def _hashed(files: Sequence[DiskFile], stop: threading.Event) -> list[str]:
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="penstock hash")
     try:
-        running = [[pool.submit(piece, file, start) for start in range(0, file.size, PIECE_BYTES)] for file in files]
+        running = [
+            [pool.submit(piece, file, start) for start in range(0, file.size, PIECE_BYTES)] for file in files
+        ]
         return [join_digests(each.result() for each in pieces) for pieces in running]
     finally:
         pool.shutdown(cancel_futures=True)
@@ -292,7 +346,9 @@ def _stamp(file: DiskFile) -> FileStamp:
 
 
 def _changed(file: DiskFile) -> CheckpointError:
-    return CheckpointError(f"{file.path} changed while it was read; wait until nothing writes there, and start again")
+    return CheckpointError(
+        f"{file.path} changed while it was read; wait until nothing writes there, and start again"
+    )
 
 
 def _key(file: DiskFile, stamp: FileStamp) -> str:
@@ -300,13 +356,18 @@ def _key(file: DiskFile, stamp: FileStamp) -> str:
 
 
 def _why_not(file: DiskFile, stamp: FileStamp, began_ns: int) -> str:
-    """Why what was found from that time on, in nanoseconds since 1970, may not be remembered under the stamp; empty if it may."""
+    """Why what was found from that time on, in nanoseconds since 1970, may not be remembered under the stamp;
+    empty if it may."""
     if began_ns - stamp.changed_ns < RECENT_NS:
         return f"{file.path.name} was changed a moment before"
     if not file.mount():
         return "this system cannot tell its file system from one that is mounted there later"
     kind = file.file_system()
-    return "" if kind in TRUSTED else f"the file times of {kind or 'an unknown file system'} do not tell of every change"
+    return (
+        ""
+        if kind in TRUSTED
+        else f"the file times of {kind or 'an unknown file system'} do not tell of every change"
+    )
 
 
 def _checksum(key: str, value: str) -> str:
@@ -315,7 +376,8 @@ def _checksum(key: str, value: str) -> str:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Keep other processes from replacing the memory; where the file system has no locks, the last one wins."""
+    """Keep other processes from replacing the memory; where the file system has no locks, the last one
+    wins."""
     held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

@@ -1,4 +1,5 @@
-"""JSON objects from files that may be anything: bounded in size, strict in form, every fault a one-line CheckpointError."""
+"""JSON objects from files that may be anything: bounded in size, strict in form, every fault a one-line
+CheckpointError."""
 
 import json
 import reprlib
@@ -23,7 +24,10 @@ def read_object(path: Path, limit: int) -> dict[str, object]:
     try:
         with DiskFile(path) as file:
             if file.size > limit:
-                raise CheckpointError(f"{path} is {format_size(file.size)}, more than the {format_size(limit)} such a file may have")
+                raise CheckpointError(
+                    f"{path} is {format_size(file.size)}, more than the {format_size(limit)} such a file "
+                    "may have"
+                )
             data = file.read(0, file.size)
     except ReadError as error:
         raise CheckpointError(str(error)) from error

@@ -1,4 +1,5 @@
-"""Where the files of a model's directory may lead: nowhere else. Those of the Hugging Face cache are links to its blobs."""
+"""Where the files of a model's directory may lead: nowhere else. Those of the Hugging Face cache are links to
+its blobs."""
 
 import os
 from collections.abc import Iterable
@@ -13,16 +14,22 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 
 def expect_inside(path: Path) -> None:
-    """Raises CheckpointError for a link in the model's directory `path` that leads out of it: whoever made the directory may have meant
-    some file of this machine. The directory itself may be a link, as the cache's snapshots may be anywhere."""
+    """Raises CheckpointError for a link in the model's directory `path` that leads out of it: whoever made
+    the directory may have meant some file of this machine. The directory itself may be a link, as the cache's
+    snapshots may be anywhere."""
     home = Path(os.path.realpath(path))
     allowed = [home]
-    if home.parent.name == _SNAPSHOTS:  # <repository>/snapshots/<commit>/<file> is a link to <repository>/blobs/<digest>.
+    if (
+        home.parent.name == _SNAPSHOTS
+    ):  # <repository>/snapshots/<commit>/<file> is a link to <repository>/blobs/<digest>.
         allowed.append(home.parent.parent / _BLOBS)
     for file in _links(home):
         target = Path(os.path.realpath(file))
         if not any(target.is_relative_to(one) for one in allowed):
-            raise CheckpointError(f"{path / file.name} is a link to {target}, outside of the model's directory; put the file itself there")
+            raise CheckpointError(
+                f"{path / file.name} is a link to {target}, outside of the model's directory; put the file "
+                "itself there"
+            )
 
 
 def _links(home: Path) -> Iterable[Path]:

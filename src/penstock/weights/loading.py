@@ -1,4 +1,5 @@
-"""Brings groups to where they stay: straight into host memory, by way of pinned slots to a device. Every byte is read once and checked."""
+"""Brings groups to where they stay: straight into host memory, by way of pinned slots to a device. Every byte
+is read once and checked."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -36,14 +37,21 @@ def counted(what: str, total: int, loading: Loading | None) -> Progress | None:
 
 
 def load(
-    groups: Iterable[tuple[GroupLayout, Tensor]], source: Source, staging: Sequence[Tensor], copies: Stream, progress: Progress | None
+    groups: Iterable[tuple[GroupLayout, Tensor]],
+    source: Source,
+    staging: Sequence[Tensor],
+    copies: Stream,
+    progress: Progress | None,
 ) -> None:
-    """Fill each group's place, flat uint8 on the CPU or on a device. `staging`: pinned slots of PIECE bytes, on the way to a device.
+    """Fill each group's place, flat uint8 on the CPU or on a device. `staging`: pinned slots of PIECE bytes,
+    on the way to a device.
 
-    `progress` is told the bytes of each piece, by whichever thread. Raises what `source` raises, when no thread is at work any more.
+    `progress` is told the bytes of each piece, by whichever thread. Raises what `source` raises, when no
+    thread is at work any more.
 
-    Why this is safe: no two pieces have bytes in common, a slot belongs to one thread from taking to giving it back, and before it is
-    read into the copy out of it is waited for. On return everything that was queued on `copies` is done.
+    Why this is safe: no two pieces have bytes in common, a slot belongs to one thread from taking to giving
+    it back, and before it is read into the copy out of it is waited for. On return everything that was queued
+    on `copies` is done.
     """
     slots: SimpleQueue[tuple[Tensor, Ticket | None]] = SimpleQueue()
     for slot in staging:

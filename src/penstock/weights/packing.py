@@ -1,8 +1,9 @@
 """Writing a pack: one pass over a checkpoint, resumable after a kill at any instruction, whole or not there.
 
-Why this is safe. Weights go to `weights.bin.partial`; the journal `manifest.partial` names a group only when its bytes are on the disk.
-When the journal names all, the store gets its name, and last of all `manifest.json` appears by a rename: without it, nothing is a pack.
-A later run takes up what the journal names, reading back the last such group. The directory is locked meanwhile.
+Why this is safe. Weights go to `weights.bin.partial`; the journal `manifest.partial` names a group only when
+its bytes are on the disk. When the journal names all, the store gets its name, and last of all
+`manifest.json` appears by a rename: without it, nothing is a pack. A later run takes up what the journal
+names, reading back the last such group. The directory is locked meanwhile.
 """
 
 import errno
@@ -45,7 +46,8 @@ from penstock.weights.shards import INDEX, SINGLE
 JOURNAL = "manifest.partial"
 PARTIAL = ".partial"
 COMMIT_BYTES = 256 << 20
-"""So much may have to be written again after a kill. Waiting for the disk after every expert would take most of the time."""
+"""So much may have to be written again after a kill. Waiting for the disk after every expert would take most
+of the time."""
 SPARE_BYTES = 1 << 20
 _SIDE = (
     "config.json",
@@ -63,7 +65,8 @@ _SIDE = (
 )
 """What makes the pack a model directory of its own."""
 _TAKEN = (*_SIDE, "additional_chat_templates", MANIFEST, JOURNAL, SINGLE, INDEX)
-"""Names in a pack's directory that no store may have: the pack would write over it, or be taken for a checkpoint."""
+"""Names in a pack's directory that no store may have: the pack would write over it, or be taken for a
+checkpoint."""
 _BESIDE = ".tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -76,21 +79,33 @@ Progress = Callable[[int], None]
 
 
 def write_pack(
-    checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None = None, progress: Progress | None = None, shard: Shard | None = None
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: str,
+    store: Path | None = None,
+    progress: Progress | None = None,
+    shard: Shard | None = None,
 ) -> bool:
-    """Write the pack of a checkpoint, or of a shard of it, into directory `out`; False if it was there already, and nothing was done.
+    """Write the pack of a checkpoint, or of a shard of it, into directory `out`; False if it was there
+    already, and nothing was done.
 
-    `store`: a file or block device for the weights, if not in `out`. A block device is overwritten. `progress` is told of bytes as they
-    are written, and at once of those that an earlier run wrote. Memory: THREADS pieces of PIECE_BYTES and what their conversion takes.
-    Raises CheckpointError for what is wrong with the checkpoint or with the pack that is there, PackError for what stands in the way of a
-    new one: what was written then stays for the next try. Raises ConfigError for a shard of too many ranks.
+    `store`: a file or block device for the weights, if not in `out`. A block device is overwritten.
+    `progress` is told of bytes as they are written, and at once of those that an earlier run wrote. Memory:
+    THREADS pieces of PIECE_BYTES and what their conversion takes. Raises CheckpointError for what is wrong
+    with the checkpoint or with the pack that is there, PackError for what stands in the way of a new one:
+    what was written then stays for the next try. Raises ConfigError for a shard of too many ranks.
     """
     with locked(out):
         return write_locked(checkpoint, out, dtype, store, progress, shard)
 
 
 def write_locked(
-    checkpoint: Checkpoint, out: Path, dtype: str, store: Path | None = None, progress: Progress | None = None, shard: Shard | None = None
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: str,
+    store: Path | None = None,
+    progress: Progress | None = None,
+    shard: Shard | None = None,
 ) -> bool:
     """What write_pack does, for whoever has `out` locked."""
     layouts = group_layouts(checkpoint.spec, checkpoint.names, dtype, shard)
@@ -111,10 +126,12 @@ def write_locked(
 
 @contextmanager
 def locked(out: Path, busy: Callable[[], None] | None = None, mode: int = 0o777) -> Iterator[None]:
-    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again, and what was made above it.
+    """Make the directory and keep others from packing into it; if nothing comes of it, it goes again, and
+    what was made above it.
 
-    Directories are made with `mode`, as far as the umask lets it. If another process has it, `busy` is called, and then waits for that one
-    to end, whether by a kill or in time; without `busy`, that is a PackError. So is what the system refuses in the meantime.
+    Directories are made with `mode`, as far as the umask lets it. If another process has it, `busy` is
+    called, and then waits for that one to end, whether by a kill or in time; without `busy`, that is a
+    PackError. So is what the system refuses in the meantime.
     """
     made: list[Path] = []
     try:
@@ -131,7 +148,8 @@ def locked(out: Path, busy: Callable[[], None] | None = None, mode: int = 0o777)
 
 
 def _lock(out: Path, busy: Callable[[], None] | None, mode: int, made: list[Path]) -> int:
-    """The locked directory, as a descriptor to be closed. `made` is told the directories that are new, outermost first."""
+    """The locked directory, as a descriptor to be closed. `made` is told the directories that are new,
+    outermost first."""
     while True:
         made += _make(out, mode)
         directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -140,7 +158,9 @@ def _lock(out: Path, busy: Callable[[], None] | None, mode: int, made: list[Path
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if busy is None:
-                    raise PackError(f"another process is packing into {out}; wait for it, or choose another directory") from error
+                    raise PackError(
+                        f"another process is packing into {out}; wait for it, or choose another directory"
+                    ) from error
                 busy()
                 fcntl.flock(directory, fcntl.LOCK_EX)
             with suppress(FileNotFoundError):
@@ -153,7 +173,8 @@ def _lock(out: Path, busy: Callable[[], None] | None, mode: int, made: list[Path
 
 
 def _make(path: Path, mode: int) -> list[Path]:
-    """Make a directory and what is missing above it. Returns those that are new, outermost first; an error leaves none of them."""
+    """Make a directory and what is missing above it. Returns those that are new, outermost first; an error
+    leaves none of them."""
     made: list[Path] = []
     try:
         for folder in reversed([path, *takewhile(lambda above: not os.path.isdir(above), path.parents)]):
@@ -179,11 +200,17 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def _expect_store(out: Path, whole: Path) -> None:
     """Raises PackError for a store in no directory, or where a file of the pack belongs."""
     if not os.path.isdir(whole.parent):
-        raise PackError(f"the store {whole} cannot be made: there is no directory {whole.parent}; make it or choose another store")
+        raise PackError(
+            f"the store {whole} cannot be made: there is no directory {whole.parent}; make it or choose "
+            "another store"
+        )
     for path in (whole, whole.with_name(whole.name + PARTIAL)):
         name = os.path.relpath(os.path.realpath(path), os.path.realpath(out))
         if any(fnmatchcase(name.removesuffix(_BESIDE), taken) for taken in _TAKEN):
-            raise PackError(f"the store {whole} cannot have that name in {out}, where {name} is the name of another file; choose another")
+            raise PackError(
+                f"the store {whole} cannot have that name in {out}, where {name} is the name of another "
+                "file; choose another"
+            )
 
 
 def _expect_same(out: Path, plan: Manifest) -> None:
@@ -195,7 +222,13 @@ def _expect_same(out: Path, plan: Manifest) -> None:
 
 def _difference(one: Manifest, other: Manifest) -> str:
     """What they are not of the same of; empty if it is all the same."""
-    for name, what in (("fingerprint", "model"), ("config", "config.json"), ("dtype", "dtype"), ("shard", "shard"), ("store", "store")):
+    for name, what in (
+        ("fingerprint", "model"),
+        ("config", "config.json"),
+        ("dtype", "dtype"),
+        ("shard", "shard"),
+        ("store", "store"),
+    ):
         if getattr(one, name) != getattr(other, name):
             return f"{what} ({getattr(one, name)})" if name == what else what
     names = sorted({*one.files, *other.files} - {"config.json"})  # Of which only what it says matters.
@@ -217,11 +250,15 @@ class _Packing:
         digests = _resume(self.out, self.plan, whole, target)
         self._expect_room(target, device)
         digests = self._recheck(target, digests)
-        with _opened(self.out / JOURNAL, os.O_CREAT) as journal:  # before the store, so that what is there is known to be a pack's
+        with _opened(
+            self.out / JOURNAL, os.O_CREAT
+        ) as journal:  # before the store, so that what is there is known to be a pack's
             _cut(journal, [_head(self.plan), *(map(_entry, self.plan.runs, digests))])
             _sync_directory(self.out)
             self._copy_sides()
-            with _opened(target, os.O_EXCL if device else os.O_CREAT) as store:  # on a device: not while it is mounted
+            with _opened(
+                target, os.O_EXCL if device else os.O_CREAT
+            ) as store:  # on a device: not while it is mounted
                 digests += self._write(target, store, journal, len(digests))
                 if not device:
                     os.ftruncate(store, self.plan.size)
@@ -243,7 +280,9 @@ class _Packing:
         if device:
             with DirectFile(target) as there:
                 if there.size < needed:
-                    raise PackError(f"{target} has {format_size(there.size)}; the pack takes {format_size(needed)}")
+                    raise PackError(
+                        f"{target} has {format_size(there.size)}; the pack takes {format_size(needed)}"
+                    )
             return
         with suppress(FileNotFoundError):
             needed -= min(os.stat(target).st_blocks * 512, needed)
@@ -252,7 +291,8 @@ class _Packing:
         free = disk.f_bavail * disk.f_frsize
         if needed > free:
             raise PackError(
-                f"the disk of {target.parent} has {format_size(free)} free; the pack takes {format_size(needed)} more; make room"
+                f"the disk of {target.parent} has {format_size(free)} free; the pack takes "
+                f"{format_size(needed)} more; make room"
             )
 
     def _recheck(self, target: Path, digests: list[bytes]) -> list[bytes]:
@@ -277,7 +317,9 @@ class _Packing:
             (self.out / name).parent.mkdir(exist_ok=True)
             _write_file(self.out / name, data)
             if file_checksum(self.out / name) != checksum:
-                raise CheckpointError(f"{self.checkpoint.path / name} changed while it was packed; run the same command again")
+                raise CheckpointError(
+                    f"{self.checkpoint.path / name} changed while it was packed; run the same command again"
+                )
 
     def _write(self, target: Path, store: int, journal: int, done: int) -> list[bytes]:
         """Write all groups after the first `done`. Returns their digests."""
@@ -302,7 +344,9 @@ class _Packing:
                 fresh.append(_entry(run, digests[-1]))
                 if run.end - first >= COMMIT_BYTES or run.end == self.plan.size:
                     os.fdatasync(store)
-                    os.posix_fadvise(store, first, run.end - first, os.POSIX_FADV_DONTNEED)  # they would push out what others need
+                    os.posix_fadvise(
+                        store, first, run.end - first, os.POSIX_FADV_DONTNEED
+                    )  # they would push out what others need
                     _write_all(journal, b"".join(fresh))
                     os.fsync(journal)
                     fresh.clear()
@@ -310,7 +354,13 @@ class _Packing:
         return digests
 
     def _write_piece(
-        self, target: Path, store: int, buffers: queue.SimpleQueue[torch.Tensor], layout: GroupLayout, run: Run, start: int
+        self,
+        target: Path,
+        store: int,
+        buffers: queue.SimpleQueue[torch.Tensor],
+        layout: GroupLayout,
+        run: Run,
+        start: int,
     ) -> bytes:
         """Write a piece of a group. Returns its digest. Any thread may: pieces are disjoint."""
         buffer = buffers.get()
@@ -330,22 +380,35 @@ class _Packing:
 
 
 def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]:
-    """Digests of the groups that an earlier run finished, in order. Raises PackError when `out` is not for this pack to take."""
+    """Digests of the groups that an earlier run finished, in order. Raises PackError when `out` is not for
+    this pack to take."""
     try:
         lines = (out / JOURNAL).read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         lines = None
         if strangers := sorted({entry.name for entry in out.iterdir()} - {"lost+found"}):
-            raise PackError(f"{out} holds other files ({strangers[0]}) and no pack; choose a new directory") from None
-    if not lines or not lines[0].endswith(b"\n"):  # killed before the first line was whole: nothing was written yet
+            raise PackError(
+                f"{out} holds other files ({strangers[0]}) and no pack; choose a new directory"
+            ) from None
+    if not lines or not lines[0].endswith(
+        b"\n"
+    ):  # killed before the first line was whole: nothing was written yet
         if whole != target and os.path.lexists(whole):
-            raise PackError(f"{whole} is there already, and {out} has no pack that it belongs to; remove it or choose another store")
+            raise PackError(
+                f"{whole} is there already, and {out} has no pack that it belongs to; remove it or choose "
+                "another store"
+            )
         return []
     if lines[0] != _head(plan):
-        raise PackError(f"{out} holds an unfinished pack of another model, dtype, shard or store; remove it or choose another directory")
+        raise PackError(
+            f"{out} holds an unfinished pack of another model, dtype, shard or store; remove it or choose "
+            "another directory"
+        )
     found: list[bytes] = []
     for run, line in zip(plan.runs, lines[1:], strict=False):
-        digests = decoded(line.split()[-1].decode("ascii", "replace"), len(run.pieces)) if line.split() else None
+        digests = (
+            decoded(line.split()[-1].decode("ascii", "replace"), len(run.pieces)) if line.split() else None
+        )
         if digests is None or line != _entry(run, digests):  # the last one may be cut
             break
         found.append(digests)
@@ -353,7 +416,9 @@ def _resume(out: Path, plan: Manifest, whole: Path, target: Path) -> list[bytes]
         if whole.exists() and len(found) == len(plan.runs):  # killed between the two last renames
             os.rename(whole, target)
         elif os.path.lexists(whole):
-            raise PackError(f"{whole} is there, and the unfinished pack in {out} has not come to it; remove one of them")
+            raise PackError(
+                f"{whole} is there, and the unfinished pack in {out} has not come to it; remove one of them"
+            )
         else:
             return []
     return found
@@ -372,7 +437,9 @@ def _entry(run: Run, digests: bytes) -> bytes:
 def _digests_of(store: DirectFile, run: Run) -> bytes:
     """Of the bytes that are there; empty if they are not."""
     try:
-        return b"".join(piece_digest(store.read(run.offset + start, run.piece_length(start))) for start in run.pieces)
+        return b"".join(
+            piece_digest(store.read(run.offset + start, run.piece_length(start))) for start in run.pieces
+        )
     except ReadError:
         return b""
 
@@ -425,8 +492,17 @@ def _explain(error: OSError, out: Path) -> str:
         groups = (out / JOURNAL).read_bytes().count(b"\n") - 1
     kept = "what is packed is kept: " if groups > 0 else ""
     where = error.filename or out
-    fault = "it is there and no directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
+    fault = (
+        "it is there and no directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
+    )
     if error.errno in _FULL:
-        return f"no room for {where}: {fault}; {kept}make room and run the same command again{f', or remove {out}' if begun else ''}"
-    hint = f"{kept}the same command goes on with it" if kept else f"choose another place{f' and remove {out}' if begun else ''}"
+        return (
+            f"no room for {where}: {fault}; {kept}make room and run the same command "
+            f"again{f', or remove {out}' if begun else ''}"
+        )
+    hint = (
+        f"{kept}the same command goes on with it"
+        if kept
+        else f"choose another place{f' and remove {out}' if begun else ''}"
+    )
     return f"cannot write {where}: {fault}; {hint}"

@@ -1,8 +1,9 @@
 """How weights pass through rings: at which addresses, what a copy must wait for, and how long a pass takes.
 
-Why a ring is safe: one stream copies, in order, and one computes, in order. Before byte `at` of a run is overwritten the copy waits for
-the last run that still uses what lies there; whatever was used before that is then done too, and so is what an earlier copy waited for.
-The waits are therefore few, and each of them is needed.
+Why a ring is safe: one stream copies, in order, and one computes, in order. Before byte `at` of a run is
+overwritten the copy waits for the last run that still uses what lies there; whatever was used before that is
+then done too, and so is what an earlier copy waited for. The waits are therefore few, and each of them is
+needed.
 """
 
 from bisect import bisect_right
@@ -14,7 +15,8 @@ from penstock.base.tiers import Tier
 
 PASSES = 12
 GRAINS, FEW = 8, 1024
-"""A prediction follows more than FEW pieces in a pass not one by one, but in grains of as many as give the host ring GRAINS slots."""
+"""A prediction follows more than FEW pieces in a pass not one by one, but in grains of as many as give the
+host ring GRAINS slots."""
 
 
 class Link(StrEnum):
@@ -25,7 +27,8 @@ class Link(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured bytes per second: pinned HOST to DEVICE, DISK to HOST (0 without a disk), and what arithmetic reads from DEVICE memory."""
+    """Measured bytes per second: pinned HOST to DEVICE, DISK to HOST (0 without a disk), and what arithmetic
+    reads from DEVICE memory."""
 
     host_to_device: float
     disk_to_host: float
@@ -34,8 +37,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Before the bytes of a run from `at` on are written, run `run` must be done with: this pass's if it comes before the writer in the
-    pass, else the previous pass's (of which, in the first pass, there is none)."""
+    """Before the bytes of a run from `at` on are written, run `run` must be done with: this pass's if it
+    comes before the writer in the pass, else the previous pass's (of which, in the first pass, there is
+    none)."""
 
     run: int
     at: int
@@ -43,7 +47,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes `[start, start + size)` of the group of use `use` pass through the ring at `[offset, offset + size)`, in every pass."""
+    """Bytes `[start, start + size)` of the group of use `use` pass through the ring at `[offset, offset +
+    size)`, in every pass."""
 
     use: int
     start: int
@@ -54,7 +59,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """One allocation and all that passes through it in a pass, in order: on DEVICE a run for each use, on HOST one for each piece."""
+    """One allocation and all that passes through it in a pass, in order: on DEVICE a run for each use, on
+    HOST one for each piece."""
 
     size: int = 0
     runs: tuple[Run, ...] = ()
@@ -78,7 +84,8 @@ class Prediction:
 
 
 def lay_ring(runs: Sequence[tuple[int, int, int]], room: int) -> RingLayout:
-    """Walk `runs`, each a use, a start and a size, around a ring of at most `room` bytes; none is split, and a pass begins at offset 0."""
+    """Walk `runs`, each a use, a start and a size, around a ring of at most `room` bytes; none is split, and
+    a pass begins at offset 0."""
     offsets, at = [], 0
     for _, _, size in runs:
         at = 0 if at + size > room else at
@@ -86,14 +93,18 @@ def lay_ring(runs: Sequence[tuple[int, int, int]], room: int) -> RingLayout:
         at += size
     ends = [offset + size for offset, (_, _, size) in zip(offsets, runs, strict=True)]
     waits = _waits(offsets, ends)
-    return RingLayout(max(ends), tuple(Run(*run, offset, wait) for run, offset, wait in zip(runs, offsets, waits, strict=True)))
+    return RingLayout(
+        max(ends),
+        tuple(Run(*run, offset, wait) for run, offset, wait in zip(runs, offsets, waits, strict=True)),
+    )
 
 
 def _waits(offsets: Sequence[int], ends: Sequence[int]) -> list[tuple[Wait, ...]]:
     """What each run must wait for, once the ring has been filled: the waits of a second pass.
 
-    The ring is kept as spans that do not overlap, in order: where each begins, where it ends, and which visit wrote it, counting on
-    through both passes. A visit that the copy stream has waited for, and all visits before it, need not be waited for again.
+    The ring is kept as spans that do not overlap, in order: where each begins, where it ends, and which visit
+    wrote it, counting on through both passes. A visit that the copy stream has waited for, and all visits
+    before it, need not be waited for again.
     """
     count, waited = len(offsets), -1
     begins, spans = list[int](), list[tuple[int, int, int]]()
@@ -119,13 +130,15 @@ def _waits(offsets: Sequence[int], ends: Sequence[int]) -> list[tuple[Wait, ...]
 
 
 def lay_pieces(runs: Sequence[tuple[int, int]], room: int, piece: int) -> RingLayout:
-    """Cut `runs`, each a use and a size, into pieces that take the equal slots of a ring of `room` bytes in turn."""
+    """Cut `runs`, each a use and a size, into pieces that take the equal slots of a ring of `room` bytes in
+    turn."""
     pieces = [(use, start, min(piece, size - start)) for use, size in runs for start in range(0, size, piece)]
     count = len(pieces)
     slots = _slots(count, room // piece)
     laid, waited = list[Run](), -1
     for index, (use, start, size) in enumerate(pieces):
-        # The slot's occupant before: of this pass, or else the last one of the pass before, counted from that pass's first.
+        # The slot's occupant before: of this pass, or else the last one of the pass before, counted from that
+        # pass's first.
         writer = index - slots + count if index >= slots else (count - 1 - index) // slots * slots + index
         waits = (Wait(writer % count, 0),) if writer > waited else ()
         waited = max(waited, writer)
@@ -134,7 +147,8 @@ def lay_pieces(runs: Sequence[tuple[int, int]], room: int, piece: int) -> RingLa
 
 
 def _slots(pieces: int, fitting: int) -> int:
-    """How many slots to take in turn, so that a pass that begins at the first again leaves as many reads ahead there as elsewhere."""
+    """How many slots to take in turn, so that a pass that begins at the first again leaves as many reads
+    ahead there as elsewhere."""
     most = min(pieces, fitting)
     return max(range(max(most * 3 // 4, 1), most + 1), key=lambda slots: (pieces % slots or slots, slots))
 
@@ -148,7 +162,8 @@ def simulate(
     seconds: Sequence[float],
     piece: int,
 ) -> Prediction:
-    """Passes from empty rings until one takes as long as the one before. Every part works in order, so one walk over the uses suffices."""
+    """Passes from empty rings until one takes as long as the one before. Every part works in order, so one
+    walk over the uses suffices."""
     read = [run.size for run in ring.runs if homes[run.use] is Tier.DISK]
     grain = piece if sum(read) <= FEW * piece else max(host_ring // piece // GRAINS, 1) * piece
     grains = sum(-(-size // grain) for size in read)
@@ -214,13 +229,24 @@ class _Course:
             while waits and (waits[0].at < end or self.done[waits[0].run] <= now):
                 wait = waits.pop(0)
                 reached = max(wait.at, at)
-                now, at = (max(now + (reached - at) / link, self.done[wait.run]), reached) if reached < end else (now, at)
+                now, at = (
+                    (max(now + (reached - at) / link, self.done[wait.run]), reached)
+                    if reached < end
+                    else (now, at)
+                )
             self.copier = max(now + (end - at) / link, self.reader + piece / link)
             self._copied()
             start = end
             ahead = (run.size - start) // self.grain - slots
-            if keeps_up and not waits and ahead > 0 and slots > 1 and self.copier == self.reader + piece / link:
-                # Nothing holds the disk back: what follows, but for the last grains of which a slot remembers, is read in one go.
+            if (
+                keeps_up
+                and not waits
+                and ahead > 0
+                and slots > 1
+                and self.copier == self.reader + piece / link
+            ):
+                # Nothing holds the disk back: what follows, but for the last grains of which a slot
+                # remembers, is read in one go.
                 self.reader += ahead * self.grain / disk
                 self.slot = (self.slot + ahead) % slots
                 self.copier = self.reader + piece / link

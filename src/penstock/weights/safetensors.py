@@ -1,7 +1,9 @@
-"""The header of a safetensors file, believed in nothing: every number is checked before it sizes or places anything.
+"""The header of a safetensors file, believed in nothing: every number is checked before it sizes or places
+anything.
 
-The format (https://github.com/huggingface/safetensors, "Format"): eight bytes with the header's length, little endian; the header,
-a JSON object from tensor names to dtype, shape and byte range; the tensors' bytes, without overlap and without holes.
+The format (https://github.com/huggingface/safetensors, "Format"): eight bytes with the header's length,
+little endian; the header, a JSON object from tensor names to dtype, shape and byte range; the tensors' bytes,
+without overlap and without holes.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,8 @@ from penstock.memory.disk import DiskFile, ReadError
 from penstock.weights.jsonfile import parse_object, shown
 
 MAX_HEADER_BYTES = 25_000_000
-"""Of one file: some 200,000 tensors, which take seconds to parse. The format itself allows four times as much."""
+"""Of one file: some 200,000 tensors, which take seconds to parse. The format itself allows four times as
+much."""
 MAX_ELEMENTS = 2**62
 _DTYPE_BITS = (
     dict.fromkeys(("F64", "I64", "U64", "C64"), 64)
@@ -36,15 +39,25 @@ class TensorEntry:
 
 
 def read_header(file: DiskFile) -> dict[str, TensorEntry]:
-    """Every tensor of the file by name. Raises CheckpointError, naming file and tensor, for whatever breaks the format."""
+    """Every tensor of the file by name. Raises CheckpointError, naming file and tensor, for whatever breaks
+    the format."""
     if file.size < 8:
-        raise CheckpointError(f"{file.path} is no safetensors file: it has {file.size} bytes, and its header's length alone takes 8")
+        raise CheckpointError(
+            f"{file.path} is no safetensors file: it has {file.size} bytes, and its header's length alone "
+            "takes 8"
+        )
     try:
         length = int.from_bytes(file.read(0, 8), "little")
         if length > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{file.path} is no safetensors file: its header would have {length} of {MAX_HEADER_BYTES} bytes allowed")
+            raise CheckpointError(
+                f"{file.path} is no safetensors file: its header would have {length} of {MAX_HEADER_BYTES} "
+                "bytes allowed"
+            )
         if 8 + length > file.size:
-            raise CheckpointError(f"{file.path} is cut short: it has {file.size} bytes, and its header alone should end at {8 + length}")
+            raise CheckpointError(
+                f"{file.path} is cut short: it has {file.size} bytes, and its header alone should end at "
+                f"{8 + length}"
+            )
         header = file.read(8, length)
     except ReadError as error:
         raise CheckpointError(str(error)) from error
@@ -52,7 +65,8 @@ def read_header(file: DiskFile) -> dict[str, TensorEntry]:
 
 
 def parse_header(header: bytes | bytearray, file_size: int, where: str) -> dict[str, TensorEntry]:
-    """The tensors that the bytes of a header describe, in a file of `file_size` bytes that `where` names. Raises CheckpointError."""
+    """The tensors that the bytes of a header describe, in a file of `file_size` bytes that `where` names.
+    Raises CheckpointError."""
     if not header.startswith(b"{"):
         raise CheckpointError(f"{where} is no safetensors file: its header does not start with '{{'")
     entries = parse_object(header, f"{where}: the header")
@@ -60,31 +74,45 @@ def parse_header(header: bytes | bytearray, file_size: int, where: str) -> dict[
     if metadata is not None and not isinstance(metadata, dict):
         raise CheckpointError(f"{where}: __metadata__ is {shown(metadata)}; it must be an object")
     start = 8 + len(header)
-    tensors = {name: _entry(value, start, f"{where}: tensor {shown(name)}") for name, value in entries.items()}
+    tensors = {
+        name: _entry(value, start, f"{where}: tensor {shown(name)}") for name, value in entries.items()
+    }
     _check_cover(tensors, start, file_size, where)
     return tensors
 
 
 def _entry(value: object, start: int, where: str) -> TensorEntry:
-    """One tensor, its range checked against its shape but not yet against the file; data begin at byte `start`."""
+    """One tensor, its range checked against its shape but not yet against the file; data begin at byte
+    `start`."""
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is {shown(value)}; it must be an object of dtype, shape and data_offsets")
+        raise CheckpointError(
+            f"{where} is {shown(value)}; it must be an object of dtype, shape and data_offsets"
+        )
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
         raise CheckpointError(f"{where} has dtype {shown(dtype)}, which the format does not know")
     if not isinstance(shape, list) or not all(_is_size(extent) for extent in shape):
-        raise CheckpointError(f"{where} has shape {shown(shape)}; it must be a list of whole numbers from 0 to 2**62")
+        raise CheckpointError(
+            f"{where} has shape {shown(shape)}; it must be a list of whole numbers from 0 to 2**62"
+        )
     elements = 1
     for extent in shape:
         elements *= extent
-        if elements > MAX_ELEMENTS:  # Here, not after the loop: a long list would make a number that takes for ever to multiply.
+        if (
+            elements > MAX_ELEMENTS
+        ):  # Here, not after the loop: a long list would make a number that takes for ever to multiply.
             raise CheckpointError(f"{where} has shape {shown(shape)}, more elements than any file holds")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise CheckpointError(f"{where} has data_offsets {shown(offsets)}; they must be two whole numbers from 0 to 2**62")
+        raise CheckpointError(
+            f"{where} has data_offsets {shown(offsets)}; they must be two whole numbers from 0 to 2**62"
+        )
     begin, end = offsets
     bits = elements * _DTYPE_BITS[dtype]
     if (end - begin) * 8 != bits:  # As for a range that is reversed.
-        raise CheckpointError(f"{where} has data_offsets {shown(offsets)}, but {shown(shape)} of {dtype} takes {bits / 8:g} bytes")
+        raise CheckpointError(
+            f"{where} has data_offsets {shown(offsets)}, but {shown(shape)} of {dtype} takes {bits / 8:g} "
+            "bytes"
+        )
     return TensorEntry(dtype, tuple(shape), start + begin, end - begin)
 
 
@@ -93,19 +121,28 @@ def _is_size(value: object) -> bool:
 
 
 def _check_cover(tensors: dict[str, TensorEntry], start: int, file_size: int, where: str) -> None:
-    """The tensors must cover the file from byte `start` to its end: a gap or an overlap means header and data do not belong together."""
+    """The tensors must cover the file from byte `start` to its end: a gap or an overlap means header and data
+    do not belong together."""
     placed = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size))
     promised = max((entry.offset + entry.size for entry in tensors.values()), default=start)
     if promised > file_size:
         last = max(tensors, key=lambda name: tensors[name].offset + tensors[name].size)
         raise CheckpointError(
-            f"{where} is cut short or damaged: it has {file_size} bytes, but tensor {shown(last)} ends at {promised}; copy it again"
+            f"{where} is cut short or damaged: it has {file_size} bytes, but tensor {shown(last)} ends at "
+            f"{promised}; copy it again"
         )
     at = start
     for name, entry in placed:
         if entry.offset != at:
-            fault = "overlaps the tensor before it" if entry.offset < at else f"leaves {entry.offset - at} bytes before it unused"
+            fault = (
+                "overlaps the tensor before it"
+                if entry.offset < at
+                else f"leaves {entry.offset - at} bytes before it unused"
+            )
             raise CheckpointError(f"{where}: tensor {shown(name)} {fault}; the format forbids that")
         at += entry.size
     if at != file_size:
-        raise CheckpointError(f"{where} has {file_size} bytes, but its tensors end at {at}; the format forbids bytes that are no tensor's")
+        raise CheckpointError(
+            f"{where} has {file_size} bytes, but its tensors end at {at}; the format forbids bytes that are "
+            "no tensor's"
+        )

@@ -1,4 +1,5 @@
-"""A model of which only the shape is known: what an engine is built from where weights do not matter, as in measuring speed."""
+"""A model of which only the shape is known: what an engine is built from where weights do not matter, as in
+measuring speed."""
 
 import dataclasses
 import hashlib
@@ -16,7 +17,8 @@ from penstock.weights.jsonfile import read_object
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Stands where an open Checkpoint does; the engine then fills its weights with random numbers, the same every time."""
+    """Stands where an open Checkpoint does; the engine then fills its weights with random numbers, the same
+    every time."""
 
     spec: ModelSpec
     names: TensorNames
@@ -28,10 +30,14 @@ class Shape:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The shape of the model in directory `path`, of which only config.json is looked at. Raises CheckpointError too."""
+        """The shape of the model in directory `path`, of which only config.json is looked at. Raises
+        CheckpointError too."""
         file = path / "config.json"
         return cls.of(read_object(file, MAX_CONFIG_BYTES), str(file))
 
     def fingerprint(self) -> bytes:
-        """16 bytes that are the same for equal shapes, whose random weights are equal, and differ for others."""
-        return hashlib.blake2b(json.dumps(dataclasses.asdict(self.spec), sort_keys=True).encode(), digest_size=16).digest()
+        """16 bytes that are the same for equal shapes, whose random weights are equal, and differ for
+        others."""
+        return hashlib.blake2b(
+            json.dumps(dataclasses.asdict(self.spec), sort_keys=True).encode(), digest_size=16
+        ).digest()

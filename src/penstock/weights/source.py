@@ -1,4 +1,5 @@
-"""Where the bytes of groups come from: a pack, a checkpoint, or random numbers of which only the speed matters."""
+"""Where the bytes of groups come from: a pack, a checkpoint, or random numbers of which only the speed
+matters."""
 
 from math import prod
 from typing import Protocol
@@ -20,16 +21,17 @@ class Source(Protocol):
     """Gives any piece of any group, to any number of threads at once."""
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
-        """Fill `into`, flat uint8 on the CPU, with bytes of the group from `start` on, a multiple of the residency's PIECE; zeros past
-        its end. `check`: that they are the right ones, where that is known. Raises CheckpointError; `into` then holds anything."""
+        """Fill `into`, flat uint8 on the CPU, with bytes of the group from `start` on, a multiple of the
+        residency's PIECE; zeros past its end. `check`: that they are the right ones, where that is known.
+        Raises CheckpointError; `into` then holds anything."""
 
     def close(self) -> None:
         """Nothing will be read any more."""
 
 
 class PackSource:
-    """Owns the pack. Every piece is held against the manifest's digest when it is first read; and whenever it is read again, if the store
-    may have been written meanwhile."""
+    """Owns the pack. Every piece is held against the manifest's digest when it is first read; and whenever it
+    is read again, if the store may have been written meanwhile."""
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
@@ -57,7 +59,8 @@ class CheckpointSource:
 
 
 class RandomSource:
-    """Random weights of a usual size, the same every time, as fast as memory can be written; norms are ones."""
+    """Random weights of a usual size, the same every time, as fast as memory can be written; norms are
+    ones."""
 
     def __init__(self, dtype: str, seed: int = 0, std: float = 0.02) -> None:
         self._element = DTYPE_BYTES[dtype]
@@ -75,7 +78,11 @@ class RandomSource:
                 continue
             block = self._ones if field.name.endswith("norm") else self._random
             # A place of its own in the period for every field of every group.
-            shift = hash((layout.id.layer, layout.id.expert, len(layout.fields), number)) % _PERIOD * self._element
+            shift = (
+                hash((layout.id.layer, layout.id.expert, len(layout.fields), number))
+                % _PERIOD
+                * self._element
+            )
             at = first
             while at < last:
                 begin = (shift + at - field.offset) % len(block)

@@ -1,4 +1,5 @@
-"""Weights as the decoder borrows them: `take` a group, `release` it. Whether it rests on the device or streams to it cannot be told."""
+"""Weights as the decoder borrows them: `take` a group, `release` it. Whether it rests on the device or
+streams to it cannot be told."""
 
 import weakref
 from collections import Counter
@@ -46,9 +47,16 @@ class WeightStream:
         trace: Trace | None = None,
         streams: tuple[Stream, Stream] | None = None,
     ) -> None:
-        """placement: of uses in `padded` sizes. disk: where what stays on DISK is read from, if not from `source`. experts: room for those,
-        if they are not among the uses. rates: what both were made for, to be told by `stats`. Nothing is loaded yet."""
-        self.placement, self._dtype, self._source, self._device, self.rates = placement, dtype, source, device, rates
+        """placement: of uses in `padded` sizes. disk: where what stays on DISK is read from, if not from
+        `source`. experts: room for those, if they are not among the uses. rates: what both were made for, to
+        be told by `stats`. Nothing is loaded yet."""
+        self.placement, self._dtype, self._source, self._device, self.rates = (
+            placement,
+            dtype,
+            source,
+            device,
+            rates,
+        )
         self._disk = disk or source
         self._layouts = {layout.id: layout for layout in layouts}
         ring, host_ring = placement.device_ring, placement.host_ring
@@ -65,9 +73,14 @@ class WeightStream:
         }
         self._slots = self._host.bytes[: host_ring.size]
         self._views: dict[GroupId, Mapping[str, Tensor]] = {
-            id: group_views(self._layouts[id], self._homes[id], dtype) for id, home in placement.homes.items() if home is Tier.DEVICE
+            id: group_views(self._layouts[id], self._homes[id], dtype)
+            for id, home in placement.homes.items()
+            if home is Tier.DEVICE
         }
-        self._in_ring = [group_views(self._layouts[self._id(run)], self._arena.bytes[run.offset :], dtype) for run in ring.runs]
+        self._in_ring = [
+            group_views(self._layouts[self._id(run)], self._arena.bytes[run.offset :], dtype)
+            for run in ring.runs
+        ]
         self._runs_of: dict[GroupId, list[int]] = {}
         for index, run in enumerate(ring.runs):
             self._runs_of.setdefault(self._id(run), []).append(index)
@@ -85,35 +98,60 @@ class WeightStream:
             if id.kind is GroupKind.EXPERT:
                 self._experts_of.setdefault(id.layer, []).append(id)
         if experts is not None:
-            on_each = self._arena.bytes[on_device:].view(-1, experts.size), self._host.bytes[on_host:].view(-1, experts.size)
+            on_each = (
+                self._arena.bytes[on_device:].view(-1, experts.size),
+                self._host.bytes[on_host:].view(-1, experts.size),
+            )
             those = [layout for layout in layouts if layout.id.kind is GroupKind.EXPERT]
-            self._experts = Experts(those, experts, on_each[0], on_each[1], self._disk, *self._streams, self._waits)
+            self._experts = Experts(
+                those, experts, on_each[0], on_each[1], self._disk, *self._streams, self._waits
+            )
         self._passes = 0
         self._moving: list[Feeder | Experts] = [self._experts] if self._experts else []
         # What is freed on a CUDA device is given to nobody who is not behind what was launched before.
         compute = self._streams[1] if device.type == "cpu" else None
         self._close = weakref.finalize(
-            self, _close, (self._host, self._arena), self._streams[0], compute, {source, self._disk}, self._moving
+            self,
+            _close,
+            (self._host, self._arena),
+            self._streams[0],
+            compute,
+            {source, self._disk},
+            self._moving,
         )
 
     def load(self, loading: Loading | None = None) -> None:
-        """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for the first.
+        """Bring what stays on DEVICE and HOST there, in the order of a pass, and begin to fill the rings for
+        the first.
 
-        Together with the first pass, which reads what stays on DISK, every byte is then read once. Raises CheckpointError.
+        Together with the first pass, which reads what stays on DISK, every byte is then read once. Raises
+        CheckpointError.
         """
         staging: Arena | None = None
         slots = list[Tensor]()
         if self._device.type == "cuda":
             size = piece_of(tuple(self._layouts.values()))
             fits = self.placement.piece >= size and len(self._slots) >= LOADERS * self.placement.piece
-            staging = None if fits else Arena(2 * LOADERS * size, torch.device("cpu"), pinned_for=self._device)
-            slots = list(torch.split(staging.bytes, size) if staging else torch.split(self._slots, self.placement.piece))
+            staging = (
+                None if fits else Arena(2 * LOADERS * size, torch.device("cpu"), pinned_for=self._device)
+            )
+            slots = list(
+                torch.split(staging.bytes, size)
+                if staging
+                else torch.split(self._slots, self.placement.piece)
+            )
         try:
             groups = [(self._layouts[id], place) for id, place in self._homes.items()]
             groups += self._experts.places() if self._experts else ()
             order = {id: number for number, id in enumerate(self._layouts)}
             groups.sort(key=lambda group: order[group[0].id])
-            load(groups, self._source, slots, self._streams[0], counted("loading weights", sum(len(place) for _, place in groups), loading))
+            load(
+                groups,
+                self._source,
+                slots,
+                self._streams[0],
+                counted("loading weights", sum(len(place) for _, place in groups), loading),
+            )
         finally:
             if staging:
                 self._streams[0].mark().wait()
@@ -125,8 +163,8 @@ class WeightStream:
     def take(self, group: GroupId) -> Mapping[str, Tensor]:
         """The group's fields, ready on the compute stream until it is released.
 
-        Streamed groups are taken one at a time; those that a pass leaves out are passed over. Raises CheckpointError for one that
-        cannot be read.
+        Streamed groups are taken one at a time; those that a pass leaves out are passed over. Raises
+        CheckpointError for one that cannot be read.
         """
         self._passes += group == _FIRST
         views = self._views.get(group)
@@ -151,8 +189,8 @@ class WeightStream:
         self._feeder.release(self._next - 1)
 
     def begin_pass(self) -> None:
-        """What is taken next is the first of a pass, wherever the last one ended. A group that a pass uses twice is lent where its first
-        use is laid."""
+        """What is taken next is the first of a pass, wherever the last one ended. A group that a pass uses
+        twice is lent where its first use is laid."""
         self._next = 0
 
     def moves(self, group: GroupId) -> bool:
@@ -176,20 +214,22 @@ class WeightStream:
         return Standing(self._views, self._runs_of, self._in_ring, self.table)
 
     def expect(self, experts: Sequence[GroupId]) -> None:
-        """These experts will be taken next, in this order: those that are not on the device set out for it."""
+        """These experts will be taken next, in this order: those that are not on the device set out for
+        it."""
         if self._experts is not None:
             self._experts.expect(experts)
 
     def table(self, layer: int) -> Tensor | None:
-        """Addresses of all experts of a layer, int64 `[experts, 2]`, the same tensor each time; None unless all are on the device for
-        good."""
+        """Addresses of all experts of a layer, int64 `[experts, 2]`, the same tensor each time; None unless
+        all are on the device for good."""
         if layer not in self._tables and self.experts_rest:
             self._tables[layer] = self._addresses(self._experts_of[layer])
         return self._tables.get(layer)
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
-        """Some experts of one layer, in order, as many at a time as can be on the device while others are on their way: a wave and its
-        table, as `table` has it, with 0 for all others. Released when the next is asked for. Raises CheckpointError.
+        """Some experts of one layer, in order, as many at a time as can be on the device while others are on
+        their way: a wave and its table, as `table` has it, with 0 for all others. Released when the next is
+        asked for. Raises CheckpointError.
 
         Nothing is waited for on the host but what comes from DISK.
         """
@@ -219,12 +259,19 @@ class WeightStream:
             stalled_disk=disk,
             link_rate=rates.host_to_device if rates else 0.0,
             disk_rate=rates.disk_to_host if rates and on_disk else 0.0,
-            predicted=placement.prediction.seconds if rates and self.experts_rest else 0.0,  # Nobody knows which experts will be chosen.
-            binding=placement.prediction.binding if self.experts_rest or not room else Link.DISK if room.on_disk else Link.LINK,
+            predicted=placement.prediction.seconds
+            if rates and self.experts_rest
+            else 0.0,  # Nobody knows which experts will be chosen.
+            binding=placement.prediction.binding
+            if self.experts_rest or not room
+            else Link.DISK
+            if room.on_disk
+            else Link.LINK,
         )
 
     def close(self) -> None:
-        """End all threads, and free the memory. Nothing may be taken afterwards; a second call does nothing."""
+        """End all threads, and free the memory. Nothing may be taken afterwards; a second call does
+        nothing."""
         self._close()
 
     def _id(self, run: Run) -> GroupId:
@@ -257,7 +304,14 @@ class WeightStream:
             layout = self._layouts[self._id(piece)]
             into = self._slots[piece.offset : piece.offset + piece.size]
             name = f"{layout.id} from {piece.start >> 20} MiB" if piece.start else str(layout.id)
-            pieces.append(Piece(name, piece.offset // self.placement.piece, into, _reading(self._disk, layout, piece.start)))
+            pieces.append(
+                Piece(
+                    name,
+                    piece.offset // self.placement.piece,
+                    into,
+                    _reading(self._disk, layout, piece.start),
+                )
+            )
             of_use.setdefault(piece.use, []).append((piece, number))
         segments = []
         for run in ring.runs:
@@ -265,20 +319,34 @@ class WeightStream:
             home = self._homes.get(self._id(run))
             cuts = {wait.at: wait.run for wait in run.waits}
             if home is not None:
-                segments.append([Segment(target[a:b], home[a:b], cuts.get(a), None, False) for a, b in _spans(run.size, cuts)])
+                segments.append(
+                    [
+                        Segment(target[a:b], home[a:b], cuts.get(a), None, False)
+                        for a, b in _spans(run.size, cuts)
+                    ]
+                )
                 continue
             own = list[Segment]()
             for piece, number in of_use[run.use]:
                 slot, first = self._slots[piece.offset : piece.offset + piece.size], piece.start
                 for a, b in _spans(piece.size, [at - first for at in cuts]):
-                    own.append(Segment(target[first + a : first + b], slot[a:b], cuts.get(first + a), number, b == piece.size))
+                    own.append(
+                        Segment(
+                            target[first + a : first + b],
+                            slot[a:b],
+                            cuts.get(first + a),
+                            number,
+                            b == piece.size,
+                        )
+                    )
             segments.append(own)
         names = [str(self._id(run)) for run in ring.runs]
         return Feeder(names, segments, pieces, *self._streams, waits=self._waits, device=self._device)
 
 
 class Standing:
-    """Lends the places at which groups will be lent in a pass from its beginning; nothing moves, and those that stream are not there."""
+    """Lends the places at which groups will be lent in a pass from its beginning; nothing moves, and those
+    that stream are not there."""
 
     def __init__(
         self,
@@ -309,7 +377,8 @@ class Standing:
 
 
 class Blank:
-    """Zeros in place of all weights, in memory for the largest group: what the activations of a step are measured with."""
+    """Zeros in place of all weights, in memory for the largest group: what the activations of a step are
+    measured with."""
 
     def __init__(self, layouts: Sequence[GroupLayout], dtype: str, device: torch.device) -> None:
         self._layouts, self._dtype = {layout.id: layout for layout in layouts}, dtype
@@ -369,7 +438,13 @@ def _reading(source: Source, layout: GroupLayout, start: int) -> Callable[[Tenso
     return lambda into, check: source.read(layout, start, into, check)
 
 
-def _close(arenas: Sequence[Arena], copies: Stream, compute: Stream | None, sources: set[Source], moving: "list[Feeder | Experts]") -> None:
+def _close(
+    arenas: Sequence[Arena],
+    copies: Stream,
+    compute: Stream | None,
+    sources: set[Source],
+    moving: "list[Feeder | Experts]",
+) -> None:
     for one in moving:
         one.close()
     copies.close()

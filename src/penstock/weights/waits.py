@@ -1,4 +1,5 @@
-"""What is seen of streaming: how long arithmetic waited for weights, and when each copy and each use began and ended."""
+"""What is seen of streaming: how long arithmetic waited for weights, and when each copy and each use began
+and ended."""
 
 import threading
 from collections import deque
@@ -32,7 +33,9 @@ class Waits:
     def begin(self, name: str, taken: Ticket, begun: Ticket) -> None:
         """The arithmetic was ready for a group at `taken`, and had it at `begun`."""
         with self._lock:
-            if self._uses and self._uses[-1].done is None:  # Broken off: it will never be, and whatever is behind it would wait.
+            if (
+                self._uses and self._uses[-1].done is None
+            ):  # Broken off: it will never be, and whatever is behind it would wait.
                 self._uses.pop()
             self._uses.append(_Use(name, taken, begun))
 

@@ -1,10 +1,11 @@
 """Kernels that take long to compile, compiled side by side before an engine needs them.
 
-A kernel is compiled when it is first launched, and kept on disk for later processes. One after the other, they are most of what the first
-start on a machine takes; a compiler leaves the interpreter to other threads for most of its time. So launches of a step's kernels over a
-few zeros are noted, and what they need is compiled and loaded on several threads, each kernel by itself. Where all have been compiled
-before this takes a moment. Nothing is launched, and nothing of a library is called: what its handles keep is to be measured later, as a
-step's.
+A kernel is compiled when it is first launched, and kept on disk for later processes. One after the other,
+they are most of what the first start on a machine takes; a compiler leaves the interpreter to other threads
+for most of its time. So launches of a step's kernels over a few zeros are noted, and what they need is
+compiled and loaded on several threads, each kernel by itself. Where all have been compiled before this takes
+a moment. Nothing is launched, and nothing of a library is called: what its handles keep is to be measured
+later, as a step's.
 """
 
 import os
@@ -41,7 +42,8 @@ Launch = Callable[[], object]
 
 
 def prepare(device: torch.device) -> None:
-    """Begins what takes a while and needs no device yet, on a thread. To be called before the device is first used."""
+    """Begins what takes a while and needs no device yet, on a thread. To be called before the device is first
+    used."""
     if reads_pages(device):
         Thread(target=_prepare, name="penstock-prepare", daemon=True).start()
 
@@ -52,7 +54,9 @@ def _prepare() -> None:
         from triton.runtime.cache import triton_key
 
         _ = driver.active  # The first time on a machine, a C compiler makes a part of it.
-        triton_key()  # A digest of all of Triton, which every name in its cache begins with; kept by Triton once it is known.
+        # A digest of all of Triton, which every name in its cache begins with; kept by Triton once it is
+        # known.
+        triton_key()
 
 
 def compile_ahead(
@@ -66,10 +70,11 @@ def compile_ahead(
     recorded: bool,
     early: bool,
 ) -> None:
-    """spec, groups, layout: of this rank's part, but all of the vocabulary. longest: tokens of a context; most_tokens: of a step.
+    """spec, groups, layout: of this rank's part, but all of the vocabulary. longest: tokens of a context;
+    most_tokens: of a step.
 
-    recorded, early: whether steps will be recorded, and kernels begin before the one before has ended; if that turns out otherwise, or
-    anything fails here, what is missing is compiled when it is needed.
+    recorded, early: whether steps will be recorded, and kernels begin before the one before has ended; if
+    that turns out otherwise, or anything fails here, what is missing is compiled when it is needed.
     """
     if not reads_pages(device):
         return
@@ -92,21 +97,42 @@ def compile_ahead(
                 pool.shutdown(cancel_futures=True)
 
 
-def common_launches(spec: ModelSpec, groups: Sequence[GroupLayout], layout: KVLayout, device: torch.device) -> Iterator[Launch]:
-    """What every step launches, recorded or not: products, by the classes of rows that have kernels of their own, and what is between."""
+def common_launches(
+    spec: ModelSpec, groups: Sequence[GroupLayout], layout: KVLayout, device: torch.device
+) -> Iterator[Launch]:
+    """What every step launches, recorded or not: products, by the classes of rows that have kernels of their
+    own, and what is between."""
     for rows in _ROWS:
         yield from filter(None, (_product(matrix, rows, layout.dtype, device) for matrix in matrices(groups)))
     kernels, page, dtype = pointwise_kernels(), _page(layout, device), getattr(torch, layout.dtype)
     assert kernels is not None
-    x, gain = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device), torch.zeros(spec.hidden_size, dtype=dtype, device=device)
+    x, gain = (
+        torch.zeros(1, spec.hidden_size, dtype=dtype, device=device),
+        torch.zeros(spec.hidden_size, dtype=dtype, device=device),
+    )
     qkv = torch.zeros(1, (spec.heads + 2 * layout.kv_heads) * layout.head_dim, dtype=dtype, device=device)
-    turn, slot = torch.zeros(1, layout.head_dim // 2, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    turn, slot = (
+        torch.zeros(1, layout.head_dim // 2, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
     gains = (gain[: layout.head_dim], gain[: layout.head_dim]) if spec.qk_norm else None
     yield partial(kernels.rms_norm, x, gain, spec.norm_eps)
     yield partial(kernels.rms_norm, x, gain, spec.norm_eps, x.clone())
-    yield partial(kernels.project, qkv, turn, turn, *page, slot, heads=spec.heads, gains=gains, eps=spec.norm_eps if gains else 0.0)
+    yield partial(
+        kernels.project,
+        qkv,
+        turn,
+        turn,
+        *page,
+        slot,
+        heads=spec.heads,
+        gains=gains,
+        eps=spec.norm_eps if gains else 0.0,
+    )
     if not all(map(spec.is_moe, range(spec.layers))):
-        yield partial(kernels.silu_mul, torch.zeros(1, 2 * spec.intermediate_size, dtype=dtype, device=device))
+        yield partial(
+            kernels.silu_mul, torch.zeros(1, 2 * spec.intermediate_size, dtype=dtype, device=device)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +170,12 @@ def _product(matrix: Matrix, rows: int, dtype: str, device: torch.device) -> Lau
 
 
 def eager_launches(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Iterator[Launch]:
-    """What steps launch that are not recorded: draws, which take longest, rows, few and many, and runs behind a past."""
-    logits, tokens = torch.zeros(1, spec.vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    """What steps launch that are not recorded: draws, which take longest, rows, few and many, and runs behind
+    a past."""
+    logits, tokens = (
+        torch.zeros(1, spec.vocab_size, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
     yield partial(draw, logits, send(wishes([0], [SORTED], [1]), device), tokens)
     kernels, cache = attention_kernels(), _page(layout, device)
     assert kernels is not None
@@ -155,12 +185,16 @@ def eager_launches(spec: ModelSpec, layout: KVLayout, device: torch.device) -> I
         for rows in (8, 64):
             yield partial(decode, _queries(spec, layout, rows, device), *cache, *_lengths(rows, device))
         for count in (16, 512):
-            yield partial(run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device).long(), 1)
+            yield partial(
+                run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device).long(), 1
+            )
 
 
-def recorded_launches(spec: ModelSpec, layout: KVLayout, device: torch.device, longest: int, most_tokens: int) -> Iterator[Launch]:
-    """What recorded steps launch: few rows, many that are joined in the same launch, runs whose place is read on the device, and what finds
-    places and the likeliest tokens."""
+def recorded_launches(
+    spec: ModelSpec, layout: KVLayout, device: torch.device, longest: int, most_tokens: int
+) -> Iterator[Launch]:
+    """What recorded steps launch: few rows, many that are joined in the same launch, runs whose place is read
+    on the device, and what finds places and the likeliest tokens."""
     kernels, cache = attention_kernels(), _page(layout, device)
     assert kernels is not None
     for window in _windows(spec):
@@ -168,11 +202,22 @@ def recorded_launches(spec: ModelSpec, layout: KVLayout, device: torch.device, l
         run = partial(kernels.placed_run, scale=1.0, window=window, max_length=longest)
         for rows in (1, 8):
             arrivals = torch.zeros(rows * layout.kv_heads, dtype=torch.int32, device=device)
-            yield partial(decode, _queries(spec, layout, rows, device), *cache, *_lengths(rows, device), arrivals=arrivals)
+            yield partial(
+                decode,
+                _queries(spec, layout, rows, device),
+                *cache,
+                *_lengths(rows, device),
+                arrivals=arrivals,
+            )
         for count in run_counts(spec, most_tokens):
             where = torch.tensor([1, count], dtype=torch.int32, device=device)
-            yield partial(run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device), where)
-    given, newest = torch.zeros(FIELDS, 1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+            yield partial(
+                run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device), where
+            )
+    given, newest = (
+        torch.zeros(FIELDS, 1, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
     table = torch.zeros(1, -(-longest // layout.block_size), dtype=torch.int32, device=device)
     logits = torch.zeros(1, spec.vocab_size, dtype=getattr(torch, layout.dtype), device=device)
     yield partial(place, given, table, newest, RotaryAngles(spec.rope, device), layout.block_size)
@@ -189,12 +234,16 @@ def _page(layout: KVLayout, device: torch.device) -> tuple[Tensor, Tensor]:
 def _queries(spec: ModelSpec, layout: KVLayout, count: int, device: torch.device) -> Tensor:
     """Of so many tokens, as they lie beside keys and values."""
     heads = spec.heads + 2 * layout.kv_heads
-    return torch.zeros(count, heads, layout.head_dim, dtype=getattr(torch, layout.dtype), device=device)[:, : spec.heads]
+    return torch.zeros(count, heads, layout.head_dim, dtype=getattr(torch, layout.dtype), device=device)[
+        :, : spec.heads
+    ]
 
 
 def _lengths(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Block table and lengths of rows of one token."""
-    return torch.zeros(rows, 1, dtype=torch.int32, device=device), torch.ones(rows, dtype=torch.int32, device=device)
+    return torch.zeros(rows, 1, dtype=torch.int32, device=device), torch.ones(
+        rows, dtype=torch.int32, device=device
+    )
 
 
 def _pages(layout: KVLayout, count: int, device: torch.device) -> Tensor:

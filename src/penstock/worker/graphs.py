@@ -1,17 +1,21 @@
-"""Steps recorded once as CUDA graphs: a step is then one copy of a few numbers and one launch, or one for each group that streams.
+"""Steps recorded once as CUDA graphs: a step is then one copy of a few numbers and one launch, or one for
+each group that streams.
 
-What a recorded step reads of a plan lies at fixed addresses: for each row of it the row's number, its position and its token, where the
-plan knows that, and the page that it has got new. All else is on the device already: block tables, newest tokens, weights, KV. Steps are
-recorded for a few numbers of rows; a plan takes the smallest that it fits, and the rest is padding: of a row that is nobody's, at no
-position, so that it writes to no page and attends to nothing.
+What a recorded step reads of a plan lies at fixed addresses: for each row of it the row's number, its
+position and its token, where the plan knows that, and the page that it has got new. All else is on the device
+already: block tables, newest tokens, weights, KV. Steps are recorded for a few numbers of rows; a plan takes
+the smallest that it fits, and the rest is padding: of a row that is nobody's, at no position, so that it
+writes to no page and attends to nothing.
 
-So are steps of one run, a short prompt or what is left of one that was found, which launched one by one would take the host longer than
-the device: its tokens stand where rows do, and attend together, to what comes up to each. Where weights stream, the same kernels over the
-same inputs are launched one by one, since bits must not depend on where weights rest, and the host has the time.
+So are steps of one run, a short prompt or what is left of one that was found, which launched one by one would
+take the host longer than the device: its tokens stand where rows do, and attend together, to what comes up to
+each. Where weights stream, the same kernels over the same inputs are launched one by one, since bits must not
+depend on where weights rest, and the host has the time.
 
-A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group lies at the same address in
-every pass. Whatever a pass must wait for on the host, such as which experts a router has chosen where these stream, cannot be recorded:
-`why_not`. Experts that all rest on the device are found by a table, which lies where it lay when the step was recorded.
+A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group
+lies at the same address in every pass. Whatever a pass must wait for on the host, such as which experts a
+router has chosen where these stream, cannot be recorded: `why_not`. Experts that all rest on the device are
+found by a table, which lies where it lay when the step was recorded.
 """
 
 import gc
@@ -49,7 +53,8 @@ _IDLE: list[torch.cuda.Stream] = []
 _GRAPH_BYTES = 16 << 20
 """Of a recorded step, beside what passes through it."""
 _STREAM_BYTES = 64 << 20
-"""Of the stream that steps are recorded on: 32 MiB that the library of products takes for each, and segments that are used in part."""
+"""Of the stream that steps are recorded on: 32 MiB that the library of products takes for each, and segments
+that are used in part."""
 _MANY = 32
 _EARLY = (9, 0)
 """The first GPUs whose kernels can wait for each other on the device."""
@@ -60,12 +65,13 @@ _IN_FLIGHT = 2
 _RUNS = (512, 256, 128, 64, 32, 16)
 """Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
 _WHERE = 4
-"""Numbers of a step's inputs before its rows': of a run where it begins, and its tokens; so many that what follows is aligned."""
+"""Numbers of a step's inputs before its rows': of a run where it begins, and its tokens; so many that what
+follows is aligned."""
 
 
 def why_not(spec: ModelSpec, device: torch.device, *, experts_rest: bool) -> str | None:
-    """Why decode steps of this model cannot be recorded on this device; None if they can. experts_rest: whether all experts, if it has
-    any, are on the device for good."""
+    """Why decode steps of this model cannot be recorded on this device; None if they can. experts_rest:
+    whether all experts, if it has any, are on the device for good."""
     if not reads_pages(device):
         return "no kernel of our own reads pages" if device.type == "cuda" else "there is no CUDA device"
     if spec.moe is not None and not experts_rest:
@@ -81,7 +87,8 @@ def begins_early(device: torch.device) -> bool:
 
 
 def row_counts(most: int) -> tuple[int, ...]:
-    """Numbers of rows for which steps are recorded, the largest first: each at most half as large again as the next, later a quarter."""
+    """Numbers of rows for which steps are recorded, the largest first: each at most half as large again as
+    the next, later a quarter."""
     counts, count = {most}, 1
     while count < most:
         counts.add(count)
@@ -91,16 +98,22 @@ def row_counts(most: int) -> tuple[int, ...]:
 
 
 def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
-    """Numbers of tokens for which runs are recorded, the largest first, of steps of at most so many. None of a mixture: padding would
-    choose experts, which may stream, and bits must not depend on that."""
+    """Numbers of tokens for which runs are recorded, the largest first, of steps of at most so many. None of
+    a mixture: padding would choose experts, which may stream, and bits must not depend on that."""
     return tuple(count for count in _RUNS if count <= most) if spec.moe is None else ()
 
 
 def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
-    """Bytes that recorded steps take, at most: of up to `rows` rows, and of runs in steps of up to `tokens` tokens."""
-    wide = max(2 * spec.intermediate_size + spec.hidden_size, spec.query_size + 2 * spec.kv_size + 3 * spec.hidden_size)
+    """Bytes that recorded steps take, at most: of up to `rows` rows, and of runs in steps of up to `tokens`
+    tokens."""
+    wide = max(
+        2 * spec.intermediate_size + spec.hidden_size,
+        spec.query_size + 2 * spec.kv_size + 3 * spec.hidden_size,
+    )
     if spec.moe is not None:
-        wide = max(wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size)
+        wide = max(
+            wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size
+        )
     runs = run_counts(spec, tokens)
     passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
     beside = _STREAM_BYTES + (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
@@ -108,7 +121,8 @@ def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
 
 
 class DecodeStep:
-    """The pass of a step over inputs at fixed addresses: a decode step of at most `rows` rows, or a run of at most `tokens` tokens."""
+    """The pass of a step over inputs at fixed addresses: a decode step of at most `rows` rows, or a run of at
+    most `tokens` tokens."""
 
     def __init__(
         self,
@@ -122,19 +136,31 @@ class DecodeStep:
         tokens: int,
         max_length: int,
     ) -> None:
-        """table: int32 `[rows + 1, blocks]`, the pages of each row, the last nobody's; newest: int64 `[rows + 1]`, its newest token."""
-        self._decoder, self._angles, self._pool, self._table, self._newest = decoder, angles, pool, table, newest
+        """table: int32 `[rows + 1, blocks]`, the pages of each row, the last nobody's; newest: int64 `[rows +
+        1]`, its newest token."""
+        self._decoder, self._angles, self._pool, self._table, self._newest = (
+            decoder,
+            angles,
+            pool,
+            table,
+            newest,
+        )
         self._max_length, self.spec = max_length, decoder.spec
         self._nobody = len(table) - 1
         device = table.device
-        pinned, size = device.type == "cuda", _WHERE + FIELDS * max(rows, *run_counts(decoder.spec, tokens), 0)
+        pinned, size = (
+            device.type == "cuda",
+            _WHERE + FIELDS * max(rows, *run_counts(decoder.spec, tokens), 0),
+        )
         self._given = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._turn = 0
         self._arrivals = torch.zeros(rows * pool.layout.kv_heads, dtype=torch.int32, device=device)
         self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         self._best = torch.full((rows,), LEAST, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(rows, decoder.spec.vocab_size, dtype=getattr(torch, pool.layout.dtype), device=device)
+        self.logits = torch.zeros(
+            rows, decoder.spec.vocab_size, dtype=getattr(torch, pool.layout.dtype), device=device
+        )
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def give(self, shares: Sequence[Share], count: int) -> None:
@@ -152,7 +178,8 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def give_run(self, share: Share | None, count: int) -> None:
-        """Send what the run of `count` tokens needs of its share, whose new pages are in the table already; without one it is nobody's."""
+        """Send what the run of `count` tokens needs of its share, whose new pages are in the table already;
+        without one it is nobody's."""
         staging, fields = self._next(count)
         used = len(share.tokens) if share else 0
         staging.numpy()[:_WHERE] = share.start if share else 0, used, 0, 0
@@ -187,12 +214,22 @@ class DecodeStep:
     def compute_run(self, count: int, weights: Weights) -> None:
         """The run of `count` tokens: logits and likeliest token of its last, as those of a first row."""
         given, placed = self._place(count)
-        where, pages = self._given[:2], self._table.index_select(0, given[0, :1])[0]  # Those of `placed` end where each token does.
+        where, pages = (
+            self._given[:2],
+            self._table.index_select(0, given[0, :1])[0],
+        )  # Those of `placed` end where each token does.
         run = PlacedRun(pages, where, self._max_length)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, None, (), placed=run)
         last = (where[1:] - 1).clamp(min=0).long()
         newest = Rows(1, pages.unsqueeze(0), where.sum(0, keepdim=True, dtype=torch.int32), self._max_length)
-        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, last, replace(attention, rows=newest, placed=None))
+        inputs = StepInputs(
+            placed.tokens,
+            placed.cos,
+            placed.sin,
+            attention,
+            last,
+            replace(attention, rows=newest, placed=None),
+        )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0, :1], weights)
 
     def _place(self, count: int) -> tuple[Tensor, Placed]:
@@ -208,7 +245,8 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """Recorded steps for several numbers of rows, and of runs for several numbers of tokens, in memory that they share."""
+    """Recorded steps for several numbers of rows, and of runs for several numbers of tokens, in memory that
+    they share."""
 
     def __init__(self, step: DecodeStep, weights: WeightStream, rows: int, tokens: int) -> None:
         """rows, tokens: as of the step."""
@@ -231,8 +269,8 @@ class DecodeGraphs:
         return self._runs
 
     def record(self, *, record_runs: bool, early: bool) -> None:
-        """Record all, if wanted runs too. Nothing else may compute meanwhile; no group moves, and what is computed is rubbish that nobody
-        reads. early: kernels begin before the one before has ended."""
+        """Record all, if wanted runs too. Nothing else may compute meanwhile; no group moves, and what is
+        computed is rubbish that nobody reads. early: kernels begin before the one before has ended."""
         begin, device = perf_counter(), self._step.tokens.device
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
@@ -253,11 +291,15 @@ class DecodeGraphs:
                     self._run_programs[count] = partial(compute, self._weights)
         torch.cuda.synchronize(device)
         self._stream = stream  # Not one whose recording was broken off.
-        give_back(device)  # What was computed once before its recording was computed on that stream, which nothing else is.
+        give_back(
+            device
+        )  # What was computed once before its recording was computed on that stream, which nothing else is.
         self.bytes = torch.cuda.memory_reserved(device) - before
         self.seconds = perf_counter() - begin
 
-    def _recorded(self, compute: Callable[[Weights], None], pool: "_POOL_HANDLE", stream: torch.cuda.Stream) -> "_Program":
+    def _recorded(
+        self, compute: Callable[[Weights], None], pool: "_POOL_HANDLE", stream: torch.cuda.Stream
+    ) -> "_Program":
         # What is compiled, planned and allocated once is so before the recording.
         compute(self._weights.standing())
         stream.synchronize()
@@ -278,14 +320,17 @@ class DecodeGraphs:
             _IDLE.append(stream)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether there is such a step for this plan: each share is a token of a row whose KV is in pages, and yields another; or it is one
-        run, likewise, which does not read too much for that."""
+        """Whether there is such a step for this plan: each share is a token of a row whose KV is in pages,
+        and yields another; or it is one run, likewise, which does not read too much for that."""
         shares = plan.shares
         if plan.runs:
             return len(shares) == 1 and self._fits_run(shares[0])
         if not 0 < len(shares) <= self._counts[0]:
             return False
-        odd = (not share.sample or share.cold_stop or share.next_prompt_tokens or len(share.new_blocks) > 1 for share in shares)
+        odd = (
+            not share.sample or share.cold_stop or share.next_prompt_tokens or len(share.new_blocks) > 1
+            for share in shares
+        )
         return not any(odd)
 
     def _fits_run(self, share: Share) -> bool:
@@ -295,7 +340,8 @@ class DecodeGraphs:
         return not beyond_pages and not share.next_prompt_tokens and self._step.suits(share)
 
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Logits `[shares, vocab]` and the likeliest tokens `[shares]`, at addresses that the next step uses again."""
+        """Logits `[shares, vocab]` and the likeliest tokens `[shares]`, at addresses that the next step uses
+        again."""
         used = len(plan.shares)
         self._weights.begin_pass()
         if plan.runs:
@@ -310,8 +356,9 @@ class DecodeGraphs:
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """To record on. The library of products keeps memory for each stream that they were recorded on, as long as the process lives, and
-    recorded steps write there: so a stream is used again, but only when nothing is left of what was recorded on it."""
+    """To record on. The library of products keeps memory for each stream that they were recorded on, as long
+    as the process lives, and recorded steps write there: so a stream is used again, but only when nothing is
+    left of what was recorded on it."""
     for stream in list(_IDLE):
         if stream.device == device:
             with suppress(ValueError):  # Another thread was faster.
@@ -321,9 +368,11 @@ def _idle_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Program:
-    """Weights that are lent while a pass is recorded; then the recorded pieces of it, and what is taken and released between them.
+    """Weights that are lent while a pass is recorded; then the recorded pieces of it, and what is taken and
+    released between them.
 
-    None of that refers back to it, so that graphs are gone when it is: what they recorded of NCCL keeps its end waiting.
+    None of that refers back to it, so that graphs are gone when it is: what they recorded of NCCL keeps its
+    end waiting.
     """
 
     def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream) -> None:
@@ -347,7 +396,9 @@ class _Program:
 
     def take(self, group: GroupId) -> Mapping[str, Tensor]:
         views, moves = self._standing.take(group), self._weights.moves(group)
-        if moves or self._released:  # What was released makes room for what comes next: it does not wait until that is taken.
+        if (
+            moves or self._released
+        ):  # What was released makes room for what comes next: it does not wait until that is taken.
             self._cut()
             self._note_released()
             if moves:

@@ -1,4 +1,5 @@
-"""Turns a Plan into the tensors of a step. Keeps what the workers must remember of each row: its block tables."""
+"""Turns a Plan into the tensors of a step. Keeps what the workers must remember of each row: its block
+tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,17 @@ from penstock.kv.chosen import Reader
 from penstock.kv.tiles import Tile
 from penstock.memory.device import send
 from penstock.models.inputs import StepInputs
-from penstock.ops.attention import PAST_TILE, AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, Scratch, reads_pages
+from penstock.ops.attention import (
+    PAST_TILE,
+    AttentionInputs,
+    ColdInputs,
+    ColdTile,
+    RowGroup,
+    Rows,
+    Run,
+    Scratch,
+    reads_pages,
+)
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share
 from penstock.worker.tiling import Stretch, Table, stretches
@@ -23,7 +34,8 @@ from penstock.worker.tiling import Stretch, Table, stretches
 Ints = NDArray[np.int64]
 
 _PADDING = 1.3
-"""A group of rows is padded to its longest; a row that would be padded by more than this starts a new group."""
+"""A group of rows is padded to its longest; a row that would be padded by more than this starts a new
+group."""
 
 ROW_KEYS = PAST_TILE // 2
 """Keys, padding included, that a group of rows gathers at most: what bounds its memory, which is kept."""
@@ -31,7 +43,8 @@ ROW_KEYS = PAST_TILE // 2
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step's inputs, and which of the wanted hidden states belong to whom: first one per sampling share, in order, then the prompt's."""
+    """A step's inputs, and which of the wanted hidden states belong to whom: first one per sampling share, in
+    order, then the prompt's."""
 
     inputs: StepInputs
     samples: int
@@ -47,8 +60,8 @@ class StepTensors:
 class InputBuilder:
     """Owns the block tables; every row's are valid up to what the last Plan told.
 
-    tile_tokens: of host memory's KV that is attended to at a time, whole blocks. choosing: whether policies choose what of it rows read,
-    and runs.
+    tile_tokens: of host memory's KV that is attended to at a time, whole blocks. choosing: whether policies
+    choose what of it rows read, and runs.
     """
 
     def __init__(
@@ -60,7 +73,8 @@ class InputBuilder:
         self._angles = RotaryAngles(spec.rope, device)
         self._dynamic = spec.rope.kind is RopeKind.DYNAMIC
         self._windows = tuple(dict.fromkeys(spec.windows))
-        # Host pages that no row has reached yet are never touched, so a table for the longest context costs what is used.
+        # Host pages that no row has reached yet are never touched, so a table for the longest context costs
+        # what is used.
         self._table = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._cold = np.zeros((rows, blocks_per_row), dtype=np.int32)
         self._tile_blocks = max(tile_tokens // block_size, 1)
@@ -81,9 +95,15 @@ class InputBuilder:
         first = np.cumsum(counts) - counts
         total = int(counts.sum())
         positions = np.arange(total) - np.repeat(first - starts, counts)
-        blocks = self._table[np.repeat([share.row for share in shares], counts), positions // self._block_size].astype(np.int64)
+        blocks = self._table[
+            np.repeat([share.row for share in shares], counts), positions // self._block_size
+        ].astype(np.int64)
         offsets = positions % self._block_size
-        wanted = [int(at + count - 1) for at, count, share in zip(first, counts, shares, strict=True) if share.sample]
+        wanted = [
+            int(at + count - 1)
+            for at, count, share in zip(first, counts, shares, strict=True)
+            if share.sample
+        ]
         samples = len(wanted)
         for at, share in zip(first, shares, strict=True):
             wanted.extend(range(int(at), int(at) + len(share.next_prompt_tokens)))
@@ -93,9 +113,14 @@ class InputBuilder:
         sends = tuple(self._sends(shares, first))
         tiling = self._tile(shares)
         choosing = [index for index, share in enumerate(shares) if share.cold_start and self._chooses(share)]
-        readers = tuple(Reader(self._cold_table(shares[at]).copy(), shares[at].start, len(shares[at].tokens) > 1) for at in choosing)
+        readers = tuple(
+            Reader(self._cold_table(shares[at]).copy(), shares[at].start, len(shares[at].tokens) > 1)
+            for at in choosing
+        )
         singles = [share for share in shares if len(share.tokens) == 1]
-        assert all(len(share.tokens) == 1 for share in shares[: len(singles)]), "a plan's single-token shares come first"
+        assert all(len(share.tokens) == 1 for share in shares[: len(singles)]), (
+            "a plan's single-token shares come first"
+        )
         where = self._send(positions)
         cos, sin = self._angles.tables(where, self._rope_lengths(shares) if self._dynamic else None)
         cold = None
@@ -118,11 +143,18 @@ class InputBuilder:
             runs=self._runs(shares, first),
             cold=cold,
         )
-        tokens = np.fromiter(chain.from_iterable(share.tokens for share in shares), dtype=np.int64, count=total)
+        tokens = np.fromiter(
+            chain.from_iterable(share.tokens for share in shares), dtype=np.int64, count=total
+        )
         reported = tuple(len(share.next_prompt_tokens) for share in shares)
         last = None if cold or any(reported) or 2 * samples > total else self._last(shares)
         inputs = StepInputs(
-            self._tokens(tokens, shares, first, newest), cos, sin, attention, self._send(np.array(wanted, dtype=np.int64)), last
+            self._tokens(tokens, shares, first, newest),
+            cos,
+            sin,
+            attention,
+            self._send(np.array(wanted, dtype=np.int64)),
+            last,
         )
         return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
 
@@ -131,18 +163,24 @@ class InputBuilder:
         return self._angles
 
     def keep_on_device(self) -> Tensor:
-        """From now on block tables are on the device as well: int32 `[rows + 1, blocks]`, the last row nobody's. There `note_on_device`
-        notes what a plan gives, not `note`."""
-        self._on_device = torch.zeros(len(self._table) + 1, self._table.shape[1], dtype=torch.int32, device=self._device)
+        """From now on block tables are on the device as well: int32 `[rows + 1, blocks]`, the last row
+        nobody's. There `note_on_device` notes what a plan gives, not `note`."""
+        self._on_device = torch.zeros(
+            len(self._table) + 1, self._table.shape[1], dtype=torch.int32, device=self._device
+        )
         return self._on_device
 
     def note(self, plan: Plan) -> None:
         """The blocks that a plan gives its rows."""
         for share in plan.shares:
             if share.new_blocks:
-                self._table[share.row, share.first_new_block : share.first_new_block + len(share.new_blocks)] = share.new_blocks
+                self._table[
+                    share.row, share.first_new_block : share.first_new_block + len(share.new_blocks)
+                ] = share.new_blocks
             if share.new_cold:
-                self._cold[share.row, share.first_new_cold : share.first_new_cold + len(share.new_cold)] = share.new_cold
+                self._cold[share.row, share.first_new_cold : share.first_new_cold + len(share.new_cold)] = (
+                    share.new_cold
+                )
                 self._tiling = None
 
     def note_on_device(self, plan: Plan) -> None:
@@ -151,7 +189,12 @@ class InputBuilder:
         if table is None or not any(counts):
             return
         rows = np.repeat([share.row for share in plan.shares], counts)
-        columns = np.concatenate([np.arange(share.first_new_block, share.first_new_block + len(share.new_blocks)) for share in plan.shares])
+        columns = np.concatenate(
+            [
+                np.arange(share.first_new_block, share.first_new_block + len(share.new_blocks))
+                for share in plan.shares
+            ]
+        )
         pages = np.array([page for share in plan.shares for page in share.new_blocks], dtype=np.int32)
         table[self._send(rows), self._send(columns)] = self._send(pages)
 
@@ -172,20 +215,27 @@ class InputBuilder:
     def _sends(self, shares: Sequence[Share], first: Ints) -> Iterator[Send]:
         for at, share in zip(first, shares, strict=True):
             if share.cold_stop > share.start:
-                blocks = self._cold[share.row, share.start // self._block_size : share.cold_stop // self._block_size]
+                blocks = self._cold[
+                    share.row, share.start // self._block_size : share.cold_stop // self._block_size
+                ]
                 yield Send(int(at), tuple(HostBlockId(block) for block in blocks.tolist()))
 
     def _tile(self, shares: Sequence[Share]) -> "_Tiling":
         kept = tuple((share.row, share.cold_start, len(share.tokens) > 1) for share in shares)
         if self._tiling is None or self._tiling[0] != kept:
-            tables: list[Table] = [self._cold_table(share)[: 0 if self._chooses(share) else None] for share in shares]
+            tables: list[Table] = [
+                self._cold_table(share)[: 0 if self._chooses(share) else None] for share in shares
+            ]
             self._tiling = kept, self._tiling_of(stretches(tables, self._tile_blocks), shares)
         return self._tiling[1]
 
     def _tiling_of(self, found: Sequence[Stretch], shares: Sequence[Share]) -> "_Tiling":
         singles = sum(len(share.tokens) == 1 for share in shares)
         rows = [[member for member in stretch.members if member < singles] for stretch in found]
-        index = torch.split(self._send(np.array([row for some in rows for row in some], dtype=np.int64)), [len(some) for some in rows])
+        index = torch.split(
+            self._send(np.array([row for some in rows for row in some], dtype=np.int64)),
+            [len(some) for some in rows],
+        )
         tiles, cold = [], []
         for stretch, some, at in zip(found, rows, index, strict=True):
             keys = len(stretch.blocks) * self._block_size
@@ -211,13 +261,20 @@ class InputBuilder:
         return send(values, self._device)
 
     def _rope_lengths(self, shares: Sequence[Share]) -> list[int]:
-        """Dynamic scaling makes a prompt's frequencies for the prompt's length, and each later token's for its own position's."""
-        return [max(share.prompt_length, position + 1) for share in shares for position in range(share.start, share.stop)]
+        """Dynamic scaling makes a prompt's frequencies for the prompt's length, and each later token's for
+        its own position's."""
+        return [
+            max(share.prompt_length, position + 1)
+            for share in shares
+            for position in range(share.start, share.stop)
+        ]
 
     def _last(self, shares: Sequence[Share]) -> AttentionInputs:
         """The newest token of each share that samples, which is in pages, as a row. Nothing is written."""
         nowhere = self._send(np.empty(0, dtype=np.int64))
-        return AttentionInputs(nowhere, nowhere, nowhere, self._rows([share for share in shares if share.sample]), ())
+        return AttentionInputs(
+            nowhere, nowhere, nowhere, self._rows([share for share in shares if share.sample]), ()
+        )
 
     def _rows(self, shares: Sequence[Share]) -> Rows | None:
         """The newest tokens of these shares, the others of each being in pages or before its tail."""
@@ -227,12 +284,19 @@ class InputBuilder:
         lengths = np.array([share.stop for share in shares], dtype=np.int32) - cold
         longest = int(lengths.max())
         # Of a long request the table begins where its tail does.
-        columns = np.minimum(cold[:, None] // self._block_size + np.arange(-(-longest // self._block_size)), self._table.shape[1] - 1)
+        columns = np.minimum(
+            cold[:, None] // self._block_size + np.arange(-(-longest // self._block_size)),
+            self._table.shape[1] - 1,
+        )
         table = self._table[np.array([share.row for share in shares])[:, None], columns]
         groups = () if reads_pages(self._device) else tuple(self._groups(lengths, table, cold > 0))
-        return Rows(len(shares), self._send(table), self._send(lengths), longest, groups, scratch=self._scratch)
+        return Rows(
+            len(shares), self._send(table), self._send(lengths), longest, groups, scratch=self._scratch
+        )
 
-    def _groups(self, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: NDArray[np.bool_]) -> list[RowGroup]:
+    def _groups(
+        self, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: NDArray[np.bool_]
+    ) -> list[RowGroup]:
         order = np.lexsort((-lengths, ~cold))
         groups, begin = [], 0
         for end in range(1, len(order) + 1):
@@ -243,7 +307,9 @@ class InputBuilder:
                 begin = end
         return groups
 
-    def _group(self, rows: Ints, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: bool) -> RowGroup:
+    def _group(
+        self, rows: Ints, lengths: NDArray[np.int32], table: NDArray[np.int32], cold: bool
+    ) -> RowGroup:
         keys = int(lengths[rows[0]])
         used = -(-keys // self._block_size)
         # Beyond a row's end its table holds blocks of other rows; what is read there is cleared and masked.
@@ -261,7 +327,15 @@ class InputBuilder:
                 seen &= key >= lengths_here - window
             masks[window] = seen[:, None, None]
         beyond = None if shortest == keys else key[shortest:] >= lengths_here
-        return RowGroup(self._send(rows), blocks, keys, masks, shortest, None if beyond is None else beyond[:, :, None, None], cold)
+        return RowGroup(
+            self._send(rows),
+            blocks,
+            keys,
+            masks,
+            shortest,
+            None if beyond is None else beyond[:, :, None, None],
+            cold,
+        )
 
     def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[Run, ...]:
         runs = []
@@ -270,13 +344,23 @@ class InputBuilder:
                 paged = not share.near
                 begin, end = (0, share.stop) if paged else (share.cold_start, share.start)
                 table = self._table[share.row, begin // self._block_size : -(-end // self._block_size)]
-                runs.append(Run(int(at), len(share.tokens), share.start, self._send(table.astype(np.int64)), paged, begin))
+                runs.append(
+                    Run(
+                        int(at),
+                        len(share.tokens),
+                        share.start,
+                        self._send(table.astype(np.int64)),
+                        paged,
+                        begin,
+                    )
+                )
         return tuple(runs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """A step's tiles, as they are moved and as they are attended to, and the indices of the shares that attend to each."""
+    """A step's tiles, as they are moved and as they are attended to, and the indices of the shares that
+    attend to each."""
 
     tiles: tuple[Tile, ...]
     cold: tuple[ColdTile, ...]

@@ -1,20 +1,24 @@
 """One engine on several devices: rank 0 leads, the others carry out the same plans in the same order.
 
-How all ranks stay in agreement. Every message has a number, and a follower takes only the next one. A plan has collectives in its midst, so
-a rank cannot leave it half done: rank 0 sends and begins it on a thread of its own, which no interrupt reaches. An interrupt strikes the
-thread that called `begin`, wherever it may: either the plan has not been put for that other thread, which is one call, and then no rank
-ever gets it; or it has, and then all ranks begin it, behind which `settle` is put. Nothing in between can be seen.
+How all ranks stay in agreement. Every message has a number, and a follower takes only the next one. A plan
+has collectives in its midst, so a rank cannot leave it half done: rank 0 sends and begins it on a thread of
+its own, which no interrupt reaches. An interrupt strikes the thread that called `begin`, wherever it may:
+either the plan has not been put for that other thread, which is one call, and then no rank ever gets it; or
+it has, and then all ranks begin it, behind which `settle` is put. Nothing in between can be seen.
 
-A step may be begun before the one before it has ended. Rank 0 says both, the begin and the end, and the others do the same in the same
-order, so none of them is ever further ahead than rank 0, and all of them call their collectives in one order. A follower waits at an end as
-rank 0 does: a step that uses memory again which the one before the last has read, as staging, is begun behind its end on every rank.
-Tokens that a plan does not know are drawn on every rank from logits of the same bits, and where more than the likeliest is wanted they are
-rank 0's.
+A step may be begun before the one before it has ended. Rank 0 says both, the begin and the end, and the
+others do the same in the same order, so none of them is ever further ahead than rank 0, and all of them call
+their collectives in one order. A follower waits at an end as rank 0 does: a step that uses memory again which
+the one before the last has read, as staging, is begun behind its end on every rank. Tokens that a plan does
+not know are drawn on every rank from logits of the same bits, and where more than the likeliest is wanted
+they are rank 0's.
 
-A transfer between tiers has landed when it has on every rank: each copies its own part of a block, at its own pace. As long as any is
-under way, ranks exchange what has landed at the end of each step. A block that any of them has lost is lost.
+A transfer between tiers has landed when it has on every rank: each copies its own part of a block, at its own
+pace. As long as any is under way, ranks exchange what has landed at the end of each step. A block that any of
+them has lost is lost.
 
-A failure on any rank is the end of all: the others would wait for it. It is raised by every call from then on, but `close`.
+A failure on any rank is the end of all: the others would wait for it. It is raised by every call from then
+on, but `close`.
 """
 
 from collections import deque
@@ -88,15 +92,18 @@ _MESSAGES, _REPORTS = Codec(_Message), Codec(_Report)
 
 
 def serve(receive: Callable[[], bytes], part: Part, group: Group) -> None:
-    """A follower: do what rank 0 says until it says that it is over, and close. Raises whatever the work does, and DeviceError if messages
-    are not in order; then this process must end, from which the others learn of it."""
+    """A follower: do what rank 0 says until it says that it is over, and close. Raises whatever the work
+    does, and DeviceError if messages are not in order; then this process must end, from which the others
+    learn of it."""
     landed: tuple[Landed, ...] = ()
     under_way = deque[Step]()
     number = 0
     while True:
         message = _MESSAGES.decode(receive())
         if message.number != number:
-            raise DeviceError(f"rank {group.rank} was sent message {message.number} where message {number} comes next")
+            raise DeviceError(
+                f"rank {group.rank} was sent message {message.number} where message {number} comes next"
+            )
         number += 1
         if message.kind is _Kind.CLOSE:
             break
@@ -132,9 +139,12 @@ class _Job(Task):
 
 
 class Leader:
-    """Rank 0, as an engine's ranks: all of them together. Takes over its part of the work, the crew and the group."""
+    """Rank 0, as an engine's ranks: all of them together. Takes over its part of the work, the crew and the
+    group."""
 
-    def __init__(self, part: Part, crew: Crew, group: Group, alone: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, part: Part, crew: Crew, group: Group, alone: Callable[[], object] = lambda: None
+    ) -> None:
         """alone: to be called when this process is the only one again."""
         self._part, self._crew, self._group, self._alone = part, crew, group, alone
         self._workers = Workers(1, "rank 0")
@@ -172,12 +182,14 @@ class Leader:
         return self.begin(plan).outcome()
 
     def end(self) -> Outcome:
-        """Of the step that was begun first, of those that have not ended. Raises DeviceError when a rank has failed."""
+        """Of the step that was begun first, of those that have not ended. Raises DeviceError when a rank has
+        failed."""
         return self._do(self._finish)
 
     def settle(self) -> tuple[Landed, ...]:
-        """After a call that was cut short: all ranks have run its plan, or none has, and nothing is under way any more. What came of
-        transfers, those included that an interrupted call has not told of. Raises DeviceError when a rank has failed."""
+        """After a call that was cut short: all ranks have run its plan, or none has, and nothing is under way
+        any more. What came of transfers, those included that an interrupted call has not told of. Raises
+        DeviceError when a rank has failed."""
         return self._do(self._settle)
 
     def check(self) -> None:
@@ -185,7 +197,8 @@ class Leader:
         self._check()
 
     def close(self) -> None:
-        """All ranks close, and the other processes end. To be called again if it was interrupted; else that does nothing."""
+        """All ranks close, and the other processes end. To be called again if it was interrupted; else that
+        does nothing."""
         if self._closed:
             return
         if not (self._ended and self._job is not None and self._job.done):
@@ -290,7 +303,10 @@ class Leader:
         except BaseException as fault:
             error = self._crew.verdict(fault)
             if not isinstance(error, DeviceError):
-                error = DeviceError(f"rank 0 of {self._group.ranks} failed with {type(fault).__name__}: {fault}; the others cannot go on")
+                error = DeviceError(
+                    f"rank 0 of {self._group.ranks} failed with {type(fault).__name__}: {fault}; the others "
+                    "cannot go on"
+                )
             self._broken = error
             if error is fault:
                 raise
@@ -312,7 +328,8 @@ class _UnderWay:
 
 
 def _joined(reports: Sequence[Landed]) -> Landed:
-    """One transfer's, of all ranks: it took as long as the slowest did, and lost what any of them has lost."""
+    """One transfer's, of all ranks: it took as long as the slowest did, and lost what any of them has
+    lost."""
     lost = sorted({index for report in reports for index in report.lost})
     gone = dict.fromkeys(key for report in reports for key in report.gone)
     return Landed(reports[0].id, max(report.seconds for report in reports), tuple(lost), tuple(gone))

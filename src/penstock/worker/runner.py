@@ -1,4 +1,5 @@
-"""Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory is the rows' tables."""
+"""Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory
+is the rows' tables."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,7 +18,18 @@ from penstock.models.inputs import Weights
 from penstock.ops.attention import PAST_TILE
 from penstock.ops.kernels import early_launches, plain_torch
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, BlockId, HostBlockId, Landed, Outcome, Plan, Result, Row, Share, TokenLogprob
+from penstock.step.plan import (
+    Admission,
+    BlockId,
+    HostBlockId,
+    Landed,
+    Outcome,
+    Plan,
+    Result,
+    Row,
+    Share,
+    TokenLogprob,
+)
 from penstock.weights.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import ROW_KEYS, InputBuilder, StepTensors
@@ -36,8 +48,17 @@ SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
 class Runner:
     """One device's worker."""
 
-    def __init__(self, decoder: Decoder, inputs: InputBuilder, sampler: Sampler, device: torch.device, *, kernels: bool = True) -> None:
-        """kernels: whether to launch those of our own, where there are any; plain torch computes otherwise."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        inputs: InputBuilder,
+        sampler: Sampler,
+        device: torch.device,
+        *,
+        kernels: bool = True,
+    ) -> None:
+        """kernels: whether to launch those of our own, where there are any; plain torch computes
+        otherwise."""
         self._decoder = decoder
         self._device = device
         self._weights: Weights | None = None
@@ -54,20 +75,26 @@ class Runner:
         self._ended = 0.0
         """When the last plan did."""
 
-    def attach(self, weights: Weights, pool: KVPool, carrier: Carrier | None = None, *, early: bool = False) -> None:
-        """From now on these weights are borrowed, and KV is written to and read from this pool, and what the carrier carries.
+    def attach(
+        self, weights: Weights, pool: KVPool, carrier: Carrier | None = None, *, early: bool = False
+    ) -> None:
+        """From now on these weights are borrowed, and KV is written to and read from this pool, and what the
+        carrier carries.
 
-        early: whether kernels may begin before the one before has ended, and read weights: all of these stay, on a device that can wait.
+        early: whether kernels may begin before the one before has ended, and read weights: all of these stay,
+        on a device that can wait.
         """
         self._weights, self._pool, self._carrier, self._early = weights, pool, carrier, early
 
     def bound_heap(self, kept: int) -> None:
-        """From now on a CPU's heap keeps at most so many bytes for reuse between steps, beside what is in use now."""
+        """From now on a CPU's heap keeps at most so many bytes for reuse between steps, beside what is in use
+        now."""
         self._heap = Heap(kept) if self._device.type == "cpu" else None
 
     def record(self, rows: int, tokens: int, max_length: int, *, record_runs: bool) -> DecodeGraphs:
-        """From now on decode steps of up to `rows` rows are replayed, and short runs in steps of up to `tokens` tokens, or these are
-        computed as if they were. After `attach`, of a model and on a device that allow it."""
+        """From now on decode steps of up to `rows` rows are replayed, and short runs in steps of up to
+        `tokens` tokens, or these are computed as if they were. After `attach`, of a model and on a device
+        that allow it."""
         weights, pool = self._weights, self._pool
         assert isinstance(weights, WeightStream), "record before attach"
         assert pool is not None
@@ -112,7 +139,8 @@ class Runner:
         return self._device.type == "cuda"
 
     def begin(self, plan: Plan) -> "Begun":
-        """Do what the plan says, or have it done. Raises StepMemoryError if the device has too little memory for it; see `settle`."""
+        """Do what the plan says, or have it done. Raises StepMemoryError if the device has too little memory
+        for it; see `settle`."""
         try:
             return self._begin(plan, None)
         except Exception as fault:
@@ -173,7 +201,9 @@ class Runner:
         assert pool is not None
         transfers.begin(plan.transfers, plan.forget, pool, carrier.outbox.landed)
 
-    def _compute(self, plan: Plan, layers: tuple[int, ...] | None) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
+    def _compute(
+        self, plan: Plan, layers: tuple[int, ...] | None
+    ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
         """What the step draws, if anything, and the log-probabilities of prompts, share by share."""
         if self._graphs is not None and self._graphs.fits(plan):
             self._inputs.note(plan)
@@ -204,7 +234,9 @@ class Runner:
                     part = logits_of(slice(first + start, first + end)).float()
                     found += self._sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
                 first += positions
-        return None if logits is None else self._sampler.sample(logits, [share for share in plan.shares if share.sample]), prompts
+        return None if logits is None else self._sampler.sample(
+            logits, [share for share in plan.shares if share.sample]
+        ), prompts
 
     def _tell(self, plan: Plan, step: StepTensors, pool: KVPool, layers: tuple[int, ...] | None) -> None:
         """Tell the carrier what the step moves."""
@@ -236,20 +268,30 @@ class Begun:
     def results(self) -> tuple[Result, ...]:
         """Of its shares, when they are known."""
         tokens, logprobs = self.drawn.read() if self.drawn is not None else ([], [])
-        broken, wrong = (self.drawn.broken, self.drawn.tokens.wrong) if self.drawn is not None else (frozenset[int](), frozenset[int]())
+        broken, wrong = (
+            (self.drawn.broken, self.drawn.tokens.wrong)
+            if self.drawn is not None
+            else (frozenset[int](), frozenset[int]())
+        )
         if len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken and not wrong:
             return tuple(map(Result, tokens, logprobs))
-        sampled = zip(tokens, logprobs, [(place in broken, place in wrong) for place in range(len(tokens))], strict=True)
+        sampled = zip(
+            tokens, logprobs, [(place in broken, place in wrong) for place in range(len(tokens))], strict=True
+        )
         results = []
         for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
-            token, logprob, ends = next(sampled) if share.sample and self.drawn is not None else (None, None, (False, False))
+            token, logprob, ends = (
+                next(sampled) if share.sample and self.drawn is not None else (None, None, (False, False))
+            )
             results.append(Result(token, logprob, tuple(prompt), *ends))
         return tuple(results)
 
 
-def small_steps(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int) -> Iterator[Plan]:
-    """Steps whose kernels are others than the largest one's: what is left of a prompt that was found, short or less so, beside few rows or
-    alone. As the largest, they need a pool of one block."""
+def small_steps(
+    *, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int
+) -> Iterator[Plan]:
+    """Steps whose kernels are others than the largest one's: what is left of a prompt that was found, short
+    or less so, beside few rows or alone. As the largest, they need a pool of one block."""
     for rows, tokens in _SMALL_STEPS:
         singles = min(rows, max_sequences - 1, max_step_tokens - 1)
         count = min(tokens, max_step_tokens - singles, max_length)
@@ -258,14 +300,24 @@ def small_steps(*, max_step_tokens: int, max_sequences: int, max_length: int, bl
         yield Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
 
 
-def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int, past: int, cold: bool = False) -> Plan:
-    """The step that takes the most memory: as many tokens and as many sequences as a step may have, each sampling with a sorted vocabulary.
+def largest_step(
+    *,
+    max_step_tokens: int,
+    max_sequences: int,
+    max_length: int,
+    block_size: int,
+    past: int,
+    cold: bool = False,
+) -> Plan:
+    """The step that takes the most memory: as many tokens and as many sequences as a step may have, each
+    sampling with a sorted vocabulary.
 
-    The tokens are in as few runs as hold them, each of at most max_length; the last has a tile of past, as far as its length allows, and
-    log-probabilities of its prompt. Rows have as much past as a device without a paged kernel gathers at a time.
+    The tokens are in as few runs as hold them, each of at most max_length; the last has a tile of past, as
+    far as its length allows, and log-probabilities of its prompt. Rows have as much past as a device without
+    a paged kernel gathers at a time.
 
-    Every block of it is block 0, so it needs a pool of one block and leaves nothing behind. With `cold` the last run's past and itself rest
-    in host memory.
+    Every block of it is block 0, so it needs a pool of one block and leaves nothing behind. With `cold` the
+    last run's past and itself rest in host memory.
     """
     runs = min(max(-(-(max_step_tokens - max_sequences) // max(max_length - 1, 1)), 1), max_sequences)
     singles = min(max_sequences - runs, max_step_tokens - 1)
@@ -280,7 +332,9 @@ def largest_step(*, max_step_tokens: int, max_sequences: int, max_length: int, b
         begin = start - start % block_size
         blocks = (begin + count) // block_size
         stop = blocks * block_size
-        run = replace(run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks)
+        run = replace(
+            run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks
+        )
     shares += [*whole, run]
     admissions = tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares)
     return Plan(admissions, tuple(shares))

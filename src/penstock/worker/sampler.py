@@ -1,7 +1,8 @@
-"""Chooses the tokens of a step: per-row settings and penalty counts, kept between steps; log-probabilities where asked.
+"""Chooses the tokens of a step: per-row settings and penalty counts, kept between steps; log-probabilities
+where asked.
 
-Nothing here waits for the device but who reads what was drawn, `prompt_logprobs`, and a step with rows that have a structure: see
-`structures`.
+Nothing here waits for the device but who reads what was drawn, `prompt_logprobs`, and a step with rows that
+have a structure: see `structures`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from penstock.step.plan import Admission, Row, Share, TokenLogprob
 from penstock.worker.structures import Guide, Masks
 
 _ROWS = 16
-"""Distributions in which the likeliest tokens are looked for at a time: that takes some times their own memory."""
+"""Distributions in which the likeliest tokens are looked for at a time: that takes some times their own
+memory."""
 
 
 @dataclass(slots=True)
@@ -38,7 +40,8 @@ class _RowState:
 
 
 class Sampler:
-    """Owns what sampling must remember of each row. A row's state lasts until the row is given to another request."""
+    """Owns what sampling must remember of each row. A row's state lasts until the row is given to another
+    request."""
 
     def __init__(
         self,
@@ -48,8 +51,8 @@ class Sampler:
         agree: Callable[[Tensor], None] | None = None,
         guide: Guide | None = None,
     ) -> None:
-        """agree: puts rank 0's tokens in the place of this rank's, if there are several. guide: none but on rank 0, whose tokens those of
-        rows with a structure are."""
+        """agree: puts rank 0's tokens in the place of this rank's, if there are several. guide: none but on
+        rank 0, whose tokens those of rows with a structure are."""
         self._vocab = vocab_size
         self._masks = Masks(guide, device) if guide is not None else None
         self._agree = agree
@@ -68,7 +71,9 @@ class Sampler:
         if sampling.penalised:
             output = torch.zeros(self._vocab, dtype=torch.int32, device=self._device)
             output.index_add_(0, self._ids(admission.output), self._one.expand(len(admission.output)))
-            prompt = torch.zeros(self._vocab, dtype=torch.bool, device=self._device).index_fill_(0, self._ids(admission.prompt), True)
+            prompt = torch.zeros(self._vocab, dtype=torch.bool, device=self._device).index_fill_(
+                0, self._ids(admission.prompt), True
+            )
             state.counts = TokenCounts(output, prompt)
         if sampling.logit_bias:
             tokens, biases = zip(*sampling.logit_bias, strict=True)
@@ -88,26 +93,37 @@ class Sampler:
         return self.sample(logits.float(), shares)
 
     def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
-        """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of their last positions, perhaps
-        overwritten."""
+        """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of
+        their last positions, perhaps overwritten."""
         states = [self._rows[share.row] for share in shares]
-        wanted = {row: state.sampling.logprobs for row, state in enumerate(states) if state.sampling.logprobs is not None}
+        wanted = {
+            row: state.sampling.logprobs
+            for row, state in enumerate(states)
+            if state.sampling.logprobs is not None
+        }
         curious = sorted(wanted, key=wanted.__getitem__)
         scored = self._ids(curious)
         raw = logits[scored].log_softmax(-1) if curious else None
         for row, (state, share) in enumerate(zip(states, shares, strict=True)):
             if state.bias is not None or state.counts is not None or state.bans_ends(share):
                 self._adjust(logits[row], state, share)
-        held = {at: share.row for at, (state, share) in enumerate(zip(states, shares, strict=True)) if state.sampling.structure is not None}
+        held = {
+            at: share.row
+            for at, (state, share) in enumerate(zip(states, shares, strict=True))
+            if state.sampling.structure is not None
+        }
         broken = self._masks.put(logits, held) if held and self._masks is not None else frozenset[int]()
         tokens = logits.argmax(-1)
         wrong = without_numbers(logits, tokens)
         random = [row for row, state in enumerate(states) if not is_greedy(state.sampling)]
         if random:
-            asked = wishes(random, [states[row].sampling for row in random], [shares[row].stop for row in random])
+            asked = wishes(
+                random, [states[row].sampling for row in random], [shares[row].stop for row in random]
+            )
             draw(logits, send(asked, self._device), tokens)
             tokens.masked_fill_(wrong, NO_TOKEN)
-        # Logits are the same on all ranks; likelihoods, where devices are not alike, are not to the last bit, and masks are rank 0's.
+        # Logits are the same on all ranks; likelihoods, where devices are not alike, are not to the last bit,
+        # and masks are rank 0's.
         if self._agree is not None and (random or held):
             self._agree(tokens)
         known = tokens.clamp(min=0)
@@ -149,8 +165,8 @@ class _Scores:
     """Tokens' places in distributions, on their way to the host."""
 
     def __init__(self, logprobs: Tensor, tokens: Tensor, wanted: dict[int, int]) -> None:
-        """logprobs float32 `[scores, vocab]`; tokens int64 `[scores]`. wanted: for each of them, whose it is, and how many of the likeliest
-        tokens, -1 for all; those that want as many are beside each other."""
+        """logprobs float32 `[scores, vocab]`; tokens int64 `[scores]`. wanted: for each of them, whose it is,
+        and how many of the likeliest tokens, -1 for all; those that want as many are beside each other."""
         own = logprobs.gather(1, tokens[:, None])
         self._shares = list(wanted)
         self._parts = [_fetched(part) for part in (own[:, 0], (logprobs > own).sum(-1) + 1)]
@@ -167,7 +183,9 @@ class _Scores:
         """Those of a step's tokens, when all has arrived."""
         scores: list[TokenLogprob | None] = [None] * len(tokens)
         tops = (top for ids, values in self._tops for top in zip(ids.tolist(), values.tolist(), strict=True))
-        for share, own, rank, top in zip(self._shares, *(part.tolist() for part in self._parts), tops, strict=True):
+        for share, own, rank, top in zip(
+            self._shares, *(part.tolist() for part in self._parts), tops, strict=True
+        ):
             scores[share] = TokenLogprob(tokens[share], own, rank, tuple(zip(*top, strict=True)))
         return scores
 
@@ -176,11 +194,13 @@ class Tokens:
     """A step's tokens on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
-        """int64 `[shares]`, NO_TOKEN where logits are not numbers. Behind all that was given to the device before."""
+        """int64 `[shares]`, NO_TOKEN where logits are not numbers. Behind all that was given to the device
+        before."""
         self._tokens = _fetched(tokens)
         self._read: list[int] | None = None
         self.wrong: frozenset[int] = frozenset()
-        """Shares whose logits are not numbers, known when tokens have been read; any token stands in the place of theirs."""
+        """Shares whose logits are not numbers, known when tokens have been read; any token stands in the
+        place of theirs."""
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -200,8 +220,11 @@ class Tokens:
 class Drawn:
     """What a step has drawn. It may be made before that is known, and waits for it where it is read."""
 
-    def __init__(self, tokens: Tensor, scores: _Scores | None = None, broken: frozenset[int] = frozenset()) -> None:
-        """tokens: as in Tokens. broken: shares whose structure could not be kept to, so that they may only end."""
+    def __init__(
+        self, tokens: Tensor, scores: _Scores | None = None, broken: frozenset[int] = frozenset()
+    ) -> None:
+        """tokens: as in Tokens. broken: shares whose structure could not be kept to, so that they may only
+        end."""
         self._scores = scores
         self.tokens = Tokens(tokens)
         self.broken = broken
@@ -212,5 +235,6 @@ class Drawn:
 
 
 def _fetched(x: Tensor) -> Tensor:
-    """A copy on the host, there when the stream has come to this place: whatever is computed behind it may use the same memory."""
+    """A copy on the host, there when the stream has come to this place: whatever is computed behind it may
+    use the same memory."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)

@@ -1,7 +1,7 @@
 """What rows with a structure may say next: masks made on the host, put on logits where these are.
 
-A mask needs the row's newest token, which may be under way. It is waited for here, where the forward pass behind it has been launched: the
-device computes meanwhile, and the others in the step lose nothing.
+A mask needs the row's newest token, which may be under way. It is waited for here, where the forward pass
+behind it has been launched: the device computes meanwhile, and the others in the step lose nothing.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ _ROWS = 16
 
 
 class Guide(Protocol):
-    """Knows what structures are, and how far each row has come in its own. It raises nothing: what cannot be followed any further may only
-    end."""
+    """Knows what structures are, and how far each row has come in its own. It raises nothing: what cannot be
+    followed any further may only end."""
 
     def begin(self, row: Row, sampling: Sampling) -> None:
         """The row is another output's, of which nothing has been said."""
@@ -38,13 +38,15 @@ class Guide(Protocol):
         ...
 
     def masks(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
-        """Which tokens may be next: token t is bit t % 32 of word t // 32, `[rows, words]`, at least one for each row. And which of the
-        rows, by their place, have broken off: these may only end, and are not what they should be."""
+        """Which tokens may be next: token t is bit t % 32 of word t // 32, `[rows, words]`, at least one for
+        each row. And which of the rows, by their place, have broken off: these may only end, and are not what
+        they should be."""
         ...
 
 
 class Arriving(Protocol):
-    """A step's tokens, one for each share, on their way to the host. wrong: shares that have none, known when they have been read."""
+    """A step's tokens, one for each share, on their way to the host. wrong: shares that have none, known when
+    they have been read."""
 
     wrong: frozenset[int]
 
@@ -86,9 +88,11 @@ class Masks:
             self._lines[row].newest = tokens, share
 
     def put(self, logits: Tensor, rows: dict[int, Row]) -> frozenset[int]:
-        """On logits float32 `[shares, vocab]`, in place; rows: those with a structure, by their shares. Returns the shares that break off.
+        """On logits float32 `[shares, vocab]`, in place; rows: those with a structure, by their shares.
+        Returns the shares that break off.
 
-        What a structure does not allow becomes impossible. If all else was impossible before, what it allows is equally likely.
+        What a structure does not allow becomes impossible. If all else was impossible before, what it allows
+        is equally likely.
         """
         shares = list(rows)
         masks, broken = self._next(list(rows.values()))
@@ -109,7 +113,10 @@ class Masks:
             if line.newest is not None:
                 tokens, share = line.newest
                 said = tokens.read()[share]
-                line.untaken, line.newest = (line.untaken if share in tokens.wrong else (*line.untaken, said)), None
+                line.untaken, line.newest = (
+                    (line.untaken if share in tokens.wrong else (*line.untaken, said)),
+                    None,
+                )
             self._guide.take(row, line.untaken)
             line.untaken = ()
         return self._guide.masks(rows)
@@ -117,6 +124,8 @@ class Masks:
 
 def _bits(masks: Tensor, count: int) -> Tensor:
     """The first so many bits of each row of words, bool `[rows, count]`."""
-    parts = masks.view(torch.uint8)  # The first of a word's bytes has its first bits, on all machines that this runs on.
+    parts = masks.view(
+        torch.uint8
+    )  # The first of a word's bytes has its first bits, on all machines that this runs on.
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     return ((parts[..., None] >> shifts) & 1).view(torch.bool).flatten(1)[:, :count]

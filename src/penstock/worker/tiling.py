@@ -22,7 +22,8 @@ class Stretch:
 def stretches(tables: Sequence[Table], most: int) -> list[Stretch]:
     """All blocks of all tables, each table's in order, in stretches of at most `most` blocks.
 
-    Tables that begin alike share stretches up to the block where they part. A stretch is cut short only there, and where a table ends.
+    Tables that begin alike share stretches up to the block where they part. A stretch is cut short only
+    there, and where a table ends.
     """
     found: list[Stretch] = []
     # Depth first, so that no table's stretches come out of order.

@@ -1,7 +1,7 @@
 """Ray Serve's router, by our own policy: where Ray asks which replica a request goes to, `routing` is asked.
 
-Ray copies this module's classes, and what they name of it, to wherever a router is made, also within a process. So all that a router shares
-with the server is in `routing`, which is imported there.
+Ray copies this module's classes, and what they name of it, to wherever a router is made, also within a
+process. So all that a router shares with the server is in `routing`, which is imported there.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes have n
         super().on_request_completed(replica_id, internal_request_id)
         self._affinity.ended(_name(replica_id))
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
+    ) -> None:
         super().on_request_routed(pending_request, replica_id, result)
         self._affinity.note(_name(replica_id), _keys(pending_request))
 

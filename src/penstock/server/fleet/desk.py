@@ -1,13 +1,16 @@
-"""A desk whose calls replicas carry out, each an engine in a process of its own: what was lost with one is asked of another.
+"""A desk whose calls replicas carry out, each an engine in a process of its own: what was lost with one is
+asked of another.
 
-An answer depends on its request alone: the seeds of its draws are chosen here, before anything is computed. So a call whose replica was
-lost is sent to another one as if nothing had happened. What had been told of it comes again, is compared token by token, and is not told
-twice: the client sees a pause. On a GPU the last bits of a product may depend on what else was computed with it, so another token is
-possible there: then a call of which its client has been given nothing begins anew, and another one ends with an error.
+An answer depends on its request alone: the seeds of its draws are chosen here, before anything is computed.
+So a call whose replica was lost is sent to another one as if nothing had happened. What had been told of it
+comes again, is compared token by token, and is not told twice: the client sees a pause. On a GPU the last
+bits of a product may depend on what else was computed with it, so another token is possible there: then a
+call of which its client has been given nothing begins anew, and another one ends with an error.
 
-Why this is safe. The desk's loop and its queues are as they were (see server.desk). In place of a driver that steps an engine there is a
-loop on the driver's thread, with a task for each call; that task alone writes the call's job, and hands over what comes in the order in
-which it comes. Whether a client has been given anything is known by the desk's loop alone, so that is where a call is taken back.
+Why this is safe. The desk's loop and its queues are as they were (see server.desk). In place of a driver that
+steps an engine there is a loop on the driver's thread, with a task for each call; that task alone writes the
+call's job, and hands over what comes in the order in which it comes. Whether a client has been given anything
+is known by the desk's loop alone, so that is where a call is taken back.
 """
 
 import asyncio
@@ -39,11 +42,12 @@ class Crew(Protocol):
     """The replicas, from any loop."""
 
     def answer(self, keys: Sequence[bytes], errand: Errand) -> AsyncGenerator[Message]:
-        """What comes of an errand from a replica that suits the keys, when there is one. Ends early, or raises LostError, when that is
-        lost, and EngineClosedError when there will be none."""
+        """What comes of an errand from a replica that suits the keys, when there is one. Ends early, or
+        raises LostError, when that is lost, and EngineClosedError when there will be none."""
 
     async def everyone(self, what: str) -> Mapping[str, Any]:
-        """What each replica says of its `state`, as JSON has it, or of its `metrics`, as text; nothing of those that do not answer."""
+        """What each replica says of its `state`, as JSON has it, or of its `metrics`, as text; nothing of
+        those that do not answer."""
 
 
 class _FarCall(Call):
@@ -73,10 +77,19 @@ class Fleet(Desk):
     """Takes calls, and has replicas carry them out."""
 
     def __init__(
-        self, llm: FarLLM, metrics: Metrics, crew: Crew, affinity: Affinity, *, queue: int, patience: float, keys: int = 0
+        self,
+        llm: FarLLM,
+        metrics: Metrics,
+        crew: Crew,
+        affinity: Affinity,
+        *,
+        queue: int,
+        patience: float,
+        keys: int = 0,
     ) -> None:
-        """queue: outputs that may wait, beside those that all replicas compute at a time. affinity: is told what replicas hold. patience:
-        seconds that a replica has to end its calls when it is to go. keys: of the server; none may have more than half of all outputs."""
+        """queue: outputs that may wait, beside those that all replicas compute at a time. affinity: is told
+        what replicas hold. patience: seconds that a replica has to end its calls when it is to go. keys: of
+        the server; none may have more than half of all outputs."""
         self._crew, self._affinity, self._patience = crew, affinity, patience
         self._at: dict[_FarCall, tuple[str, asyncio.Task[None]]] = {}
         """Which replica has a call, and what waits for it there."""
@@ -103,7 +116,10 @@ class Fleet(Desk):
         if not states:
             raise EngineClosedError("no replica tells its state; ask /ready until there is one")
         found = summed(states)
-        return found | {"open": self.open and found["open"], "waiting": max(self.outputs - found["running"], found["waiting"])}
+        return found | {
+            "open": self.open and found["open"],
+            "waiting": max(self.outputs - found["running"], found["waiting"]),
+        }
 
     async def _withdraw(self, call: _FarCall) -> bool:
         """Take back what a client has not been given. False if it has some."""
@@ -138,8 +154,8 @@ class Fleet(Desk):
         await asyncio.gather(looking, *tasks.values(), return_exceptions=True)
 
     async def _look_after(self) -> None:
-        """Break off what waits for replicas that have been gone for so long that nothing more can come: their machine may have stopped
-        without a word."""
+        """Break off what waits for replicas that have been gone for so long that nothing more can come: their
+        machine may have stopped without a word."""
         missing: dict[str, float] = {}
         while True:
             await asyncio.sleep(_LOOK)
@@ -153,7 +169,9 @@ class Fleet(Desk):
         ready = call.ready
         assert isinstance(ready, Sendable)
         job = call._job = Job(
-            ready.prompt, ready.tokens, [Sequel(index, RequestId(index), own, None) for index, own in enumerate(ready.samplings)]
+            ready.prompt,
+            ready.tokens,
+            [Sequel(index, RequestId(index), own, None) for index, own in enumerate(ready.samplings)],
         )
         fault: BaseException | None = None
         try:
@@ -186,7 +204,8 @@ class Fleet(Desk):
             self._report([(call, (), True, fault)])
 
     async def _attempt(self, call: _FarCall, job: Job, ready: Sendable) -> None:
-        """One replica's answer, to its end. Raises LostError, and PenstockErrors for what no replica can answer."""
+        """One replica's answer, to its end. Raises LostError, and PenstockErrors for what no replica can
+        answer."""
         again, name = _Again(job), ""
         async with aclosing(self._crew.answer(ready.keys, ready.errand())) as messages:
             async for message in messages:
@@ -217,7 +236,8 @@ class Fleet(Desk):
         """Raises EngineClosedError if its client has some of it."""
         if not await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._withdraw(call), self._loop)):
             raise EngineClosedError(
-                "the replica that answered was lost, and another one goes on with other tokens; send the request again for a whole answer"
+                "the replica that answered was lost, and another one goes on with other tokens; send the "
+                "request again for a whole answer"
             )
 
     def _remember(self, name: str, job: Job, ready: Sendable) -> None:
@@ -239,18 +259,25 @@ class _Again:
         """All of them, until nothing is left to be compared."""
 
     def fresh(self, came: Came) -> list[Delta] | None:
-        """What of it is to be told, which is added to the job. None if what was told before is not what comes now."""
+        """What of it is to be told, which is added to the job. None if what was told before is not what comes
+        now."""
         if any(met < told for met, told in zip(self._met, self._told, strict=True)):
             self._came.extend(came.deltas)
         self._note(came)
         fresh = []
         for delta in came.deltas:
-            sequence, met, told = self._sequences[delta.index], self._met[delta.index], self._told[delta.index]
+            sequence, met, told = (
+                self._sequences[delta.index],
+                self._met[delta.index],
+                self._told[delta.index],
+            )
             self._met[delta.index] = end = met + len(delta.tokens)
             if met >= told:
                 _add(sequence, delta)
                 fresh.append(delta)
-            elif tuple(sequence.tokens[met:end]) != delta.tokens or delta.finish_reason != (sequence.finish if end == told else None):
+            elif tuple(sequence.tokens[met:end]) != delta.tokens or delta.finish_reason != (
+                sequence.finish if end == told else None
+            ):
                 return None
         return fresh
 

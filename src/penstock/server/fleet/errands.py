@@ -1,4 +1,5 @@
-"""What goes between a server and its replicas: prompts that the server has read, and what a replica makes of them."""
+"""What goes between a server and its replicas: prompts that the server has read, and what a replica makes of
+them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -105,7 +106,11 @@ class Sendable(Ready):
         return replace(self, salt=salt, keys=_keys(self.tokens, self.size, salt))
 
     def errand(self) -> Errand:
-        own = {field.name: getattr(self, field.name) for field in fields(Ready) if field.name not in ("prompt", "tokens", "detokenizer")}
+        own = {
+            field.name: getattr(self, field.name)
+            for field in fields(Ready)
+            if field.name not in ("prompt", "tokens", "detokenizer")
+        }
         return Errand(self.given, self.params, own)
 
     def keys_with(self, output: Sequence[int]) -> list[bytes]:
@@ -139,14 +144,22 @@ class FarLLM(LLM):
         self._facts = facts
         self._tokenizer = Tokenizer.from_directory(model) if (model / "tokenizer.json").exists() else None
         self._defaults = facts.defaults
-        self._structures = Structures(lambda: self._tokenizer, facts.spec.vocab_size, facts.defaults.eos_tokens)
+        self._structures = Structures(
+            lambda: self._tokenizer, facts.spec.vocab_size, facts.defaults.eos_tokens
+        )
         self._engine = SimpleNamespace(scheduler=scheduler)  # type: ignore[assignment]
         self._booted = cast(Booted, SimpleNamespace(spec=facts.spec, limits=limits, engine=self._engine))
 
     def read(self, prompt: Prompt, params: SamplingParams | None = None) -> Ready:
         ready, size = super().read(prompt, params), self._facts.limits.block_size
         keys = _keys(ready.tokens, size)
-        return Sendable(*(getattr(ready, field.name) for field in fields(Ready)), given=prompt, params=params, keys=keys, size=size)
+        return Sendable(
+            *(getattr(ready, field.name) for field in fields(Ready)),
+            given=prompt,
+            params=params,
+            keys=keys,
+            size=size,
+        )
 
     def stats(self) -> Stats:
         return Stats(0, 0, 1, 1, 0, 0, 0, 0, 0, None, None, MissedStats(), Passes())
@@ -159,9 +172,14 @@ class FarLLM(LLM):
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (f" and {max_tokens} of output" if max_tokens else "")
+            asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (
+                f" and {max_tokens} of output" if max_tokens else ""
+            )
             longest = self._facts.longest
-            raise LengthError(f"the request has {asked}, but a replica holds {longest} in all; shorten it, or allow more length or memory")
+            raise LengthError(
+                f"the request has {asked}, but a replica holds {longest} in all; shorten it, or allow more "
+                "length or memory"
+            )
         return room
 
 

@@ -1,8 +1,10 @@
-"""Replicas of a model on Ray Serve, on this machine or on many: each an engine and its desk in a process of its own.
+"""Replicas of a model on Ray Serve, on this machine or on many: each an engine and its desk in a process of
+its own.
 
-Ray starts them, gives each its GPUs or CPUs, sees that they live, replaces those that do not, and has more or fewer of them as there is
-more or less to do. Requests do not go through Ray's own HTTP servers: those know nothing of an answer that is half told. The server in
-front of them is the one that serves a single engine, with a desk that sends its calls to replicas (see server.fleet).
+Ray starts them, gives each its GPUs or CPUs, sees that they live, replaces those that do not, and has more or
+fewer of them as there is more or less to do. Requests do not go through Ray's own HTTP servers: those know
+nothing of an answer that is half told. The server in front of them is the one that serves a single engine,
+with a desk that sends its calls to replicas (see server.fleet).
 """
 
 import asyncio
@@ -48,8 +50,8 @@ _NAME = "replica"
 _ROWS = {"cpu": 64, "cuda": 256}
 """Sequences in one step of a replica, where none are asked for."""
 _WAITING = 1.25
-"""Requests that are sent to a replica, by the sequences of its steps: so many that no row is empty between two steps. Others wait where any
-replica may take them."""
+"""Requests that are sent to a replica, by the sequences of its steps: so many that no row is empty between
+two steps. Others wait where any replica may take them."""
 _OBJECTS = 100 << 20
 """Bytes of memory for Ray's objects, of which there are none."""
 _LOOK = 0.2
@@ -64,7 +66,8 @@ _TOLD = 5.0
 _PERIOD, _LONGEST_PERIOD = 2.0, 30.0
 """Seconds between two looks at how much there is to do, and those whose mean counts, at most."""
 _SHARES = {"cpu": 0.5, "cuda": 0.8}
-"""Of host memory that is free, for all replicas of a machine that has it as their device, or beside theirs."""
+"""Of host memory that is free, for all replicas of a machine that has it as their device, or beside
+theirs."""
 
 
 # ---- a replica
@@ -74,13 +77,16 @@ class Replica:
     """An engine and its desk, in a process that Ray has started."""
 
     async def __init__(self, config: Config, model: str, neighbours: int) -> None:  # type: ignore[misc]  # Ray Serve awaits it.
-        """model: what clients call it. neighbours: replicas that share this machine's memory, this one included."""
+        """model: what clients call it. neighbours: replicas that share this machine's memory, this one
+        included."""
         logging.basicConfig(stream=sys.stderr, level=logging.INFO)  # Into Ray's own files.
         settings = _within(config, neighbours)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._metrics = Metrics()
         self._llm = await asyncio.to_thread(
-            lambda: LLM(**{field.name: getattr(settings, field.name) for field in fields(Config)}, progress=False)
+            lambda: LLM(
+                **{field.name: getattr(settings, field.name) for field in fields(Config)}, progress=False
+            )
         )
         self._desk = Desk(self._llm, self._metrics, queue=sys.maxsize)  # Those who wait are counted in front.
         self._metrics.watch(self._llm, self._desk)
@@ -120,7 +126,8 @@ class Replica:
 
 
 def _within(config: Config, neighbours: int) -> Config:
-    """The settings of a replica that shares a machine: where a share of its free memory was meant, it is that of one of several."""
+    """The settings of a replica that shares a machine: where a share of its free memory was meant, it is that
+    of one of several."""
     if neighbours == 1:
         return config
     device = "cpu" if config.device == "cpu" or not torch.cuda.is_available() else "cuda"
@@ -135,10 +142,12 @@ def _within(config: Config, neighbours: int) -> Config:
 
 
 class Replicas:
-    """The replicas of a server, from their start to their end. Started and ended on any thread, and asked from any loop."""
+    """The replicas of a server, from their start to their end. Started and ended on any thread, and asked
+    from any loop."""
 
     def __init__(self, config: Config, scale: Scale, name: str, patience: float) -> None:
-        """name: of the model, by which the application is known to Ray. patience: seconds that a replica has for its calls when it goes."""
+        """name: of the model, by which the application is known to Ray. patience: seconds that a replica has
+        for its calls when it goes."""
         self._config, self._scale, self._patience = config, scale, patience
         self._name, self._application = name, f"penstock-{name}"
         self._enough = Event()
@@ -148,9 +157,13 @@ class Replicas:
     # ---- their life
 
     def load(self) -> LLM:
-        """Start them, and wait for the first. Raises ConfigError for what Ray cannot do, and what the replica's model has raised."""
+        """Start them, and wait for the first. Raises ConfigError for what Ray cannot do, and what the
+        replica's model has raised."""
         if not (self._config.model / "config.json").exists():
-            raise CheckpointError(f"{self._config.model} has no config.json; name a model's directory, the same on every machine")
+            raise CheckpointError(
+                f"{self._config.model} has no config.json; name a model's directory, the same on every "
+                "machine"
+            )
         try:
             self._connect()
             if not self._enough.is_set():
@@ -176,7 +189,8 @@ class Replicas:
         if ray.is_initialized():
             with suppress(RayError, RayServeException, TimeoutError, ConnectionError):
                 if handle is not None:
-                    handle.shutdown()  # Else it would go on to tell Ray what there is to do, and start it again for that.
+                    # Else it would go on to tell Ray what there is to do, and start it again for that.
+                    handle.shutdown()
                 serve.delete(self._application)
             ray.shutdown()
         share(self._application, None)
@@ -194,7 +208,13 @@ class Replicas:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
                 gpus = 0 if self._config.device == "cpu" else None
-                ray.init(address="local", num_gpus=gpus, include_dashboard=False, object_store_memory=_OBJECTS, **quiet)
+                ray.init(
+                    address="local",
+                    num_gpus=gpus,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECTS,
+                    **quiet,
+                )
         except (OSError, RayError, RuntimeError, ValueError) as fault:
             what = "started" if self._scale.address is None else f"reached at {self._scale.address}"
             raise ConfigError(f"Ray cannot be {what}: {_line(str(fault))}; see docs/scale-out.md") from fault
@@ -204,11 +224,18 @@ class Replicas:
         room = [min([int(node.get(name, 0) / much + 1e-6) for name, much in need.items()]) for node in there]
         asked = " and ".join(_counted(much, name) for name, much in need.items())
         if sum(room) < self._scale.least:
-            what = f"{_counted(self._scale.least, 'replica')} were asked for, each with {asked}, but there is room for {sum(room)}"
+            what = (
+                f"{_counted(self._scale.least, 'replica')} were asked for, each with {asked}, but there is "
+                f"room for {sum(room)}"
+            )
             if self._scale.address is None:
-                raise ConfigError(f"{what} on this machine; ask for fewer, or name a cluster with --ray-address")
+                raise ConfigError(
+                    f"{what} on this machine; ask for fewer, or name a cluster with --ray-address"
+                )
             _LOG.warning("%s in the cluster now: the others wait for more machines", what)
-        rows = self._config.max_sequences or min(_ROWS["cuda" if "GPU" in need else "cpu"], self._config.max_step_tokens or sys.maxsize)
+        rows = self._config.max_sequences or min(
+            _ROWS["cuda" if "GPU" in need else "cpu"], self._config.max_step_tokens or sys.maxsize
+        )
         config = replace(self._config, max_sequences=rows, model=self._config.model.resolve())
         neighbours = min(max([*room, 1]), self._scale.most)
         share(self._application, self._affinity)
@@ -230,7 +257,11 @@ class Replicas:
         )
         serve.start(proxy_location="Disabled")
         [self._handle] = serve.run_many(
-            [serve.RunTarget(deployment.bind(config, self._name, neighbours), name=self._application, route_prefix=None)],
+            [
+                serve.RunTarget(
+                    deployment.bind(config, self._name, neighbours), name=self._application, route_prefix=None
+                )
+            ],
             wait_for_applications_running=False,
         )
         _LOG.info("starting %s, each with %s; their logs are below %s", self._scale, asked, _logs())
@@ -257,17 +288,23 @@ class Replicas:
         ranks, device = self._config.tensor_parallel, self._config.device
         if ":" in device:
             raise ConfigError(
-                f"device {device} was asked for, but a replica has the GPUs that Ray gives it; ask for {device.partition(':')[0]}"
+                f"device {device} was asked for, but a replica has the GPUs that Ray gives it; ask for "
+                f"{device.partition(':')[0]}"
             )
         if device != "cpu" and any(node.get("GPU", 0) for node in nodes):
             return {"GPU": ranks, "CPU": self._scale.cpus or 1}
         if device not in ("auto", "cpu"):
-            raise DeviceError(f"device {device} was asked for, but Ray knows of no GPUs; ask for the CPU, or start Ray where they are")
+            raise DeviceError(
+                f"device {device} was asked for, but Ray knows of no GPUs; ask for the CPU, or start Ray "
+                "where they are"
+            )
         if self._scale.cpus:
             return {"CPU": self._scale.cpus}
         cpus = [node["CPU"] for node in nodes if node.get("CPU", 0)]
         if not cpus:
-            raise ConfigError("Ray knows of no CPUs; start it with --num-cpus on machines that are to compute")
+            raise ConfigError(
+                "Ray knows of no CPUs; start it with --num-cpus on machines that are to compute"
+            )
         each = min(cpus) / ceil(self._scale.most / len(cpus))
         return {"CPU": floor(each) if each >= 1 else floor(each * 1000) / 1000}
 
@@ -287,7 +324,9 @@ class Replicas:
             if application is not None and application.status == "DEPLOY_FAILED":
                 raise EngineClosedError(f"the replicas do not start: {_line(found.message)}")
             if waited - _LOOK < _SILENCE <= waited:
-                _LOG.warning("there is no replica yet; Ray says: %s", _line(found.message) or "they are being started")
+                _LOG.warning(
+                    "there is no replica yet; Ray says: %s", _line(found.message) or "they are being started"
+                )
         raise EngineClosedError("ended before a replica was there")
 
     # ---- their answers
@@ -301,7 +340,9 @@ class Replicas:
         except (RayActorError, grpc.RpcError) as lost:
             raise LostError(_line(str(lost))) from lost
         except RayServeException as fault:
-            raise EngineClosedError(f"the replicas are gone: {_line(str(fault))}; send the request again later") from fault
+            raise EngineClosedError(
+                f"the replicas are gone: {_line(str(fault))}; send the request again later"
+            ) from fault
         finally:
             response.cancel()
 

@@ -1,12 +1,14 @@
-"""Which replica computes a prompt: the one that holds the longest beginning of it, unless that one has far more to do than another.
+"""Which replica computes a prompt: the one that holds the longest beginning of it, unless that one has far
+more to do than another.
 
-What a replica holds is not asked: it is remembered, as the keys of the blocks of prompts that went there and of what came of them. A
-replica's oldest keys are forgotten when there are more than it has blocks for, as it gives up its oldest blocks itself. A key chains those
-before it, so that the first key that is missing ends the beginning that is held.
+What a replica holds is not asked: it is remembered, as the keys of the blocks of prompts that went there and
+of what came of them. A replica's oldest keys are forgotten when there are more than it has blocks for, as it
+gives up its oldest blocks itself. A key chains those before it, so that the first key that is missing ends
+the beginning that is held.
 
-Why this is safe: a router on a thread of its own asks and notes, and so does the thread that follows the answers. Each method holds the
-lock for all it does, and waits for nothing meanwhile. A mistake in what is remembered costs a prompt's computing and never changes an
-answer.
+Why this is safe: a router on a thread of its own asks and notes, and so does the thread that follows the
+answers. Each method holds the lock for all it does, and waits for nothing meanwhile. A mistake in what is
+remembered costs a prompt's computing and never changes an answer.
 """
 
 from collections import OrderedDict
@@ -35,8 +37,8 @@ class Affinity:
     """Which replicas there are, what each of them holds, and how busy it is."""
 
     def __init__(self, slack: int, kept: int) -> None:
-        """slack: requests that a replica may have under way beyond the idlest's, and still be chosen for what it holds. kept: blocks that
-        are remembered of each; the oldest are forgotten first."""
+        """slack: requests that a replica may have under way beyond the idlest's, and still be chosen for what
+        it holds. kept: blocks that are remembered of each; the oldest are forgotten first."""
         self.slack, self.kept = slack, kept
         self._replicas: dict[str, _Replica] = {}
         self._lock = Lock()
@@ -61,7 +63,9 @@ class Affinity:
     def ranked(self, keys: Sequence[bytes]) -> list[str]:
         """All replicas, the best for a prompt with these keys first."""
         with self._lock:
-            idlest = min((replica.load for replica in self._replicas.values() if not replica.doubted), default=0)
+            idlest = min(
+                (replica.load for replica in self._replicas.values() if not replica.doubted), default=0
+            )
 
             def place(name: str) -> tuple[bool, int, int, int]:
                 replica = self._replicas[name]
@@ -91,7 +95,8 @@ class Affinity:
         self._count(name, -1)
 
     def doubt(self, name: str) -> None:
-        """It was lost in the midst of an answer: it is the last choice until it is heard of, and holds nothing."""
+        """It was lost in the midst of an answer: it is the last choice until it is heard of, and holds
+        nothing."""
         with self._lock:
             if (replica := self._replicas.get(name)) is not None:
                 replica.doubted = True
@@ -110,7 +115,8 @@ class Affinity:
 
 
 class Route:
-    """The keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the replica gets none."""
+    """The keys of a prompt's blocks. They are for who chooses a replica and stay in that process: the replica
+    gets none."""
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys = keys
@@ -123,7 +129,8 @@ _SHARED: dict[str, Affinity] = {}
 
 
 def share(name: str, affinity: Affinity | None) -> None:
-    """What this process knows of the replicas that are known by a name is this; None is no longer anything."""
+    """What this process knows of the replicas that are known by a name is this; None is no longer
+    anything."""
     if affinity is None:
         _SHARED.pop(name, None)
     else:

@@ -22,17 +22,25 @@ class _Families(Collector):
 
 
 def counted(loads: Mapping[str, int], again: int) -> str:
-    """Metrics of what a server knows of its replicas: requests under way at each, and how many requests were sent once more."""
-    at = GaugeMetricFamily("penstock:replica_requests", "Requests that a replica has under way.", labels=[_LABEL])
+    """Metrics of what a server knows of its replicas: requests under way at each, and how many requests were
+    sent once more."""
+    at = GaugeMetricFamily(
+        "penstock:replica_requests", "Requests that a replica has under way.", labels=[_LABEL]
+    )
     for replica, load in loads.items():
         at.add_metric([replica], load)
     there = GaugeMetricFamily("penstock:replicas", "Replicas that are there.", value=len(loads))
-    sent = CounterMetricFamily("penstock:requests_sent_again", "Requests that another replica was sent, as one was lost.", value=again)
+    sent = CounterMetricFamily(
+        "penstock:requests_sent_again",
+        "Requests that another replica was sent, as one was lost.",
+        value=again,
+    )
     return _text([there, at, sent])
 
 
 def side_by_side(texts: Mapping[str, str], known: str) -> str:
-    """Metrics of each replica with a label that says which, but for those that `known`, the server's own, has."""
+    """Metrics of each replica with a label that says which, but for those that `known`, the server's own,
+    has."""
     own = {family.name for family in text_string_to_metric_families(known)}
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
@@ -40,7 +48,9 @@ def side_by_side(texts: Mapping[str, str], known: str) -> str:
             if family.name in own:
                 continue
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            merged.samples += [sample._replace(labels={**sample.labels, _LABEL: replica}) for sample in family.samples]
+            merged.samples += [
+                sample._replace(labels={**sample.labels, _LABEL: replica}) for sample in family.samples
+            ]
     return _text(families.values())
 
 
@@ -51,7 +61,8 @@ def _text(families: Iterable[Metric]) -> str:
 
 
 def summed(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of all as that of one, with each replica's own under `replicas`. Raises ValueError if there are none."""
+    """The state of all as that of one, with each replica's own under `replicas`. Raises ValueError if there
+    are none."""
     if not states:
         raise ValueError("there are no states to be summed")
     return {**_merged(list(states.values())), "replicas": dict(states)}

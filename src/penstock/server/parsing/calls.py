@@ -1,7 +1,7 @@
 """Tool calls as models write them, format by format.
 
-A call is given out from where its name and the beginning of its arguments are known. Until then, whatever is not what it began as is
-plain text again; afterwards it is a call that was broken off.
+A call is given out from where its name and the beginning of its arguments are known. Until then, whatever is
+not what it began as is plain text again; afterwards it is a call that was broken off.
 """
 
 import re
@@ -44,7 +44,8 @@ class Calls:
         self.reader.mark()
 
     def broken(self) -> Content | Broken:
-        """Instead of a call that is malformed: what was read of it, or since the one before it, which may be nothing."""
+        """Instead of a call that is malformed: what was read of it, or since the one before it, which may be
+        nothing."""
         text = self.reader.unmark()
         if not self._open:
             return Content(text)
@@ -73,8 +74,8 @@ class Calls:
         return told((yield from self.value()))
 
     def object(self, *, bare: bool = False) -> Reading[None]:
-        """A call as an object with a name and arguments. bare: nothing else says that it is a call, so it has to be one of a function that
-        there is, and have nothing that calls do not have."""
+        """A call as an object with a name and arguments. bare: nothing else says that it is a call, so it has
+        to be one of a function that there is, and have nothing that calls do not have."""
         name, held, begun = "", None, False
         yield from self.reader.expect("{")
         yield from self.reader.space()
@@ -125,7 +126,8 @@ class Calls:
     # ---- formats, each from behind its marker, or from the beginning of an answer where that is ""
 
     def tagged(self, marker: str) -> Reading[None]:
-        """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or with <function=...> within, which may also stand alone."""
+        """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or with <function=...> within, which may
+        also stand alone."""
         if marker == "<tool_call>":
             yield from self.reader.space()
             if (yield from self.reader.starts("{", "<function=")) == "{":
@@ -215,7 +217,8 @@ class Calls:
 
 
 def _object(held: str | None) -> str:
-    """A call's arguments: there may be none, and some models write the object as a string. Raises MalformedError."""
+    """A call's arguments: there may be none, and some models write the object as a string. Raises
+    MalformedError."""
     if held is None or held == "null":
         return "{}"
     if held.startswith('"'):

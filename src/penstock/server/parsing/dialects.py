@@ -33,7 +33,9 @@ def dialect_of(templates: Mapping[str, str], calls: str = AUTO, reasoning: str =
     source = "\n".join(templates.values())
     calls = _mentioned(source, _CALLS) if calls == AUTO else calls
     reasoning = _mentioned(source, _REASONING) if reasoning == AUTO else reasoning
-    return Dialect(FORMATS.get(calls), THOUGHTS.get(reasoning), "developer" in source, "[TOOL_CALLS]" in source)
+    return Dialect(
+        FORMATS.get(calls), THOUGHTS.get(reasoning), "developer" in source, "[TOOL_CALLS]" in source
+    )
 
 
 def _mentioned(source: str, patterns: Mapping[str, str]) -> str:

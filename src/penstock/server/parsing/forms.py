@@ -1,4 +1,5 @@
-"""Answers that are held to a form by models that reason first: the form is what comes behind the reasoning."""
+"""Answers that are held to a form by models that reason first: the form is what comes behind the
+reasoning."""
 
 import json
 import re
@@ -11,17 +12,22 @@ _NO_PART = {
     StructureKind.JSON_SCHEMA: re.compile(r"multipleOf|\\u"),
     StructureKind.REGEX: re.compile(r"(?s)\(\?\w*x.*\n"),
 }
-"""What is in one that can be no part of a grammar: a regular expression with comments, which ends of lines end."""
+"""What is in one that can be no part of a grammar: a regular expression with comments, which ends of lines
+end."""
 _IN_GRAMMAR = {"/": r"\/", "\n": r"\n", "\\\n": r"\n", "%": r"\x25"}
 _SPACES = {"x-guidance": {"whitespace_pattern": "[ \\n\\r\\t]{1,64}"}}
 """As JSON has them that is all of an output."""
 
 
-def behind_reasoning(structure: Structure, thought: Thought, tokenizer: Tokenizer, *, opened: bool) -> Structure:
+def behind_reasoning(
+    structure: Structure, thought: Thought, tokenizer: Tokenizer, *, opened: bool
+) -> Structure:
     """opened: reasoning has begun in the prompt; else there may be none. Raises StructureError."""
     begin, end = (_special(mark, tokenizer) for mark in (thought.begin, thought.end))
     grammar = [
-        "start: reasoning form" if opened else f"start: ({begin or json.dumps(thought.begin)} reasoning)? form",
+        "start: reasoning form"
+        if opened
+        else f"start: ({begin or json.dumps(thought.begin)} reasoning)? form",
         r"reasoning: thought /\n{0,4}/",
         f"thought: /(?s:.*)/ {end}" if end else f"thought[suffix={json.dumps(thought.end)}]: /(?s:.*)/",
         f"form: {_rule(structure)}",
@@ -32,7 +38,9 @@ def behind_reasoning(structure: Structure, thought: Thought, tokenizer: Tokenize
 def may_be_behind(structure: Structure) -> bool:
     """Else it says what all of the output is, as a grammar does, and whatever can be no part of one."""
     no_part = _NO_PART.get(structure.kind)
-    return structure.kind is not StructureKind.LARK and (no_part is None or no_part.search(structure.text) is None)
+    return structure.kind is not StructureKind.LARK and (
+        no_part is None or no_part.search(structure.text) is None
+    )
 
 
 def _special(mark: str, tokenizer: Tokenizer) -> str | None:
@@ -50,4 +58,8 @@ def _rule(structure: Structure) -> str:
         case StructureKind.CHOICE:
             texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(structure.text))
             return " | ".join(texts).replace("%", r"\u0025")
-    return "/" + re.sub(r"(?s)\\.|[/\n%]", lambda found: _IN_GRAMMAR.get(found[0], found[0]), structure.text) + "/"
+    return (
+        "/"
+        + re.sub(r"(?s)\\.|[/\n%]", lambda found: _IN_GRAMMAR.get(found[0], found[0]), structure.text)
+        + "/"
+    )

@@ -21,9 +21,11 @@ _ENDS = {"{": "}", "[": "]"}
 
 
 class Value:
-    """One value, checked as it comes. Numbers, literals and escapes are read when they are whole; strings as far as they go.
+    """One value, checked as it comes. Numbers, literals and escapes are read when they are whole; strings as
+    far as they go.
 
-    Control characters within strings, which JSON does not allow and models write all the same, become escapes.
+    Control characters within strings, which JSON does not allow and models write all the same, become
+    escapes.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,8 @@ class Value:
         """Outside of strings: value, value or end, key, key or end, colon, comma or end."""
 
     def take(self, text: str, at: int) -> tuple[str, int]:
-        """What is certain of the value in text[at:], as JSON, and where that ends. Raises MalformedError if nothing is nor will be."""
+        """What is certain of the value in text[at:], as JSON, and where that ends. Raises MalformedError if
+        nothing is nor will be."""
         told: list[str] = []
         start = at
         while at < len(text) and not self.done:
@@ -126,7 +129,8 @@ def loaded(text: str) -> object:
 
 
 def told(text: str) -> str:
-    """What a JSON string says. Raises MalformedError for what is none, and for half a character, which nobody could be sent."""
+    """What a JSON string says. Raises MalformedError for what is none, and for half a character, which nobody
+    could be sent."""
     said = loaded(text)
     if not isinstance(said, str):
         raise MalformedError("it is no string")

@@ -1,7 +1,9 @@
-"""Text that comes in pieces, read from its front by generators, and the parts of an answer that they give out.
+"""Text that comes in pieces, read from its front by generators, and the parts of an answer that they give
+out.
 
-A generator of this kind gives out parts as they become certain, and None where it can say no more before there is more text. So a format
-is written down as it reads, and what it makes of a text does not depend on how that was cut.
+A generator of this kind gives out parts as they become certain, and None where it can say no more before
+there is more text. So a format is written down as it reads, and what it makes of a text does not depend on
+how that was cut.
 """
 
 import re
@@ -149,7 +151,8 @@ class Reader:
             raise MalformedError(f"{self.text[self.at : self.at + 20]!r} comes where {literal!r} should")
 
     def before(self, literal: str, most: int) -> Reading[str]:
-        """What stands before it, without spaces around; both are read. Raises MalformedError if that has more than so many characters."""
+        """What stands before it, without spaces around; both are read. Raises MalformedError if that has more
+        than so many characters."""
         end = most + len(literal)
         while (at := self.text.find(literal, self.at, self.at + end)) < 0:
             if self.left >= end:
@@ -157,11 +160,16 @@ class Reader:
             yield from self.need()
         return self.take(at - self.at + len(literal))[: -len(literal)].strip()
 
-    def until(self, markers: Sequence[str], part: Callable[[str], Part | None], trim: int | None = None) -> Reading[str | None]:
-        """All up to one of the markers, whichever comes first, but for line breaks before it: so many, or all of them. What `part` makes of
-        each piece is given out, unless that is nothing. Returns the marker, to be read with `behind`; None at the end of the text."""
+    def until(
+        self, markers: Sequence[str], part: Callable[[str], Part | None], trim: int | None = None
+    ) -> Reading[str | None]:
+        """All up to one of the markers, whichever comes first, but for line breaks before it: so many, or all
+        of them. What `part` makes of each piece is given out, unless that is nothing. Returns the marker, to
+        be read with `behind`; None at the end of the text."""
         any_of = re.compile("|".join(map(re.escape, markers)))
-        held = 0  # Line breaks at the end of what was read, which are counted, as there may be no end of them.
+        held = (
+            0  # Line breaks at the end of what was read, which are counted, as there may be no end of them.
+        )
         while True:
             found = any_of.search(self.text, self.at) if markers else None
             rest = self.text[self.at : found.start()] if found else self.text[self.at :]
@@ -169,7 +177,9 @@ class Reader:
             if body := piece.rstrip(BREAK):
                 body, held = BREAK * held + body, 0
             held += len(piece) - len(piece.rstrip(BREAK))
-            kept = 0 if not markers or (self.ended and not found) else held if trim is None else min(held, trim)
+            kept = (
+                0 if not markers or (self.ended and not found) else held if trim is None else min(held, trim)
+            )
             body, held = body + BREAK * (held - kept), kept
             if body and (told := part(body)) is not None:
                 yield told
@@ -186,4 +196,6 @@ class Reader:
 
 def _begun(text: str, markers: Sequence[str]) -> int:
     """How many characters at the end of a text may be a marker's beginning."""
-    return max((size for one in markers for size in range(1, len(one)) if text.endswith(one[:size])), default=0)
+    return max(
+        (size for one in markers for size in range(1, len(one)) if text.endswith(one[:size])), default=0
+    )

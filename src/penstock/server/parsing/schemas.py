@@ -9,11 +9,20 @@ _DEEPEST = 16
 """Schemas within schemas that are looked into."""
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """As templates write these, which have no other way."""
-_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}
+_OF = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
 
 
 def kinds_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that the argument may have; none if the schema leaves it open. One that it does not know is a string."""
+    """The JSON types that the argument may have; none if the schema leaves it open. One that it does not know
+    is a string."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return frozenset({"string"})
@@ -21,7 +30,8 @@ def kinds_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
 
 
 def _kinds(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) -> frozenset[str]:
-    """seen: schemas, by their ids, that were looked into. Nothing new comes of one that many others refer to."""
+    """seen: schemas, by their ids, that were looked into. Nothing new comes of one that many others refer
+    to."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST or id(schema) in seen:
         return frozenset()
     seen.add(id(schema))
@@ -35,7 +45,13 @@ def _kinds(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) 
     for several in ("anyOf", "oneOf", "allOf"):
         if isinstance(options := schema.get(several), list):
             return frozenset().union(*(_kinds(one, root, depth + 1, seen) for one in options))
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    values = (
+        schema["enum"]
+        if isinstance(schema.get("enum"), list)
+        else [schema["const"]]
+        if "const" in schema
+        else []
+    )
     return frozenset(_OF[type(value)] for value in values)
 
 
@@ -48,7 +64,8 @@ def _found(place: str, root: Mapping[str, Any]) -> object:
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:
-    """The text as JSON of one of the kinds, or of any if there are none; as a string where it is nothing else."""
+    """The text as JSON of one of the kinds, or of any if there are none; as a string where it is nothing
+    else."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:
@@ -56,6 +73,8 @@ def typed(text: str, kinds: frozenset[str]) -> str:
     except MalformedError:
         return written(text)
     kind = _OF[type(value)]
-    if kind == "string" or ("string" in kinds and (kind not in kinds or kind in ("integer", "number", "boolean"))):
+    if kind == "string" or (
+        "string" in kinds and (kind not in kinds or kind in ("integer", "number", "boolean"))
+    ):
         return written(text)
     return bare

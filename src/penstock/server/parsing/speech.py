@@ -1,7 +1,7 @@
 """What a model has said, told apart as it comes: reasoning, content, calls of tools.
 
-The parts are the same however the text was cut. No text is lost, but for markers and line breaks around them: what begins as a call and is
-none is content.
+The parts are the same however the text was cut. No text is lost, but for markers and line breaks around them:
+what begins as a call and is none is content.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,15 +10,26 @@ from typing import Any, TypeVar
 
 from penstock.server.parsing.calls import Calls, Schemas
 from penstock.server.parsing.jsontext import SPACE, MalformedError
-from penstock.server.parsing.reading import BREAK, Arguments, Begin, Broken, Content, End, Part, Reader, Reading, Reasoning
+from penstock.server.parsing.reading import (
+    BREAK,
+    Arguments,
+    Begin,
+    Broken,
+    Content,
+    End,
+    Part,
+    Reader,
+    Reading,
+    Reasoning,
+)
 
 P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How calls are written. `bare`: with what an answer begins that has no marker and may be a call. `others`: what belongs to a call
-    besides, and is a token of its own in some tokenizers."""
+    """How calls are written. `bare`: with what an answer begins that has no marker and may be a call.
+    `others`: what belongs to a call besides, and is a token of its own in some tokenizers."""
 
     read: Callable[[Calls, str], Reading[None]]
     markers: tuple[str, ...] = ()
@@ -40,7 +51,10 @@ FORMATS: Mapping[str, Format] = {
     "llama3_json": Format(Calls.llama, ("<|python_tag|>",), bare="{"),
     "mistral": Format(Calls.mistral, ("[TOOL_CALLS]",), others=("[ARGS]", "[CALL_ID]")),
 }
-THOUGHTS: Mapping[str, Thought] = {"think": Thought("<think>", "</think>"), "mistral": Thought("[THINK]", "[/THINK]")}
+THOUGHTS: Mapping[str, Thought] = {
+    "think": Thought("<think>", "</think>"),
+    "mistral": Thought("[THINK]", "[/THINK]"),
+}
 LIST = Format(lambda calls, _: calls.list(), bare="[")
 """Calls in a form that no model was taught, for one that can write nothing else."""
 
@@ -57,8 +71,8 @@ class Speech:
         thought: Thought | None = None,
         thinking: bool = False,
     ) -> None:
-        """format: None if there are no calls. several: False if there is one call at most, behind which nothing is read. thinking: the
-        prompt has ended in the midst of reasoning."""
+        """format: None if there are no calls. several: False if there is one call at most, behind which
+        nothing is read. thinking: the prompt has ended in the midst of reasoning."""
         self._format, self._thought = format, thought
         self.thinking = thought is not None and thinking
         """Whether what comes is reasoning."""

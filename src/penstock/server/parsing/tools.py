@@ -1,4 +1,5 @@
-"""The tools that a request names: checked, as a template reads them, and as the model is held to them where it has to call one."""
+"""The tools that a request names: checked, as a template reads them, and as the model is held to them where
+it has to call one."""
 
 import json
 import re
@@ -19,9 +20,23 @@ T = TypeVar("T")
 MOST_TOOLS = 128
 MOST_CALLS = 32
 """Where there have to be some: a small model may find no end."""
-_PLAIN = {"whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ", ", "key_separator": ": "}
+_PLAIN = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 """JSON as templates write it, and models are used to."""
-_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
+_OPEN = {
+    "additionalProperties",
+    "patternProperties",
+    "unevaluatedProperties",
+    "$ref",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "if",
+}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
@@ -75,9 +90,17 @@ class Tools:
             }
             for at, name in enumerate(self.forced)
         ]
-        calls: dict[str, object] = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": MOST_CALLS if self.several else 1}
+        calls: dict[str, object] = {
+            "type": "array",
+            "items": {"anyOf": one},
+            "minItems": 1,
+            "maxItems": MOST_CALLS if self.several else 1,
+        }
         try:
-            own = {str(at): _moved(_closed(self.schemas[name]), f"#/$defs/{at}") for at, name in enumerate(self.forced)}
+            own = {
+                str(at): _moved(_closed(self.schemas[name]), f"#/$defs/{at}")
+                for at, name in enumerate(self.forced)
+            }
             return json.dumps(calls | {"$defs": own, "x-guidance": _PLAIN})
         except RecursionError as error:
             raise FieldError("the parameters of a tool are too deep; send flatter ones", "tools") from error
@@ -87,11 +110,16 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
     """Raises FieldError for what they must not be."""
     if tools is None:
         if choice not in (None, "none", "auto"):
-            raise FieldError("tool_choice asks for a call, but there are no tools; send tools with it, or leave it out", "tool_choice")
+            raise FieldError(
+                "tool_choice asks for a call, but there are no tools; send tools with it, or leave it out",
+                "tool_choice",
+            )
         return Tools()
     if not 1 <= len(tools) <= MOST_TOOLS:
         raise FieldError(
-            f"there are {len(tools)} tools, but there may be from 1 to {MOST_TOOLS}; leave them out if there are none", "tools"
+            f"there are {len(tools)} tools, but there may be from 1 to {MOST_TOOLS}; leave them out if "
+            "there are none",
+            "tools",
         )
     functions = [_converted(tool, _Tool, f"tools[{at}]", "tools").function for at, tool in enumerate(tools)]
     schemas: dict[str, Mapping[str, Any]] = {}
@@ -100,10 +128,17 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
             what = "a name has from 1 to 128 letters, digits, underscores, dots and hyphens"
             raise FieldError(f"tools[{at}] is called {function.name[:160]!r}, but {what}", "tools")
         if function.name in schemas:
-            raise FieldError(f"tools[{at}] is called {function.name!r}, as one before it; give each a name of its own", "tools")
+            raise FieldError(
+                f"tools[{at}] is called {function.name!r}, as one before it; give each a name of its own",
+                "tools",
+            )
         schema = function.parameters or {"type": "object", "properties": {}}
         if schema.get("type", "object") != "object":
-            raise FieldError(f"the parameters of {function.name!r} must be an object, not of type {str(schema['type'])[:40]!r}", "tools")
+            raise FieldError(
+                f"the parameters of {function.name!r} must be an object, not of type "
+                f"{str(schema['type'])[:40]!r}",
+                "tools",
+            )
         schemas[function.name] = schema
     if choice == "none":
         return Tools()
@@ -117,10 +152,16 @@ def _forced(choice: object, schemas: Mapping[str, object]) -> tuple[str, ...]:
     if choice == "required":
         return tuple(schemas)
     if isinstance(choice, str):
-        raise FieldError(f"tool_choice {choice[:40]!r} must be none, auto, required, or an object that names a function", "tool_choice")
+        raise FieldError(
+            f"tool_choice {choice[:40]!r} must be none, auto, required, or an object that names a function",
+            "tool_choice",
+        )
     name = _converted(choice, _Choice, "tool_choice", "tool_choice").function.name
     if name not in schemas:
-        raise FieldError(f"tool_choice names {name[:160]!r}, which is not one of the tools: {', '.join(schemas)[:200]}", "tool_choice")
+        raise FieldError(
+            f"tool_choice names {name[:160]!r}, which is not one of the tools: {', '.join(schemas)[:200]}",
+            "tool_choice",
+        )
     return (name,)
 
 
@@ -138,14 +179,20 @@ def _told(function: _Function, schema: Mapping[str, Any]) -> Mapping[str, object
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A function has no other arguments than those that are named, unless its schema says so."""
-    return {"type": "object", **schema} if _OPEN & schema.keys() else {"type": "object", **schema, "additionalProperties": False}
+    return (
+        {"type": "object", **schema}
+        if _OPEN & schema.keys()
+        else {"type": "object", **schema, "additionalProperties": False}
+    )
 
 
 def _moved(schema: object, place: str) -> object:
     """A schema that stands somewhere in another, its references following it."""
     if isinstance(schema, Mapping):
         return {
-            key: place + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#") else _moved(value, place)
+            key: place + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, place)
             for key, value in schema.items()
         }
     return [_moved(one, place) for one in schema] if isinstance(schema, list) else schema
@@ -182,4 +229,6 @@ def _call(call: Mapping[str, Any], dialect: Dialect) -> Mapping[str, Any]:
 
 
 def _id(name: str, dialect: Dialect) -> str:
-    return sha256(name.encode()).hexdigest()[:9] if dialect.short_ids and not _SHORT_ID.fullmatch(name) else name
+    return (
+        sha256(name.encode()).hexdigest()[:9] if dialect.short_ids and not _SHORT_ID.fullmatch(name) else name
+    )

@@ -1,1 +1,2 @@
-"""What those who run a server are told of requests and of the moment: log lines, traces, the state that the page shows."""
+"""What those who run a server are told of requests and of the moment: log lines, traces, the state that the
+page shows."""

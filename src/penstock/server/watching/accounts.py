@@ -1,6 +1,8 @@
-"""What is known of a request beside its answer: its id, who asked for what, when what happened. Never any text of a prompt or an output.
+"""What is known of a request beside its answer: its id, who asked for what, when what happened. Never any
+text of a prompt or an output.
 
-Every response tells the request's id: the client's own, if it has sent one that may be written anywhere, or a new one.
+Every response tells the request's id: the client's own, if it has sent one that may be written anywhere, or a
+new one.
 """
 
 import re
@@ -22,7 +24,8 @@ _KEY = "penstock.account"
 
 @dataclass(slots=True)
 class Account:
-    """Of a request, until its response has been sent. Written on the loop, by the middleware and by the route."""
+    """Of a request, until its response has been sent. Written on the loop, by the middleware and by the
+    route."""
 
     id: str
     method: str
@@ -96,7 +99,8 @@ def account_of(request: Request) -> Account:
 
 
 class Accounts:
-    """Around an application: an account for each of its requests, which those who want to know are told when it is over."""
+    """Around an application: an account for each of its requests, which those who want to know are told when
+    it is over."""
 
     def __init__(self, app: ASGIApp, tell: Sequence[Teller]) -> None:
         self._app, self._tell = app, tell
@@ -107,7 +111,9 @@ class Accounts:
             return
         headers = dict(scope["headers"])
         given = headers.get(_HEADER, b"")
-        account = Account(given.decode() if _SANE.fullmatch(given) else new_id("req"), scope["method"], headers)
+        account = Account(
+            given.decode() if _SANE.fullmatch(given) else new_id("req"), scope["method"], headers
+        )
         scope[_KEY] = account
 
         async def sent(event: Message) -> None:

@@ -15,9 +15,14 @@ Value = str | int | float | bool | None
 
 
 def note(event: str, level: int = logging.INFO, /, **fields: Value) -> None:
-    """An event: its name and what is to be known of it, None left out. Seconds are told to the microsecond."""
+    """An event: its name and what is to be known of it, None left out. Seconds are told to the
+    microsecond."""
     if _LOG.isEnabledFor(level):
-        known = {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items() if value is not None}
+        known = {
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in fields.items()
+            if value is not None
+        }
         _LOG.log(level, event, extra={"fields": known})
 
 
@@ -68,7 +73,8 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: time, level and event, and the event's own fields. Of a remark the event is "remark", and its text the message."""
+    """An object a line: time, level and event, and the event's own fields. Of a remark the event is "remark",
+    and its text the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: Mapping[str, Value] | None = getattr(record, "fields", None)
@@ -95,7 +101,8 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def logged(write: Callable[[str], None], kind: str, level: str) -> Iterator[None]:
-    """All that is logged goes to `write`, line by line: from penstock what has the level, from libraries warnings and what is worse.
+    """All that is logged goes to `write`, line by line: from penstock what has the level, from libraries
+    warnings and what is worse.
 
     kind: "text" or "json". level: as logging names it, in any case.
     """
@@ -122,7 +129,9 @@ def last_line(text: str, traceback: str | None) -> str:
 
 def _time(record: logging.LogRecord) -> str:
     """RFC 3339, in UTC."""
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )
 
 
 def _shown(value: Value) -> str:

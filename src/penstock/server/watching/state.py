@@ -1,5 +1,5 @@
-"""What the page shows beside the chat: the machine at this moment, in numbers that others count. No paths, and nothing of any prompt but
-how long it is."""
+"""What the page shows beside the chat: the machine at this moment, in numbers that others count. No paths,
+and nothing of any prompt but how long it is."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ class Part:
     """What takes so many bytes of a tier."""
 
     what: str
-    """weights, ring (weights on their way), beside (the host's part of weights, on a CPU), kv (of requests), kept (KV for later ones),
-    empty (room for KV), activations, other, free."""
+    """weights, ring (weights on their way), beside (the host's part of weights, on a CPU), kv (of requests),
+    kept (KV for later ones), empty (room for KV), activations, other, free."""
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """bytes: all that penstock may use of the device, all there is of host memory, and all that penstock has on disk or may put there.
-    The parts add up to it."""
+    """bytes: all that penstock may use of the device, all there is of host memory, and all that penstock has
+    on disk or may put there. The parts add up to it."""
 
     tier: str
     bytes: int
@@ -45,8 +45,8 @@ class TierState:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """What crosses a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited: share of the time for which
-    arithmetic waited for weights because of it."""
+    """What crosses a link, in bytes per second. ceiling: as measured at start, 0 if it was not. waited: share
+    of the time for which arithmetic waited for weights because of it."""
 
     link: str
     weights: float
@@ -79,9 +79,10 @@ class CacheState:
 class PlanState:
     """Where weights rest, and what a pass over them moves.
 
-    decode_predicted: seconds of a pass that decodes one sequence, as predicted at start; 0 if it was not. decode_seconds, prefill_seconds:
-    what a decode pass and a pass with some of a prompt have taken lately; 0 if there was none. Compare a prediction with its kind alone.
-    binding: what bounds a decode pass, "disk", "link" or "compute"; empty if nothing streams."""
+    decode_predicted: seconds of a pass that decodes one sequence, as predicted at start; 0 if it was not.
+    decode_seconds, prefill_seconds: what a decode pass and a pass with some of a prompt have taken lately; 0
+    if there was none. Compare a prediction with its kind alone. binding: what bounds a decode pass, "disk",
+    "link" or "compute"; empty if nothing streams."""
 
     device: int
     host: int
@@ -96,9 +97,9 @@ class PlanState:
 
 @dataclass(frozen=True, slots=True)
 class MissedState:
-    """What attention policies have left out since the engine started. most: the largest bound on the share of a token's attention, in a
-    head and layer, that was missed. worst: of a choice's heads the largest bound, on average; mean: the mean one. All 0 if everything is
-    read. read: share of the blocks."""
+    """What attention policies have left out since the engine started. most: the largest bound on the share of
+    a token's attention, in a head and layer, that was missed. worst: of a choice's heads the largest bound,
+    on average; mean: the mean one. All 0 if everything is read. read: share of the blocks."""
 
     choices: int
     fallbacks: int
@@ -141,7 +142,8 @@ class _Look:
 
 
 class Watch:
-    """Looks at a model again and again. On the desk's loop; what steps change is read as they leave it, and nothing is waited for."""
+    """Looks at a model again and again. On the desk's loop; what steps change is read as they leave it, and
+    nothing is waited for."""
 
     def __init__(self, llm: LLM, desk: Desk, name: str) -> None:
         self._llm, self._desk, self._name = llm, desk, name
@@ -175,7 +177,11 @@ class Watch:
             output_rate=rate(stats.output_tokens - first.stats.output_tokens),
             computed_rate=rate(stats.computed_tokens - first.stats.computed_tokens),
             prompt=self._prompt_at(now.counts.when),
-            tiers=(self._on_device(stats, weights), self._on_host(weights, kv, stats.tiers), self._on_disk(weights, kv, stats.tiers)),
+            tiers=(
+                self._on_device(stats, weights),
+                self._on_host(weights, kv, stats.tiers),
+                self._on_disk(weights, kv, stats.tiers),
+            ),
             links=_links(first, now, seconds),
             cache=self._cache(),
             plan=self._plan(weights, first.stats.passes, stats.passes),
@@ -207,25 +213,38 @@ class Watch:
         if now - prompt.begin < _PATIENCE:
             return None
         rate = prompt.rate
-        # Until a step of it is over while somebody looks, what it had reached before is not known by `prompt`.
+        # Until a step of it is over while somebody looks, what it had reached before is not known by
+        # `prompt`.
         reached = max(prompt.reached, min(progress.reached, prompt.length))
-        return PromptState(reached, prompt.length, rate or None, prompt.left(now) if rate and prompt.reached else None)
+        return PromptState(
+            reached, prompt.length, rate or None, prompt.left(now) if rate and prompt.reached else None
+        )
 
     def _on_device(self, stats: Stats, weights: WeightStats) -> TierState:
         budget, block = self._llm.booted.budget, self._llm.booted.budget.block_bytes
         beside = budget.weights - weights.device - weights.device_ring
         parts = [Part("weights", weights.device)]
-        parts += [Part(what, size) for what, size in (("ring", weights.device_ring), ("beside", beside)) if size > 0]
-        parts += _kv_parts(budget.kv, (stats.kv_blocks - stats.kv_blocks_free) * block, stats.kv_blocks_cached * block)
+        parts += [
+            Part(what, size) for what, size in (("ring", weights.device_ring), ("beside", beside)) if size > 0
+        ]
+        parts += _kv_parts(
+            budget.kv, (stats.kv_blocks - stats.kv_blocks_free) * block, stats.kv_blocks_cached * block
+        )
         parts.append(Part("activations", budget.activations))
         return _tier("device", budget.total, parts)
 
     def _on_host(self, weights: WeightStats, kv: KVStats | None, tiers: TierStats | None) -> TierState:
         host = torch.device("cpu")
         whole, free = total_memory(host), free_memory(host)
-        parts = [Part(what, size) for what, size in (("weights", weights.host), ("ring", weights.host_ring)) if size]
+        parts = [
+            Part(what, size)
+            for what, size in (("weights", weights.host), ("ring", weights.host_ring))
+            if size
+        ]
         if kv is not None:
-            parts += _kv_parts(kv.room, kv.host, tiers.cached_host * self._block(kv) if tiers is not None else 0)
+            parts += _kv_parts(
+                kv.room, kv.host, tiers.cached_host * self._block(kv) if tiers is not None else 0
+            )
         # What is pinned for penstock is not free, and neither is what others have.
         parts.append(Part("other", max(whole - free - sum(part.bytes for part in parts), 0)))
         return _tier("host", whole, parts)
@@ -299,7 +318,11 @@ def _links(first: _Look, now: _Look, seconds: float) -> tuple[LinkState, ...]:
         kv = (through + up) / seconds if seconds > 0 else 0.0
         links.append(LinkState("host to device", flow.copied, kv, weights.link_rate, flow.waited_link))
     kept = now.stats.tiers
-    if weights.disk or (after.kv is not None and after.kv.read) or (kept is not None and (kept.disk_bytes or kept.inward.bytes)):
+    if (
+        weights.disk
+        or (after.kv is not None and after.kv.read)
+        or (kept is not None and (kept.disk_bytes or kept.inward.bytes))
+    ):
         kv = inward / seconds if seconds > 0 else 0.0
         links.append(LinkState("disk to host", flow.read, kv, weights.disk_rate, flow.waited_disk))
     return tuple(links)

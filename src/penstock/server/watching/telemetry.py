@@ -1,8 +1,9 @@
-"""Traces of requests, for whoever collects OpenTelemetry's: a span for each that asks for tokens, and in it its queue, prefill and decode.
+"""Traces of requests, for whoever collects OpenTelemetry's: a span for each that asks for tokens, and in it
+its queue, prefill and decode.
 
-Spans are made when a request is over, from the times that were noted anyway: while it is served nothing is done for them. They are sent by
-a thread of the SDK's. Attributes are those of the semantic conventions for HTTP and for generative AI; none has any text of a prompt or an
-output.
+Spans are made when a request is over, from the times that were noted anyway: while it is served nothing is
+done for them. They are sent by a thread of the SDK's. Attributes are those of the semantic conventions for
+HTTP and for generative AI; none has any text of a prompt or an output.
 """
 
 import logging
@@ -38,12 +39,17 @@ def endpoint(environment: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def traced(environment: Mapping[str, str]) -> Iterator[list[Teller]]:
-    """Who is to be told of requests so that they are traced: nobody if traces go nowhere, and then nothing is imported either."""
+    """Who is to be told of requests so that they are traced: nobody if traces go nowhere, and then nothing is
+    imported either."""
     if endpoint(environment) is None:
         yield []
         return
-    if (protocol := next((environment[name] for name in _PROTOCOLS if environment.get(name)), _HTTP)) != _HTTP:
-        _LOG.warning("traces were asked for by %s, but they are only sent by %s: there are none", protocol, _HTTP)
+    if (
+        protocol := next((environment[name] for name in _PROTOCOLS if environment.get(name)), _HTTP)
+    ) != _HTTP:
+        _LOG.warning(
+            "traces were asked for by %s, but they are only sent by %s: there are none", protocol, _HTTP
+        )
         yield []
         return
     try:
@@ -52,11 +58,16 @@ def traced(environment: Mapping[str, str]) -> Iterator[list[Teller]]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as missing:
-        _LOG.warning("traces were asked for, but %s is not installed: there are none; pip install 'penstock[otel]'", missing.name)
+        _LOG.warning(
+            "traces were asked for, but %s is not installed: there are none; pip install 'penstock[otel]'",
+            missing.name,
+        )
         yield []
         return
     about = {SERVICE_VERSION: __version__}
-    if not environment.get("OTEL_SERVICE_NAME") and SERVICE_NAME not in environment.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+    if not environment.get("OTEL_SERVICE_NAME") and SERVICE_NAME not in environment.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    ):
         about[SERVICE_NAME] = "penstock"
     provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -80,11 +91,19 @@ def teller(tracer: "Tracer") -> Teller:
     def tell(account: Account) -> None:
         if not account.calls and not _is_model(account.route):
             return
-        carrier = {name: account.headers[name.encode()].decode("latin-1") for name in propagator.fields if name.encode() in account.headers}
+        carrier = {
+            name: account.headers[name.encode()].decode("latin-1")
+            for name in propagator.fields
+            if name.encode() in account.headers
+        }
         at = _clock(account)
         name = " ".join(filter(None, (_OPERATIONS.get(account.route, account.route), account.model)))
         span = tracer.start_span(
-            name, propagator.extract(carrier), SpanKind.SERVER, attributes=_attributes(account), start_time=at(account.began)
+            name,
+            propagator.extract(carrier),
+            SpanKind.SERVER,
+            attributes=_attributes(account),
+            start_time=at(account.began),
         )
         if (account.status or 0) >= 500 or (account.fault is not None and account.status == 200):
             span.set_status(Status(StatusCode.ERROR))

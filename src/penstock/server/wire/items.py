@@ -16,7 +16,8 @@ _LEADERS = ("system", "developer")
 
 
 class _Said(Struct):
-    """Items have more fields than these: ids, states, and whatever will be thought of. They are of no use to a model."""
+    """Items have more fields than these: ids, states, and whatever will be thought of. They are of no use to
+    a model."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -38,8 +39,11 @@ class _Reasoned(Struct):
     content: list[dict[str, Any]] | None = None
 
 
-def messages_of(items: str | Sequence[Mapping[str, Any]] | None, before: Sequence[Message] = ()) -> list[Message]:
-    """Behind those that were there before. What an assistant has thought, said and called one after the other is one message.
+def messages_of(
+    items: str | Sequence[Mapping[str, Any]] | None, before: Sequence[Message] = ()
+) -> list[Message]:
+    """Behind those that were there before. What an assistant has thought, said and called one after the other
+    is one message.
 
     Raises FieldError.
     """
@@ -64,7 +68,9 @@ def messages_of(items: str | Sequence[Mapping[str, Any]] | None, before: Sequenc
                 turn.tool_calls = [*calls, {"id": call.call_id, "type": "function", "function": function}]
             case "function_call_output":
                 answer = _read(item, _Answered, where)
-                messages.append(Message(role="tool", tool_call_id=answer.call_id, content=_text(answer.output, where)))
+                messages.append(
+                    Message(role="tool", tool_call_id=answer.call_id, content=_text(answer.output, where))
+                )
             case "reasoning":
                 reasoned = _read(item, _Reasoned, where)
                 if text := _text(reasoned.content or reasoned.summary or [], where):
@@ -100,15 +106,25 @@ def _text(parts: str | Sequence[Mapping[str, Any]], where: str) -> str:
         return parts
     texts = []
     for part in parts:
-        text = part.get("refusal") if part.get("type") == "refusal" else part.get("text") if part.get("type") in _TEXTS else None
+        text = (
+            part.get("refusal")
+            if part.get("type") == "refusal"
+            else part.get("text")
+            if part.get("type") in _TEXTS
+            else None
+        )
         if not isinstance(text, str):
-            raise FieldError(f"{where} has a part of type {str(part.get('type'))[:80]!r}, but only texts are understood", "input")
+            raise FieldError(
+                f"{where} has a part of type {str(part.get('type'))[:80]!r}, but only texts are understood",
+                "input",
+            )
         texts.append(text)
     return "".join(texts)
 
 
 def led(messages: Sequence[Message], instructions: str | None) -> list[Message]:
-    """The conversation with its instructions at the head: these and what its first messages say as such are one system's message."""
+    """The conversation with its instructions at the head: these and what its first messages say as such are
+    one system's message."""
     lead = [instructions] if instructions else []
     rest = list(messages)
     while rest and rest[0].role in _LEADERS:

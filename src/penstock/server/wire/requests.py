@@ -1,7 +1,8 @@
 """What clients may send, field by field, and what of it the engine is asked.
 
-The fields are OpenAI's, and beside them those of SamplingParams. One that would change the answer and cannot be honoured is refused, and so
-is one that nobody knows; what only labels a request, or suits what is done anyway, is taken and has no effect.
+The fields are OpenAI's, and beside them those of SamplingParams. One that would change the answer and cannot
+be honoured is refused, and so is one that nobody knows; what only labels a request, or suits what is done
+anyway, is taken and has no effect.
 """
 
 import re
@@ -21,7 +22,8 @@ MOST_LOGPROBS = 20
 MOST_PROMPTS = 256
 """In one request."""
 MOST_STOPS, LONGEST_STOP = 32, 1024
-"""Stop strings of a request, and characters of one: they are looked for with every token, while all others wait."""
+"""Stop strings of a request, and characters of one: they are looked for with every token, while all others
+wait."""
 _LONGEST_SAID = 300
 _OWN = ("messages", "add_generation_prompt", "tools", "self")
 """What a template is told by other fields."""
@@ -110,10 +112,16 @@ class _Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     def params(self) -> SamplingParams:
         """Raises FieldError."""
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options are for a stream; set stream, or leave them out", "stream_options")
+            raise FieldError(
+                "stream_options are for a stream; set stream, or leave them out", "stream_options"
+            )
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
-            raise FieldError(f"stop may have {MOST_STOPS} strings of {LONGEST_STOP} characters; give fewer, or shorter ones", "stop")
+            raise FieldError(
+                f"stop may have {MOST_STOPS} strings of {LONGEST_STOP} characters; give fewer, or shorter "
+                "ones",
+                "stop",
+            )
         try:
             return SamplingParams(
                 temperature=self.temperature,
@@ -166,8 +174,14 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def plain(self) -> dict[str, object]:
         """As a template reads it: text in one piece."""
-        content = self.content if not isinstance(self.content, list) else "".join(part.text for part in self.content)
-        fields = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
+        content = (
+            self.content
+            if not isinstance(self.content, list)
+            else "".join(part.text for part in self.content)
+        )
+        fields = {
+            name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET
+        }
         return fields | {"content": content or ""}
 
 
@@ -203,7 +217,10 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def structured_by(self) -> str:
-        return next((name for name in ("structured_outputs", "response_format") if getattr(self, name) is not None), "tools")
+        return next(
+            (name for name in ("structured_outputs", "response_format") if getattr(self, name) is not None),
+            "tools",
+        )
 
     def structure(self) -> Structure | None:
         form = None if self.response_format is None else self.response_format.structure()
@@ -215,7 +232,9 @@ class ChatRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises FieldError for what the fields do not allow together, or this server at all."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError("top_logprobs need logprobs: set it to true, or leave top_logprobs out", "top_logprobs")
+            raise FieldError(
+                "top_logprobs need logprobs: set it to true, or leave top_logprobs out", "top_logprobs"
+            )
         _check_variables(self.chat_template_kwargs)
 
 
@@ -239,18 +258,34 @@ class CompletionRequest(_Asked, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises FieldError for what the fields do not allow together, or this server at all."""
         if self.suffix:
-            raise FieldError("a suffix was given, but text is only continued at its end; leave it out", "suffix")
+            raise FieldError(
+                "a suffix was given, but text is only continued at its end; leave it out", "suffix"
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise FieldError("best_of was asked for, but outputs are not chosen from; ask for n of them", "best_of")
+            raise FieldError(
+                "best_of was asked for, but outputs are not chosen from; ask for n of them", "best_of"
+            )
         if self.echo and self.logprobs is not None:
-            raise FieldError("echo and logprobs were both asked for, but a prompt's own are not told; leave one of them out", "echo")
+            raise FieldError(
+                "echo and logprobs were both asked for, but a prompt's own are not told; leave one of them "
+                "out",
+                "echo",
+            )
         if not self.prompts:
             raise FieldError("the prompt is an empty list; give at least one", "prompt")
         if len(self.prompts) > MOST_PROMPTS:
-            raise FieldError(f"{len(self.prompts)} prompts are more than {MOST_PROMPTS}; send several requests", "prompt")
+            raise FieldError(
+                f"{len(self.prompts)} prompts are more than {MOST_PROMPTS}; send several requests", "prompt"
+            )
         for prompt in self.prompts:
-            if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
-                raise FieldError("a prompt is text or a list of token ids, and there may be a list of prompts of both kinds", "prompt")
+            if not isinstance(prompt, str) and not (
+                isinstance(prompt, list) and all(type(token) is int for token in prompt)
+            ):
+                raise FieldError(
+                    "a prompt is text or a list of token ids, and there may be a list of prompts of both "
+                    "kinds",
+                    "prompt",
+                )
 
     @property
     def outputs(self) -> int:

@@ -9,7 +9,16 @@ import msgspec
 from msgspec import Struct
 
 from penstock.server.wire.items import led
-from penstock.server.wire.requests import ChatRequest, FieldError, Message, Priority, Salt, StreamOptions, Timeout, invalid
+from penstock.server.wire.requests import (
+    ChatRequest,
+    FieldError,
+    Message,
+    Priority,
+    Salt,
+    StreamOptions,
+    Timeout,
+    invalid,
+)
 from penstock.server.wire.structured import StructuredOutputs
 
 MOST_METADATA = 16
@@ -34,7 +43,8 @@ _RENAMED = {
 }
 """Fields of a chat's request, as they are called here."""
 _SAME = (
-    "model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority", "timeout",
+    "model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
+    "priority", "timeout",
     "chat_template_kwargs",
 )  # fmt: skip
 
@@ -103,16 +113,29 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises FieldError for what the fields do not allow together, or this server at all."""
         if self.truncation not in (None, "disabled"):
-            message = f"truncation {self.truncation[:40]!r} was asked for, but nothing is left out of a conversation; set it to disabled"
+            message = (
+                f"truncation {self.truncation[:40]!r} was asked for, but nothing is left out of a "
+                "conversation; set it to disabled"
+            )
             raise FieldError(message, "truncation")
         if self.background:
-            raise FieldError("a response in the background was asked for, but they are computed while clients wait", "background")
+            raise FieldError(
+                "a response in the background was asked for, but they are computed while clients wait",
+                "background",
+            )
         if unknown := [name for name in self.include or () if name not in _INCLUDABLE]:
-            raise FieldError(f"include has {unknown[0][:80]!r}; there may be {', '.join(sorted(_INCLUDABLE))}", "include")
+            raise FieldError(
+                f"include has {unknown[0][:80]!r}; there may be {', '.join(sorted(_INCLUDABLE))}", "include"
+            )
         if self.metadata is not None and len(self.metadata) > MOST_METADATA:
-            raise FieldError(f"metadata have {len(self.metadata)} keys; {MOST_METADATA} are allowed", "metadata")
+            raise FieldError(
+                f"metadata have {len(self.metadata)} keys; {MOST_METADATA} are allowed", "metadata"
+            )
         if self.top_logprobs and LOGPROBS not in (self.include or ()):
-            raise FieldError(f"top_logprobs need {LOGPROBS!r} in include; add it, or leave top_logprobs out", "top_logprobs")
+            raise FieldError(
+                f"top_logprobs need {LOGPROBS!r} in include; add it, or leave top_logprobs out",
+                "top_logprobs",
+            )
         if not self.input and self.previous_response_id is None:
             raise FieldError("there is no input; give a text or a list of items", "input")
 
@@ -125,7 +148,10 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         if self.tools is not None:
             fields["tools"] = [_tool(at, tool) for at, tool in enumerate(self.tools)]
         if isinstance(choice := self.tool_choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {key: value for key, value in choice.items() if key != "type"}}
+            choice = {
+                "type": "function",
+                "function": {key: value for key, value in choice.items() if key != "type"},
+            }
         fields["tool_choice"] = choice
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
@@ -143,14 +169,23 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def _tool(at: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         kind = str(tool.get("type"))[:80]
-        raise FieldError(f"tools[{at}] is of type {kind!r}, but a model here can only be given functions of its client's", "tools")
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type" and value is not None}}
+        raise FieldError(
+            f"tools[{at}] is of type {kind!r}, but a model here can only be given functions of its client's",
+            "tools",
+        )
+    return {
+        "type": "function",
+        "function": {key: value for key, value in tool.items() if key != "type" and value is not None},
+    }
 
 
 def _format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if form is None or form.get("type") != "json_schema":
         return None if form is None else dict(form)
-    return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
+    return {
+        "type": "json_schema",
+        "json_schema": {key: value for key, value in form.items() if key != "type"},
+    }
 
 
 @contextmanager

@@ -13,7 +13,9 @@ class Answer(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Fault(Answer):
     message: str
-    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error", "server_error"]
+    type: Literal[
+        "invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error", "server_error"
+    ]
     param: str | None
     """The field that is at fault."""
     code: str | None
@@ -318,7 +320,13 @@ class Event(Answer):
 
 
 class ResponseEvent(Event):
-    type: Literal["response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"]
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
     response: Response
 
 

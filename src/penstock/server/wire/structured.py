@@ -23,7 +23,9 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     def structure(self) -> Structure | None:
         """None for plain text. Raises StructureError."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise StructureError("response_format of type json_schema, and no other, has a json_schema with a schema in it")
+            raise StructureError(
+                "response_format of type json_schema, and no other, has a json_schema with a schema in it"
+            )
         if self.json_schema is not None:
             return Structure.json_schema(self.json_schema.schema)
         return Structure.json_object() if self.type == "json_object" else None
