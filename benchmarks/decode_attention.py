@@ -26,7 +26,7 @@ import triton.language as tl
 from recording import need_commit, write
 from torch import Tensor
 
-from penstock.ops.triton_attention import DecodeTuning, decode_tuning, paged_decode
+from penstock.ops.triton.attention import DecodeTuning, decode_tuning, paged_decode
 
 DIM = 128
 SCALE = 1 / math.sqrt(DIM)

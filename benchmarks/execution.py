@@ -42,8 +42,8 @@ from penstock.engine.boot import Booted, boot
 from penstock.memory.device import give_back
 from penstock.memory.probe import disk_read
 from penstock.step.plan import RequestId
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
 
 TINY = SHAPES["100M"] | {
     "num_hidden_layers": 2,

@@ -36,9 +36,10 @@ from penstock.arch.layout import GroupId
 from penstock.arch.spec import MoeSpec
 from penstock.memory.probe import matmul_rate
 from penstock.models.moe import mixture
-from penstock.ops import experts, triton_experts
+from penstock.ops import experts
 from penstock.ops.experts import experts_reference
-from penstock.ops.triton_experts import ExpertTuning, arrange, choose, combine, expert_tuning, products
+from penstock.ops.triton import experts as triton_experts
+from penstock.ops.triton.experts import ExpertTuning, arrange, choose, combine, expert_tuning, products
 
 DTYPE = torch.bfloat16
 MAX_ERROR = 4e-2

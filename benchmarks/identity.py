@@ -35,8 +35,8 @@ from penstock import LLM, SamplingParams
 from penstock.bench.machine import machine
 from penstock.bench.shapes import SHAPES
 from penstock.memory.disk import REQUEST_BYTES, DiskFile
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.identity import MEMORY, RECENT_NS, hashers
+from penstock.weights.checkpoint.identity import MEMORY, RECENT_NS, hashers
+from penstock.weights.checkpoint.reader import Checkpoint
 
 TINY = {
     "model_type": "llama",

@@ -36,12 +36,12 @@ from penstock.bench.shapes import SHAPES
 from penstock.bench.warming import BRIEF, RULE, Rule, timed
 from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override
-from penstock.kv.carrier import Carrier
+from penstock.kv.movement.carrier import Carrier
 from penstock.memory.device import total_memory
 from penstock.memory.probe import matmul_rate
 from penstock.ops.attention import dense
-from penstock.weights.residency import PIECE, Limits, padded
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import PIECE, Limits, padded
 
 PARTS = ("tiles", "peer", "peer_at_once", "shared", "long", "million", "disk", "weights", "policies")
 GIB = 1 << 30

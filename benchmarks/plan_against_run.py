@@ -34,7 +34,7 @@ from penstock.engine.costs import StepCosts, keep_costs, read_costs
 from penstock.engine.forecast import Machine, Work, forecast
 from penstock.engine.passes import UseWork
 from penstock.memory.device import total_memory
-from penstock.weights.passage import Rates
+from penstock.weights.streaming.ring import Rates
 
 TOKENS = re.compile(r"each\), ([\d,]+) tokens")
 MOE = {**LAYERS_OF["30B-A3B"][0], "num_hidden_layers": 48}

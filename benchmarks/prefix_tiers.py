@@ -35,11 +35,11 @@ from penstock.arch.layout import KVLayout, kv_layout
 from penstock.base.units import format_rate, format_size
 from penstock.bench.measure import EDGE_STEPS, Laps
 from penstock.engine.boot import Booted
-from penstock.kv.hostpool import HostPool
-from penstock.kv.keys import block_key, root_key
-from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
-from penstock.kv.pool import KVPool
-from penstock.kv.transfers import Transfers
+from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.keys import block_key, root_key
+from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.pool import KVPool
+from penstock.kv.movement.transfers import Transfers
 from penstock.memory.arena import Arena
 from penstock.memory.device import total_memory
 from penstock.memory.streams import Stream, more_streams, streams_both_ways
@@ -48,7 +48,7 @@ from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Result, Route, Transfer, TransferId
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 
 PARTS = ("copies", "ttft", "decode", "ledger")
 WAYS = {"up": (Route.UP,), "down": (Route.DOWN,), "both": (Route.UP, Route.DOWN)}

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.arch.layout import group_layouts
-from penstock.weights.shape import Shape
-from penstock.weights.source import RandomSource
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.source import RandomSource
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, object]) -> None:

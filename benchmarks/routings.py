@@ -40,8 +40,8 @@ from penstock.models.moe import mixture
 from penstock.ops import experts
 from penstock.ops.attention import PAST_TILE
 from penstock.step.plan import Plan
-from penstock.weights.residency import Limits, padded
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import Limits, padded
 from penstock.worker.runner import largest_step
 
 STATUS = Path("/proc/self/status")

@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 from recording import need_commit, write
 
-from penstock.kv.seal import Seal
-from penstock.kv.store import BlockStore
+from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.seal import Seal
 
 RECORD, MEMORIES = 1 << 20, 32
 

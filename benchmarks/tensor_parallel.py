@@ -35,7 +35,7 @@ from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
 from penstock.parallel.seat import Seat
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 
 TINY = SHAPES["100M"] | {
     "num_hidden_layers": 2,

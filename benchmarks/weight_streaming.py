@@ -53,10 +53,10 @@ from penstock.memory.device import give_back
 from penstock.memory.disk import DirectFile
 from penstock.memory.probe import matmul_rate
 from penstock.step.params import Sampling
-from penstock.weights.passage import Rates
-from penstock.weights.residency import PIECE, Limits, padded
-from penstock.weights.shape import Shape
-from penstock.weights.source import Source
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import PIECE, Limits, padded
+from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.source import Source
 
 PARTS = ("host", "disk", "offload", "offload_disk", "machine", "window", "mixture")
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)

@@ -18,17 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
-from penstock.ops import (
-    triton_attention,
-    triton_experts,
-    triton_linear,
-    triton_pointwise,
-    triton_sampling,
-    triton_steps,
-    triton_sums,
-    triton_tiles,
-)
 from penstock.ops.kernels import early_launches
+from penstock.ops.triton import attention as triton_attention
+from penstock.ops.triton import experts as triton_experts
+from penstock.ops.triton import linear as triton_linear
+from penstock.ops.triton import pointwise as triton_pointwise
+from penstock.ops.triton import sampling as triton_sampling
+from penstock.ops.triton import steps as triton_steps
+from penstock.ops.triton import sums as triton_sums
+from penstock.ops.triton import tiles as triton_tiles
 
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """By compute capability: bytes of shared memory that a program may have (CUDA C++ Programming Guide,

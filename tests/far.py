@@ -22,8 +22,8 @@ import tiny
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout, kv_layout
 from penstock.engine import boot
-from penstock.kv import carrier
-from penstock.kv.diskpool import record_bytes
+from penstock.kv.movement import carrier
+from penstock.kv.store.diskpool import record_bytes
 from penstock.memory.streams import CallerStream, HostTicket, Pieces, Stream, ThreadStream, Ticket
 
 LIMIT = 1e-4

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.ops.triton_attention import DecodeTuning, paged_decode, paged_run, placed_run
+from penstock.ops.triton.attention import DecodeTuning, paged_decode, paged_run, placed_run
 
 # Against the largest value of the answer: that of one rounding, and of the probabilities rounded before they
 # meet V.

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kv import segments
-from penstock.kv.diskpool import LostKV
-from penstock.kv.seal import sealed_identity
-from penstock.kv.segments import JOURNAL
-from penstock.kv.store import BlockStore
+from penstock.kv.store import segments
+from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.diskpool import LostKV
+from penstock.kv.store.seal import sealed_identity
+from penstock.kv.store.segments import JOURNAL
 from streams import LONG, no_thread_left, within
 
 IDENTITY = bytes(range(16))

@@ -26,11 +26,11 @@ from torch import Tensor
 from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout
 from penstock.base.tiers import Tier
 from penstock.memory.streams import HostTicket, Stream, ThreadStream, Ticket
-from penstock.weights import stream
-from penstock.weights.feeder import Feeder, Segment
-from penstock.weights.passage import Link, Prediction, RingLayout, lay_pieces, lay_ring
-from penstock.weights.residency import Placement, Use
-from penstock.weights.stream import WeightStream
+from penstock.weights.streaming import stream
+from penstock.weights.streaming.feeder import Feeder, Segment
+from penstock.weights.streaming.residency import Placement, Use
+from penstock.weights.streaming.ring import Link, Prediction, RingLayout, lay_pieces, lay_ring
+from penstock.weights.streaming.stream import WeightStream
 
 UNIT = 256
 CPU = torch.device("cpu")

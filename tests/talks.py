@@ -21,11 +21,11 @@ import tiny
 from far import LIMIT, SETTINGS, Ask, Line, apart, check, expected, layout_of
 from penstock import LLM, Completion
 from penstock.api.llm import Stream
-from penstock.kv import carrier
-from penstock.kv.diskpool import record_bytes
-from penstock.kv.ledger import HostLedger
-from penstock.kv.segments import SegmentFile
-from penstock.kv.store import BlockStore
+from penstock.kv.ledger.blocks import HostLedger
+from penstock.kv.movement import carrier
+from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.store.segments import SegmentFile
 from penstock.memory.streams import Stream as Queue
 from penstock.sched import arrivals
 from penstock.sched.rates import Rates

@@ -9,8 +9,8 @@ came back.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.kv.keys import block_key, root_key
-from penstock.kv.ledger import BlockLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.keys import block_key, root_key
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.step.params import Sampling

@@ -99,7 +99,7 @@ def _read_checkpoint(path: Path) -> None:
     import torch
 
     from penstock.arch.layout import group_layouts
-    from penstock.weights.checkpoint import Checkpoint
+    from penstock.weights.checkpoint.reader import Checkpoint
 
     with Checkpoint.open(path) as checkpoint:
         for layout in group_layouts(checkpoint.spec, checkpoint.names, "bfloat16"):
@@ -146,8 +146,8 @@ def _read_words(path: Path) -> None:
 
 def _pack(path: Path) -> None:
     import tiny
-    from penstock.weights.checkpoint import Checkpoint
-    from penstock.weights.packing import write_pack
+    from penstock.weights.checkpoint.reader import Checkpoint
+    from penstock.weights.pack.writer import write_pack
 
     with Checkpoint.open(tiny.checkpoint("llama")) as checkpoint:
         write_pack(checkpoint, path, "bfloat16")
@@ -156,7 +156,7 @@ def _pack(path: Path) -> None:
 def _read_pack(path: Path) -> None:
     import torch
 
-    from penstock.weights.pack import Pack
+    from penstock.weights.pack.reader import Pack
 
     with Pack.open(path) as pack:
         for layout in pack.layouts:
@@ -166,8 +166,8 @@ def _read_pack(path: Path) -> None:
 
 def _half_pack(path: Path) -> None:
     import tiny
-    from penstock.weights import packing
-    from penstock.weights.checkpoint import Checkpoint
+    from penstock.weights.checkpoint.reader import Checkpoint
+    from penstock.weights.pack import writer as packing
 
     def stop(count: int) -> None:
         if count:
@@ -185,7 +185,7 @@ def _go_on_packing(path: Path) -> None:
 
 
 def _store(path: Path) -> None:
-    from penstock.kv.store import BlockStore
+    from penstock.kv.store.blocks import BlockStore
 
     store = BlockStore.open(path, b"identity", RECORD, 64 << 20, secret=SECRET)
     for number, key in enumerate(KEYS):
@@ -198,8 +198,8 @@ def _store(path: Path) -> None:
 
 def _read_store(path: Path) -> None:
     """What is read must be what was written, whatever the files say."""
-    from penstock.kv.diskpool import LostKV
-    from penstock.kv.store import BlockStore
+    from penstock.kv.store.blocks import BlockStore
+    from penstock.kv.store.diskpool import LostKV
 
     store = BlockStore.open(path, b"identity", RECORD, 64 << 20, secret=SECRET, readers=1, writers=1)
     try:
@@ -417,9 +417,9 @@ def fuzz(name: str, runs: int, seed: int, again: Path | None, out: Path) -> None
     with atheris.instrument_imports(include=["penstock"]):
         import penstock.api.text
         import penstock.arch.layout
-        import penstock.kv.store
-        import penstock.weights.pack
-        import penstock.weights.packing  # noqa: F401
+        import penstock.kv.store.blocks
+        import penstock.weights.pack.reader
+        import penstock.weights.pack.writer  # noqa: F401
     with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as folder, ExitStack() as stack:
         one = stack.enter_context(Runs(KINDS[name], Path(folder)))
         if again:

@@ -12,7 +12,7 @@ from penstock.arch.layout import group_layouts
 from penstock.base.config import CACHE
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
-from penstock.cli.plan import MACHINES, kept_costs, machine_of, open_model, settle
+from penstock.cli.commands.plan import MACHINES, kept_costs, machine_of, open_model, settle
 from penstock.cli.plan_report import WORDS, format_count, format_figure, format_pace
 from penstock.engine.forecast import Forecast, Work, forecast
 

@@ -15,13 +15,13 @@ import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId
 from penstock.engine import boot as booting
-from penstock.kv.ledger import BlockLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger, HostLedger
 from penstock.memory.device import peak_of
 from penstock.ops import attention
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import Outcome, Plan, Result
-from penstock.weights.stream import WeightStream
+from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.runner import Runner
 from worlds import ROOT, sampling

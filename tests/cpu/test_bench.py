@@ -37,9 +37,9 @@ from penstock.memory.device import peak_of
 from penstock.memory.probe import matmul_rate
 from penstock.ops import linear
 from penstock.step.plan import Outcome, Plan
-from penstock.weights.residency import padded
-from penstock.weights.shape import Shape
-from penstock.weights.stream import WeightStream
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import padded
+from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.runner import Begun, Runner
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,10 +18,10 @@ from penstock.base.errors import ConfigError, RequestError
 from penstock.bench.replay import Job, Report, Workload, replay
 from penstock.bench.trace import requests
 from penstock.cli.main import main
-from penstock.kv.diskpool import record_bytes
+from penstock.kv.store.diskpool import record_bytes
 from penstock.sched import arrivals
 from penstock.sched.rates import Rates
-from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.checkpoint.reader import Checkpoint
 
 TALKS, TURNS, LENGTH = 6, 4, 3
 """Conversations that take turns; each prompt is longer by so many blocks of the trace. All begin with the

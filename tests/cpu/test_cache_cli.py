@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import cache
+from penstock.cli.commands import cache
 from penstock.cli.main import main
-from penstock.kv import cachedir
-from penstock.kv.seal import SECRET as KEY_FILE
-from penstock.kv.segments import ABOUT, PREFIX
+from penstock.kv.store import cachedir
+from penstock.kv.store.seal import SECRET as KEY_FILE
+from penstock.kv.store.segments import ABOUT, PREFIX
 from stores import (
     IDENTITY,
     PAGE,

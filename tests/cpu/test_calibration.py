@@ -19,7 +19,7 @@ from penstock.bench.calibration import (
 from penstock.bench.shapes import LAYERS_OF, SHAPES
 from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_seconds
 from penstock.engine.passes import decode_step, prompt_step
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 
 CEILINGS = Ceilings(link=5e10, read=4.2e12, copy=4e12, compute=8e14)
 PROMPT = PromptCosts(7e14, 5e14, 6e14, CEILINGS.copy, 1e-3, 2e-3, 3e-4, 5e-4)

@@ -21,10 +21,10 @@ from penstock.api.text import Tokenizer
 from penstock.arch.families import FAMILIES, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError, UnsupportedModelError
-from penstock.weights import shards
-from penstock.weights.checkpoint import SERIAL, STAGE_BYTES, Checkpoint
-from penstock.weights.identity import STEP_BYTES
-from penstock.weights.manifest import PIECE_BYTES
+from penstock.weights.checkpoint import shards
+from penstock.weights.checkpoint.identity import STEP_BYTES
+from penstock.weights.checkpoint.reader import SERIAL, STAGE_BYTES, Checkpoint
+from penstock.weights.pieces import PIECE_BYTES
 from safetensor_files import entry, flip, sealed
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -501,7 +501,7 @@ def test_fingerprint_is_the_same_in_every_process_and_place(tmp_path: Path) -> N
     (tmp_path / "there").mkdir()
     for file in (tmp_path / "here").iterdir():
         shutil.copy(file, tmp_path / "there" / file.name)
-    code = "import sys, pathlib; from penstock.weights.checkpoint import Checkpoint as C; "
+    code = "import sys, pathlib; from penstock.weights.checkpoint.reader import Checkpoint as C; "
     code += "print(C.open(pathlib.Path(sys.argv[1])).fingerprint().hex())"
     found = alone(code, str(tmp_path / "there"))
     assert found == fingerprint(tmp_path / "here").hex()
@@ -604,7 +604,7 @@ def test_a_tied_head_is_compared_to_the_last_bit(tmp_path: Path) -> None:
 PEAK = """
 import sys, torch, pathlib
 from penstock.arch.layout import group_layouts
-from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.checkpoint.reader import Checkpoint
 def memory(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
 dtype = sys.argv[2]

@@ -39,9 +39,9 @@ from penstock.base.config import Config
 from penstock.base.meter import WeightStats
 from penstock.cli import load, prompt
 from penstock.cli import main as entry
-from penstock.cli.chat import HELP
+from penstock.cli.commands.chat import HELP
+from penstock.cli.commands.run import command as run_command
 from penstock.cli.main import main
-from penstock.cli.run import command as run_command
 from penstock.engine import placing
 from penstock.memory import probe
 from penstock.step.params import SamplingParams

@@ -21,7 +21,7 @@ from paged import attend as attend_exactly
 from penstock.ops.attention import AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, Scratch, attend
 from penstock.ops.kernels import attention_kernels
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.inputs import InputBuilder
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

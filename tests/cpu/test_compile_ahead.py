@@ -20,8 +20,8 @@ from penstock.arch.layout import group_layouts, kv_layout
 from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
 from penstock.engine import boot as booting
-from penstock.weights.residency import padded
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import padded
 from penstock.worker.ahead import (
     Matrix,
     common_launches,

@@ -30,12 +30,13 @@ from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.engine.engine import Step
-from penstock.kv import diskpool, staging
-from penstock.kv.carrier import Carrier, Disk, Streams
-from penstock.kv.diskpool import READERS, DiskPool, LostKV, Rows, record_bytes
-from penstock.kv.hostpool import HostPool
-from penstock.kv.staging import ReadAhead, Run, Slots, WriteBehind
-from penstock.kv.tiles import Outbox, Tile, TileRing
+from penstock.kv.movement import staging
+from penstock.kv.movement.carrier import Carrier, Disk, Streams
+from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.staging import ReadAhead, Run, Slots, WriteBehind
+from penstock.kv.movement.tiles import Outbox, Tile, TileRing
+from penstock.kv.store import diskpool
+from penstock.kv.store.diskpool import READERS, DiskPool, LostKV, Rows, record_bytes
 from penstock.memory.disk import DirectFile
 from penstock.memory.streams import CallerStream, HostTicket, Stream, ThreadStream, Ticket, streams_both_ways
 from penstock.memory.tasks import Task, wait
@@ -1500,7 +1501,7 @@ def test_a_carrier_that_cannot_be_made_gives_the_disk_back(
     def full(*_: object) -> None:
         raise DeviceError("no memory")
 
-    monkeypatch.setattr("penstock.kv.carrier.Slots", full)
+    monkeypatch.setattr("penstock.kv.movement.carrier.Slots", full)
     with pytest.raises(DeviceError, match="no memory"):
         Carrier(
             KVLayout(1, 4, 2, 2, "float16"),

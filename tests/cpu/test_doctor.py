@@ -16,7 +16,7 @@ from penstock.bench.limits import Limits, Rates, Room, limits, prefill_rate
 from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.memory.probe import disk_read, matmul_rate, memory_copy, memory_read
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

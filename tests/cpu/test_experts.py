@@ -17,10 +17,10 @@ from penstock.base.errors import CheckpointError
 from penstock.base.tiers import Tier
 from penstock.base.trace import Trace
 from penstock.memory.streams import CallerStream, Stream, Ticket
-from penstock.weights import experts as module
-from penstock.weights.experts import Experts
-from penstock.weights.residency import ExpertRoom
-from penstock.weights.waits import Waits
+from penstock.weights.streaming import experts as module
+from penstock.weights.streaming.experts import Experts
+from penstock.weights.streaming.residency import ExpertRoom
+from penstock.weights.streaming.waits import Waits
 from streams import (
     BRIEF,
     LONG,

@@ -18,10 +18,10 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.errors import CheckpointError
 from penstock.base.tiers import Tier
 from penstock.memory.streams import CallerStream
-from penstock.weights import loading
-from penstock.weights.feeder import Feeder, Segment
-from penstock.weights.passage import Rates
-from penstock.weights.residency import Limits, Use, solve
+from penstock.weights.streaming import loading
+from penstock.weights.streaming.feeder import Feeder, Segment
+from penstock.weights.streaming.residency import Limits, Use, solve
+from penstock.weights.streaming.ring import Rates
 from streams import (
     BRIEF,
     LONG,

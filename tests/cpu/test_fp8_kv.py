@@ -22,16 +22,16 @@ from penstock.base.errors import ConfigError
 from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.engine.contexts import LongRoom, long_room
-from penstock.kv.carrier import Carrier, Disk, Send, Streams, chosen_bytes
-from penstock.kv.chosen import sketch_layout
-from penstock.kv.hostpool import HostPool
-from penstock.kv.pool import KVPool
-from penstock.kv.sizes import carrier_bytes
-from penstock.kv.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
+from penstock.kv.movement.carrier import Carrier, Disk, Send, Streams, chosen_bytes
+from penstock.kv.movement.chosen import sketch_layout
+from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.pool import KVPool
+from penstock.kv.movement.sizes import carrier_bytes
+from penstock.kv.movement.tiles import Outbox, Tile, TileRing, from_fp8, to_fp8
 from penstock.memory.streams import CallerStream, Pieces, ThreadStream, Ticket
 from penstock.sched.rules import Limits
 from penstock.step.plan import BlockId, HostBlockId, Order
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 from streams import BRIEF, LONG, Gates, cut_short, no_thread_left, random_delays, within
 
 CPU = torch.device("cpu")

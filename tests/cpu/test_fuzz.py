@@ -21,7 +21,7 @@ import fuzz_transformers as fuzz
 import tiny
 from penstock.arch import families, rope
 from penstock.engine import boot
-from penstock.kv import keys
+from penstock.kv.ledger import keys
 from penstock.models import moe
 from penstock.models.decoder import Decoder
 from penstock.ops import attention, norm

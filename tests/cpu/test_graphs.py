@@ -26,8 +26,8 @@ from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
 from penstock.ops import attention
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.residency import Limits, padded
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.streaming.residency import Limits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program, row_counts, run_counts, why_not
 from penstock.worker.runner import Runner
 from tapes import launched, taped

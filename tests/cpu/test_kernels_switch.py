@@ -13,7 +13,7 @@ import tiny
 from penstock import LLM, SamplingParams
 from penstock.ops import attention, kernels
 from penstock.ops.kernels import kernels_of, plain_torch
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.graphs import why_not
 
 CUDA = torch.device("cuda", 0)

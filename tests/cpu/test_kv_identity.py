@@ -22,15 +22,16 @@ from penstock.base.config import Config
 from penstock.base.errors import CheckpointError
 from penstock.engine import boot
 from penstock.engine.settling import Settled, settle
-from penstock.kv.store import BlockStore
-from penstock.weights import checkpoint as reading
-from penstock.weights import identity
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.identity import Hashing
-from penstock.weights.manifest import MANIFEST, Manifest, parse, piece_digest
-from penstock.weights.pack import Pack
-from penstock.weights.packcache import cached_pack
-from penstock.weights.packing import PackError, write_pack
+from penstock.kv.store.blocks import BlockStore
+from penstock.weights.checkpoint import identity
+from penstock.weights.checkpoint import reader as reading
+from penstock.weights.checkpoint.identity import Hashing
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.cache import cached_pack
+from penstock.weights.pack.manifest import Manifest, parse
+from penstock.weights.pack.reader import Pack
+from penstock.weights.pack.writer import PackError, write_pack
+from penstock.weights.pieces import MANIFEST, piece_digest
 from safetensor_files import flip
 
 CPU = torch.device("cpu")
@@ -371,7 +372,7 @@ def test_weights_are_hashed_while_they_are_loaded(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_written_while_it_is_served_is_checked_again(tmp_path: Path) -> None:
-    from penstock.weights.source import PackSource
+    from penstock.weights.streaming.source import PackSource
 
     with Checkpoint.open(tiny.checkpoint("llama")) as checkpoint:
         write_pack(checkpoint, tmp_path / "pack", "float32")

@@ -16,7 +16,7 @@ from penstock.base.errors import BudgetError
 from penstock.engine.boot import boot
 from penstock.engine.budget import Budget
 from penstock.step.params import Sampling
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.runner import largest_step
 
 ROOT = Path(__file__).resolve().parents[2]

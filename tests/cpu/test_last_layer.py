@@ -12,10 +12,10 @@ from torch import Tensor
 import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import group_layouts, kv_layout
-from penstock.kv.pool import KVPool
+from penstock.kv.movement.pool import KVPool
 from penstock.models import decoder
-from penstock.weights.shape import Shape
-from penstock.weights.stream import Blank
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.stream import Blank
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner, small_steps
 from penstock.worker.sampler import Sampler

@@ -40,9 +40,9 @@ from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineClosedError, RequestError
 from penstock.engine import boot, placing
-from penstock.kv.carrier import Carrier
-from penstock.kv.pool import KVPool
-from penstock.kv.tiles import Outbox, TileRing
+from penstock.kv.movement.carrier import Carrier
+from penstock.kv.movement.pool import KVPool
+from penstock.kv.movement.tiles import Outbox, TileRing
 from penstock.memory import arena
 from streams import no_thread_left
 

@@ -14,9 +14,9 @@ import tiny
 from penstock import LLM, Completion, SamplingParams
 from penstock.base.errors import ConfigError
 from penstock.base.meter import SHARES, MissedStats
-from penstock.kv.chosen import Chosen
-from penstock.kv.hostpool import HostPool
-from penstock.kv.tiles import from_fp8
+from penstock.kv.movement.chosen import Chosen
+from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.tiles import from_fp8
 from penstock.ops.policies import Choice
 
 SETTINGS = {

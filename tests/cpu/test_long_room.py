@@ -18,16 +18,16 @@ from penstock.engine import settling
 from penstock.engine.boot import boot
 from penstock.engine.budget import Demand, divide, least_activations, weights_room
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
-from penstock.kv.chosen import sketch_layout
-from penstock.kv.diskpool import record_bytes
-from penstock.kv.hostpool import HostPool
-from penstock.kv.segments import StoreError, least_cap, sizes
+from penstock.kv.movement.chosen import sketch_layout
+from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.store.segments import StoreError, least_cap, sizes
 from penstock.memory.arena import Arena, PinningError
 from penstock.sched.rules import Limits
 from penstock.step.plan import HostBlockId
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.residency import padded
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import padded
 
 CPU = torch.device("cpu")
 SPEC = Shape.of(dict(SHAPES["100M"])).spec

@@ -19,12 +19,13 @@ import tiny
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.cli.main import main
-from penstock.weights import manifest, packing
-from penstock.weights import pack as reading
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.manifest import MANIFEST, PAGE, PIECE_BYTES, STORE
-from penstock.weights.pack import Pack, in_order
-from penstock.weights.packing import JOURNAL, PackError, write_pack
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack import manifest
+from penstock.weights.pack import reader as reading
+from penstock.weights.pack import writer as packing
+from penstock.weights.pack.reader import Pack, in_order
+from penstock.weights.pack.writer import JOURNAL, PackError, write_pack
+from penstock.weights.pieces import MANIFEST, PAGE, PIECE_BYTES, STORE
 from safetensor_files import flip, sealed
 
 FAMILY_CASES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -233,9 +234,11 @@ KILLS = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
 from penstock.base.errors import CheckpointError
-from penstock.weights import manifest, pack as reading, packing
-from penstock.weights.checkpoint import Checkpoint
-manifest.PIECE_BYTES = reading.PIECE_BYTES = packing.PIECE_BYTES = 16384
+from penstock.weights.pack import manifest
+from penstock.weights.pack import reader as reading
+from penstock.weights.pack import writer as packing
+from penstock.weights.checkpoint.reader import Checkpoint
+pieces.PIECE_BYTES = reading.PIECE_BYTES = packing.PIECE_BYTES = 16384
 reading.THREADS = packing.THREADS = 2
 packing.COMMIT_BYTES = 60000
 model, folder, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -876,10 +879,11 @@ def test_a_large_piece_is_one_request(tmp_path: Path, monkeypatch: pytest.Monkey
 MEASURED = """
 import sys, torch
 from pathlib import Path
-from penstock.weights import pack as reading, packing
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.pack import Pack
-from penstock.weights.packing import write_pack
+from penstock.weights.pack import reader as reading
+from penstock.weights.pack import writer as packing
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.reader import Pack
+from penstock.weights.pack.writer import write_pack
 reading.THREADS = packing.THREADS = 2
 def peak():
     [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

@@ -9,12 +9,13 @@ import pytest
 
 import tiny
 from penstock.base.errors import CheckpointError
-from penstock.weights import manifest, packing
-from penstock.weights import pack as reading
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.manifest import MANIFEST, STORE
-from penstock.weights.pack import Pack
-from penstock.weights.packing import write_pack
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack import manifest
+from penstock.weights.pack import reader as reading
+from penstock.weights.pack import writer as packing
+from penstock.weights.pack.reader import Pack
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import MANIFEST, STORE
 from power import Disk, PowerCut
 
 

@@ -16,12 +16,12 @@ import torch
 import forks
 import tiny
 from penstock.base.errors import CheckpointError, PenstockError
-from penstock.weights import packing
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.manifest import MANIFEST, PAGE, STORE
-from penstock.weights.pack import Pack
-from penstock.weights.packcache import cached_pack, is_pack
-from penstock.weights.packing import JOURNAL, PackError, locked, write_pack
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack import writer as packing
+from penstock.weights.pack.cache import cached_pack, is_pack
+from penstock.weights.pack.reader import Pack
+from penstock.weights.pack.writer import JOURNAL, PackError, locked, write_pack
+from penstock.weights.pieces import MANIFEST, PAGE, STORE
 
 MODEL = "llama"
 
@@ -120,9 +120,9 @@ def test_settings_beside_the_weights_are_the_models_own(tmp_path: Path) -> None:
 PROCESS = """
 import os, signal, sys
 from pathlib import Path
-from penstock.weights import packing
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.packcache import cached_pack
+from penstock.weights.pack import writer as packing
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.cache import cached_pack
 packing.COMMIT_BYTES = 1
 model, directory, kill, stop = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 pieces = []

@@ -17,9 +17,9 @@ from PIL import Image
 
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
-from penstock.cli import plan
+from penstock.cli.commands import plan
+from penstock.cli.commands.plan import MACHINES, parse_disk, parse_operations, parse_rate
 from penstock.cli.main import main
-from penstock.cli.plan import MACHINES, parse_disk, parse_operations, parse_rate
 from penstock.cli.plan_report import ASSUMED, format_count, format_pace, format_seconds
 from penstock.engine.costs import costs_file, keep_costs, read_costs
 

@@ -30,9 +30,9 @@ import tiny
 from far import SETTINGS, Ask, Line, layout_of, lines
 from penstock import LLM
 from penstock.engine import boot
-from penstock.kv import carrier
-from penstock.kv.segments import SegmentFile
-from penstock.kv.store import BlockStore
+from penstock.kv.movement import carrier
+from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.segments import SegmentFile
 from penstock.memory import arena
 from penstock.sched import arrivals
 from penstock.sched.rates import Rates

@@ -30,7 +30,7 @@ from penstock.arch import families
 from penstock.arch.families import Family, read_spec
 from penstock.base.errors import UnsupportedModelError
 from penstock.cli.main import main
-from penstock.weights.pack import Pack
+from penstock.weights.pack.reader import Pack
 
 ROOT = Path(__file__).resolve().parents[2]
 README, ADDING = ROOT / "README.md", ROOT / "docs" / "adding-a-model.md"

@@ -21,21 +21,21 @@ import tiny
 from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, Source, group_layouts, kv_layout
 from penstock.arch.shards import Shard
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
-from penstock.kv.pool import KVPool
+from penstock.kv.movement.pool import KVPool
 from penstock.models import decoder
 from penstock.models.decoder import Decoder
 from penstock.ops.norm import add_rms_norm
 from penstock.step.plan import BlockId, Plan, Row, Share
-from penstock.weights import checkpoint as reading
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.manifest import MANIFEST, STORE
-from penstock.weights.pack import Pack, read_manifest
-from penstock.weights.packing import JOURNAL, PackError, write_pack
-from penstock.weights.passage import Rates
-from penstock.weights.residency import Limits, padded, solve_model
-from penstock.weights.source import CheckpointSource, PackSource
-from penstock.weights.source import Source as Bytes
-from penstock.weights.stream import WeightStream
+from penstock.weights.checkpoint import reader as reading
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.reader import Pack, read_manifest
+from penstock.weights.pack.writer import JOURNAL, PackError, write_pack
+from penstock.weights.pieces import MANIFEST, STORE
+from penstock.weights.streaming.residency import Limits, padded, solve_model
+from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.source import CheckpointSource, PackSource
+from penstock.weights.streaming.source import Source as Bytes
+from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.inputs import InputBuilder
 
 CPU = torch.device("cpu")

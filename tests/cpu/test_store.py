@@ -28,12 +28,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import forks
-from penstock.kv.diskpool import LostKV
-from penstock.kv.journal import ENTRY_BYTES, Item, Journal, Kind
-from penstock.kv.operations import FAILURES, RETRY_SECONDS, Move
-from penstock.kv.seal import Seal
-from penstock.kv.segments import ABOUT, JOURNAL, LOCK, NOTES, SegmentFile, StoreError, StoreLocked, sizes
-from penstock.kv.store import BlockStore, StoreFull
+from penstock.kv.store.blocks import BlockStore, StoreFull
+from penstock.kv.store.diskpool import LostKV
+from penstock.kv.store.journal import ENTRY_BYTES, Item, Journal, Kind
+from penstock.kv.store.operations import FAILURES, RETRY_SECONDS, Move
+from penstock.kv.store.seal import Seal
+from penstock.kv.store.segments import (
+    ABOUT,
+    JOURNAL,
+    LOCK,
+    NOTES,
+    SegmentFile,
+    StoreError,
+    StoreLocked,
+    sizes,
+)
 from penstock.memory.disk import DirectFile
 from penstock.memory.tasks import CalledOff, Task
 from stores import (
@@ -486,7 +495,7 @@ def test_a_tail_without_end_is_not_read(tmp_path: Path) -> None:
 def test_a_journal_of_many_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as store:
         put(store, range(20))
-    monkeypatch.setattr("penstock.kv.journal._STRETCH", 3 * ENTRY_BYTES)
+    monkeypatch.setattr("penstock.kv.store.journal._STRETCH", 3 * ENTRY_BYTES)
     flip(journal(tmp_path), 7 * ENTRY_BYTES + 30)
     with opened(tmp_path) as store:
         assert len(held(store, range(20))) == 19
@@ -1503,7 +1512,7 @@ import os, random, sys, time
 from pathlib import Path
 import numpy as np
 import stores as ts
-from penstock.kv.store import StoreFull
+from penstock.kv.store.blocks import StoreFull
 
 def child(folder, seed):
     rng = random.Random(seed)

@@ -27,10 +27,10 @@ from penstock.base.trace import Trace
 from penstock.engine import boot as booting
 from penstock.engine import placing
 from penstock.memory.device import peak_of
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.manifest import STORE
-from penstock.weights.pack import Pack
-from penstock.weights.packing import write_pack
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.reader import Pack
+from penstock.weights.pack.writer import write_pack
+from penstock.weights.pieces import STORE
 
 SETTINGS = {
     "device": "cpu",

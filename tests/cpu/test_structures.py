@@ -721,7 +721,7 @@ def test_masks_on_logits_and_when_tokens_are_waited_for() -> None:
 
 def test_draws_where_nearly_nothing_is_possible() -> None:
     """As the kernels do it, interpreted."""
-    triton_sampling = pytest.importorskip("penstock.ops.triton_sampling", reason="needs triton")
+    triton_sampling = pytest.importorskip("penstock.ops.triton.sampling", reason="needs triton")
     logits = torch.full((3, 150), -torch.inf)
     logits[0, 140], logits[1, 3], logits[2, [7, 100]] = -1e4, 0.0, torch.tensor([2.0, 2.0])
     for top_k, top_p, min_p in ((0, 0.3, 0.0), (40, 0.9, 0.1)):

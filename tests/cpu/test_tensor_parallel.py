@@ -23,7 +23,7 @@ from penstock.cli.main import main
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.parallel.group import Group
-from penstock.weights.residency import Limits
+from penstock.weights.streaming.residency import Limits
 
 SETTINGS = {
     "device": "cpu",
@@ -137,7 +137,7 @@ def test_a_rank_that_fails_while_it_starts_says_why(tmp_path: Path, monkeypatch:
 FAILING = """
 import os, time
 from penstock.engine import boot
-from penstock.weights.stream import WeightStream
+from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.runner import Runner
 
 def follow(seat, *given, where):

@@ -7,7 +7,7 @@ import pytest
 import penstock.ops.attention
 import penstock.worker.inputs
 from penstock import LLM, SamplingParams
-from penstock.kv.pool import KVPool
+from penstock.kv.movement.pool import KVPool
 from penstock.step.plan import TokenLogprob
 from tiny import checkpoint
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError
 from penstock.base.trace import Trace
-from penstock.kv import tiles as tiles_of_kv
-from penstock.kv.hostpool import HostPool
-from penstock.kv.tiles import Outbox, Tile, TileRing
+from penstock.kv.movement import tiles as tiles_of_kv
+from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.tiles import Outbox, Tile, TileRing
 from penstock.memory.streams import CallerStream, Stream, ThreadStream, Ticket, _memcpy_2d, joined
 from penstock.ops.attention import dense, dense_reference, merge
 from penstock.step.plan import HostBlockId
-from penstock.weights.waits import Waits
+from penstock.weights.streaming.waits import Waits
 from streams import BRIEF, LONG, STRIDE, Gates, cut_short, no_thread_left, random_delays, within
 
 CPU = torch.device("cpu")

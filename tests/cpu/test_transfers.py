@@ -24,13 +24,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from penstock.arch.layout import KVLayout
 from penstock.engine.engine import Engine
-from penstock.kv import transfers as transfers_of_kv
-from penstock.kv.diskpool import LostKV
-from penstock.kv.hostpool import HostPool
-from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
-from penstock.kv.pool import KVPool
-from penstock.kv.segments import SegmentFile
-from penstock.kv.transfers import Transfers
+from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.movement import transfers as transfers_of_kv
+from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.pool import KVPool
+from penstock.kv.movement.transfers import Transfers
+from penstock.kv.store.diskpool import LostKV
+from penstock.kv.store.segments import SegmentFile
 from penstock.memory.disk import ReadError
 from penstock.memory.streams import HostTicket, Pieces, ThreadStream, Ticket
 from penstock.sched.rules import Limits, Name, Names, PrefixRule

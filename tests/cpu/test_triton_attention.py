@@ -22,7 +22,7 @@ if (
 from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
 from penstock.ops.attention import dense_reference
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton_attention import (
+from penstock.ops.triton.attention import (
     DecodeTuning,
     _divided,
     merge_states,
@@ -31,7 +31,7 @@ from penstock.ops.triton_attention import (
     scratch_bytes,
     write_kv,
 )
-from penstock.ops.triton_tiles import fits_tile, fold_tile
+from penstock.ops.triton.tiles import fits_tile, fold_tile
 
 
 class TestPagedDecode:

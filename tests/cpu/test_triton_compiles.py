@@ -91,7 +91,7 @@ print(sampling_kernels()._tokens.cache_key)
 def test_kernels_are_named_anew_where_naming_them_was_interrupted(tmp_path: Path) -> None:
     names = _run("-c", NAMES, "forward", cache=tmp_path).splitlines()
     assert (
-        f"penstock.ops.triton_sampling._tokens {_run('-c', INTERRUPTED, cache=tmp_path).splitlines()[1]}"
+        f"penstock.ops.triton.sampling._tokens {_run('-c', INTERRUPTED, cache=tmp_path).splitlines()[1]}"
         in names
     )
 

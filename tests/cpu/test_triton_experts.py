@@ -29,10 +29,11 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.engine import boot as booting
 from penstock.engine import placing
 from penstock.memory.device import peak_of
-from penstock.ops import experts, triton_experts
+from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
-from penstock.ops.triton_experts import arrange, choose, expert_tuning, most_blocks
-from penstock.weights.stream import WeightStream
+from penstock.ops.triton import experts as triton_experts
+from penstock.ops.triton.experts import arrange, choose, expert_tuning, most_blocks
+from penstock.weights.streaming.stream import WeightStream
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 """Of the largest number; the interpreter truncates to bf16 where a GPU rounds."""

@@ -18,12 +18,12 @@ if (
 
 import tiny
 from paged import pool_views
-from penstock.ops import triton_pointwise
 from penstock.ops.attention import AttentionInputs, Run, attend, write
 from penstock.ops.linear import linear
 from penstock.ops.project import HeadNorms, project, project_reference
-from penstock.ops.triton_attention import write_kv
-from penstock.ops.triton_pointwise import rms_norm, rope_
+from penstock.ops.triton import pointwise as triton_pointwise
+from penstock.ops.triton.attention import write_kv
+from penstock.ops.triton.pointwise import rms_norm, rope_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}

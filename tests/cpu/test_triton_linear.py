@@ -18,7 +18,7 @@ if (
 import tiny
 from penstock.ops.activation import silu_mul
 from penstock.ops.kernels import counters, counting
-from penstock.ops.triton_linear import MOST_ROWS, FewRowsTuning, few_rows, few_rows_tuning
+from penstock.ops.triton.linear import MOST_ROWS, FewRowsTuning, few_rows, few_rows_tuning
 
 TOLERANCE = {
     torch.float32: 2e-6,

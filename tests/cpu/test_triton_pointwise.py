@@ -14,7 +14,7 @@ if (
         "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
     )
 
-from penstock.ops.triton_pointwise import rms_norm, rope_, silu_mul
+from penstock.ops.triton.pointwise import rms_norm, rope_, silu_mul
 
 TOLERANCE = {
     torch.float32: 2e-6,

@@ -19,8 +19,8 @@ if (
 
 from triton.runtime import interpreter
 
-from penstock.ops import triton_sampling
 from penstock.ops.sampling import draw_reference
+from penstock.ops.triton import sampling as triton_sampling
 
 NEAR = 1e-6
 """By how much sums of float32 exponentials may differ, of a whole."""

@@ -19,8 +19,8 @@ from penstock.arch.spec import RopeKind, RopeSpec
 from penstock.ops import steps
 from penstock.ops.activation import silu_mul
 from penstock.ops.rope import RotaryAngles
-from penstock.ops.triton_linear import one_row
-from penstock.ops.triton_steps import likeliest, place
+from penstock.ops.triton.linear import one_row
+from penstock.ops.triton.steps import likeliest, place
 
 TOLERANCE = {
     torch.float32: 2e-6,

@@ -30,11 +30,11 @@ from penstock.base.errors import DeviceError
 from penstock.bench.shapes import SHAPES
 from penstock.engine import team
 from penstock.engine.team import Collectives
-from penstock.ops import triton_sums
 from penstock.ops.norm import rms_norm
-from penstock.ops.triton_sums import Shared, sum_over_ranks, sum_rms_norm, window_bytes
+from penstock.ops.triton import sums as triton_sums
+from penstock.ops.triton.sums import Shared, sum_over_ranks, sum_rms_norm, window_bytes
 from penstock.parallel.group import Group
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 from streams import LONG
 
 Case = Callable[[Group], None]

@@ -13,13 +13,16 @@ pytest.importorskip("triton")
 import triton
 
 from penstock.arch.spec import RopeSpec
-from penstock.ops import steps, triton_attention, triton_linear, triton_pointwise
+from penstock.ops import steps
 from penstock.ops.kernels import counting, early_launches
 from penstock.ops.rope import RotaryAngles
-from penstock.ops.triton_attention import paged_decode
-from penstock.ops.triton_linear import few_rows, one_row, suits_few_rows
-from penstock.ops.triton_pointwise import project, rms_norm
-from penstock.ops.triton_steps import likeliest, place
+from penstock.ops.triton import attention as triton_attention
+from penstock.ops.triton import linear as triton_linear
+from penstock.ops.triton import pointwise as triton_pointwise
+from penstock.ops.triton.attention import paged_decode
+from penstock.ops.triton.linear import few_rows, one_row, suits_few_rows
+from penstock.ops.triton.pointwise import project, rms_norm
+from penstock.ops.triton.steps import likeliest, place
 
 DEVICE = torch.device("cuda")
 

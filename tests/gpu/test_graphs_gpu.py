@@ -23,11 +23,12 @@ from penstock.bench.shapes import SHAPES
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.memory.device import give_back
-from penstock.ops import triton_attention, triton_linear
+from penstock.ops.triton import attention as triton_attention
+from penstock.ops.triton import linear as triton_linear
 from penstock.step.plan import Plan
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.residency import Limits, padded
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import Limits, padded
 from penstock.worker.graphs import DecodeGraphs, why_not
 from penstock.worker.runner import Runner
 

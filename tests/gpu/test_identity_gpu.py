@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock import LLM, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
-from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.checkpoint.reader import Checkpoint
 from safetensor_files import flip
 
 PROMPTS = [[*range(20, 20 + length)] for length in (3, 17, 40)]

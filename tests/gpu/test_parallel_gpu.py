@@ -16,7 +16,7 @@ from penstock import LLM, SamplingParams
 from penstock.base.errors import DeviceError, EngineClosedError
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
-from penstock.weights.residency import Limits
+from penstock.weights.streaming.residency import Limits
 from streams import LONG, within
 
 pytestmark = pytest.mark.skipif(

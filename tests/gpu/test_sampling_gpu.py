@@ -8,7 +8,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.ops.sampling import draw, draw_reference, wishes
-from penstock.ops.triton_sampling import draw as draw_kernel
+from penstock.ops.triton.sampling import draw as draw_kernel
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share
 from penstock.worker.sampler import Sampler

@@ -19,12 +19,12 @@ from penstock.base.trace import Trace
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.memory.streams import CudaStream, Stream, Ticket
-from penstock.weights import stream as streaming
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.passage import Rates
-from penstock.weights.residency import Limits, Use, padded, solve
-from penstock.weights.source import RandomSource
-from penstock.weights.stream import WeightStream
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.streaming import stream as streaming
+from penstock.weights.streaming.residency import Limits, Use, padded, solve
+from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.source import RandomSource
+from penstock.weights.streaming.stream import WeightStream
 
 CUDA = torch.device("cuda")
 LATE = 20_000_000

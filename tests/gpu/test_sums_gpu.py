@@ -20,7 +20,7 @@ from penstock.engine.team import Collectives
 from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs two GPUs; there are {torch.cuda.device_count()}"

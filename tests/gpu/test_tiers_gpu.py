@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import tiny
 from penstock import LLM, Completion, SamplingParams
-from penstock.kv import carrier
+from penstock.kv.movement import carrier
 from penstock.memory.streams import CudaStream, Pieces, Stream, ThreadStream
 from penstock.models.decoder import Decoder
 from penstock.sched import arrivals

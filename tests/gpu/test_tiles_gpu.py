@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import KVLayout
-from penstock.kv import tiles as tiles_of_kv
-from penstock.kv.hostpool import HostPool
-from penstock.kv.tiles import Outbox, Tile, TileRing
+from penstock.kv.movement import tiles as tiles_of_kv
+from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.tiles import Outbox, Tile, TileRing
 from penstock.memory.streams import CudaStream, Pieces
 from penstock.step.plan import HostBlockId
 

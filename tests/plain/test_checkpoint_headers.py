@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DiskFile
-from penstock.weights.generation import GenerationDefaults, read_generation
+from penstock.weights.checkpoint.generation import GenerationDefaults, read_generation
+from penstock.weights.checkpoint.safetensors import MAX_HEADER_BYTES, TensorEntry, parse_header, read_header
+from penstock.weights.checkpoint.shards import INDEX, SINGLE, Shards
 from penstock.weights.jsonfile import parse_object, read_object
-from penstock.weights.safetensors import MAX_HEADER_BYTES, TensorEntry, parse_header, read_header
-from penstock.weights.shards import INDEX, SINGLE, Shards
 from safetensor_files import entry, sealed, write_tensors
 
 A, B = entry("F32", [2, 3], 0, 24), entry("BF16", [4], 24, 32)

@@ -16,10 +16,10 @@ import pytest
 from penstock import __version__
 from penstock.api.outputs import Delta
 from penstock.base.errors import PenstockError
-from penstock.cli import chat, pack, plan, run
+from penstock.cli.commands import chat, pack, plan, run
+from penstock.cli.commands.run import Screen
 from penstock.cli.main import COMMANDS, main, root
 from penstock.cli.prompt import SHIPPED_MODEL, Prompt, model_and_prompt
-from penstock.cli.run import Screen
 from penstock.step.request import FinishReason
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -58,8 +58,8 @@ def test_nothing_heavy_is_imported_for(code: int, arguments: list[str]) -> None:
 
 def test_only_the_command_that_is_called_is_imported() -> None:
     code = (
-        "import sys; from penstock.cli.main import main; main(['--help']); sys.exit('penstock.cli.run' in "
-        "sys.modules)"
+        "import sys; from penstock.cli.main import main; main(['--help']); "
+        "sys.exit('penstock.cli.commands.run' in sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],

@@ -17,11 +17,11 @@ from unittest.mock import patch
 import click
 import pytest
 
-from penstock.cli import run, serve
 from penstock.cli.command import Session
+from penstock.cli.commands import run, serve
+from penstock.cli.commands.serve import api_keys
 from penstock.cli.configfile import all_commands, read, settable
 from penstock.cli.main import COMMANDS, main, root
-from penstock.cli.serve import api_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

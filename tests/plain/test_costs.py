@@ -11,7 +11,7 @@ from penstock.arch.families import family_of, read_spec
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.base.errors import ConfigError
 from penstock.bench.shapes import LAYERS_OF, SHAPES
-from penstock.cli.plan import MACHINES, kept_costs, machine_of, settle
+from penstock.cli.commands.plan import MACHINES, kept_costs, machine_of, settle
 from penstock.engine.costs import (
     DecodeCosts,
     PromptCosts,
@@ -23,8 +23,8 @@ from penstock.engine.costs import (
 )
 from penstock.engine.forecast import Machine, Work, forecast
 from penstock.engine.passes import UseWork, decode_step, pass_work, prompt_step
-from penstock.weights.passage import Rates
-from penstock.weights.residency import pass_order
+from penstock.weights.streaming.residency import pass_order
+from penstock.weights.streaming.ring import Rates
 
 ONE = DecodeCosts(1, step=1e-5, layer=2e-5, moe_layer=4e-5, weight_read=4e12, expert_read=3e12, kv_read=2e12)
 FOUR = DecodeCosts(4, step=3e-5, layer=4e-5, moe_layer=6e-5, weight_read=2e12, expert_read=1e12, kv_read=1e12)

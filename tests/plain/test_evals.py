@@ -15,7 +15,7 @@ from PIL import Image
 
 from penstock.api.text import Tokenizer
 from penstock.base.errors import ConfigError, RequestError
-from penstock.cli import eval as cli
+from penstock.cli.commands import eval as cli
 from penstock.cli.main import main
 from penstock.cli.prompt import SHIPPED_MODEL
 from penstock.evals import phrases

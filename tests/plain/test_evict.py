@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.bench.trace import Clairvoyant, Fifo, Learned, LeastRecent, Offered, SecondUse, replay
 from penstock.bench.workloads import generate
-from penstock.kv.evict import Eviction, Lru, Prospect, Returns
-from penstock.kv.shadows import Expert, Shadows, _Fifo, _Lru, _SecondUse
+from penstock.kv.ledger.evict import Eviction, Lru, Prospect, Returns
+from penstock.kv.ledger.shadows import Expert, Shadows, _Fifo, _Lru, _SecondUse
 
 THOROUGH = "PENSTOCK_THOROUGH" in os.environ
 MAKES: list[Callable[[], Eviction[int]]] = [

@@ -28,8 +28,8 @@ from penstock.engine.forecast import (
     forecast,
     gains,
 )
-from penstock.weights.passage import Link, Rates
-from penstock.weights.residency import padded
+from penstock.weights.streaming.residency import padded
+from penstock.weights.streaming.ring import Link, Rates
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]

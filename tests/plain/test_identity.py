@@ -15,9 +15,9 @@ import pytest
 
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import DiskFile, FileStamp
-from penstock.weights import identity
-from penstock.weights.identity import MEMORY, STEP_BYTES, Digests, Hashing, Memory
-from penstock.weights.manifest import PIECE_BYTES
+from penstock.weights.checkpoint import identity
+from penstock.weights.checkpoint.identity import MEMORY, STEP_BYTES, Digests, Hashing, Memory
+from penstock.weights.pieces import PIECE_BYTES
 from safetensor_files import flip
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv import keys
-from penstock.kv.keys import KEY_BYTES, block_key, root_key
+from penstock.kv.ledger import keys
+from penstock.kv.ledger.keys import KEY_BYTES, block_key, root_key
 from penstock.sched.rules import PrefixRule
 
 PINNED = (
@@ -22,7 +22,7 @@ PINNED = (
 )
 """Journals on disk name blocks by these: if they change, every stored block is lost."""
 CHAIN = """
-from penstock.kv.keys import block_key, root_key
+from penstock.kv.ledger.keys import block_key, root_key
 root = root_key(b"model", "float32", 32)
 first = block_key(root, [0, 1, 2, 3])
 second = block_key(first, [151643, 2**32 - 1])

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.step.plan import BlockId, HostBlockId
 
 A, B, C, D, E = (bytes([letter]) * 16 for letter in b"abcde")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import CheckpointError
-from penstock.weights.links import expect_inside
+from penstock.weights.checkpoint.links import expect_inside
 
 
 @pytest.fixture

@@ -15,22 +15,18 @@ from penstock.arch.families import family_of, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.errors import CheckpointError
-from penstock.weights.manifest import (
-    DIGEST_BYTES,
+from penstock.weights.pack.manifest import (
     MAX_MANIFEST_BYTES,
-    PAGE,
-    PIECE_BYTES,
     FieldPlace,
     Manifest,
     Run,
     decoded,
     encoded,
-    join_digests,
     parse,
-    piece_digest,
     place,
     seal,
 )
+from penstock.weights.pieces import DIGEST_BYTES, PAGE, PIECE_BYTES, join_digests, piece_digest
 
 CONFIG = {
     "model_type": "mixtral",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.rates import Curve, Line, Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Event, Scheduler

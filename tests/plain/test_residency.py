@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.base.errors import BudgetError
 from penstock.base.tiers import Tier
-from penstock.weights.passage import Link, Rates, RingLayout, Wait, lay_pieces, lay_ring
-from penstock.weights.residency import (
+from penstock.weights.streaming.residency import (
     ExpertRoom,
     Limits,
     Placement,
@@ -22,6 +21,7 @@ from penstock.weights.residency import (
     solve_mixture,
     spread,
 )
+from penstock.weights.streaming.ring import Link, Rates, RingLayout, Wait, lay_pieces, lay_ring
 
 UNIT = 256
 GIB = 1 << 30

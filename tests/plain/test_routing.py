@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.keys import block_keys, root_key
+from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.server.fleet.routing import Affinity
 
 ROOT, SIZE = root_key(b""), 4

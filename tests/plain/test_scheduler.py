@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import RequestError
-from penstock.kv.ledger import BlockLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger, HostLedger
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kv.seal import SEAL_BYTES, SECRET, Seal, SecretError, key_id, sealed_identity, secret_in
+from penstock.kv.store.seal import SEAL_BYTES, SECRET, Seal, SecretError, key_id, sealed_identity, secret_in
 
 MINE, OTHERS, KEY = bytes(range(32)), bytes(range(1, 33)), bytes(range(16))
 DATA = bytearray(range(256)) * 64

@@ -16,7 +16,8 @@ from penstock.arch.layout import GroupLayout, Source, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Held, Shard, cut, held, local_spec
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
-from penstock.weights.manifest import DIGEST_BYTES, Manifest, parse, place, seal
+from penstock.weights.pack.manifest import Manifest, parse, place, seal
+from penstock.weights.pieces import DIGEST_BYTES
 
 MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11, "mlp_only_layers": [1]}
 MODELS: dict[str, dict[str, object]] = {

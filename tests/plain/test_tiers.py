@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Names
 from penstock.sched.tiers import Tiers

@@ -25,7 +25,7 @@ from penstock.bench.trace import (
     read,
     replay,
 )
-from penstock.cli import bench
+from penstock.cli.commands import bench
 from penstock.cli.main import main
 
 # -- against a reference on tiny traces

@@ -30,10 +30,10 @@ from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.step.plan import RequestId
 from penstock.step.request import FinishReason
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.loading import Loading
-from penstock.weights.pack import Pack
-from penstock.weights.packcache import is_pack
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.cache import is_pack
+from penstock.weights.pack.reader import Pack
+from penstock.weights.streaming.loading import Loading
 
 SHIPPED_MODEL = Path(__file__).parent.parent / "shipped"
 """The checkpoint that comes with the package."""

@@ -14,7 +14,7 @@ from penstock.api.messages import conversation
 from penstock.api.processes import Pool, Process, serve
 from penstock.api.rendering import Template
 from penstock.base.errors import CheckpointError, PenstockError, RequestError
-from penstock.weights.links import expect_inside
+from penstock.weights.checkpoint.links import expect_inside
 
 MOST_BYTES = 256 << 20
 """Of a tokenizer's file; the largest in use have some 35 MiB."""

@@ -15,13 +15,13 @@ to try.
             Closed                    parallel/channel.py
         StepMemoryError
         EngineClosedError
-        StoreError                    kv/segments.py
-            StoreLocked               kv/segments.py
-            StoreFull                 kv/store.py
-        LostKV                        kv/diskpool.py
-        SecretError                   kv/seal.py
+        StoreError                    kv/store/segments.py
+            StoreLocked               kv/store/segments.py
+            StoreFull                 kv/store/blocks.py
+        LostKV                        kv/store/diskpool.py
+        SecretError                   kv/store/seal.py
         ReadError                     memory/disk.py
-        PackError                     weights/packing.py
+        PackError                     weights/pack/writer.py
         BusyError                     server/desk.py
         DeadlineError                 server/desk.py
         FieldError                    server/wire/requests.py

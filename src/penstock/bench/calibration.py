@@ -28,8 +28,8 @@ from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt
 from penstock.engine.placing import Override, Say
 from penstock.memory.device import device_name, give_back
 from penstock.memory.probe import copy_rate, matmul_rate, memory_copy, memory_read
-from penstock.weights.residency import Limits, padded, pass_order
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import Limits, padded, pass_order
 
 ROWS = (1, 4, 16, 64, 256)
 CONTEXTS = (64, 2048, 16384)

@@ -31,7 +31,7 @@ from penstock.memory.probe import (
     memory_read,
 )
 from penstock.ops.kernels import kernels_of
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.shape import Shape
 
 _HOST_SHARE = 0.8
 """Of the free host memory, as room for weights that do not fit on a device beside it."""

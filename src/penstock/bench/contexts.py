@@ -26,11 +26,11 @@ from penstock.engine.boot import Booted, boot
 from penstock.engine.budget import KV_PART, usual_activations
 from penstock.engine.placing import Override, Say, host_room
 from penstock.engine.settling import choose_dtype, choose_limits, device_budget
-from penstock.kv.diskpool import record_bytes
+from penstock.kv.store.diskpool import record_bytes
 from penstock.memory.device import choose_device, device_name, give_back, total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.residency import padded
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.streaming.residency import padded
 
 _SHORTEST = 4096
 """Tokens of the first of the usual contexts; each further one is twice as long."""

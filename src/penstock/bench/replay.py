@@ -33,13 +33,13 @@ from penstock.bench.trace import Recorded, requests
 from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override, Say
 from penstock.engine.settling import choose_dtype
-from penstock.kv.diskpool import record_bytes
+from penstock.kv.store.diskpool import record_bytes
 from penstock.memory.device import choose_device, device_name, give_back
 from penstock.sched.rules import Limits
 from penstock.sched.scheduler import Scheduler
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId
-from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.checkpoint.reader import Checkpoint
 
 TRACE_BLOCK = 512
 """Tokens of a block when the trace was recorded."""

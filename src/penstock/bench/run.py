@@ -28,10 +28,10 @@ from penstock.engine.placing import Override, Say, host_room
 from penstock.engine.settling import choose_dtype, choose_limits
 from penstock.memory.device import choose_device, device_name, give_back
 from penstock.memory.probe import matmul_rate, memory_read
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.residency import HOST_SLOTS, PIECE, Limits
-from penstock.weights.shape import Shape
-from penstock.weights.source import Source
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.residency import HOST_SLOTS, PIECE, Limits
+from penstock.weights.streaming.source import Source
 
 _CONTEXT = 2048
 """Prompt tokens where none were asked for and the model has room for as many."""

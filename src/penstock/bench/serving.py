@@ -31,7 +31,7 @@ from penstock.memory.device import choose_device, device_name, give_back
 from penstock.memory.probe import matmul_rate, memory_read
 from penstock.step.params import Sampling
 from penstock.step.plan import RequestId
-from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.checkpoint.reader import Checkpoint
 
 _WARM = 8
 """Requests of the shortest kind that are served first and not counted."""

@@ -19,8 +19,8 @@ from penstock.base.units import format_rate, format_size
 from penstock.bench.bound import Bound
 from penstock.engine.boot import Booted
 from penstock.memory.disk import DirectFile, ReadError
-from penstock.weights.residency import PIECE, padded
-from penstock.weights.source import RandomSource, Source
+from penstock.weights.streaming.residency import PIECE, padded
+from penstock.weights.streaming.source import RandomSource, Source
 
 
 class _Scratch:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.rules import Name, Names
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route

@@ -18,9 +18,9 @@ from penstock.base.errors import PenstockError
 from penstock.cli.command import CONTEXT, Session, config_option, debug_option
 from penstock.cli.terminal import one_line, say
 
-# NAME is penstock.cli.NAME.command, imported when it is called or asked for its own help. So `penstock
-# --help` takes 0.06 s, half of it click's; torch, which run and chat need once their arguments are known to
-# be right, takes 1.2 s on two cores.
+# NAME is penstock.cli.commands.NAME.command, imported when it is called or asked for its own help. So
+# `penstock --help` takes 0.06 s, half of it click's; torch, which run and chat need once their arguments are
+# known to be right, takes 1.2 s on two cores.
 COMMANDS = {
     "run": "Continue a prompt, or answer it with --chat.",
     "chat": "Talk with a model in the terminal.",
@@ -56,7 +56,7 @@ class Root(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = import_module(f"penstock.cli.{cmd_name}").command
+        command = import_module(f"penstock.cli.commands.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -15,7 +15,7 @@ from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.costs import StepCosts
 from penstock.engine.forecast import PROCESS, Forecast, Gain, Pace, gains
-from penstock.weights.passage import Link
+from penstock.weights.streaming.ring import Link
 
 ASSUMED = "assumed"
 WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}

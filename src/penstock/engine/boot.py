@@ -34,13 +34,13 @@ from penstock.engine.team import (
     share_threads,
     team_config,
 )
-from penstock.kv.carrier import Carrier, Streams
-from penstock.kv.keys import root_key
-from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
-from penstock.kv.pool import KVPool
-from penstock.kv.seal import secret_in
-from penstock.kv.segments import StoreLocked
-from penstock.kv.store import BlockStore
+from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.keys import root_key
+from penstock.kv.movement.carrier import Carrier, Streams
+from penstock.kv.movement.pool import KVPool
+from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.seal import secret_in
+from penstock.kv.store.segments import StoreLocked
 from penstock.memory.device import choose_device, give_back, library_buffers, lift_cap, peak_of, shortage
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
@@ -50,12 +50,12 @@ from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.loading import Loading, counted
-from penstock.weights.residency import padded
-from penstock.weights.shape import Shape
-from penstock.weights.stream import Blank, WeightStream
-from penstock.weights.waits import Waits
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.loading import Loading, counted
+from penstock.weights.streaming.residency import padded
+from penstock.weights.streaming.stream import Blank, WeightStream
+from penstock.weights.streaming.waits import Waits
 from penstock.worker.ahead import compile_ahead, prepare
 from penstock.worker.graphs import begins_early, graph_bytes, why_not
 from penstock.worker.inputs import InputBuilder

@@ -8,7 +8,7 @@ from penstock.arch.layout import GroupKind, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
-from penstock.weights.residency import HOST_SLOTS, padded, piece_of
+from penstock.weights.streaming.residency import HOST_SLOTS, padded, piece_of
 
 LEAST_TOKENS = 2048
 """KV that is worth streaming some weights for, where nobody asked for a length."""

@@ -12,11 +12,11 @@ from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
 from penstock.engine.placing import host_room
-from penstock.kv.carrier import Disk, chosen_bytes, staging_bytes
-from penstock.kv.chosen import Policies, sketch_layout
-from penstock.kv.diskpool import record_bytes
-from penstock.kv.segments import least_cap
-from penstock.kv.sizes import carrier_bytes, usual_tile
+from penstock.kv.movement.carrier import Disk, chosen_bytes, staging_bytes
+from penstock.kv.movement.chosen import Policies, sketch_layout
+from penstock.kv.movement.sizes import carrier_bytes, usual_tile
+from penstock.kv.store.diskpool import record_bytes
+from penstock.kv.store.segments import least_cap
 from penstock.memory.device import free_memory, total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of

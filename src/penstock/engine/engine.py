@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.base.errors import DeviceError, EngineClosedError, StepMemoryError
 from penstock.base.garbage import no_collection
 from penstock.base.meter import Direction, KVStats, MissedStats, Passes, TierStats
-from penstock.kv.diskpool import LostKV
+from penstock.kv.store.diskpool import LostKV
 from penstock.sched.scheduler import Event, Scheduler
 from penstock.step.params import Sampling
 from penstock.step.plan import Landed, Outcome, Plan, RequestId, Route, Step
 from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:
-    from penstock.kv.carrier import Carrier
+    from penstock.kv.movement.carrier import Carrier
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5.0

@@ -33,9 +33,17 @@ from penstock.engine.budget import (
 )
 from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
-from penstock.kv.sizes import carrier_bytes, usual_tile
-from penstock.weights.passage import Link, Rates
-from penstock.weights.residency import ExpertRoom, Limits, Placement, padded, pass_order, predict, solve_model
+from penstock.kv.movement.sizes import carrier_bytes, usual_tile
+from penstock.weights.streaming.residency import (
+    ExpertRoom,
+    Limits,
+    Placement,
+    padded,
+    pass_order,
+    predict,
+    solve_model,
+)
+from penstock.weights.streaming.ring import Link, Rates
 
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)

@@ -17,14 +17,22 @@ from penstock.base.units import format_rate, format_size, parse_size
 from penstock.engine.budget import GROWTH, cpu_ring
 from penstock.memory.device import free_memory, give_back, total_memory
 from penstock.memory.probe import copy_rate, file_read, memory_read
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.loading import Progress
-from penstock.weights.pack import Pack
-from penstock.weights.packcache import cached_pack
-from penstock.weights.passage import Rates
-from penstock.weights.residency import ExpertRoom, Limits, Placement, Use, padded, solve, solve_model
-from penstock.weights.shape import Shape
-from penstock.weights.source import CheckpointSource, PackSource, RandomSource, Source
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.cache import cached_pack
+from penstock.weights.pack.reader import Pack
+from penstock.weights.streaming.loading import Progress
+from penstock.weights.streaming.residency import (
+    ExpertRoom,
+    Limits,
+    Placement,
+    Use,
+    padded,
+    solve,
+    solve_model,
+)
+from penstock.weights.streaming.ring import Rates
+from penstock.weights.streaming.source import CheckpointSource, PackSource, RandomSource, Source
 
 Model = Checkpoint | Pack | Shape
 Say = Callable[[str], None]

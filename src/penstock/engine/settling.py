@@ -27,9 +27,9 @@ from penstock.memory.device import (
     total_memory,
 )
 from penstock.sched.rules import Limits
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.pack import Pack
-from penstock.weights.residency import padded
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.reader import Pack
+from penstock.weights.streaming.residency import padded
 
 
 @dataclass(frozen=True, slots=True)

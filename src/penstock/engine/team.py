@@ -21,9 +21,9 @@ from penstock.memory.device import choose_device
 from penstock.memory.windows import Window
 from penstock.ops.kernels import sum_kernels
 from penstock.ops.norm import add_rms_norm
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.pack import Pack
-from penstock.weights.shape import Shape
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.pack.reader import Pack
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.group import Group

@@ -25,35 +25,35 @@ if TYPE_CHECKING:
 
 
 def pointwise_kernels() -> ModuleType | None:
-    return _kernels("triton_pointwise")
+    return _kernels("pointwise")
 
 
 def attention_kernels() -> ModuleType | None:
-    return _kernels("triton_attention")
+    return _kernels("attention")
 
 
 def step_kernels() -> ModuleType | None:
-    return _kernels("triton_steps")
+    return _kernels("steps")
 
 
 def linear_kernels() -> ModuleType | None:
-    return _kernels("triton_linear")
+    return _kernels("linear")
 
 
 def expert_kernels() -> ModuleType | None:
-    return _kernels("triton_experts")
+    return _kernels("experts")
 
 
 def tile_kernels() -> ModuleType | None:
-    return _kernels("triton_tiles")
+    return _kernels("tiles")
 
 
 def sampling_kernels() -> ModuleType | None:
-    return _kernels("triton_sampling")
+    return _kernels("sampling")
 
 
 def sum_kernels() -> ModuleType | None:
-    return _kernels("triton_sums")
+    return _kernels("sums")
 
 
 def _kernels(name: str) -> ModuleType | None:
@@ -66,7 +66,7 @@ def _loaded(name: str) -> ModuleType | None:
     """None where Triton is not installed: then the plain-torch references do the work."""
     if find_spec("triton") is None:
         return None
-    module = importlib.import_module(f"penstock.ops.{name}")
+    module = importlib.import_module(f"penstock.ops.triton.{name}")
     _name_all(module)
     return module
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
 
-from penstock.kv.ledger import BlockLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger, HostLedger
 from penstock.sched.rules import Limits, Names, PrefixRule, names_of
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import HostBlockId, Route, Transfer, TransferId

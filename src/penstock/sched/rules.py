@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.kv.keys import block_keys, root_key
+from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.step.request import Request
 
 

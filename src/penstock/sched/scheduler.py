@@ -18,7 +18,7 @@ from math import inf
 from time import monotonic
 
 from penstock.base.errors import LengthError, RequestError
-from penstock.kv.ledger import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.needs import Needs
 from penstock.sched.proofs import prove_kv, prove_plan, prove_rows

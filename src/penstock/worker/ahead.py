@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupKind, GroupLayout, KVLayout
 from penstock.arch.spec import ModelSpec
-from penstock.kv.pool import KVPool
+from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import send
 from penstock.ops.attention import reads_pages
 from penstock.ops.kernels import attention_kernels, early_launches, linear_kernels, noted, pointwise_kernels

@@ -34,7 +34,7 @@ from torch import Tensor
 from penstock.arch.layout import GroupId
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.base.garbage import no_collection
-from penstock.kv.pool import KVPool
+from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import give_back
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
@@ -44,7 +44,7 @@ from penstock.ops.rope import RotaryAngles
 from penstock.ops.runs import suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
 from penstock.step.plan import Plan, Share
-from penstock.weights.stream import WeightStream
+from penstock.weights.streaming.stream import WeightStream
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.arch.spec import ModelSpec, RopeKind
-from penstock.kv.carrier import Send
-from penstock.kv.chosen import Reader
-from penstock.kv.tiles import Tile
+from penstock.kv.movement.carrier import Send
+from penstock.kv.movement.chosen import Reader
+from penstock.kv.movement.tiles import Tile
 from penstock.memory.device import send
 from penstock.models.inputs import StepInputs
 from penstock.ops.attention import (

@@ -32,7 +32,7 @@ from time import monotonic
 from typing import Protocol, TypeVar
 
 from penstock.base.errors import DeviceError
-from penstock.kv.carrier import Carrier
+from penstock.kv.movement.carrier import Carrier
 from penstock.memory.tasks import Task, Workers
 from penstock.parallel.codec import Codec
 from penstock.parallel.group import Group

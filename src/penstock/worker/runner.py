@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import StepMemoryError
-from penstock.kv.carrier import Carrier
-from penstock.kv.pool import KVPool
+from penstock.kv.movement.carrier import Carrier
+from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import Heap, give_back, lift_cap, shortage
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
@@ -30,7 +30,7 @@ from penstock.step.plan import (
     Share,
     TokenLogprob,
 )
-from penstock.weights.stream import WeightStream
+from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import ROW_KEYS, InputBuilder, StepTensors
 from penstock.worker.sampler import Drawn, Sampler

@@ -18,12 +18,12 @@ from penstock.base.errors import EngineClosedError, LengthError, PenstockError, 
 from penstock.base.meter import MissedStats, Passes
 from penstock.engine.boot import Booted
 from penstock.engine.engine import Stats
-from penstock.kv.keys import block_keys, root_key
+from penstock.kv.ledger.keys import block_keys, root_key
 from penstock.sched.rules import Limits
 from penstock.server.desk import Desk
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
-from penstock.weights.generation import GenerationDefaults
+from penstock.weights.checkpoint.generation import GenerationDefaults
 
 _ROOT = root_key(b"which replica")
 """Of the keys by which prompts are told apart. Where they are compared there is one model."""

@@ -1,0 +1,333 @@
+"""`penstock plan`: where a model's weights would rest on a machine, and how fast it would run there. Neither
+has to be here."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from penstock.arch.families import TensorNames, family_of, read_spec
+from penstock.arch.spec import ModelSpec
+from penstock.base.config import CACHE, DTYPES
+from penstock.base.errors import CheckpointError, ConfigError
+from penstock.base.units import parse_size
+from penstock.bench.shapes import SHAPES
+from penstock.cli.command import Command, debug_option, option
+from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
+from penstock.cli.terminal import one_line, say
+from penstock.engine.costs import costs_file, read_costs
+from penstock.engine.forecast import Machine, Work, forecast
+from penstock.weights.jsonfile import read_object
+from penstock.weights.streaming.ring import Rates
+
+MACHINE, WORK, OUTPUT = "Machine", "Work", "Output"
+EXAMPLES = """
+  penstock plan ./my-model                       on this machine, at usual rates
+  penstock plan ./my-model --machine desktop-24 --picture plan.png
+  penstock plan ./my-model --device-memory 16GiB --host-memory 100GiB --disk-rate 3GB/s
+  penstock plan 8B --machine laptop --batch 4 --context 2048 --json
+"""
+GIB = 1 << 30
+MAX_CONFIG_BYTES = 10_000_000
+_COUNT = click.IntRange(min=1)
+_OPERATIONS = re.compile(
+    r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]?)\s*(?:flops|flop/s)?\s*", re.IGNORECASE | re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A machine by name. `about`: what it is, of which the figures are what an engine may take and what is
+    reached, not what is printed on the box. `step_tokens`: the usual step of its device."""
+
+    about: str
+    device_memory: int
+    host_memory: int
+    link_rate: float
+    disk_rate: float
+    device_read: float
+    compute: float
+    step_tokens: int = 8192
+    costs: str | None = None
+    """The file beside this one that has its costs of steps, as `penstock doctor` measured them there."""
+
+
+MACHINES: Mapping[str, Known] = {
+    "laptop": Known(
+        "8 GB GPU on PCIe 4 x8, 32 GiB of memory, PCIe 3 NVMe", 7 * GIB, 24 * GIB, 13e9, 3e9, 230e9, 25e12
+    ),
+    "desktop-16": Known(
+        "16 GB card on PCIe 5 x16, 64 GiB of memory, PCIe 5 NVMe",
+        14 * GIB,
+        48 * GIB,
+        50e9,
+        7e9,
+        860e9,
+        100e12,
+    ),
+    "desktop-24": Known(
+        "24 GB card on PCIe 4 x16, 128 GiB of memory, PCIe 4 NVMe",
+        21 * GIB,
+        100 * GIB,
+        25e9,
+        5e9,
+        920e9,
+        150e12,
+    ),
+    "h100": Known(
+        "one H100 on PCIe 5 x16, 125 GiB of memory, virtual disk, as measured",
+        70 * GIB,
+        100 * GIB,
+        54e9,
+        2.5e9,
+        3.0e12,
+        750e12,
+        16384,
+        "h100.json",
+    ),
+    "h200": Known(
+        "one H200 on PCIe 5 x16, 125 GiB of memory, virtual disk, as measured",
+        125 * GIB,
+        100 * GIB,
+        54e9,
+        2.5e9,
+        4.2e12,
+        750e12,
+        16384,
+        "h200.json",
+    ),
+    "cpu": Known("16 cores, 64 GiB of DDR5, PCIe 4 NVMe; no GPU", 48 * GIB, 0, 25e9, 5e9, 60e9, 1e12, 512),
+}
+"""The GPU is taken nine tenths of, the host memory what a system in use leaves. Where the device is the CPU
+it is host memory itself, of which no more is there, and the link a copy within it."""
+USUAL = "desktop-24"
+"""Whose rates hold where no others are given."""
+
+
+@click.command(cls=Command, examples=EXAMPLES)
+@click.argument("model")
+@option(
+    MACHINE,
+    "--machine",
+    type=click.Choice(list(MACHINES)),
+    help="A usual machine, or the H200 of the results. [this one]",
+)
+@option(MACHINE, "--device-memory", metavar="SIZE", help="What the engine may take on the device: 16GiB.")
+@option(MACHINE, "--host-memory", metavar="SIZE", help="What it may take in host memory: 100GiB.")
+@option(MACHINE, "--link-rate", metavar="RATE", help="From host memory to the device: 54GB/s.")
+@option(MACHINE, "--disk-rate", metavar="RATE", help="From disk to host memory: 3GB/s; none or 0: no disk.")
+@option(MACHINE, "--device-read", metavar="RATE", help="Of the device's own memory: 4TB/s.")
+@option(MACHINE, "--compute", metavar="RATE", help="Matrix products in the dtype: 700TFLOPS.")
+@option(
+    MACHINE,
+    "--costs",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="What `penstock doctor` measured of its steps. [the machine's]",
+)
+@option(
+    MACHINE,
+    "--cache",
+    type=click.Path(path_type=Path),
+    default=CACHE,
+    metavar="DIR",
+    help=f"Where it keeps that. [{CACHE}]",
+)
+@option(WORK, "--batch", type=_COUNT, default=1, metavar="N", help="Sequences at once. [1]")
+@option(
+    WORK, "--context", type=_COUNT, default=4096, metavar="N", help="Tokens that each of them reaches. [4096]"
+)
+@option(
+    WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]"
+)
+@option(
+    WORK,
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="auto",
+    metavar="TYPE",
+    help="auto, float32, float16 or bfloat16. [auto: the model's]",
+)
+@option(OUTPUT, "--json", is_flag=True, help="Print one line of JSON instead.")
+@option(
+    OUTPUT,
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw it, too, as a PNG.",
+)
+@debug_option
+def command(
+    model: str,
+    machine: str | None,
+    costs: Path | None,
+    cache: Path,
+    batch: int,
+    context: int,
+    step_tokens: int | None,
+    dtype: str,
+    json: bool,
+    picture: Path | None,
+    **given: str | None,
+) -> None:
+    """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
+    binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
+    nothing else is needed, or a shape that `bench` knows.
+
+    Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of
+    free memory. Rates, and what a step costs beyond bytes, are as `penstock doctor` measured them here, if it
+    did. Else rates are assumed, those of a desktop with a 24 GB card or of a CPU where there is no GPU, and
+    the device's time is a bound. Any flag replaces the figure it names.
+    """
+    if picture is not None and not picture.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {picture}: its directory does not exist")
+    asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
+    name, spec, names = open_model(model)
+    chosen = spec.dtype if dtype == "auto" else dtype
+    setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
+    work = Work(chosen, batch, context, step_tokens or usual_step)
+    report = Report.of(name, spec, names, setting, forecast(spec, names, machine_of(setting), work))
+    if picture is not None:
+        from penstock.cli.plan_picture import draw  # Pillow: 60 ms
+
+        draw(report, picture)
+        say(f"drawn to {picture}", faint=True)
+    click.echo(report.line() if json else report)
+
+
+def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
+    """A name to show, and the shape. Raises CheckpointError, UnsupportedModelError."""
+    path = Path(model)
+    if model in SHAPES and not path.exists():
+        config, where, name = SHAPES[model], model, model
+    else:
+        file = path / "config.json" if path.is_dir() else path
+        if not file.exists():
+            shapes = ", ".join(SHAPES)
+            raise CheckpointError(
+                f"{file} does not exist; give a config.json, a directory with one, or one of the shapes "
+                f"{shapes}"
+            )
+        config, where, name = (
+            read_object(file, MAX_CONFIG_BYTES),
+            str(file),
+            one_line(file.resolve().parent.name),
+        )
+    return name, read_spec(config, where), family_of(config, where).names
+
+
+def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
+    """The file that has a machine's costs of steps in a dtype, by default this one's; None where nobody
+    measured them."""
+    if machine is None:
+        file = costs_file(cache, gpu, dtype) if (gpu := _gpu()[0]) else None
+        return file if file is not None and file.exists() else None
+    name = MACHINES[machine].costs
+    return Path(__file__).parents[1] / "machines" / name if name and dtype in ("bfloat16", "float16") else None
+
+
+def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:
+    """All figures of a machine, by default this one, with those that were asked for in their place; and its
+    usual step. `costs`: the file that has its costs of steps. Raises ConfigError."""
+    known = MACHINES[machine or USUAL]
+    steps = read_costs(costs) if costs else None
+    figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}
+    if machine is None:
+        gpu, free = "device_memory" in asked or _gpu()[1], _free_memory()
+        if gpu:
+            found = {"device_memory": int(gpu), "host_memory": free * 4 // 5}
+        else:
+            known = MACHINES["cpu"]
+            figures = {name: Figure(getattr(known, name), ASSUMED) for name in PARSERS}
+            found = {"device_memory": free // 2}
+        figures |= {name: Figure(size, "this machine") for name, size in found.items()}
+    if "host_memory" in asked and not known.host_memory:
+        raise ConfigError(
+            "host memory was given for a CPU, whose device memory it is; "
+            "leave --host-memory out, or give --device-memory or a --machine with a GPU"
+        )
+    if steps and machine is None:
+        figures |= {
+            name: Figure(getattr(steps, name), "measured") for name in ("link_rate", "device_read", "compute")
+        }
+    figures |= {name: Figure(value, "given") for name, value in asked.items()}
+    return Setting(f"{machine}: {known.about}" if machine else None, figures, steps), known.step_tokens
+
+
+def machine_of(setting: Setting) -> Machine:
+    value = {name: figure.value for name, figure in setting.figures.items()}
+    rates = Rates(value["link_rate"], value["disk_rate"], value["device_read"])
+    return Machine(
+        int(value["device_memory"]), int(value["host_memory"]) or None, rates, value["compute"], setting.costs
+    )
+
+
+def _gpu() -> tuple[str, int]:
+    """The first GPU's name and nine tenths of its memory; nothing if there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "", 0
+    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        first = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.splitlines()[0]
+        name, _, memory = first.rpartition(",")
+        return name.strip(), int(memory) * 2**20 * 9 // 10
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return "", 0
+
+
+def _free_memory() -> int:
+    """Of the host, or of the container, whose limit psutil does not know."""
+    import psutil  # 10 ms
+
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        limit = 2**62
+    return min(int(psutil.virtual_memory().available), limit)
+
+
+# ---- figures as they are written
+
+
+def parse_rate(text: str) -> float:
+    """Bytes/s meant by `3GB/s`, or `3GB`. Raises ConfigError, also where the unit must have been
+    forgotten."""
+    try:
+        rate = parse_size(text.strip().lower().removesuffix("/s"))
+    except ConfigError as error:
+        raise ConfigError(f"cannot read {text!r} as a rate; write it like 3GB/s") from error
+    if rate < 10**6:
+        raise ConfigError(f"rate {text!r} is less than a megabyte a second; write it like 3GB/s")
+    return float(rate)
+
+
+def parse_disk(text: str) -> float:
+    """The same; 0 for `none` and `0`, which is no disk."""
+    return 0.0 if text.strip().lower() in ("none", "0") else parse_rate(text)
+
+
+def parse_operations(text: str) -> float:
+    """Operations/s meant by `700TFLOPS` or `7e14`. Raises ConfigError."""
+    match = _OPERATIONS.fullmatch(text)
+    number = float(match[1]) * 1000.0 ** " kmgtp".index(match[2].lower() or " ") if match else 0.0
+    if not 1e6 <= number < 1e30:
+        raise ConfigError(f"cannot read {text!r} as operations a second; write it like 700TFLOPS")
+    return number
+
+
+PARSERS: Mapping[str, Callable[[str], float]] = {
+    "device_memory": parse_size,
+    "host_memory": parse_size,
+    "link_rate": parse_rate,
+    "disk_rate": parse_disk,
+    "device_read": parse_rate,
+    "compute": parse_operations,
+}
+"""By flag, without dashes."""

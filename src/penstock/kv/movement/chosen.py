@@ -1,0 +1,284 @@
+"""Far KV of which a policy chooses what is read: a sketch of every block's keys, and the tiles of the blocks
+that were chosen.
+
+Sketches rest in host memory: with 4 bits a seventh of the KV, with 0 a sixty-fourth for blocks of 64 tokens.
+They pass through the device piece by piece, layer by layer, as a layer's queries ask for them. What is chosen
+streams through a ring of its own. A choice is made on the device and known to the host before the copies are
+queued, so each layer waits for the one before: what that costs, reading less must save.
+
+Where blocks rest in fp8, sketches are of the keys as they rest, since those are what would be read.
+
+Why this is safe. The sketches of what was sent are computed on compute, into memory that is kept until `out`
+has copied it; they are read behind the same ticket as the blocks themselves (`begin`). A half of the buffer
+that they are read into is filled behind the mark that its last use left on compute. The ring is that of
+`kv.tiles`.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.arch.layout import KVLayout
+from penstock.base.meter import SHARES, MissedStats
+from penstock.kv.movement.tiles import Tile, TileRing, as_rested
+from penstock.memory.arena import Arena, pinned_if_possible
+from penstock.memory.streams import Stream, Ticket
+from penstock.ops.policies import Past, Policy
+from penstock.ops.sketch import Scores, SketchLayout, scores, sketch
+from penstock.step.plan import HostBlockId
+
+SAMPLE = 16
+"""Queries of a run, evenly spread, for which blocks are chosen and what is missed is bounded, where no limit
+asks for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Queries that a policy looks for: those of a row, or of a run, whose first `len(blocks)` blocks are far;
+    `start` is the first's position."""
+
+    blocks: NDArray[np.int32]
+    start: int
+    run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """What rows and runs read of far KV, everything if nothing is said. limit: the fraction of attention that
+    may be missed, above which the rest is read as well; None for any."""
+
+    rows: Policy | None
+    runs: Policy | None
+    limit: float | None = None
+    bits: int = 4
+    """Of a number in the sketches of keys (see `ops.sketch`)."""
+    heads: int = 1
+    """That queries have."""
+
+
+class Chosen:
+    """Owned by the Carrier. One thread."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        blocks: int,
+        tile_blocks: int,
+        policies: Policies,
+        ring: TileRing,
+        device: torch.device,
+        copies: Stream,
+        out: Stream,
+        compute: Stream,
+    ) -> None:
+        """blocks: that there are, near and far. Raises DeviceError if host or device have not as much
+        memory."""
+        self._layout, self._policies, self._ring, self._tile = layout, policies, ring, tile_blocks
+        self._copies, self._out, self._compute = copies, out, compute
+        self._sketch = sketch_layout(layout, policies.bits)
+        size, self._piece = self._sketch.bytes, piece_blocks(tile_blocks)
+        self._arena = pinned_if_possible(layout.layers * blocks * size, device)
+        self._store = self._arena.bytes.view(layout.layers, blocks, size)
+        self._buffer = Arena(2 * self._piece * size, device).bytes.view(2, self._piece, size)
+        self._read: list[Ticket | None] = [None, None]
+        """By half of the buffer: behind its last use; none while it is used."""
+        self._kept: deque[tuple[Ticket, Tensor]] = deque()
+        """Sketches on their way to the host."""
+        self._readers: Sequence[Reader] = ()
+        self.missed = Missed()
+        self.sketched_bytes = 0
+        """That have come to the device of sketches."""
+
+    def begin(self, readers: Sequence[Reader], after: Ticket) -> None:
+        """A step with these readers, whose bounds and blocks have landed behind `after`."""
+        self._readers = readers
+        self._copies.wait(after)
+
+    def note(self, layer: int, k: Tensor, blocks: Sequence[HostBlockId]) -> None:
+        """The keys of whole blocks, `[tokens, kv_heads, head_dim]`, that are sent to the host."""
+        sketches = self._sketches(k.view(len(blocks), self._layout.block_size, *k.shape[1:]))
+        self._out.wait(self._compute.mark())
+        start = 0
+        for first, count in _runs(blocks):
+            self._out.copy_rows(self._store[layer, first : first + count], sketches[start : start + count])
+            start += count
+        self._keep(sketches)
+
+    def note_block(self, block: Tensor, target: HostBlockId) -> None:
+        """All layers of a block of the device, uint8 `[block_bytes]`, that is demoted."""
+        layout = self._layout
+        keys = block.view(self._sketch.dtype).view(
+            layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim
+        )[:, 0]
+        sketches = self._sketches(keys)
+        self._out.wait(self._compute.mark())
+        self._out.copy_rows(self._store[:, target], sketches)
+        self._keep(sketches)
+
+    def choose(
+        self, layer: int, reader: int, q: Tensor, lse: Tensor, scale: float
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Lends tile after tile, K and V `[keys, kv_heads, head_dim]`, each until the next is asked for.
+
+        q: the reader's queries `[queries, heads, dim]`. lse: of all that they have seen, `[queries, heads]`,
+        kept up to date by the caller.
+        """
+        who, limit = self._readers[reader], self._policies.limit
+        count, missed = len(who.blocks), self.missed
+        policy = self._policies.runs if who.run else self._policies.rows
+        assert policy is not None, "a reader without a policy"
+        some = (
+            slice(None) if len(q) <= SAMPLE else torch.linspace(0, len(q) - 1, SAMPLE, device=q.device).long()
+        )
+        asked = q[some].float() * scale
+        past = Past(
+            count,
+            self._layout.block_size,
+            who.start,
+            who.start + len(q),
+            lambda: self._scores(layer, who.blocks, asked),
+        )
+        choice = policy(layer, past)
+        chosen = np.arange(count) if choice is None else choice.keep.cpu().numpy().nonzero()[0]
+        yield from self._tiles(layer, who.blocks[chosen])
+        missed.choices += 1
+        missed.blocks += count
+        missed.blocks_read += len(chosen)
+        if choice is None or len(chosen) == count:
+            missed.note(0.0, 0.0)
+            return
+        if limit is not None and len(asked) < len(q):
+            some, choice = (
+                slice(None),
+                replace(choice, skipped=self._skipped(layer, who.blocks, q, scale, choice.keep)),
+            )
+        shares = choice.missed(lse[some])
+        most, mean = torch.stack((shares.max(), shares.mean())).tolist()
+        if limit is not None and most > limit:
+            missed.fallbacks += 1
+            missed.blocks_read += count - len(chosen)
+            yield from self._tiles(layer, np.delete(who.blocks, chosen))
+            missed.note(0.0, 0.0)
+            return
+        missed.note(most, mean)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of tiles and sketches, to the device."""
+        return self._ring.copied_bytes + self.sketched_bytes
+
+    def close(self) -> None:
+        """Unpin. No copy may be in flight. A second call does nothing."""
+        self._arena.close()
+
+    def _tiles(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self._layout.block_size
+        parts = [blocks[at : at + self._tile].tolist() for at in range(0, len(blocks), self._tile)]
+        self._ring.begin(
+            [Tile(tuple(HostBlockId(block) for block in part), len(part) * size) for part in parts], [layer]
+        )
+        for _ in parts:
+            yield self._ring.take()
+            self._ring.release()
+
+    def _sketches(self, keys: Tensor) -> Tensor:
+        """Of keys `[blocks, block_size, kv_heads, head_dim]`: uint8 `[blocks, bytes]`."""
+        return sketch(as_rested(keys) if self._layout.rounded_from else keys, self._sketch)
+
+    def _scores(self, layer: int, blocks: NDArray[np.int32], q: Tensor) -> Scores:
+        """Of scaled queries, float32 `[queries, heads, dim]`, with all blocks."""
+        found = [scores(q, sketches, self._sketch) for _, sketches in self._pieces(layer, blocks)]
+        return Scores(torch.cat([one.upper for one in found], 2), torch.cat([one.likely for one in found], 2))
+
+    def _skipped(
+        self, layer: int, blocks: NDArray[np.int32], q: Tensor, scale: float, keep: Tensor
+    ) -> Tensor:
+        """What `Choice.skipped` is, of all queries of a run: piece by piece, since their scores with all
+        blocks are too many to be held."""
+        skipped = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        for part, sketches in self._pieces(layer, blocks):
+            for first in range(0, len(q), SAMPLE):
+                some = slice(first, first + SAMPLE)
+                upper = scores(q[some].float() * scale, sketches, self._sketch).upper.masked_fill_(
+                    keep[part], -torch.inf
+                )
+                skipped[some] = torch.logaddexp(skipped[some], upper.logsumexp(2))
+        return skipped
+
+    def _pieces(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[slice, Tensor]]:
+        """The sketches of blocks, uint8 `[blocks, bytes]`, and which of them; each lent until the next is
+        asked for."""
+        for number, start in enumerate(range(0, len(blocks), self._piece)):
+            half, part = number % 2, slice(start, start + self._piece)
+            self._copies.wait(self._read[half] or self._compute.mark())
+            self._read[half] = None
+            at = 0
+            for first, count in _runs(blocks[part]):
+                self._copies.copy_rows(
+                    self._buffer[half, at : at + count], self._store[layer, first : first + count]
+                )
+                at += count
+            self._compute.wait(self._copies.mark())
+            self.sketched_bytes += at * self._sketch.bytes
+            yield part, self._buffer[half, :at]
+            self._read[half] = self._compute.mark()
+
+    def _keep(self, sketches: Tensor) -> None:
+        self._kept.append((self._out.mark(), sketches))
+        while self._kept and self._kept[0][0].done:
+            self._kept.popleft()
+
+
+class Missed:
+    """What choices have left out, counted up for MissedStats."""
+
+    def __init__(self) -> None:
+        self.choices = self.fallbacks = self.blocks = self.blocks_read = 0
+        self.most = self._worst = self._mean = 0.0
+        self._worst_buckets, self._mean_buckets = ([0] * (len(SHARES) + 1) for _ in range(2))
+
+    def note(self, most: float, mean: float) -> None:
+        """Of a choice: the bounds' largest over queries and heads, and their mean."""
+        self.most = max(self.most, most)
+        self._worst += most
+        self._mean += mean
+        self._worst_buckets[bisect_left(SHARES, most)] += 1
+        self._mean_buckets[bisect_left(SHARES, mean)] += 1
+
+    @property
+    def stats(self) -> MissedStats:
+        return MissedStats(
+            self.choices,
+            self.fallbacks,
+            self.blocks_read,
+            self.blocks,
+            self.most,
+            self._worst,
+            self._mean,
+            tuple(self._worst_buckets),
+            tuple(self._mean_buckets),
+        )
+
+
+def sketch_layout(layout: KVLayout, bits: int) -> SketchLayout:
+    """Of the keys of a block in a layer."""
+    exact = layout.exact
+    return SketchLayout(exact.block_size, exact.kv_heads, exact.head_dim, getattr(torch, exact.dtype), bits)
+
+
+def piece_blocks(tile_blocks: int) -> int:
+    """Blocks whose sketches are on the device at a time, twice over."""
+    return max(tile_blocks // 2, 1)
+
+
+def _runs(blocks: Sequence[int] | NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+    """Consecutive blocks: the first, and how many."""
+    ids = np.asarray(blocks)
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1)
+    yield from zip(ids[starts].tolist(), np.diff(starts, append=len(ids)).tolist(), strict=True)

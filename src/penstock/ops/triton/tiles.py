@@ -1,0 +1,240 @@
+"""Attention of a few queries over one tile of keys, folded into what they have seen so far.
+
+The keys are cut into equal runs, one per worker and KV head. The queries stand where the query heads of a
+group stand, in rows that the tensor cores would otherwise multiply for nothing, so the tile is read once for
+all of them. Each worker leaves a partial output and log-sum-exp; a second small kernel folds all of them,
+with the state that is there, into the state: nothing is copied or merged beside.
+
+Why this is safe. A partial is written by one program and read by the second kernel, which comes after the
+first in stream order; a row of the state is read and written by one program of it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.triton.attention import LN_2, LOG2_E, DecodeTuning, decode_tuning, multiprocessors
+
+STACKED = 32
+"""Query heads, over all queries, that may share one KV head of a tile: more would take registers from the
+keys in flight."""
+
+
+@triton.jit(do_not_specialize=["keys", "run", "queries"])  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    q,
+    index,
+    k,
+    v,
+    part_out,
+    part_lse,
+    scale_log2,
+    keys,
+    run,
+    queries,
+    s_q,
+    s_q_head,
+    s_token,
+    s_kv_head,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    TILE: tl.constexpr,
+    INDEXED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """Keys [worker * run, + run) for one KV head. Grid [kv_heads, workers]; every worker has keys."""
+    kv_head, worker = tl.program_id(0), tl.program_id(1)
+    rows, cols, at = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, TILE)
+    which, head = rows // GROUP, kv_head * GROUP + rows % GROUP
+    row_in = which < queries
+    col_in = cols < DIM
+    if INDEXED:
+        which = tl.load(index + which, mask=row_in, other=0)
+    query = tl.load(
+        q + (which.to(tl.int64) * s_q + head * s_q_head)[:, None] + cols[None, :],
+        mask=row_in[:, None] & col_in[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        query = query.to(tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    first = worker * run
+    stop = tl.minimum(first + run, keys)
+    base = first.to(tl.int64) * s_token + kv_head * s_kv_head
+    inner = at[:, None] * s_token + cols[None, :]
+    for start in tl.range(0, stop - first, TILE, num_stages=DEPTH + 1):
+        seen = start + at < stop - first
+        here = seen[:, None] if COLS == DIM else seen[:, None] & col_in[None, :]
+        place = base + start * s_token + inner
+        key = tl.load(k + place, mask=here, other=0.0)
+        value = tl.load(v + place, mask=here, other=0.0)
+        if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
+            key, value = key.to(tl.float32), value.to(tl.float32)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp2(score - higher[:, None])
+        fade = tl.exp2(top - higher)
+        weight = weight * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+        top = higher
+    part = (worker * tl.num_programs(0) + kv_head) * ROWS + rows
+    tl.store(part_out + part[:, None] * COLS + cols[None, :], acc / weight[:, None], mask=row_in[:, None])
+    tl.store(part_lse + part, (top + tl.log2(weight)) * LN_2, mask=row_in)
+
+
+@triton.jit(do_not_specialize=["workers", "s_lse", "s_lse_head"])  # type: ignore[untyped-decorator]
+def _fold(  # type: ignore[no-untyped-def]
+    out,
+    lse,
+    index,
+    part_out,
+    part_lse,
+    workers,
+    kv_heads,
+    s_out,
+    s_out_head,
+    s_lse,
+    s_lse_head,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    PARTS: tl.constexpr,
+    INDEXED: tl.constexpr,
+) -> None:
+    """One query head: all partials and the state, to the state. Grid [heads, queries]."""
+    head, query = tl.program_id(0), tl.program_id(1)
+    cols = tl.arange(0, COLS)
+    col_in = cols < DIM
+    row = tl.load(index + query) if INDEXED else query
+    row = row.to(tl.int64)
+    state, level_at = out + row * s_out + head * s_out_head + cols, lse + row * s_lse + head * s_lse_head
+    top = tl.load(level_at)
+    # what a side that has seen nothing holds may be anything, also NaN: it is left out, not multiplied by
+    # zero
+    acc = tl.where(top == float("-inf"), 0.0, tl.load(state, mask=col_in, other=0.0))
+    weight = tl.where(top == float("-inf"), 0.0, 1.0)
+    mine = head // GROUP * ROWS + query * GROUP + head % GROUP
+    for start in tl.range(0, workers, PARTS):
+        worker = start + tl.arange(0, PARTS)
+        there = worker < workers
+        part = worker * kv_heads * ROWS + mine
+        level = tl.load(part_lse + part, mask=there, other=float("-inf"))
+        piece = tl.load(
+            part_out + part[:, None] * COLS + cols[None, :], mask=there[:, None] & col_in[None, :], other=0.0
+        )
+        higher = tl.maximum(top, tl.max(level, 0))
+        share = tl.where(there, tl.exp(level - higher), 0.0)
+        fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
+        weight = weight * fade + tl.sum(share, 0)
+        acc = acc * fade + tl.sum(share[:, None] * piece, 0)
+        top = higher
+    tl.store(state, acc / weight, mask=col_in)
+    tl.store(level_at, top + tl.log(weight))
+
+
+def fits_tile(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
+    """Whether so many of these queries are few enough, and these keys laid out, for `fold_tile`."""
+    heads, dim = q.shape[1:]
+    few = queries == 1 or triton.next_power_of_2(queries) * heads <= STACKED * k.shape[1]
+    return bool(
+        few
+        and q.stride(2) == k.stride(2) == 1
+        and k.stride() == v.stride()
+        and dim <= 256
+        and k.dtype == v.dtype == q.dtype
+    )
+
+
+def fold_tile(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor | None = None,
+    *,
+    scale: float,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """Fold the attention of a few queries over all keys of a tile, which is read once, into their state, in
+    place and exactly.
+
+    q `[rows, heads, dim]`; k and v `[keys, kv_heads, dim]`, of the same strides. out, float32 `[rows, heads,
+    dim]`, and lse, the natural log-sum-exp of the scaled scores, float32 `[rows, heads]`, -inf where nothing
+    was seen yet. index, int64: the rows that look, all if nothing is said.
+    """
+    heads, dim = q.shape[1:]
+    keys, kv_heads, _ = k.shape
+    queries = len(q) if index is None else len(index)
+    assert keys > 0, k.shape
+    assert out.shape == q.shape, (out.shape, q.shape)
+    assert lse.shape == q.shape[:2], (lse.shape, q.shape)
+    assert out.dtype == lse.dtype == torch.float32
+    assert out.stride(2) == q.stride(2) == k.stride(2) == 1, (out.stride(), q.stride(), k.stride())
+    assert k.stride() == v.stride(), (k.stride(), v.stride())
+    if queries == 0:
+        return
+    tuning = tuning or decode_tuning(dim, q.element_size(), 1 << 20)
+    group, cols = heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    # A power of two of queries, so that few kernels are compiled.
+    rows = max(16, triton.next_power_of_2(triton.next_power_of_2(queries) * group))
+    tiles = triton.cdiv(keys, tuning.tile)
+    wanted = max(1, min(multiprocessors(q.device) * tuning.workers_per_sm // kv_heads, tiles))
+    run = triton.cdiv(tiles, wanted) * tuning.tile
+    workers = triton.cdiv(keys, run)
+    part_out = torch.empty(workers, kv_heads, rows, cols, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(workers, kv_heads, rows, dtype=torch.float32, device=q.device)
+    named = q if index is None else index
+    _attend[(kv_heads, workers)](
+        q,
+        named,
+        k,
+        v,
+        part_out,
+        part_lse,
+        scale * LOG2_E.value,
+        keys,
+        run,
+        queries,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        GROUP=group,
+        ROWS=rows,
+        DIM=dim,
+        COLS=cols,
+        TILE=tuning.tile,
+        INDEXED=index is not None,
+        DEPTH=tuning.depth,
+        WIDEN=q.device.type == "cpu",
+        num_warps=tuning.warps,
+    )
+    _fold[(heads, queries)](
+        out,
+        lse,
+        named,
+        part_out,
+        part_lse,
+        workers,
+        kv_heads,
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        GROUP=group,
+        ROWS=rows,
+        DIM=dim,
+        COLS=cols,
+        PARTS=32,
+        INDEXED=index is not None,
+        num_warps=4,
+    )

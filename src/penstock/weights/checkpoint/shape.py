@@ -1,0 +1,43 @@
+"""A model of which only the shape is known: what an engine is built from where weights do not matter, as in
+measuring speed."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from penstock.arch.families import TensorNames, family_of, read_spec
+from penstock.arch.spec import ModelSpec
+from penstock.weights.checkpoint.reader import MAX_CONFIG_BYTES
+from penstock.weights.jsonfile import read_object
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Stands where an open Checkpoint does; the engine then fills its weights with random numbers, the same
+    every time."""
+
+    spec: ModelSpec
+    names: TensorNames
+
+    @classmethod
+    def of(cls, config: Mapping[str, object], where: str = "config.json") -> Self:
+        """The shape that a parsed config.json describes. Raises UnsupportedModelError."""
+        return cls(read_spec(config, where), family_of(config, where).names)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The shape of the model in directory `path`, of which only config.json is looked at. Raises
+        CheckpointError too."""
+        file = path / "config.json"
+        return cls.of(read_object(file, MAX_CONFIG_BYTES), str(file))
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that are the same for equal shapes, whose random weights are equal, and differ for
+        others."""
+        return hashlib.blake2b(
+            json.dumps(dataclasses.asdict(self.spec), sort_keys=True).encode(), digest_size=16
+        ).digest()

@@ -1,0 +1,126 @@
+"""The weight files of a checkpoint directory: which there are, and in which of them each tensor is."""
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.base.errors import CheckpointError
+from penstock.memory.disk import DiskFile, ReadError
+from penstock.weights.checkpoint.safetensors import TensorEntry, read_header
+from penstock.weights.jsonfile import read_object, shown
+from penstock.weights.pieces import MANIFEST, STORE
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 100_000_000
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+\.safetensors")
+"""Of a shard, beside its index: nothing that could lead out of the directory or that is no file name at
+all."""
+
+MAX_TENSORS = 500_000
+"""Of a checkpoint. The largest mixtures of experts have some 100,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor and the file it is in."""
+
+    name: str
+    file: DiskFile
+    entry: TensorEntry
+
+
+class Shards:
+    """The open weight files of a directory, and their tensors by name. Headers are read, weights are not."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, naming the file, when weights are missing, damaged, ambiguous or in a
+        format that is not read."""
+        self.tensors: dict[str, Stored] = {}
+        weight_map = _weight_map(path)
+        with ExitStack() as opened:
+            self.files = [
+                opened.enter_context(_open(path, name))
+                for name in sorted(set(weight_map.values()) or {SINGLE})
+            ]
+            for file in self.files:
+                self._add(file)
+            for tensor, name in weight_map.items():
+                if tensor not in self.tensors or self.tensors[tensor].file.path.name != name:
+                    raise CheckpointError(
+                        f"{path / INDEX} says that tensor {shown(tensor)} is in {name}, which does not hold "
+                        "it"
+                    )
+            self._opened = opened.pop_all()
+
+    def _add(self, file: DiskFile) -> None:
+        found = read_header(file)
+        if len(self.tensors) + len(found) > MAX_TENSORS:
+            raise CheckpointError(
+                f"{file.path} and the files before it have more than {MAX_TENSORS:,} tensors; no model has "
+                "as many"
+            )
+        for name, entry in found.items():
+            if name in self.tensors:
+                raise CheckpointError(
+                    f"tensor {shown(name)} is in both {self.tensors[name].file.path} and {file.path.name}; "
+                    "one must go"
+                )
+            self.tensors[name] = Stored(name, file, entry)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def _open(path: Path, name: str) -> DiskFile:
+    try:
+        return DiskFile(path / name)
+    except ReadError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _weight_map(path: Path) -> Mapping[str, str]:
+    """Which shard the index says each tensor is in; empty for a checkpoint of a single file, which comes
+    first if both are there."""
+    if os.path.lexists(path / SINGLE):  # Also a link to nowhere, which is a fault of its own.
+        return {}
+    if not os.path.lexists(path / INDEX):
+        raise CheckpointError(_no_weights(path))
+    weight_map = read_object(path / INDEX, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{path / INDEX}: key 'weight_map' is {shown(weight_map)}; it must be an object from tensors to "
+            "files"
+        )
+    for name in weight_map.values():
+        if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{path / INDEX} names the file {shown(name)}; it must be a .safetensors file of the same "
+                "directory"
+            )
+    return weight_map
+
+
+def _no_weights(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        return f"cannot list {path}: {error.strerror}"
+    tried = f"{path} has neither {SINGLE} nor {INDEX}"
+    if STORE in names:
+        return (
+            f"{tried}; {STORE} is of a pack whose {MANIFEST} is not there any more; remove the directory, "
+            "and pack the model again"
+        )
+    if pickles := [name for name in names if name.endswith(_PICKLES)]:
+        return (
+            f"{tried}, only pickle files ({shown(pickles[0])}), which are not read since they can run code; "
+            "convert them to safetensors"
+        )
+    if loose := [name for name in names if name.endswith(".safetensors")]:
+        return f"{tried}, though it has {shown(loose[0])}; the download may not be complete"
+    return f"{tried}; it holds no weights that can be read"

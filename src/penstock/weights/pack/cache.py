@@ -1,0 +1,90 @@
+"""Packs that were made because a model had to be streamed: one for each model and dtype in a directory of the
+user's, made once.
+
+Why this is safe. Whoever finds no finished pack locks its directory first, waiting for another who has it,
+and looks again: so one process writes it and the others open what it finished, or go on with it if it was
+killed. A pack without its manifest is never opened.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.arch.layout import group_layouts
+from penstock.arch.shards import WHOLE, Shard
+from penstock.base.errors import CheckpointError
+from penstock.base.units import format_size
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.checkpoint.shards import INDEX, SINGLE
+from penstock.weights.pack.manifest import place
+from penstock.weights.pack.reader import Pack
+from penstock.weights.pack.writer import JOURNAL, Progress, locked, write_locked
+from penstock.weights.pieces import MANIFEST
+
+_SLOW = 4 << 30
+"""Bytes of a checkpoint to be hashed from which on it takes long enough to be said."""
+_UNFIT = re.compile(r"[^\w.-]", re.ASCII)
+
+
+def cached_pack(
+    checkpoint: Checkpoint,
+    dtype: str,
+    directory: Path,
+    progress: Progress | None,
+    say: Callable[[str], None],
+    shard: Shard = WHOLE,
+) -> Pack:
+    """The pack of a checkpoint's weights, or a shard's, as `dtype` under `directory`, written first if it is
+    not there, or not all of it.
+
+    `say` is told in one line what takes so long, before it is begun: writing, or waiting for another process
+    that does. `progress` is told of bytes as write_pack does. The pack is found by the checkpoint's
+    fingerprint, over every byte of its weights. What is not weights, on which that does not depend, is the
+    checkpoint's own in the pack that is returned.
+
+    Raises CheckpointError for a damaged checkpoint or pack, which is left as it is, PackError where it cannot
+    be written.
+    """
+    if (unknown := checkpoint.identify()) >= _SLOW:
+        say(f"reading {format_size(unknown)} of weights, once, to know which pack is theirs")
+    fingerprint = checkpoint.fingerprint()
+    path = directory / f"{_UNFIT.sub('_', checkpoint.path.resolve().name)[:80]}-{fingerprint.hex()}-{dtype}"
+    if shard.ranks > 1:
+        path = path.with_name(f"{path.name}-{shard.rank}-of-{shard.ranks}")
+    if not os.path.lexists(path / MANIFEST):
+        with locked(
+            path,
+            lambda: say(f"another process is packing this model into {path}; waiting for it"),
+            mode=0o700,
+        ):
+            if not os.path.lexists(path / MANIFEST):
+                size = format_size(
+                    place(group_layouts(checkpoint.spec, checkpoint.names, dtype, shard))[-1].end
+                )
+                packing = (
+                    "going on with packing them" if os.path.lexists(path / JOURNAL) else "packing them once"
+                )
+                say(
+                    f"weights of {size} in {dtype} do not fit into device and host memory; {packing} into "
+                    f"{path}"
+                )
+                write_locked(checkpoint, path, dtype, progress=progress, shard=shard)
+    try:
+        pack = Pack.open(path, shard)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; it is a pack that penstock made: remove {path}, and the next run makes it anew"
+        ) from error
+    if (pack.manifest.fingerprint, pack.dtype) != (fingerprint.hex(), dtype):
+        pack.close()
+        raise CheckpointError(f"{path} holds a pack of another model or dtype than its name says; remove it")
+    pack.config, pack.generation = checkpoint.config, checkpoint.generation
+    return pack
+
+
+def is_pack(path: Path) -> bool:
+    """Whether a model directory is to be opened as a Pack, finished or not, rather than as a Checkpoint."""
+    if any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
+        return False
+    return any(os.path.lexists(path / name) for name in (MANIFEST, JOURNAL))

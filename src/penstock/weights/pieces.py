@@ -1,0 +1,28 @@
+"""Pieces in which weights on disk are written, read and checked: their sizes and digests, the names of files."""
+
+import hashlib
+from collections.abc import Iterable
+
+MANIFEST, STORE = "manifest.json", "weights.bin"
+PAGE = 4096
+"""Every run of weights in a pack starts and ends at a multiple, so that a disk can read it straight into
+memory (O_DIRECT)."""
+PIECE_BYTES = 8 << 20
+"""Runs are written, read and checked in pieces, several at once. The last one of a run is shorter."""
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def piece_digest(data: memoryview | bytearray | bytes, padding: int = 0) -> bytes:
+    """Return the SHA-256 of a piece's bytes followed by `padding` zeros.
+
+    With the instructions that processors have for it, SHA-256 makes 1.8 GB/s on a core where BLAKE2b makes
+    0.9; other threads run meanwhile.
+    """
+    digest = hashlib.sha256(data)
+    digest.update(bytes(padding))
+    return digest.digest()
+
+
+def join_digests(digests: Iterable[bytes]) -> str:
+    """Return the checksum, in hex, of a file of which these are the pieces' digests, in order."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()

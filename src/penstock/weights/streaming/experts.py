@@ -1,0 +1,359 @@
+"""Experts: groups that only some tokens need, which a layer's router names as it goes. Those used most often
+stay closest.
+
+All experts are of one size, so a tier is a row of equal slots. Most of them are homes; through the others,
+the ring, experts come for one use. When one that came is used clearly more often than one that stays, they
+change places: the slot it came in becomes its home, and the other's home becomes a slot of the ring. Tiers
+stay exclusive: what leaves DEVICE takes the newcomer's home on HOST; what leaves HOST is forgotten, since the
+store holds everything. Several may be taken before any is released: a wave, of those that were expected next.
+
+Why this is safe. All bookkeeping is done by the thread that computes. One stream copies, in order. Its copy
+into a slot waits for the mark that the last release of the slot left on the compute stream; arithmetic waits
+for the mark behind the copy. A slot on HOST is read into after the mark behind the last copy out of it, and
+copied from when the read is over. Slots are given out in the order in which experts will be used, so the one
+that is needed first never waits for one that is needed later. An exchange copies DEVICE to HOST on the same
+copy stream: behind the copy by which the newcomer came from there, and before any copy into the slot that it
+empties. An interrupt in the midst of an exchange leaves it to be done again, from bytes that are all still
+there; one anywhere else, slots to be found again, when the reads that were noted before they were put
+(`memory.tasks`) are over or called off.
+
+A wave holds at most half of the slots of either ring, and the experts that come with it are those whose turn
+for a slot is next: when it is taken nothing else is held, so each of them has a slot or gets one without a
+release, and none waits for one that is behind it. The arithmetic waits for the mark behind the copy of each;
+all their slots get the mark that is left when all of the wave's arithmetic has been queued, before the first
+of them is given back or exchanged. None of them can be the one that leaves in an exchange: that is never an
+expert of the layer at hand. An interrupt between two of them leaves the rest to be given back like experts
+that were never released.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+from torch import Tensor
+
+from penstock.arch.layout import GroupId, GroupLayout
+from penstock.base.tiers import Tier
+from penstock.memory.streams import Stream, Ticket
+from penstock.memory.tasks import Task, Workers, wait
+from penstock.weights.streaming.residency import PIECE, ExpertRoom, spread
+from penstock.weights.streaming.source import Source
+from penstock.weights.streaming.waits import Waits
+
+READERS = 8
+REVIEW = 16
+"""Passes after which it is looked again which experts are used least."""
+FADE = 256
+"""Passes after which all counts are halved: what was used long ago matters less."""
+CLEARLY = 1.25
+"""How much more often a newcomer must have been used, and twice more besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    tier: Tier
+    slot: int = -1
+
+
+@dataclass(slots=True)
+class _Coming:
+    """An expert on its way: `slot` on DEVICE, `host_slot` and `reads` if it comes from DISK, `ready` behind
+    its copy once it is queued."""
+
+    slot: int
+    home: Home
+    ready: Ticket | None = None
+    host_slot: int = -1
+    reads: Sequence[Task] = ()
+    """Noted before they are put: whatever an interrupt leaves behind is known, and can be called off and
+    waited for."""
+
+
+class Experts:
+    """`device_slots` and `host_slots`: uint8 `[slots, size]`, as many as `room` says."""
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        room: ExpertRoom,
+        device_slots: Tensor,
+        host_slots: Tensor,
+        source: Source,
+        copies: Stream,
+        compute: Stream,
+        waits: Waits,
+    ) -> None:
+        self._layouts = {layout.id: layout for layout in layouts}
+        self._device, self._host, self._source = device_slots, host_slots, source
+        self._copies, self._compute, self._waits = copies, compute, waits
+        self.homes = _first_homes(list(self._layouts), room)
+        self._ring: deque[int] = deque()
+        self._host_ring: deque[int] = deque()
+        self._sound = False
+        """Whether the rings are as they should be: every slot that is nobody's home."""
+        self._together, self._from_disk_together = max(room.device_ring // 2, 1), max(room.host_ring // 2, 1)
+        """Of a wave, at most: experts that come, and those of them that come from DISK."""
+        self._done: list[Ticket | None] = [None] * len(device_slots)
+        self._empty: list[Ticket | None] = [None] * len(host_slots)
+        self._queue: deque[GroupId] = deque()
+        """Experts that will be used and have no slot yet."""
+        self._expected: frozenset[GroupId] = frozenset()
+        """Of the layer at hand: none of them may leave DEVICE."""
+        self._coming: dict[GroupId, _Coming] = {}
+        self._used: Counter[GroupId] = Counter()
+        self._least: dict[Tier, list[GroupId]] = {Tier.DEVICE: [], Tier.HOST: []}
+        """Experts that stay on a tier, the least used last."""
+        self._exchange: tuple[GroupId, int, GroupId] | None = None
+        self._passes, self._layer = 0, -1
+        self._checked: set[GroupId] = set()
+        self._readers = Workers(READERS, "expert reader") if room.on_disk else None
+        self.copied_bytes = self.returned_bytes = self.read_bytes = 0
+        self.disk_late = 0.0
+
+    def places(self) -> Iterator[tuple[GroupLayout, Tensor]]:
+        """Where the experts that stay on DEVICE and HOST are to be loaded."""
+        for id, home in self.homes.items():
+            if home.tier is not Tier.DISK:
+                yield self._layouts[id], (self._device if home.tier is Tier.DEVICE else self._host)[home.slot]
+
+    def expect(self, experts: Sequence[GroupId]) -> None:
+        """These will be taken next, in this order."""
+        self._mend()
+        if experts and experts[0].layer <= self._layer:
+            self._next_pass()
+        self._layer = experts[0].layer if experts else self._layer
+        self._used.update(experts)
+        self._expected = frozenset(experts)
+        self._sound = False
+        self._queue.extend(id for id in experts if self.homes[id].tier is not Tier.DEVICE)
+        self._fetch()
+        self._sound = True
+
+    def take(self, id: GroupId) -> Tensor:
+        """The expert's bytes on DEVICE, ready for what is computed from now on. Raises CheckpointError if it
+        cannot be read."""
+        if id not in self._coming and self.homes[id].tier is not Tier.DEVICE:
+            self.expect([id])
+        self.take_wave([id])
+        return self.slot(id)
+
+    def release(self, id: GroupId) -> None:
+        """The arithmetic that was queued until now was the last to need it."""
+        self.release_wave([id])
+
+    def waves(self, experts: Sequence[GroupId]) -> Iterator[Sequence[GroupId]]:
+        """Expect these, and divide them: those that are on DEVICE, then in their order as many of the others
+        at a time as leave half of the slots to those behind them. Each wave is to be taken and released
+        before the next is asked for."""
+        self.expect(experts)
+        here = [id for id in experts if self.homes[id].tier is Tier.DEVICE]
+        if here:
+            yield here
+        wave = list[GroupId]()
+        for id in [id for id in experts if self.homes[id].tier is not Tier.DEVICE]:
+            from_disk = sum(self.homes[one].tier is Tier.DISK for one in (*wave, id))
+            if len(wave) == self._together or from_disk > self._from_disk_together:
+                yield wave
+                wave = []
+            wave.append(id)
+        if wave:
+            yield wave
+
+    def slot(self, id: GroupId) -> Tensor:
+        """Where an expert of the wave at hand is, or will be when it is taken."""
+        coming = self._coming.get(id)
+        assert coming is not None or self.homes[id].tier is Tier.DEVICE, f"no slot for {id}"
+        return self._device[self.homes[id].slot if coming is None else coming.slot]
+
+    def take_wave(self, ids: Sequence[GroupId]) -> None:
+        """What is computed from now on finds these in their slots. Raises CheckpointError for one that cannot
+        be read."""
+        coming = [(id, one) for id in ids if (one := self._coming.get(id)) is not None]
+        if not coming:
+            return
+        taken = self._compute.mark()
+        for id, one in coming:
+            if one.ready is None:
+                one.ready = self._bring(id, one)
+            self._compute.wait(one.ready)
+        first, more = coming[0][0], len(coming) - 1
+        self._waits.begin(f"{first} and {more} more" if more else str(first), taken, self._compute.mark())
+
+    def release_wave(self, ids: Sequence[GroupId]) -> None:
+        """The arithmetic that was queued until now was the last to need these, which were taken together."""
+        coming = [(id, one) for id in ids if (one := self._coming.get(id)) is not None]
+        if not coming:
+            return
+        mark = self._compute.mark()
+        self._waits.end(mark)
+        self._sound = False
+        for _, one in coming:
+            self._done[one.slot] = mark
+        for id, one in coming:
+            if not self._stay(id, one):
+                self._ring.append(one.slot)
+                if one.host_slot >= 0:
+                    self._host_ring.append(one.host_slot)
+            del self._coming[id]
+        self._fetch()
+        self._sound = True
+
+    def close(self) -> None:
+        """Wait for reads in flight. To be called again if it was interrupted; else that does nothing."""
+        if self._readers is not None:
+            self._readers.close()
+
+    # ---- coming
+
+    def _fetch(self) -> None:
+        """Give out slots, in the order of use, and begin what can be begun."""
+        while self._queue and self._ring:
+            id = self._queue[0]
+            home = self.homes[id]
+            if home.tier is Tier.DISK and not self._host_ring:
+                return
+            coming = _Coming(self._ring.popleft(), home)
+            if home.tier is Tier.DISK:
+                coming.host_slot = self._host_ring.popleft()
+                coming.reads = self._reads(id, coming.host_slot)
+            self._coming[id] = coming
+            if home.tier is Tier.DISK:
+                assert self._readers is not None
+                self.read_bytes += self._host.shape[1]
+                for read in coming.reads:
+                    self._readers.put(read)
+            else:
+                coming.ready = self._copy(id, coming, self._host[home.slot])
+                self._empty[home.slot] = coming.ready
+            self._queue.popleft()
+
+    def _reads(self, id: GroupId, host_slot: int) -> list[Task]:
+        into, empty = self._host[host_slot], self._empty[host_slot]
+        layout, check = self._layouts[id], id not in self._checked
+
+        def piece(start: int) -> None:
+            if empty is not None:
+                empty.wait()
+            began = perf_counter()
+            part = into[start : start + PIECE]
+            self._source.read(layout, start, part, check)
+            if self._waits.trace is not None:
+                self._waits.trace.span("disk read", str(id), began, perf_counter(), bytes=len(part))
+
+        return [Task(partial(piece, start)) for start in range(0, len(into), PIECE)]
+
+    def _bring(self, id: GroupId, coming: _Coming) -> Ticket:
+        """Queue the copy of an expert from DISK, when it has been read."""
+        began = perf_counter()
+        for read in coming.reads:
+            read.result()
+        self._checked.add(id)
+        self.disk_late += perf_counter() - began
+        ready = self._copy(id, coming, self._host[coming.host_slot])
+        self._empty[coming.host_slot] = ready
+        return ready
+
+    def _copy(self, id: GroupId, coming: _Coming, source: Tensor) -> Ticket:
+        done = self._done[coming.slot]
+        if done is not None:
+            self._copies.wait(done)
+        began = self._copies.mark() if self._waits.trace else None
+        self._copies.copy(self._device[coming.slot], source)
+        self.copied_bytes += len(source)
+        ready = self._copies.mark()
+        if began is not None:
+            self._waits.copied(str(id), len(source), began, ready)
+        return ready
+
+    # ---- staying
+
+    def _stay(self, id: GroupId, coming: _Coming) -> bool:
+        """Keep an expert that came where it is if it is used clearly more often than one that stays. Whether
+        it kept its slot on DEVICE; its slot on HOST is then disposed of too."""
+        other = self._rival(id, Tier.DEVICE)
+        if other is not None:
+            self._exchange = (id, coming.slot, other)
+            self._finish_exchange()
+            if coming.host_slot >= 0:
+                self._host_ring.append(coming.host_slot)
+            return True
+        if coming.host_slot >= 0 and (other := self._rival(id, Tier.HOST)) is not None:
+            freed = self.homes[other].slot
+            self.homes.update({id: Home(Tier.HOST, coming.host_slot), other: Home(Tier.DISK)})
+            self._host_ring.append(freed)
+            coming.host_slot = -1
+        return False
+
+    def _rival(self, id: GroupId, tier: Tier) -> GroupId | None:
+        """The least used expert that stays on `tier`, if `id` is used clearly more often."""
+        least = self._least[tier]
+        while least and (self.homes[least[-1]].tier is not tier or least[-1] in self._expected):
+            least.pop()
+        if not least or self._used[id] < CLEARLY * self._used[least[-1]] + 2:
+            return None
+        return least.pop()
+
+    def _finish_exchange(self) -> None:
+        """`id`, which came to `slot`, stays there; `other` goes where it came from. May be begun anew until
+        the last line."""
+        assert self._exchange is not None
+        id, slot, other = self._exchange
+        home, left = self.homes[id], self.homes[other]
+        if home.tier is not Tier.DEVICE:
+            if home.tier is Tier.HOST:
+                self._copies.copy(self._host[home.slot], self._device[left.slot])
+                self.returned_bytes += len(self._host[home.slot])
+                self._empty[home.slot] = self._copies.mark()
+            self._done[left.slot] = self._compute.mark()
+            # One call, so that no interrupt can come between the two.
+            self.homes.update({id: Home(Tier.DEVICE, slot), other: home})
+            self._ring.append(left.slot)
+        self._exchange = None
+
+    def _next_pass(self) -> None:
+        self._passes += 1
+        if self._passes % FADE == 0:
+            for id in self._used:
+                self._used[id] //= 2
+        if self._passes % REVIEW == 0:
+            for tier, least in self._least.items():
+                least[:] = sorted(
+                    (id for id, home in self.homes.items() if home.tier is tier),
+                    key=lambda id: -self._used[id],
+                )
+
+    def _mend(self) -> None:
+        """After a pass that was broken off: give back what was never taken, and find the slots that an
+        interrupt lost."""
+        if self._exchange is not None:
+            self._finish_exchange()
+        if self._sound and not self._coming and not self._queue:
+            return
+        self._sound = False
+        mark = self._compute.mark()
+        for coming in self._coming.values():
+            self._done[coming.slot] = mark
+            if self._readers is not None:
+                self._readers.call_off(coming.reads)
+            wait(coming.reads)
+        self._queue.clear()
+        self._coming.clear()
+        taken = {(home.tier, home.slot) for home in self.homes.values()}
+        self._ring = deque(slot for slot in range(len(self._device)) if (Tier.DEVICE, slot) not in taken)
+        self._host_ring = deque(slot for slot in range(len(self._host)) if (Tier.HOST, slot) not in taken)
+        self._sound = True
+
+
+def _first_homes(ids: Sequence[GroupId], room: ExpertRoom) -> dict[GroupId, Home]:
+    """Before anything is known of them, experts of all layers share each tier evenly."""
+    on_device = spread([1] * len(ids), room.on_device, len(ids))
+    rest = [id for id, there in zip(ids, on_device, strict=True) if not there]
+    on_host = dict(zip(rest, spread([1] * len(rest), room.on_host, max(len(rest), 1)), strict=True))
+    homes, slots = dict[GroupId, Home](), Counter[Tier]()
+    for id, there in zip(ids, on_device, strict=True):
+        tier = Tier.DEVICE if there else Tier.HOST if on_host[id] else Tier.DISK
+        homes[id] = Home(tier) if tier is Tier.DISK else Home(tier, slots[tier])
+        slots[tier] += 1
+    return homes

@@ -1,0 +1,94 @@
+"""Where the bytes of groups come from: a pack, a checkpoint, or random numbers of which only the speed
+matters."""
+
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.arch.layout import GroupLayout
+from penstock.arch.spec import DTYPE_BYTES
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.reader import Pack
+
+_PERIOD = 8_388_593
+"""Random numbers that are made; a prime, so that no two rows of a matrix begin alike."""
+
+
+class Source(Protocol):
+    """Gives any piece of any group, to any number of threads at once."""
+
+    def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        """Fill `into`, flat uint8 on the CPU, with bytes of the group from `start` on, a multiple of the
+        residency's PIECE; zeros past its end. `check`: that they are the right ones, where that is known.
+        Raises CheckpointError; `into` then holds anything."""
+
+    def close(self) -> None:
+        """Nothing will be read any more."""
+
+
+class PackSource:
+    """Owns the pack. Every piece is held against the manifest's digest when it is first read; and whenever it
+    is read again, if the store may have been written meanwhile."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.pack = pack
+
+    def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        self.pack.read_piece(layout.id, start, into, check)
+        if not check and self.pack.changed:
+            self.pack.read_piece(layout.id, start, into, True)
+
+    def close(self) -> None:
+        self.pack.close()
+
+
+class CheckpointSource:
+    """Borrows the checkpoint: it may be closed when all weights are where they stay."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
+        self._checkpoint, self._dtype = checkpoint, dtype
+
+    def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        self._checkpoint.read_piece(layout, self._dtype, start, into)
+
+    def close(self) -> None:
+        pass
+
+
+class RandomSource:
+    """Random weights of a usual size, the same every time, as fast as memory can be written; norms are
+    ones."""
+
+    def __init__(self, dtype: str, seed: int = 0, std: float = 0.02) -> None:
+        self._element = DTYPE_BYTES[dtype]
+        kind: torch.dtype = getattr(torch, dtype)
+        numbers = torch.empty(_PERIOD).normal_(0, std, generator=torch.Generator().manual_seed(seed)).to(kind)
+        self._random = numbers.view(torch.uint8).numpy()
+        self._ones = torch.ones(4096, dtype=kind).view(torch.uint8).numpy()
+
+    def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
+        target, end = into.numpy(), start + len(into)
+        target[:] = 0
+        for number, field in enumerate(layout.fields):
+            first, last = max(field.offset, start), min(field.offset + prod(field.shape) * self._element, end)
+            if first >= last:
+                continue
+            block = self._ones if field.name.endswith("norm") else self._random
+            # A place of its own in the period for every field of every group.
+            shift = (
+                hash((layout.id.layer, layout.id.expert, len(layout.fields), number))
+                % _PERIOD
+                * self._element
+            )
+            at = first
+            while at < last:
+                begin = (shift + at - field.offset) % len(block)
+                count = min(last - at, len(block) - begin)
+                np.copyto(target[at - start : at - start + count], block[begin : begin + count])
+                at += count
+
+    def close(self) -> None:
+        pass
