@@ -725,8 +725,8 @@ def test_a_fault_of_our_own_is_one_line_too(penstock: Penstock, monkeypatch: pyt
     result = penstock("ghost")
     assert (result.code, result.out) == (1, "")
     assert result.err == (
-        "penstock: internal error: ModuleNotFoundError: No module named 'penstock.cli.ghost'; run with "
-        "--debug for the traceback\n"
+        "penstock: internal error: ModuleNotFoundError: No module named 'penstock.cli.commands.ghost'; run "
+        "with --debug for the traceback\n"
     )
 
 

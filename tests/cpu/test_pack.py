@@ -234,11 +234,12 @@ KILLS = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
 from penstock.base.errors import CheckpointError
+from penstock.weights import pieces
 from penstock.weights.pack import manifest
 from penstock.weights.pack import reader as reading
 from penstock.weights.pack import writer as packing
 from penstock.weights.checkpoint.reader import Checkpoint
-pieces.PIECE_BYTES = reading.PIECE_BYTES = packing.PIECE_BYTES = 16384
+pieces.PIECE_BYTES = manifest.PIECE_BYTES = reading.PIECE_BYTES = packing.PIECE_BYTES = 16384
 reading.THREADS = packing.THREADS = 2
 packing.COMMIT_BYTES = 60000
 model, folder, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
