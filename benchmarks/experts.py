@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -38,6 +38,7 @@ from penstock.memory.probe import matmul_rate
 from penstock.models.moe import mixture
 from penstock.ops import experts
 from penstock.ops.experts import experts_reference
+from penstock.ops.matrix import GroupViews, Matrix
 from penstock.ops.triton import experts as triton_experts
 from penstock.ops.triton.experts import ExpertTuning, arrange, choose, combine, expert_tuning, products
 
@@ -86,8 +87,9 @@ class Layer:
     def expect(self, experts: Sequence[GroupId]) -> None:
         pass
 
-    def take(self, group: GroupId) -> Mapping[str, Tensor]:
-        return self.weights[group.expert]
+    def take(self, group: GroupId) -> GroupViews:
+        matrices = {name: Matrix.of(one) for name, one in self.weights[group.expert].items()}
+        return GroupViews(matrices, {}, ())
 
     def release(self, group: GroupId) -> None:
         pass

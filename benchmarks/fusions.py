@@ -34,6 +34,7 @@ from penstock.ops.activation import silu_mul
 from penstock.ops.attention import AttentionInputs, RowGroup, Rows, Run, attend
 from penstock.ops.kernels import plain_torch
 from penstock.ops.linear import gated, linear
+from penstock.ops.matrix import Matrix
 from penstock.ops.norm import add_rms_norm
 from penstock.ops.project import HeadNorms, project
 from penstock.ops.sampling import draw, draw_reference, wishes
@@ -179,13 +180,13 @@ class Layer:
     def ours(self, turn: int) -> tuple[Tensor, Tensor]:
         """What the engine computes for a layer."""
         w, shape, residual = self.weights[turn % self.copies], self.shape, self.residual
-        qkv = linear(add_rms_norm(self.x, residual, self.norm, EPS), w["qkv"])
+        qkv = linear(add_rms_norm(self.x, residual, self.norm, EPS), Matrix.of(w["qkv"]))
         norms = HeadNorms(self.head_norm, self.head_norm, EPS)
         q, k, v = project(qkv, self.cos, self.sin, self.cache, self.inputs, heads=shape.heads, norms=norms)
         seen = attend(q, k, v, self.cache, self.inputs, shape.dim**-0.5, None, written=True)
-        out = linear(seen.view(len(seen), -1), w["out"])
+        out = linear(seen.view(len(seen), -1), Matrix.of(w["out"]))
         normed = add_rms_norm(out, residual, self.norm, EPS)
-        return linear(gated(normed, w["gate_up"]), w["down"]), residual
+        return linear(gated(normed, Matrix.of(w["gate_up"])), Matrix.of(w["down"])), residual
 
     def given(self, turn: int) -> tuple[object, ...]:
         w = self.weights[turn % self.copies]
@@ -270,11 +271,11 @@ def parts(
     yield Part("gate", lambda turn: silu_mul(wide), usual_silu_mul, lambda turn: (wide,))
     if past is not None:
         yield Part(
-            "qkv product", lambda turn: linear(layer.x, weights[turn % copies]["qkv"]), F.linear,
+            "qkv product", lambda turn: linear(layer.x, Matrix.of(weights[turn % copies]["qkv"])), F.linear,
             lambda turn: (layer.x, weights[turn % copies]["qkv"]),
         )  # fmt: skip
         yield Part(
-            "gated product", lambda turn: gated(layer.x, weights[turn % copies]["gate_up"]), usual_gated,
+            "gated product", lambda turn: gated(layer.x, Matrix.of(weights[turn % copies]["gate_up"])), usual_gated,
             lambda turn: (layer.x, weights[turn % copies]["gate_up"]),
         )  # fmt: skip
         yield sampling(shape, rows, device)

@@ -227,7 +227,7 @@ class Shape:
 
 
 def layout(id: GroupId, size: int) -> GroupLayout:
-    return GroupLayout(id, (Field("bytes", (size,), 0, ()),), size)
+    return GroupLayout(id, (Field("bytes", (size,), 0, (), "uint8"),), size)
 
 
 Doctor = Callable[[list[list[Segment]]], list[list[Segment]]]
@@ -251,9 +251,7 @@ class World:
         self.computing = Compute(self.gates)
         self.placement = self.shape.placement()
         streams = self.copies, self.compute or self.computing
-        self.weights = WeightStream(
-            self.placement, self.shape.layouts(), "uint8", self.store, CPU, streams=streams
-        )
+        self.weights = WeightStream(self.placement, self.shape.layouts(), self.store, CPU, streams=streams)
         self.visit = 0
         self._used: Counter[GroupId] = Counter()
         self.expected: dict[int, tuple[GroupId, np.ndarray]] = {}
@@ -278,7 +276,7 @@ class World:
 
     def take(self, group: GroupId) -> Tensor:
         """Take a group and queue a kernel on it."""
-        view = self.weights.take(group)["bytes"]
+        view = self.weights.take(group).vectors["bytes"]
         turn = self._used[group] if self.changing and self.placement.homes[group] is Tier.DISK else 0
         self._used[group] += 1
         self.expected[self.visit] = group, content(group, turn, len(view))

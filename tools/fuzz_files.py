@@ -104,7 +104,7 @@ def _read_checkpoint(path: Path) -> None:
     with Checkpoint.open(path) as checkpoint:
         for layout in group_layouts(checkpoint.spec, checkpoint.names, "bfloat16"):
             if layout.size < MEMORY // 8:
-                checkpoint.read_group(layout, "bfloat16", torch.empty(layout.size, dtype=torch.uint8))
+                checkpoint.read_group(layout, torch.empty(layout.size, dtype=torch.uint8))
 
 
 def _words(path: Path) -> None:

@@ -18,6 +18,7 @@ from penstock.engine import boot as booting
 from penstock.kv.ledger.blocks import BlockLedger, HostLedger
 from penstock.memory.device import peak_of
 from penstock.ops import attention
+from penstock.ops.matrix import GroupViews
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.step.plan import Outcome, Plan, Result
@@ -87,7 +88,7 @@ class Recorded:
     def __init__(self, weights: WeightStream) -> None:
         self._weights, self._standing = weights, weights.standing()
 
-    def take(self, group: GroupId) -> Mapping[str, Tensor]:
+    def take(self, group: GroupId) -> GroupViews:
         recorded, lent = self._standing.take(group), self._weights.take(group)
         assert lent is recorded, f"{group} is not where it was when the step was recorded"
         return lent

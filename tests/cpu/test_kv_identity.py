@@ -224,7 +224,7 @@ def test_one_bit_in_any_tensor_is_another_pack(tmp_path: Path) -> None:
             for layout in found.layouts:
                 into, expected = (torch.empty(layout.size, dtype=torch.uint8) for _ in range(2))
                 found.read_group(layout.id, into, check=True)
-                checkpoint.read_group(layout, "float32", expected)
+                checkpoint.read_group(layout, expected)
                 assert torch.equal(into, expected)
         flip(file, first + size - 1, 3)
     paths, prints = zip(*seen, strict=True)

@@ -144,7 +144,7 @@ def test_steps_for_which_kernels_are_compiled(tokens: int, sequences: int, lengt
     layouts = group_layouts(spec, shape.names, "float32")
     inputs = InputBuilder(spec, device, rows=sequences, blocks_per_row=-(-length // 16), block_size=16)
     runner = Runner(decoder.Decoder(spec), inputs, Sampler(spec.vocab_size, sequences, device), device)
-    runner.attach(Blank(layouts, "float32", device), KVPool(kv_layout(spec, "float32", 16), 1, device))
+    runner.attach(Blank(layouts, device), KVPool(kv_layout(spec, "float32", 16), 1, device))
     for plan in small_steps(
         max_step_tokens=tokens, max_sequences=sequences, max_length=length, block_size=16
     ):

@@ -64,7 +64,7 @@ def check_equal(model: Path, path: Path, dtype: str) -> None:
         data, end = (path / STORE).read_bytes(), 0
         for layout in found.layouts:
             expected = torch.empty(layout.size, dtype=torch.uint8)
-            checkpoint.read_group(layout, dtype, expected)
+            checkpoint.read_group(layout, expected)
             for check in (False, True):
                 group = torch.full((layout.size,), 0xEE, dtype=torch.uint8)
                 found.read_group(layout.id, group, check)
@@ -144,11 +144,11 @@ def test_any_piece_is_that_part_of_the_group(dtype: str) -> None:
     with Checkpoint.open(tiny.checkpoint("qwen2")) as checkpoint:
         for layout in group_layouts(checkpoint.spec, checkpoint.names, dtype):
             whole = torch.empty(layout.size, dtype=torch.uint8)
-            checkpoint.read_group(layout, dtype, whole)
+            checkpoint.read_group(layout, whole)
             for _ in range(20):
                 start, length = 256 * rng.randrange(layout.size // 256), 256 * rng.randrange(1, 80)
                 piece = torch.full((length,), 0xEE, dtype=torch.uint8)
-                checkpoint.read_piece(layout, dtype, start, piece)
+                checkpoint.read_piece(layout, start, piece)
                 expected = torch.cat([whole, torch.zeros(length, dtype=torch.uint8)])[start : start + length]
                 assert torch.equal(piece, expected)
 
@@ -211,7 +211,7 @@ def test_weights_on_a_block_device(tmp_path: Path, block_device: Path) -> None:
     with Checkpoint.open(model) as checkpoint, Pack.open(tmp_path / "pack") as found:
         for layout in found.layouts:
             expected, group = (torch.empty(layout.size, dtype=torch.uint8) for _ in range(2))
-            checkpoint.read_group(layout, "float32", expected)
+            checkpoint.read_group(layout, expected)
             found.read_group(layout.id, group, check=True)
             assert torch.equal(group, expected)
             piece = aligned(found.padded(layout.id))

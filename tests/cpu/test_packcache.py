@@ -37,7 +37,7 @@ def cached(model: Path, directory: Path, dtype: str = "float32") -> tuple[Path, 
     ):
         for layout in pack.layouts:
             expected, group = (torch.empty(layout.size, dtype=torch.uint8) for _ in range(2))
-            checkpoint.read_group(layout, dtype, expected)
+            checkpoint.read_group(layout, expected)
             pack.read_group(layout.id, group, check=True)
             assert torch.equal(group, expected)
         assert (pack.manifest.fingerprint, pack.dtype) == (checkpoint.fingerprint().hex(), dtype)

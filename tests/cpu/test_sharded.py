@@ -119,8 +119,8 @@ class Rank:
         least = max(map(padded, layouts)) * 3
         limits = Limits(total if self.part == 1 else max(int(self.part * total), least), total)
         placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
-        source = self.source or CheckpointSource(self.model, self.dtype)
-        self.weights = WeightStream(placement, layouts, self.dtype, source, CPU, experts=experts)
+        source = self.source or CheckpointSource(self.model)
+        self.weights = WeightStream(placement, layouts, source, CPU, experts=experts)
         self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU)
         self._inputs = InputBuilder(spec, CPU, rows=4, blocks_per_row=8, block_size=BLOCK)
         self._decoder = Decoder(spec, self.shard, self.member)
@@ -425,12 +425,12 @@ def test_groups_and_pieces_of_every_rank(
             for shard in (Shard(2, 3), Shard(1, 2)):
                 for layout in group_layouts(model.spec, model.names, dtype, shard):
                     whole = torch.full((layout.size,), 0xEE, dtype=torch.uint8)
-                    model.read_group(layout, dtype, whole)
+                    model.read_group(layout, whole)
                     assert torch.equal(whole, expected(layout, tensors, dtype))
                     for _ in range(3):
                         start, length = 256 * rng.randrange(layout.size // 256), 256 * rng.randrange(1, 20)
                         piece = torch.full((length,), 0xEE, dtype=torch.uint8)
-                        model.read_piece(layout, dtype, start, piece)
+                        model.read_piece(layout, start, piece)
                         assert torch.equal(
                             piece,
                             torch.cat([whole, torch.zeros(length, dtype=torch.uint8)])[
@@ -442,10 +442,12 @@ def test_groups_and_pieces_of_every_rank(
 def test_rows_and_columns_of_one_tensor() -> None:
     source = Source("model.layers.0.mlp.down_proj.weight", (64, 80), range(3, 50), range(11, 76))
     assert source.taken == (47, 65)
-    layout = GroupLayout(GroupId(GroupKind.FFN, 0), (Field("down", source.taken, 0, (source,)),), 12288)
+    layout = GroupLayout(
+        GroupId(GroupKind.FFN, 0), (Field("down", source.taken, 0, (source,), "float32"),), 12288
+    )
     with Checkpoint.open(tiny.checkpoint("llama")) as model:
         found = torch.empty(layout.size, dtype=torch.uint8)
-        model.read_group(layout, "float32", found)
+        model.read_group(layout, found)
     assert torch.equal(found, expected(layout, stored(tiny.checkpoint("llama")), "float32"))
 
 
@@ -528,7 +530,7 @@ def test_a_tensor_of_another_shape_is_refused_by_every_rank(tmp_path: Path) -> N
             with pytest.raises(
                 CheckpointError, match=r"has shape \[80, 64\]; config.json calls for \[78, 64\]"
             ):
-                model.read_piece(layout, "float32", 0, torch.empty(layout.size, dtype=torch.uint8))
+                model.read_piece(layout, 0, torch.empty(layout.size, dtype=torch.uint8))
 
 
 # ---- packs

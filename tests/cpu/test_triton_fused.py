@@ -19,7 +19,7 @@ if (
 import tiny
 from paged import pool_views
 from penstock.ops.attention import AttentionInputs, Run, attend, write
-from penstock.ops.linear import linear
+from penstock.ops.linear import dense_linear as linear
 from penstock.ops.project import HeadNorms, project, project_reference
 from penstock.ops.triton import pointwise as triton_pointwise
 from penstock.ops.triton.attention import write_kv

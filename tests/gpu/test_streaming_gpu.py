@@ -139,22 +139,24 @@ class World:
 
     def __init__(self, ring: int, cycles: int) -> None:
         self.layouts = tuple(
-            GroupLayout(GroupId(GroupKind.FFN, layer), (Field("down", (rows, 1024), 0, ()),), rows * 4096)
+            GroupLayout(
+                GroupId(GroupKind.FFN, layer), (Field("down", (rows, 1024), 0, (), "float32"),), rows * 4096
+            )
             for layer, rows in enumerate((256, 512, 256, 384, 512, 256, 384, 256))
         )
         uses = [Use(layout.id, padded(layout)) for layout in self.layouts]
         placement = solve(uses, Limits(ring << 20, 64 << 20, 0, resident=0, device_ring=ring << 20), RATES)
         self.streams = slow_streams(cycles)
         streams: tuple[Stream, Stream] = self.streams
-        self.weights = WeightStream(
-            placement, self.layouts, "float32", RandomSource("float32"), CUDA, streams=streams
-        )
+        self.weights = WeightStream(placement, self.layouts, RandomSource("float32"), CUDA, streams=streams)
         self.weights.load()
         expected = WeightStream(
-            solve(uses, Limits(64 << 20, 0, 0), RATES), self.layouts, "float32", RandomSource("float32"), CUDA
+            solve(uses, Limits(64 << 20, 0, 0), RATES), self.layouts, RandomSource("float32"), CUDA
         )
         expected.load()
-        self.expected = {layout.id: expected.take(layout.id)["down"].clone() for layout in self.layouts}
+        self.expected = {
+            layout.id: expected.take(layout.id).vectors["down"].clone() for layout in self.layouts
+        }
         expected.close()
 
     def passes(self, count: int, late: int | None = None) -> bool:
@@ -162,7 +164,7 @@ class World:
         right = []
         for _ in range(count):
             for number, layout in enumerate(self.layouts):
-                down = self.weights.take(layout.id)["down"]
+                down = self.weights.take(layout.id).vectors["down"]
                 if number == late:
                     torch.cuda._sleep(LATE)
                 right.append((down == self.expected[layout.id]).all())

@@ -171,14 +171,15 @@ def fields(*values: object) -> Callable[[dict[str, Any]], object]:
     return group(0, fields=list(values))
 
 
-FIELD = {"name": "embedding", "shape": [131, 24], "offset": 0}
+FIELD = {"name": "embedding", "dtype": "bfloat16", "shape": [131, 24], "offset": 0}
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another format": (lambda body: body.update(format="zip"), "is no pack's manifest"),
-    "a later version": (lambda body: body.update(version=3), "version 3; this penstock reads 2"),
+    "a later version": (lambda body: body.update(version=4), "version 4; this penstock reads 3"),
     "of sampled fingerprints": (
         lambda body: body.update(version=1),
-        "version 1; this penstock reads 2; remove the pack, and pack the",
+        "version 1; this penstock reads 3; remove the pack, and pack the",
     ),
+    "of one dtype": (lambda body: body.update(version=2), "version 2; this penstock reads 3"),
     "version true": (lambda body: body.update(version=True), "has version True"),
     "an unknown key": (lambda body: body.update(more=1), "it has the keys"),
     "a missing key": (lambda body: body.pop("store"), "it has the keys"),
@@ -219,6 +220,8 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "digests of a huge group": (group(-1, size=2**62), f"of {2**39} pieces in base64"),
     "no fields": (fields(), "has fields []"),
     "field number": (fields(1), "has the field 1"),
+    "field dtype": (fields(FIELD | {"dtype": "int3"}), "has dtype 'int3'"),
+    "field dtype list": (fields(FIELD | {"dtype": []}), "has dtype []"),
     "field shape": (fields(FIELD | {"shape": [-1]}), "more elements"),
     "field shape empty": (fields(FIELD | {"shape": []}), "1 to 4 extents"),
     "field shape huge": (fields(FIELD | {"shape": [2**62, 2**62, 2**62, 2**62]}), "more elements"),
@@ -303,7 +306,8 @@ def test_groups_of_another_model() -> None:
         lambda: shorter.check(layouts(), "m")
     )
     renamed = [
-        Run(run.id, run.offset, run.size, (FieldPlace("x", (1,), 0), *run.fields[1:])) for run in found.runs
+        Run(run.id, run.offset, run.size, (FieldPlace("x", "float32", (1,), 0), *run.fields[1:]))
+        for run in found.runs
     ]
     other = Manifest(found.fingerprint, found.config, found.dtype, found.store, found.files, tuple(renamed))
     assert "group 'embedding'" in refusal(lambda: other.check(layouts(), "m"))

@@ -10,7 +10,8 @@ from penstock.arch.spec import ModelSpec, MoeSpec
 
 def parameters(layouts: Sequence[GroupLayout]) -> int:
     """Numbers the model is made of."""
-    return sum(prod(field.shape) for layout in layouts for field in layout.fields)
+    matrices = sum(prod(matrix.shape) for layout in layouts for matrix in layout.matrices)
+    return matrices + sum(prod(field.shape) for layout in layouts for field in layout.vectors)
 
 
 def weight_bytes(layouts: Sequence[GroupLayout]) -> int:
@@ -96,11 +97,11 @@ def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> fl
     is `output_operations`."""
     if layout.id.kind in (GroupKind.EMBEDDING, GroupKind.HEAD):
         return 0
-    weights: float = sum(prod(field.shape) for field in layout.fields if len(field.shape) == 2)
+    operations = sum(matrix.format.operations(matrix.shape, tokens) for matrix in layout.matrices)
     if layout.id.kind is GroupKind.EXPERT:
         assert spec.moe is not None
-        weights *= spec.moe.top_k / spec.moe.experts
-    return 2 * weights * tokens
+        operations *= spec.moe.top_k / spec.moe.experts
+    return operations
 
 
 def needed_operations(spec: ModelSpec, layout: GroupLayout, tokens: float, rows: float) -> float:

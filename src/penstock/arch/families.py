@@ -7,6 +7,7 @@ cannot run exactly is refused with the key that asks for it.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from penstock.arch.formats.methods import read_format
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, MoeSpec, RopeKind, RopeSpec
 from penstock.base.errors import UnsupportedModelError
 
@@ -115,11 +116,6 @@ def _spec(
 ) -> ModelSpec:
     """What all families share; the switches are what sets them apart."""
     config.only("hidden_act", "silu")
-    if config.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            f"{config.where}: key 'quantization_config' is set; supported: unquantised float32, float16, "
-            "bfloat16"
-        )
     layers, heads, hidden = _layers(config), config.whole("num_attention_heads"), config.whole("hidden_size")
     kv_heads = config.whole("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -160,6 +156,7 @@ def _spec(
         windows=windows or (None,) * layers,
         moe=moe,
         moe_layers=moe_layers,
+        format=read_format(config.config, config.where),
     )
 
 

@@ -5,15 +5,19 @@ A group is the unit in which weights rest and move: one contiguous run. Projecti
 are fused, one below the other, so that a layer needs four matrix products and a group one copy.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from penstock.arch.families import TensorNames
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.format import STORED_BYTES, Format, Source, stacked
 from penstock.arch.shards import WHOLE, Held, Shard, held, local_spec
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, UnsupportedModelError
 
 ALIGNMENT = 256
 """Bytes at which every field of a group starts: a multiple of any vector load and of what matrix kernels
@@ -42,36 +46,34 @@ class GroupId:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint tensor, or a rank's rows or columns of it, that fills a run of rows of a field."""
-
-    tensor: str
-    shape: tuple[int, ...]
-    """Of the whole tensor in the checkpoint."""
-    rows: range | None = None
-    columns: range | None = None
-    """Which of them are taken; None is all."""
-
-    @property
-    def taken(self) -> tuple[int, ...]:
-        """The shape of what is taken."""
-        if self.rows is None and self.columns is None:
-            return self.shape
-        cuts = (self.rows, self.columns)[: len(self.shape)]
-        return tuple(
-            extent if part is None else len(part) for extent, part in zip(self.shape, cuts, strict=True)
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a group, as the arithmetic wants it: its sources, one below the other."""
+    """One tensor of a group: its sources, one below the other, or what `repack` makes of them."""
 
     name: str
+    """Of the matrix or vector, and of the part of it that its format keeps here: `qkv`, or `qkv.scale`."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the group's start."""
     sources: tuple[Source, ...]
+    dtype: str
+    repack: Callable[[Sequence[Any]], Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * STORED_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLayout:
+    """A weight matrix of a group, in the format that it rests in."""
+
+    name: str
+    shape: tuple[int, int]
+    """`[out, in]`, whatever is stored of it."""
+    format: Format
+    parts: tuple[tuple[str, Field], ...]
+    """What the format calls each tensor of it, and where that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,13 @@ class GroupLayout:
     fields: tuple[Field, ...]
     size: int
     """Bytes, a multiple of ALIGNMENT."""
+    matrices: tuple[MatrixLayout, ...] = ()
+
+    @property
+    def vectors(self) -> tuple[Field, ...]:
+        """The fields that are no part of a matrix: norms and biases."""
+        stored = {field.name for matrix in self.matrices for _, field in matrix.parts}
+        return tuple(field for field in self.fields if field.name not in stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +157,7 @@ def group_layouts(
     and `down_bias`, only rank 0 has. Raises ConfigError for too many ranks.
     """
     shard = shard or WHOLE
-    lay = _Layer(spec, names, DTYPE_BYTES[dtype], held(spec, shard), first=shard.rank == 0)
+    lay = _Layer(spec, names, dtype, held(spec, shard), first=shard.rank == 0)
     embedding = _matrix(
         "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary
     )
@@ -188,18 +197,38 @@ def _rows_of(heads: range, dim: int) -> range:
 class _Layer:
     spec: ModelSpec
     names: TensorNames
-    element: int
+    dtype: str
     held: Held
     first: bool
     """Whether what is added to a sum over ranks is added here."""
 
-    def group(self, id: GroupId, fields: dict[str, list[Source]]) -> GroupLayout:
-        placed, offset = [], 0
-        for name, sources in fields.items():
-            shape = (sum(source.taken[0] for source in sources), *sources[0].taken[1:])
-            placed.append(Field(name, shape, offset, tuple(sources)))
-            offset += -(-prod(shape) * self.element // ALIGNMENT) * ALIGNMENT
-        return GroupLayout(id, tuple(placed), offset)
+    def group(self, id: GroupId, tensors: dict[str, list[Source]]) -> GroupLayout:
+        """Lay tensors out behind each other: matrices as their format has them, vectors as they are."""
+        fields, matrices, offset = list[Field](), list[MatrixLayout](), 0
+        for name, sources in tensors.items():
+            is_matrix = len(sources[0].shape) == 2
+            format = self._format(id, sources) if is_matrix else DENSE
+            parts = []
+            for stored in format.stored(self.dtype, sources):
+                label = f"{name}.{stored.name}" if stored.name else name
+                field = Field(label, stored.shape, offset, stored.sources, stored.dtype, stored.repack)
+                parts.append((stored.name, field))
+                offset += -(-field.size // ALIGNMENT) * ALIGNMENT
+            fields += [field for _, field in parts]
+            if is_matrix:
+                outer, inner = stacked("", self.dtype, sources).shape
+                matrices.append(MatrixLayout(name, (outer, inner), format, tuple(parts)))
+        return GroupLayout(id, tuple(fields), offset, tuple(matrices))
+
+    def _format(self, id: GroupId, sources: Sequence[Source]) -> Format:
+        """Return the one format of matrices that are fused."""
+        if id.kind in (GroupKind.EMBEDDING, GroupKind.ROUTER, GroupKind.HEAD):
+            return DENSE
+        formats = {self.spec.format.of(source.tensor) for source in sources}
+        if len(formats) > 1:
+            names = " and ".join(source.tensor for source in sources)
+            raise UnsupportedModelError(f"{names} are read by one product, but rest in several formats")
+        return formats.pop()
 
     def attention(self, layer: int) -> GroupLayout:
         spec, at = self.spec, f"model.layers.{layer}.self_attn"

@@ -4,6 +4,9 @@ changed."""
 from dataclasses import dataclass
 from enum import StrEnum
 
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.format import STORED_BYTES, Format
+
 
 class RopeKind(StrEnum):
     DEFAULT = "default"
@@ -75,6 +78,8 @@ class ModelSpec:
     """Per layer: how many tokens a query sees, itself included; None sees all."""
     moe: MoeSpec | None = None
     moe_layers: tuple[bool, ...] = ()
+    format: Format = DENSE
+    """Of the matrices of attention, feed-forwards and experts; embedding, routers and head are dense."""
 
     @property
     def query_size(self) -> int:
@@ -88,5 +93,5 @@ class ModelSpec:
         return self.moe is not None and self.moe_layers[layer]
 
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {name: STORED_BYTES[name] for name in ("float32", "float16", "bfloat16")}
 """Bytes of one element of each dtype that weights and KV may have."""

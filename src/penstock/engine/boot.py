@@ -416,7 +416,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
         carrier = _carrier(replace(room, blocks=1, disk=None), device, None, None) if room else None
         try:
             runner.attach(
-                Blank(settled.layouts, settled.dtype, device),
+                Blank(settled.layouts, device),
                 KVPool(settled.kv, 1, device),
                 carrier,
                 early=_early(settled),
@@ -494,7 +494,6 @@ def _weights(settled: Settled, placed: Placed, trace: Trace | None) -> WeightStr
         return WeightStream(
             placed.placement,
             settled.layouts,
-            settled.dtype,
             placed.source,
             settled.device,
             disk=placed.disk,

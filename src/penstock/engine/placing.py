@@ -179,5 +179,5 @@ def place(
 
 def _source(model: Model, dtype: str) -> Source:
     if isinstance(model, Checkpoint):
-        return CheckpointSource(model, dtype)
+        return CheckpointSource(model)
     return PackSource(model) if isinstance(model, Pack) else RandomSource(dtype)

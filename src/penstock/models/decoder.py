@@ -80,7 +80,7 @@ class Decoder:
             else None
         )
         embedding = weights.take(EMBEDDING)
-        residual = self._embed(inputs.tokens, embedding["embedding"])
+        residual = self._embed(inputs.tokens, embedding.matrices["embedding"].tensor)
         weights.release(EMBEDDING)
         self._sum(residual)
         # A block hands its output on, a rank's part of it, instead of adding it: sums and the next norm can
@@ -106,12 +106,12 @@ class Decoder:
         `[rows, vocab]`, of the activations' dtype, in `out` if given. The end of a pass, and to be entered at
         most once in it: what streams passes by only once."""
         norm = weights.take(HEAD)
-        normed = rms_norm(hidden, norm["norm"], self.spec.norm_eps)
+        normed = rms_norm(hidden, norm.vectors["norm"], self.spec.norm_eps)
         if self.spec.tied_embeddings:
             weights.release(HEAD)
-            group, matrix = EMBEDDING, weights.take(EMBEDDING)["embedding"]
+            group, matrix = EMBEDDING, weights.take(EMBEDDING).matrices["embedding"]
         else:
-            group, matrix = HEAD, norm["output"]
+            group, matrix = HEAD, norm.matrices["output"]
         collectives = self._collectives
 
         def logits(rows: slice, out: Tensor | None = None) -> Tensor:
@@ -161,12 +161,12 @@ class Decoder:
         `residual`."""
         spec, group = self._local, GroupId(GroupKind.ATTENTION, layer)
         w = weights.take(group)
-        qkv = linear(self._norm(x, residual, w["norm"]), w["qkv"], w.get("qkv_bias"))
-        norms = HeadNorms(w["q_norm"], w["k_norm"], spec.norm_eps) if spec.qk_norm else None
+        qkv = linear(self._norm(x, residual, w.vectors["norm"]), w.matrices["qkv"], w.vectors.get("qkv_bias"))
+        norms = HeadNorms(w.vectors["q_norm"], w.vectors["k_norm"], spec.norm_eps) if spec.qk_norm else None
         q, k, v = project(qkv, inputs.cos, inputs.sin, cache, inputs.attention, heads=spec.heads, norms=norms)
         if cold is not None:
             cold.send(layer, k, v)
-        adds, attention = wanted is None and self._adds(residual, w.get("out_bias")), inputs.attention
+        adds, attention = wanted is None and self._adds(residual, w.vectors.get("out_bias")), inputs.attention
         if wanted is not None and inputs.last is not None:
             q, wanted, attention = (
                 q[wanted],
@@ -177,9 +177,9 @@ class Decoder:
         seen = seen if wanted is None else seen[wanted]
         out: Tensor | None = None
         if adds:
-            add_linear(seen.view(len(seen), -1), w["out"], residual)
+            add_linear(seen.view(len(seen), -1), w.matrices["out"], residual)
         elif len(seen):
-            out = linear(seen.view(len(seen), -1), w["out"], w.get("out_bias"))
+            out = linear(seen.view(len(seen), -1), w.matrices["out"], w.vectors.get("out_bias"))
         weights.release(group)
         return out
 
@@ -194,22 +194,22 @@ class Decoder:
         if self.spec.is_moe(layer):
             router = GroupId(GroupKind.ROUTER, layer)
             w = weights.take(router)
-            normed = self._norm(x, residual, w["norm"])
-            scores = linear(normed, w["router"])
+            normed = self._norm(x, residual, w.vectors["norm"])
+            scores = linear(normed, w.matrices["router"])
             weights.release(router)
             assert self._local.moe is not None
-            return mixture(normed, scores, self._local.moe, layer, weights)
+            return mixture(normed, scores, self._local.moe, layer, weights, self.spec.format)
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
-        normed = self._norm(x, residual, w["norm"])
-        adds = self._adds(residual, w.get("down_bias"))
+        normed = self._norm(x, residual, w.vectors["norm"])
+        adds = self._adds(residual, w.vectors.get("down_bias"))
         for piece, onto in zip(
             torch.split(normed, _WIDE_ROWS), torch.split(residual, _WIDE_ROWS), strict=True
         ):
-            inner = gated(piece, w["gate_up"], w.get("gate_up_bias"))
+            inner = gated(piece, w.matrices["gate_up"], w.vectors.get("gate_up_bias"))
             if adds:
-                add_linear(inner, w["down"], onto)
+                add_linear(inner, w.matrices["down"], onto)
             else:  # Its output takes its place.
-                linear(inner, w["down"], w.get("down_bias"), out=piece)
+                linear(inner, w.matrices["down"], w.vectors.get("down_bias"), out=piece)
         weights.release(group)
         return None if adds else normed

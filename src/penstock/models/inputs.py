@@ -1,7 +1,7 @@
 """What a forward pass reads besides weights and KV, and how it reaches those without knowing where they
 rest."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.arch.layout import GroupId
 from penstock.ops.attention import AttentionInputs, Tiles
+from penstock.ops.matrix import GroupViews
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,14 @@ class Weights(Protocol):
 
     def expect(self, experts: Sequence[GroupId]) -> None: ...
 
-    def take(self, group: GroupId) -> Mapping[str, Tensor]: ...
+    def take(self, group: GroupId) -> GroupViews: ...
 
     def release(self, group: GroupId) -> None: ...
 
     def table(self, layer: int) -> Tensor | None:
-        """Where all experts of a layer lie: addresses of gate_up and down, int64 `[experts, 2]` on the
-        device. None if some of them come and go: then `waves` lends them."""
+        """Return the addresses of all tensors of a layer's experts, int64 `[experts, tensors]` on the device.
+
+        None if some of them come and go: then `waves` lends them."""
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         """Lend these experts of one layer, in its order, several at a time: those, and the layer's table,

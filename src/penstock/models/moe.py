@@ -1,31 +1,35 @@
 """Mixture of experts: each token through the few experts its router chose (Mixtral, arXiv 2401.04088; Qwen3,
 arXiv 2505.09388)."""
 
-from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.format import Format
 from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import MoeSpec
 from penstock.models.inputs import Weights
 from penstock.ops.activation import silu_mul_into
 from penstock.ops.experts import Grouped, grouped
 from penstock.ops.linear import linear
+from penstock.ops.matrix import GroupViews
 
 _ROWS = 2048
 """Rows of an expert that are computed at a time, at most: no slower than more."""
 
 
-def mixture(x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights) -> Tensor:
+def mixture(
+    x: Tensor, scores: Tensor, moe: MoeSpec, layer: int, weights: Weights, format: Format = DENSE
+) -> Tensor:
     """The weighted sum of the chosen experts' outputs: x and result `[tokens, hidden]`, router scores
     `[tokens, experts]`.
 
     moe: of the rank, whose experts may be narrower than the model's. Only experts that some token chose are
     taken, each once for all its tokens; where all are at hand the host does not learn which these are.
     """
-    if grouped(x.device):
+    if format == DENSE and grouped(x.device):
         return _many_at_a_time(x, scores, moe, layer, weights)
     shares, chosen = scores.float().softmax(-1).topk(moe.top_k)
     if moe.normalise:
@@ -69,15 +73,15 @@ class _Scratch:
         self._x, self._out = x.new_empty(self.rows, hidden), x.new_empty(self.rows, hidden)
         self._gate_up, self._inner = x.new_empty(self.rows, 2 * inner), x.new_empty(self.rows, inner)
 
-    def expert(self, x: Tensor, tokens: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def expert(self, x: Tensor, tokens: Tensor, weights: GroupViews) -> Tensor:
         """The expert's output `[rows, hidden]` for these rows of x, at most `self.rows`; overwritten by the
         next call."""
         count = len(tokens)
         taken = torch.index_select(x, 0, tokens, out=self._x[:count])
         inner = silu_mul_into(
-            linear(taken, weights["gate_up"], out=self._gate_up[:count]), self._inner[:count]
+            linear(taken, weights.matrices["gate_up"], out=self._gate_up[:count]), self._inner[:count]
         )
-        return linear(inner, weights["down"], out=self._out[:count])
+        return linear(inner, weights.matrices["down"], out=self._out[:count])
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.ops.activation import silu_mul
 from penstock.ops.kernels import expert_kernels
-from penstock.ops.linear import linear
+from penstock.ops.linear import dense_linear
 
 
 def grouped(device: torch.device) -> bool:
@@ -82,7 +82,8 @@ def experts_reference(
     for expert, (gate_up, down) in enumerate(weights):
         at = chosen == expert
         if at.any():
-            y[at] = linear(silu_mul(linear(x[at.nonzero()[:, 0]], gate_up)), down)
+            inner = silu_mul(dense_linear(x[at.nonzero()[:, 0]], gate_up))
+            y[at] = dense_linear(inner, down)
     return chosen, (shares.to(x.dtype).float().unsqueeze(-1) * y.float()).sum(1).to(x.dtype)
 
 

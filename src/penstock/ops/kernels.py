@@ -56,6 +56,11 @@ def sum_kernels() -> ModuleType | None:
     return _kernels("sums")
 
 
+def format_kernels(name: str) -> ModuleType | None:
+    """Return the kernels of a storage format, by the name of their module."""
+    return _kernels(name)
+
+
 def _kernels(name: str) -> ModuleType | None:
     """None while this thread does without them, and where there is no Triton."""
     return None if _launches.plain else _loaded(name)

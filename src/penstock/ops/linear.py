@@ -1,24 +1,58 @@
-"""Matrix products with weights stored `[out, in]`."""
+"""Matrix products with weights `[out, in]`, in whatever format these rest."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.ops.activation import silu_mul
-from penstock.ops.kernels import linear_kernels
+from penstock.ops.kernels import format_kernels, linear_kernels
+from penstock.ops.matrix import Matrix
 
 _FEW_ROWS = 256
 """Up to here a float32 product on a CPU is bound by reading the weights, and their order in it matters."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`: x `[tokens, in]`, weight `[out, in]`, bias `[out]`, result `[tokens, out]`,
-    contiguous.
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`: x `[tokens, in]`, weight `[out, in]` in any format, bias `[out]`, result
+    `[tokens, out]`, contiguous.
 
     out: where the result is put, contiguous; nothing that is read here.
     """
+    if weight.dense is not None:
+        return dense_linear(x, weight.dense, bias, out=out)
+    if kernels := _format_kernels(x, weight):
+        product: Tensor = kernels.linear(x, weight.parts, bias, out=out)
+        return product
+    return dense_linear(x, weight.dequantised(x), bias, out=out)
+
+
+def add_linear(x: Tensor, weight: Matrix, onto: Tensor) -> None:
+    """Add `x @ weight.T` to `onto` in place, rounded once: x `[tokens, in]`, weight `[out, in]`, onto
+    `[tokens, out]`, contiguous."""
+    torch.addmm(onto, x, weight.dequantised(x).t(), out=onto)
+
+
+def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """Return `silu(gate) * up` of the product with a fused weight `[2 * inner, in]`, gate first: x
+    `[tokens, in]`, result `[tokens, inner]`."""
+    if weight.dense is not None and x.is_cuda and (kernel := _few_rows_kernel(x, weight.dense)):
+        return kernel(x, weight.dense, bias, gated=True)
+    return silu_mul(linear(x, weight, bias))
+
+
+def _format_kernels(x: Tensor, weight: Matrix) -> ModuleType | None:
+    """Return the kernels of the matrix's format, if there are any for this product."""
+    kernels = format_kernels(weight.format.kernels) if x.is_cuda and weight.format.kernels else None
+    return kernels if kernels is not None and kernels.suits(x, weight.parts) else None
+
+
+def dense_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return what `linear` does, of a dense `weight`."""
     if x.is_cuda:
         if kernel := _few_rows_kernel(x, weight):
             return kernel(x, weight, bias, out=out)
@@ -33,20 +67,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
         y = _few_rows_float32(x, weight) if x.dtype == torch.float32 else _few_rows_half(x, weight)
         y = y if bias is None else y.add_(bias)
     return y if out is None else out.copy_(y)
-
-
-def add_linear(x: Tensor, weight: Tensor, onto: Tensor) -> None:
-    """Add `x @ weight.T` to `onto` in place, rounded once: x `[tokens, in]`, weight `[out, in]`, onto
-    `[tokens, out]`, contiguous."""
-    torch.addmm(onto, x, weight.t(), out=onto)
-
-
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up` of the product with a fused weight `[2 * inner, in]`, gate first: x `[tokens, in]`,
-    result `[tokens, inner]`."""
-    if x.is_cuda and (kernel := _few_rows_kernel(x, weight)):
-        return kernel(x, weight, bias, gated=True)
-    return silu_mul(linear(x, weight, bias))
 
 
 def _few_rows_kernel(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:

@@ -1,4 +1,4 @@
-"""Pieces in which weights on disk are written, read and checked: their sizes and digests, the names of files."""
+"""Pieces in which weights on disk are written, read and checked: sizes and digests, names of files."""
 
 import hashlib
 from collections.abc import Iterable

@@ -27,6 +27,7 @@ from penstock.memory.device import send
 from penstock.ops.attention import reads_pages
 from penstock.ops.kernels import attention_kernels, early_launches, linear_kernels, noted, pointwise_kernels
 from penstock.ops.linear import gated, linear
+from penstock.ops.matrix import Matrix as Weight
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.sampling import draw, wishes
 from penstock.ops.steps import FIELDS, LEAST, likeliest, place
@@ -149,11 +150,10 @@ def matrices(groups: Sequence[GroupLayout]) -> set[Matrix]:
     """One of each shape; nothing of experts, which have kernels of their own."""
     found = set[Matrix]()
     for group in groups:
-        fields = {field.name: field.shape for field in group.fields}
-        for name in fields.keys() & {"qkv", "out", "gate_up", "down", "router", "output", "embedding"}:
+        vectors = {field.name for field in group.vectors}
+        for one in group.matrices:
             if group.id.kind is not GroupKind.EXPERT:
-                outer, inner = fields[name]
-                found.add(Matrix(outer, inner, name == "gate_up", f"{name}_bias" in fields))
+                found.add(Matrix(*one.shape, one.name == "gate_up", f"{one.name}_bias" in vectors))
     return found
 
 
@@ -166,7 +166,7 @@ def _product(matrix: Matrix, rows: int, dtype: str, device: torch.device) -> Lau
     if rows > 1 and not kernels.suits_few_rows(x, weight):
         return None
     bias = torch.zeros(matrix.outer, dtype=kind, device=device) if matrix.biased else None
-    return partial(gated if matrix.gated else linear, x, weight, bias)
+    return partial(gated if matrix.gated else linear, x, Weight.of(weight), bias)
 
 
 def eager_launches(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Iterator[Launch]:

@@ -19,7 +19,7 @@ found by a table, which lies where it lay when the step was recorded.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
 from penstock.ops.attention import AttentionInputs, PlacedRun, Rows, reads_pages
 from penstock.ops.kernels import counting, early_launches
+from penstock.ops.matrix import GroupViews
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.runs import suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
@@ -394,7 +395,7 @@ class _Program:
         self._graph.capture_end()
         self._acts.append(self._graph.replay)
 
-    def take(self, group: GroupId) -> Mapping[str, Tensor]:
+    def take(self, group: GroupId) -> GroupViews:
         views, moves = self._standing.take(group), self._weights.moves(group)
         if (
             moves or self._released
@@ -438,6 +439,6 @@ class _Program:
         self._released.clear()
 
 
-def _take_again(weights: WeightStream, group: GroupId, recorded: Mapping[str, Tensor]) -> None:
+def _take_again(weights: WeightStream, group: GroupId, recorded: GroupViews) -> None:
     lent = weights.take(group)
     assert lent is recorded, f"{group} is not where it was when the step was recorded"

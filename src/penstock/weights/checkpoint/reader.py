@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from penstock.arch.families import TensorNames, family_of, read_spec
-from penstock.arch.layout import ALIGNMENT, GroupLayout, Source
+from penstock.arch.formats.format import STORED_BYTES, Source
+from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError
 from penstock.memory.disk import REQUEST_BYTES, ReadError, run_all
@@ -44,7 +46,10 @@ GAP_BYTES = 4096
 """Between lines of a tensor that are read, less than this is read with them: it holds no page that a disk
 could leave out."""
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_EXACT = {"I8": "int8", "U8": "uint8", "I32": "int32", "F8_E4M3": "float8_e4m3fn"}
+"""Dtypes that are read only where a storage format asks for them; those above are rounded to each other."""
+_REPACKED = 8
+"""Repacked tensors that are kept: as many as threads ask for at once, each for one piece after the other."""
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -74,6 +79,8 @@ class Checkpoint:
         self._memory = memory
         self._hashing: Hashing | None = None
         self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="checkpoint")
+        self._repacked: dict[Field, torch.Tensor] = {}
+        self._repacking = Lock()
 
     @classmethod
     def open(cls, path: Path, cache: Path | None = None) -> Self:
@@ -116,7 +123,10 @@ class Checkpoint:
         Raises CheckpointError, naming file and tensor.
         """
         sources = {
-            source.tensor: source for layout in layouts for field in layout.fields for source in field.sources
+            source.tensor: (source, field)
+            for layout in layouts
+            for field in layout.fields
+            for source in field.sources
         }
         missing = [name for name in sources if name not in self._shards.tensors]
         if missing:
@@ -124,8 +134,8 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path} lacks tensor {missing[0]}{_and_more(missing)} that config.json calls for{hint}"
             )
-        for source in sources.values():
-            self._check(source)
+        for source, field in sources.values():
+            self._check(source, field)
         extra = [name for name in self._shards.tensors if name not in sources and not self._ignorable(name)]
         if extra:
             file = self._shards.tensors[extra[0]].file.path
@@ -134,15 +144,14 @@ class Checkpoint:
                 "does not have"
             )
 
-    def read_group(self, layout: GroupLayout, dtype: str, into: torch.Tensor) -> None:
-        """Fill `into`, flat uint8 of `layout.size` bytes on the CPU, with a group whose layout was made for
-        `dtype`.
+    def read_group(self, layout: GroupLayout, into: torch.Tensor) -> None:
+        """Fill `into`, flat uint8 of `layout.size` bytes on the CPU, with a group.
 
         Each field starts at its offset, its sources one below the other; bytes between fields are zero.
-        Tensors stored as `dtype` are read straight into place; others pass through a stage of STAGE_BYTES in
-        each of READ_THREADS threads, rounded to nearest even. Of a rank's layout only what the rank holds is
-        read, and of columns what lies between them where that is less than GAP_BYTES. Raises CheckpointError;
-        `into` then holds anything.
+        Tensors stored in the field's dtype are read straight into place; others pass through a stage of
+        STAGE_BYTES in each of READ_THREADS threads, rounded to nearest even. Of a rank's layout only what the
+        rank holds is read, and of columns what lies between them where that is less than GAP_BYTES. Raises
+        CheckpointError; `into` then holds anything.
         """
         assert (into.dtype, into.shape, into.device.type) == (torch.uint8, (layout.size,), "cpu")
         assert into.is_contiguous()
@@ -151,35 +160,66 @@ class Checkpoint:
         for field in layout.fields:
             into[at : field.offset].zero_()
             at = field.offset
+            if field.repack is not None:
+                into[at : at + field.size].copy_(self._repack(field))
+                at += field.size
+                continue
             for source in field.sources:
-                end = at + prod(source.taken) * DTYPE_BYTES[dtype]
-                tasks += _reading(self._check(source), _Lines.of(source), dtype, into[at:end])
+                end = at + prod(source.taken) * STORED_BYTES[field.dtype]
+                tasks += _reading(self._check(source, field), _Lines.of(source), field.dtype, into[at:end])
                 at = end
         into[at:].zero_()
         run_all(tasks, self._pool)
 
-    def read_piece(self, layout: GroupLayout, dtype: str, start: int, into: torch.Tensor) -> None:
+    def read_piece(self, layout: GroupLayout, start: int, into: torch.Tensor) -> None:
         """Fill `into` with a part of what read_group gives, from its byte `start` on, a multiple of
         ALIGNMENT; zeros past its end.
 
         Any number of threads may do so at once: the work is done on the calling one. Raises CheckpointError.
         """
         assert (into.dtype, into.dim(), into.device.type, start % ALIGNMENT) == (torch.uint8, 1, "cpu", 0)
-        end, at, element = start + len(into), start, DTYPE_BYTES[dtype]
+        end, at = start + len(into), start
         for field in layout.fields:
-            begin = field.offset
-            for source in field.sources:
-                stop = begin + prod(source.taken) * element
+            begin, element = field.offset, STORED_BYTES[field.dtype]
+            for source in field.sources if field.repack is None else (None,):
+                stop = begin + (field.size if source is None else prod(source.taken) * element)
                 first, last = max(begin, start), min(stop, end)
                 if first < last:
                     into[at - start : first - start].zero_()
                     part = into[first - start : last - start]
-                    _read_part(
-                        self._check(source), _Lines.of(source), dtype, (first - begin) // element, part
-                    )
+                    if source is None:
+                        part.copy_(self._repack(field)[first - begin : last - begin])
+                    else:
+                        stored = self._check(source, field)
+                        _read_part(stored, _Lines.of(source), field.dtype, (first - begin) // element, part)
                     at = last
                 begin = stop
         into[at - start :].zero_()
+
+    def _repack(self, field: Field) -> torch.Tensor:
+        """Return the bytes, flat uint8, of a field that its format makes of whole sources. Any thread may."""
+        with self._repacking:
+            made = self._repacked.get(field)
+        if made is not None:
+            return made
+        assert field.repack is not None
+        wholes = []
+        for source in field.sources:
+            stored = self._check(source, field)
+            whole = torch.empty(source.shape, dtype=_kind(stored))
+            try:
+                stored.file.read_into(_bytes(whole), stored.entry.offset)
+            except ReadError as error:
+                raise CheckpointError(str(error)) from error
+            wholes.append(whole)
+        tensor: torch.Tensor = field.repack(wholes).contiguous()
+        assert (tuple(tensor.shape), tensor.dtype) == (field.shape, getattr(torch, field.dtype)), field.name
+        made = tensor.view(-1).view(torch.uint8)
+        with self._repacking:
+            self._repacked[field] = made
+            while len(self._repacked) > _REPACKED:
+                del self._repacked[next(iter(self._repacked))]
+        return made
 
     def identify(self) -> int:
         """Begin to find the fingerprint, on other threads, unless that has begun. Weights may be read
@@ -237,8 +277,8 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _check(self, source: Source) -> Stored:
-        """The stored tensor of `source`, if it is there as promised."""
+    def _check(self, source: Source, field: Field) -> Stored:
+        """Return the stored tensor of a field's source, if it is there as promised."""
         stored = self._shards.tensors.get(source.tensor)
         if stored is None:
             raise CheckpointError(f"{self.path} lacks tensor {source.tensor} that config.json calls for")
@@ -248,8 +288,15 @@ class Checkpoint:
                 f"{where} has shape {shown(list(stored.entry.shape))}; config.json calls for "
                 f"{list(source.shape)}"
             )
-        if stored.entry.dtype not in _NAMES:
-            raise CheckpointError(f"{where} has dtype {stored.entry.dtype}; {', '.join(_NAMES)} are read")
+        if field.repack is not None:
+            read = [*_NAMES, *_EXACT]
+        else:
+            floating = field.dtype in DTYPE_BYTES
+            read = (
+                list(_NAMES) if floating else [name for name, kind in _EXACT.items() if kind == field.dtype]
+            )
+        if stored.entry.dtype not in read:
+            raise CheckpointError(f"{where} has dtype {stored.entry.dtype}; {', '.join(read)} are read")
         return stored
 
     def _ignorable(self, name: str) -> bool:
@@ -292,6 +339,12 @@ class _Lines:
         return cls(above * row, prod(source.taken), prod(source.taken))
 
 
+def _kind(stored: Stored) -> torch.dtype:
+    """Return the dtype of a tensor as it is in its file."""
+    kind: torch.dtype = getattr(torch, {**_NAMES, **_EXACT}[stored.entry.dtype])
+    return kind
+
+
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, to be written."""
     return tensor.view(-1).view(torch.uint8).numpy().data
@@ -299,7 +352,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _reading(stored: Stored, lines: _Lines, dtype: str, into: torch.Tensor) -> list[Callable[[], None]]:
     """The tasks that fill `into`, flat uint8, with all of a source as `dtype`."""
-    parts, each = torch.split(into, REQUEST_BYTES), REQUEST_BYTES // DTYPE_BYTES[dtype]
+    parts, each = torch.split(into, REQUEST_BYTES), REQUEST_BYTES // STORED_BYTES[dtype]
     return [
         partial(_read_part, stored, lines, dtype, number * each, part) for number, part in enumerate(parts)
     ]
@@ -308,7 +361,7 @@ def _reading(stored: Stored, lines: _Lines, dtype: str, into: torch.Tensor) -> l
 def _read_part(stored: Stored, lines: _Lines, dtype: str, first: int, into: torch.Tensor) -> None:
     """Fill `into`, flat uint8, with elements of a source as `dtype`, from its element `first`. Any thread
     may. Raises CheckpointError."""
-    part = into.view(_TORCH[dtype])
+    part = into.view(getattr(torch, dtype))
     line, begun = divmod(first, lines.width)
     at = lines.start + line * lines.pitch
     try:
@@ -330,7 +383,7 @@ def _read_part(stored: Stored, lines: _Lines, dtype: str, first: int, into: torc
 def _read_lines(stored: Stored, lines: _Lines, at: int, into: torch.Tensor) -> None:
     """Fill `into` `[lines, width]` with lines of a stored tensor, the first at element `at`: read with what
     is between them if that is little, or else each by itself."""
-    kind = _TORCH[_NAMES[stored.entry.dtype]]
+    kind = _kind(stored)
     together = (lines.pitch - lines.width) * kind.itemsize < GAP_BYTES
     if not together and kind is into.dtype:
         _read_each(stored, lines, at, into)
@@ -358,7 +411,7 @@ def _read_each(stored: Stored, lines: _Lines, at: int, into: torch.Tensor) -> No
 def _read_run(stored: Stored, first: int, into: torch.Tensor) -> None:
     """Fill `into`, flat, with elements of a stored tensor, from its element `first`, rounded to nearest even
     if need be."""
-    kind = _TORCH[_NAMES[stored.entry.dtype]]
+    kind = _kind(stored)
     at = stored.entry.offset + first * kind.itemsize
     if kind is into.dtype:
         stored.file.read_into(_bytes(into), at)

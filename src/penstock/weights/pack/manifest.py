@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
+from penstock.arch.formats.format import STORED_BYTES
 from penstock.arch.layout import ALIGNMENT, GroupLayout
 from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import DTYPE_BYTES
@@ -30,8 +31,8 @@ from penstock.weights.pieces import (
     STORE,
 )
 
-VERSION = 2
-"""1 had the fingerprint of samples of the checkpoint, which did not prove what it was made of."""
+VERSION = 3
+"""Version 1 had the fingerprint of samples of the checkpoint; in version 2 all fields were of one dtype."""
 MAX_MANIFEST_BYTES = 100_000_000
 MAX_BYTES = 2**62
 _FORMAT = "penstock pack"
@@ -45,6 +46,7 @@ _HEX = re.compile(r"[0-9a-f]+", re.ASCII)
 @dataclass(frozen=True, slots=True)
 class FieldPlace:
     name: str
+    dtype: str
     shape: tuple[int, ...]
     offset: int
     """Bytes from the group's start."""
@@ -159,7 +161,9 @@ def place(layouts: Iterable[GroupLayout]) -> tuple[Run, ...]:
     """Where the groups of a model go; without digests, which nobody knows yet."""
     runs: list[Run] = []
     for layout in layouts:
-        fields = tuple(FieldPlace(field.name, field.shape, field.offset) for field in layout.fields)
+        fields = tuple(
+            FieldPlace(field.name, field.dtype, field.shape, field.offset) for field in layout.fields
+        )
         runs.append(Run(str(layout.id), runs[-1].end if runs else 0, layout.size, fields))
     return tuple(runs)
 
@@ -245,7 +249,7 @@ def _manifest(body: Mapping[str, object], where: str) -> Manifest:
     shard = _parse_shard(body[_SHARD], where) if _SHARD in body else WHOLE
     runs, seen, end = [], set(), 0
     for number, value in enumerate(groups):
-        run = _run(value, DTYPE_BYTES[dtype], f"{where}: group {number}")
+        run = _run(value, f"{where}: group {number}")
         name = f"{where}: group {shown(run.id)}"
         if run.id in seen:
             raise CheckpointError(f"{name} is there twice")
@@ -274,7 +278,7 @@ def _parse_shard(value: object, where: str) -> Shard:
     return Shard(rank, ranks)
 
 
-def _run(value: object, element: int, where: str) -> Run:
+def _run(value: object, where: str) -> Run:
     """One group, itself sound; whether it lies where it may is not yet checked."""
     if not isinstance(value, dict) or tuple(value) != ("id", "offset", "size", "digests", "fields"):
         raise CheckpointError(
@@ -302,7 +306,7 @@ def _run(value: object, element: int, where: str) -> Run:
                 f"{where}: field {shown(field.name)} at byte {field.offset} overlaps the one before it or "
                 "is not aligned"
             )
-        end = field.offset + prod(field.shape) * element
+        end = field.offset + prod(field.shape) * STORED_BYTES[field.dtype]
         places.append(field)
     if end > size:
         raise CheckpointError(f"{where}: field {shown(places[-1].name)} ends at byte {end} of {size}")
@@ -316,11 +320,14 @@ def _run(value: object, element: int, where: str) -> Run:
 
 
 def _parse_field(value: object, where: str) -> FieldPlace:
-    if not isinstance(value, dict) or tuple(value) != ("name", "shape", "offset"):
+    if not isinstance(value, dict) or tuple(value) != ("name", "dtype", "shape", "offset"):
         raise CheckpointError(
-            f"{where} has the field {shown(value)}; it must be an object of name, shape and offset"
+            f"{where} has the field {shown(value)}; it must be an object of name, dtype, shape and offset"
         )
-    name, shape, offset = value["name"], value["shape"], value["offset"]
+    name, dtype, shape, offset = value["name"], value["dtype"], value["shape"], value["offset"]
+    if not isinstance(dtype, str) or dtype not in STORED_BYTES:
+        known = ", ".join(STORED_BYTES)
+        raise CheckpointError(f"{where}: field {shown(name)} has dtype {shown(dtype)}; {known} are read")
     if (
         not isinstance(name, str)
         or not _is_size(offset)
@@ -335,11 +342,11 @@ def _parse_field(value: object, where: str) -> FieldPlace:
         raise CheckpointError(
             f"{where}: field {shown(name)} has shape {shown(shape)}, more elements than any file holds"
         )
-    return FieldPlace(name, tuple(shape), offset)
+    return FieldPlace(name, dtype, tuple(shape), offset)
 
 
 def _field(field: FieldPlace) -> dict[str, object]:
-    return {"name": field.name, "shape": list(field.shape), "offset": field.offset}
+    return {"name": field.name, "dtype": field.dtype, "shape": list(field.shape), "offset": field.offset}
 
 
 def _lines(value: object) -> str:

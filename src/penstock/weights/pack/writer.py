@@ -363,7 +363,7 @@ class _Packing:
         buffer = buffers.get()
         try:
             piece = buffer[: run.piece_length(start)]
-            self.checkpoint.read_piece(layout, self.plan.dtype, start, piece)
+            self.checkpoint.read_piece(layout, start, piece)
             data = piece.numpy().data
             at = 0
             while at < len(data):

@@ -1,15 +1,15 @@
 """Where the bytes of groups come from: a pack, a checkpoint, or random numbers of which only the speed
 matters."""
 
-from math import prod
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.arch.formats.format import STORED_BYTES
 from penstock.arch.layout import GroupLayout
-from penstock.arch.spec import DTYPE_BYTES
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
 
@@ -48,11 +48,11 @@ class PackSource:
 class CheckpointSource:
     """Borrows the checkpoint: it may be closed when all weights are where they stay."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
-        self._checkpoint, self._dtype = checkpoint, dtype
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
-        self._checkpoint.read_piece(layout, self._dtype, start, into)
+        self._checkpoint.read_piece(layout, start, into)
 
     def close(self) -> None:
         pass
@@ -63,26 +63,21 @@ class RandomSource:
     ones."""
 
     def __init__(self, dtype: str, seed: int = 0, std: float = 0.02) -> None:
-        self._element = DTYPE_BYTES[dtype]
-        kind: torch.dtype = getattr(torch, dtype)
-        numbers = torch.empty(_PERIOD).normal_(0, std, generator=torch.Generator().manual_seed(seed)).to(kind)
-        self._random = numbers.view(torch.uint8).numpy()
-        self._ones = torch.ones(4096, dtype=kind).view(torch.uint8).numpy()
+        self._seed, self._std = seed, std
+        _random(dtype, seed, std)  # Made before many threads ask for it.
 
     def read(self, layout: GroupLayout, start: int, into: Tensor, check: bool) -> None:
         target, end = into.numpy(), start + len(into)
         target[:] = 0
         for number, field in enumerate(layout.fields):
-            first, last = max(field.offset, start), min(field.offset + prod(field.shape) * self._element, end)
+            first, last = max(field.offset, start), min(field.offset + field.size, end)
             if first >= last:
                 continue
-            block = self._ones if field.name.endswith("norm") else self._random
+            ones = field.name.endswith("norm")
+            block = _ones(field.dtype) if ones else _random(field.dtype, self._seed, self._std)
             # A place of its own in the period for every field of every group.
-            shift = (
-                hash((layout.id.layer, layout.id.expert, len(layout.fields), number))
-                % _PERIOD
-                * self._element
-            )
+            place = hash((layout.id.layer, layout.id.expert, len(layout.fields), number)) % _PERIOD
+            shift = place * STORED_BYTES[field.dtype]
             at = first
             while at < last:
                 begin = (shift + at - field.offset) % len(block)
@@ -92,3 +87,21 @@ class RandomSource:
 
     def close(self) -> None:
         pass
+
+
+@lru_cache(maxsize=8)
+def _random(dtype: str, seed: int, std: float) -> np.ndarray[Any, Any]:
+    """Return the bytes of _PERIOD random numbers, normal ones or, of a dtype without fractions, any."""
+    kind: torch.dtype = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    if kind.is_floating_point:
+        numbers = torch.empty(_PERIOD).normal_(0, std, generator=generator).to(kind)
+    else:
+        limits = torch.iinfo(kind)
+        numbers = torch.randint(limits.min, limits.max + 1, (_PERIOD,), dtype=kind, generator=generator)
+    return numbers.view(torch.uint8).numpy()
+
+
+@lru_cache(maxsize=8)
+def _ones(dtype: str) -> np.ndarray[Any, Any]:
+    return torch.ones(4096, dtype=getattr(torch, dtype)).view(torch.uint8).numpy()

@@ -5,7 +5,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from penstock.base.trace import Trace
 from penstock.memory.arena import Arena
 from penstock.memory.device import send
 from penstock.memory.streams import Stream, streams_of
+from penstock.ops.matrix import GroupViews, Matrix
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.feeder import Feeder, Piece, Segment
 from penstock.weights.streaming.loading import LOADERS, Loading, counted, load
@@ -37,7 +37,6 @@ class WeightStream:
         self,
         placement: Placement,
         layouts: Sequence[GroupLayout],
-        dtype: str,
         source: Source,
         device: torch.device,
         *,
@@ -50,13 +49,7 @@ class WeightStream:
         """placement: of uses in `padded` sizes. disk: where what stays on DISK is read from, if not from
         `source`. experts: room for those, if they are not among the uses. rates: what both were made for, to
         be told by `stats`. Nothing is loaded yet."""
-        self.placement, self._dtype, self._source, self._device, self.rates = (
-            placement,
-            dtype,
-            source,
-            device,
-            rates,
-        )
+        self.placement, self._source, self._device, self.rates = placement, source, device, rates
         self._disk = disk or source
         self._layouts = {layout.id: layout for layout in layouts}
         ring, host_ring = placement.device_ring, placement.host_ring
@@ -72,14 +65,13 @@ class WeightStream:
             **_laid(placement, Tier.HOST, self._host.bytes[host_ring.size : on_host]),
         }
         self._slots = self._host.bytes[: host_ring.size]
-        self._views: dict[GroupId, Mapping[str, Tensor]] = {
-            id: group_views(self._layouts[id], self._homes[id], dtype)
+        self._views: dict[GroupId, GroupViews] = {
+            id: group_views(self._layouts[id], self._homes[id])
             for id, home in placement.homes.items()
             if home is Tier.DEVICE
         }
         self._in_ring = [
-            group_views(self._layouts[self._id(run)], self._arena.bytes[run.offset :], dtype)
-            for run in ring.runs
+            group_views(self._layouts[self._id(run)], self._arena.bytes[run.offset :]) for run in ring.runs
         ]
         self._runs_of: dict[GroupId, list[int]] = {}
         for index, run in enumerate(ring.runs):
@@ -90,7 +82,7 @@ class WeightStream:
         self._next = 0
         """Where in the ring's order the next use is looked for."""
         self._experts: Experts | None = None
-        self._in_slots: dict[int, Mapping[str, Tensor]] = {}
+        self._in_slots: dict[int, GroupViews] = {}
         """Views of the slots for experts, whose fields all lie alike, by the slot's address."""
         self._tables: dict[int, Tensor] = {}
         self._experts_of: dict[int, list[GroupId]] = {}
@@ -160,7 +152,7 @@ class WeightStream:
             self._feeder = self._feed()
             self._moving.append(self._feeder)
 
-    def take(self, group: GroupId) -> Mapping[str, Tensor]:
+    def take(self, group: GroupId) -> GroupViews:
         """The group's fields, ready on the compute stream until it is released.
 
         Streamed groups are taken one at a time; those that a pass leaves out are passed over. Raises
@@ -277,23 +269,23 @@ class WeightStream:
     def _id(self, run: Run) -> GroupId:
         return self.placement.uses[run.use].id
 
-    def _in_slot(self, expert: GroupId, slot: Tensor) -> Mapping[str, Tensor]:
+    def _in_slot(self, expert: GroupId, slot: Tensor) -> GroupViews:
         views = self._in_slots.get(slot.data_ptr())
         if views is None:
-            views = self._in_slots[slot.data_ptr()] = group_views(self._layouts[expert], slot, self._dtype)
+            views = self._in_slots[slot.data_ptr()] = group_views(self._layouts[expert], slot)
         return views
 
     def _addresses(self, experts: Sequence[GroupId], lent: "frozenset[GroupId] | None" = None) -> Tensor:
         """Of those that are lent, all if nothing is said; 0 for the others."""
 
-        def of(id: GroupId) -> tuple[int, int]:
+        def of(id: GroupId) -> tuple[int, ...]:
             if lent is not None and id not in lent:
-                return 0, 0
+                return (0,) * len(self._layouts[id].fields)
             views = self._views.get(id)
             if views is None:
                 assert self._experts is not None
                 views = self._in_slot(id, self._experts.slot(id))
-            return views["gate_up"].data_ptr(), views["down"].data_ptr()
+            return views.addresses
 
         return send(np.array([of(id) for id in experts], dtype=np.int64), self._device)
 
@@ -350,15 +342,15 @@ class Standing:
 
     def __init__(
         self,
-        views: Mapping[GroupId, Mapping[str, Tensor]],
+        views: Mapping[GroupId, GroupViews],
         runs: Mapping[GroupId, Sequence[int]],
-        in_ring: Sequence[Mapping[str, Tensor]],
+        in_ring: Sequence[GroupViews],
         table: Callable[[int], Tensor | None],
     ) -> None:
         self._views, self._runs, self._in_ring, self.table = views, runs, in_ring, table
         self._next = 0
 
-    def take(self, group: GroupId) -> Mapping[str, Tensor]:
+    def take(self, group: GroupId) -> GroupViews:
         views = self._views.get(group)
         if views is not None:
             return views
@@ -380,13 +372,13 @@ class Blank:
     """Zeros in place of all weights, in memory for the largest group: what the activations of a step are
     measured with."""
 
-    def __init__(self, layouts: Sequence[GroupLayout], dtype: str, device: torch.device) -> None:
-        self._layouts, self._dtype = {layout.id: layout for layout in layouts}, dtype
+    def __init__(self, layouts: Sequence[GroupLayout], device: torch.device) -> None:
+        self._layouts = {layout.id: layout for layout in layouts}
         self._bytes = torch.zeros(max(layout.size for layout in layouts), dtype=torch.uint8, device=device)
         self._experts = Counter(layout.id.layer for layout in layouts if layout.id.kind is GroupKind.EXPERT)
 
-    def take(self, group: GroupId) -> Mapping[str, Tensor]:
-        return group_views(self._layouts[group], self._bytes, self._dtype)
+    def take(self, group: GroupId) -> GroupViews:
+        return group_views(self._layouts[group], self._bytes)
 
     def release(self, group: GroupId) -> None:
         pass
@@ -396,21 +388,27 @@ class Blank:
 
     def table(self, layer: int) -> Tensor:
         views = self.take(GroupId(GroupKind.EXPERT, layer, 0))
-        addresses = [(views["gate_up"].data_ptr(), views["down"].data_ptr())] * self._experts[layer]
+        addresses = [views.addresses] * self._experts[layer]
         return send(np.array(addresses, dtype=np.int64), self._bytes.device)
 
     def waves(self, experts: Sequence[GroupId]) -> Iterator[tuple[Sequence[GroupId], Tensor]]:
         raise AssertionError("all experts are lent at once")
 
 
-def group_views(layout: GroupLayout, place: Tensor, dtype: str) -> Mapping[str, Tensor]:
-    """A group's fields as typed views of its bytes, a flat uint8 tensor."""
-    kind: torch.dtype = getattr(torch, dtype)
-    views = {}
-    for field in layout.fields:
-        size = prod(field.shape) * kind.itemsize
-        views[field.name] = place[field.offset : field.offset + size].view(kind).view(field.shape)
-    return views
+def group_views(layout: GroupLayout, place: Tensor) -> GroupViews:
+    """Return a group's matrices and vectors as views of its bytes, a flat uint8 tensor."""
+    views = {
+        field.name: place[field.offset : field.offset + field.size]
+        .view(getattr(torch, field.dtype))
+        .view(field.shape)
+        for field in layout.fields
+    }
+    matrices = {
+        one.name: Matrix(one.format, one.shape, {part: views[field.name] for part, field in one.parts})
+        for one in layout.matrices
+    }
+    vectors = {field.name: views[field.name] for field in layout.vectors}
+    return GroupViews(matrices, vectors, tuple(view.data_ptr() for view in views.values()))
 
 
 def _next_run(runs: Sequence[int], at: int, ring: int) -> int:

@@ -1,0 +1,104 @@
+"""Storage formats of weight matrices: the tensors a format keeps of a matrix, how they are read, and what a
+product costs.
+
+A format is one file in this folder. Nothing here imports torch: a format is known before any tensor is. What
+computes with tensors, `repack` and `dequantise`, uses their own methods alone, and kernels are named and
+found by `ops`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
+    from torch import Tensor
+
+STORED_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "int32": 4,
+}
+"""Bytes of one element of each dtype in which a tensor of a group may rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint tensor, or a rank's rows or columns of it, that fills a run of rows of a field."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    """Of the whole tensor in the checkpoint."""
+    rows: range | None = None
+    columns: range | None = None
+    """Which of them are taken; None is all."""
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """The shape of what is taken."""
+        if self.rows is None and self.columns is None:
+            return self.shape
+        cuts = (self.rows, self.columns)[: len(self.shape)]
+        return tuple(
+            extent if part is None else len(part) for extent, part in zip(self.shape, cuts, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor that a format keeps of a matrix: what it is called there, its shape, its dtype, and where it
+    comes from.
+
+    sources: one below the other. Tensors of a checkpoint that are floating-point numbers are rounded to a
+    floating-point `dtype`; any other dtype must be the checkpoint's. repack: makes the tensor, of `shape` and
+    `dtype`, of whole sources as they are in the checkpoint; without it they are taken as they lie.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sources: tuple[Source, ...]
+    repack: "Callable[[Sequence[Tensor]], Tensor] | None" = None
+
+
+def stacked(name: str, dtype: str, sources: Sequence[Source]) -> Stored:
+    """Return the tensor whose rows are those of `sources`, one below the other."""
+    return Stored(
+        name, (sum(source.taken[0] for source in sources), *sources[0].taken[1:]), dtype, tuple(sources)
+    )
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix `[out, in]` rests in memory. Two formats are equal if their fields are."""
+
+    name: str
+    """As a checkpoint's `quantization_config.quant_method` has it, or `dense`."""
+    kernels: ClassVar[str] = ""
+    """The module of `penstock.ops.triton` whose `linear` computes products from the parts; empty where the
+    reference does."""
+
+    def of(self, tensor: str) -> "Format":
+        """Return the format of the checkpoint's weight `tensor`, which may be excepted from this one."""
+        return self
+
+    def stored(self, dtype: str, sources: Sequence[Source]) -> tuple[Stored, ...]:
+        """Return the tensors that are kept of a matrix, in the order in which they lie in a group.
+
+        dtype: of activations. sources: as for a dense matrix, each `[rows, in]`, cut for a rank; one below
+        the other. Raises ConfigError for a cut that the format does not allow.
+        """
+        raise NotImplementedError
+
+    def dequantise(self, parts: "Mapping[str, Tensor]") -> "Tensor":
+        """Return the matrix `[out, in]` that `parts`, by their names in `stored`, stand for: the reference of
+        all kernels."""
+        raise NotImplementedError
+
+    def operations(self, shape: tuple[int, ...], tokens: float) -> float:
+        """Return the floating-point operations of a product of the matrix with so many tokens."""
+        return 2 * prod(shape) * tokens
