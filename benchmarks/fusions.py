@@ -275,7 +275,8 @@ def parts(
             lambda turn: (layer.x, weights[turn % copies]["qkv"]),
         )  # fmt: skip
         yield Part(
-            "gated product", lambda turn: gated(layer.x, Matrix.of(weights[turn % copies]["gate_up"])), usual_gated,
+            "gated product", lambda turn: gated(layer.x, Matrix.of(weights[turn % copies]["gate_up"])),
+            usual_gated,
             lambda turn: (layer.x, weights[turn % copies]["gate_up"]),
         )  # fmt: skip
         yield sampling(shape, rows, device)

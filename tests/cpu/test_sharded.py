@@ -4,13 +4,10 @@ they are threads."""
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
@@ -18,212 +15,26 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny
-from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, Source, group_layouts, kv_layout
+from members import Meeting, Member, Rank, pass_of
+from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, Source, group_layouts
 from penstock.arch.shards import Shard
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
-from penstock.kv.movement.pool import KVPool
 from penstock.models import decoder
 from penstock.models.decoder import Decoder
-from penstock.ops.norm import add_rms_norm
-from penstock.step.plan import BlockId, Plan, Row, Share
 from penstock.weights.checkpoint import reader as reading
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack, read_manifest
 from penstock.weights.pack.writer import JOURNAL, PackError, write_pack
 from penstock.weights.pieces import MANIFEST, STORE
-from penstock.weights.streaming.residency import Limits, padded, solve_model
-from penstock.weights.streaming.ring import Rates
-from penstock.weights.streaming.source import CheckpointSource, PackSource
-from penstock.weights.streaming.source import Source as Bytes
-from penstock.weights.streaming.stream import WeightStream
-from penstock.worker.inputs import InputBuilder
+from penstock.weights.streaming.source import PackSource
 
-CPU = torch.device("cpu")
-BLOCK, PAGES = 8, 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CLOSE = 1e-5
 """How far logits in float32 may lie apart, over the size of the largest: sums are in another order, and no
 more."""
 CHANGED = 0.1
 """How far they do if one row of one matrix is another."""
-RATES = Rates(host_to_device=1e9, disk_to_host=1e9, device_read=1e10)
 EACH = pytest.mark.parametrize("name", tiny.CASES)
-
-
-# ---- ranks as threads
-
-
-class Meeting:
-    """Where ranks exchange tensors. If one of them fails, none waits for it."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.barrier = Barrier(ranks, timeout=60)
-        self.brought: list[Tensor | None] = [None] * ranks
-
-
-@dataclass
-class Member:
-    """The collectives of one rank."""
-
-    meeting: Meeting
-    rank: int
-    sums: int = 0
-    gathers: int = 0
-
-    def all_reduce(self, x: Tensor) -> None:
-        assert x.is_contiguous()
-        self.sums += 1
-        first, *others = self._exchange(x)
-        total = first.clone()
-        for other in others:
-            total += other
-        self.meeting.barrier.wait()  # Before anyone writes, all have read.
-        x.copy_(total)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        self.all_reduce(x)
-        return add_rms_norm(x, residual, weight, eps)
-
-    def gather(self, x: Tensor) -> Tensor:
-        self.gathers += 1
-        whole = torch.cat(self._exchange(x), dim=-1)
-        self.meeting.barrier.wait()
-        return whole
-
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        self.meeting.brought[self.rank] = x
-        self.meeting.barrier.wait()
-        return [part for part in self.meeting.brought if part is not None]
-
-
-@dataclass
-class Rank:
-    """One rank of `shard.ranks`, or all of the model without one."""
-
-    model: Checkpoint
-    shard: Shard | None = None
-    member: Member | None = None
-    dtype: str = "float32"
-    change: Callable[[GroupLayout], GroupLayout] = lambda layout: layout
-    source: Bytes | None = None
-    part: float = 1.0
-    """Of the weights, as much is on the device."""
-    weights: WeightStream = field(init=False)
-    pool: KVPool = field(init=False)
-
-    def __post_init__(self) -> None:
-        spec = self.model.spec
-        layouts = tuple(map(self.change, group_layouts(spec, self.model.names, self.dtype, self.shard)))
-        total = sum(map(padded, layouts))
-        least = max(map(padded, layouts)) * 3
-        limits = Limits(total if self.part == 1 else max(int(self.part * total), least), total)
-        placement, experts, _ = solve_model(layouts, spec.tied_embeddings, limits, RATES, disk=False)
-        source = self.source or CheckpointSource(self.model)
-        self.weights = WeightStream(placement, layouts, source, CPU, experts=experts)
-        self.pool = KVPool(kv_layout(spec, self.dtype, BLOCK, self.shard), PAGES, CPU)
-        self._inputs = InputBuilder(spec, CPU, rows=4, blocks_per_row=8, block_size=BLOCK)
-        self._decoder = Decoder(spec, self.shard, self.member)
-
-    def load(self) -> None:
-        self.weights.load()
-
-    @torch.inference_mode()
-    def run(self, plans: Sequence[Plan]) -> list[Tensor]:
-        """The logits that each plan asks for, `[rows, vocab]`: those of samples, then those of prompts."""
-        found = []
-        for plan in plans:
-            step = self._inputs.build(plan, torch.zeros(4, dtype=torch.int64))
-            hidden = self._decoder.forward(self.weights, self.pool.layers, step.inputs)
-            with self._decoder.head(self.weights, hidden) as logits_of:
-                parts = [
-                    logits_of(part).float()
-                    for part in (slice(step.samples), slice(step.samples, len(hidden)))
-                ]
-            assert all(part.dtype is torch.float32 for part in parts)
-            found.append(torch.cat(parts))
-        return found
-
-
-def together(ranks: Sequence[Rank], plans: Sequence[Plan]) -> list[list[Tensor]]:
-    """What each rank finds. Raises what the first that failed did."""
-    meeting = ranks[0].member.meeting if ranks[0].member else Meeting(1)
-
-    def run(rank: Rank) -> list[Tensor]:
-        try:
-            rank.load()
-            return rank.run(plans)
-        except BaseException:
-            meeting.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        running = [pool.submit(run, rank) for rank in ranks]
-    errors = [error for each in running if (error := each.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
-        raise error
-    return [each.result() for each in running]
-
-
-def pass_of(
-    path: Path, ranks: int, *, plans: Sequence[Plan] | None = None, check: bool = True, **settings: object
-) -> list[Tensor]:
-    """The logits that ranks find together, the same for all; without ranks, those of one that knows of no
-    others."""
-    plans = steps() if plans is None else plans
-    with ExitStack() as opened:
-        meeting, those = Meeting(ranks), list[Rank]()
-        for rank in range(max(ranks, 1)):
-            model = opened.enter_context(Checkpoint.open(path))
-            shard, member = (Shard(rank, ranks), Member(meeting, rank)) if ranks else (None, None)
-            own = {
-                name: value[rank] if isinstance(value, list) else value for name, value in settings.items()
-            }
-            those.append(Rank(model, shard, member, **own))  # type: ignore[arg-type]
-            opened.callback(those[-1].weights.close)
-        first, *others = together(those, plans)
-        spec = model.spec
-        for other in others:
-            assert all(map(torch.equal, first, other))
-        for rank in those if ranks > 1 else ():
-            assert rank.member is not None
-            assert (rank.member.sums, rank.member.gathers) == (
-                len(plans) * (1 + 2 * spec.layers),
-                2 * len(plans),
-            )
-            stats = rank.weights.stats()
-            assert stats.streams == ("part" in settings)
-        if ranks == 1 and those[0].member:
-            assert (those[0].member.sums, those[0].member.gathers) == (0, 0)
-    return first
-
-
-def steps() -> list[Plan]:
-    """Three requests: two prompts and a chunk of a third; a token of each and the chunk's rest; a token of
-    all. All logits are wanted."""
-    text = [token for prompt in tiny.prompts()[1:4] for token in prompt]
-    long, short, middle = text[18:50], text[:5], text[5:18]
-    return [
-        Plan((), (share(0, short, 0), share(1, middle, 0), share(2, long[:20], 0))),
-        Plan((), (share(0, [60], 5), share(1, [3], 13), share(2, long[20:], 20))),
-        Plan((), (share(0, [96], 6), share(1, [47], 14), share(2, [48], 32))),
-    ]
-
-
-def share(row: int, tokens: Sequence[int], start: int) -> Share:
-    begin, stop = -(-start // BLOCK), -(-(start + len(tokens)) // BLOCK)
-    blocks = tuple(BlockId(5 * row + block) for block in range(begin, stop))
-    asked = tuple(tokens[1:])
-    return Share(
-        Row(row),
-        start,
-        tuple(tokens),
-        begin,
-        blocks,
-        sample=True,
-        prompt_length=(5, 13, 32)[row],
-        next_prompt_tokens=asked,
-    )
 
 
 @cache

@@ -80,7 +80,7 @@ def contract_names() -> dict[str, str]:
 def broken(house: Path, lint: Lint) -> set[str]:
     """Ids of the contracts that the copy breaks; the command's exit code must agree with what it prints."""
     code, text = lint(house)
-    verdicts = dict(re.findall(r"^(.+) (KEPT|BROKEN)$", text, re.MULTILINE))
+    verdicts = dict(re.findall(r"^(.+) (KEPT|BROKEN)(?: \(.*\))?$", text, re.MULTILINE))
     names = contract_names()
     assert verdicts.keys() == names.keys(), text
     ids = {names[name] for name, verdict in verdicts.items() if verdict == "BROKEN"}
