@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from layouts import heads_of, kv_of_heads
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError, EngineClosedError
@@ -54,7 +55,7 @@ from streams import (
     within,
 )
 
-LAYOUT = KVLayout(layers=3, block_size=4, kv_heads=2, head_dim=2, dtype="float16")
+LAYOUT = kv_of_heads(layers=3, block_size=4, kv_heads=2, head_dim=2, dtype="float16")
 BLOCKS = 24
 PAGE = 4096
 """Bytes of a record."""
@@ -194,8 +195,8 @@ def passes(gates: Gates, where: Hashable, mutant: bool) -> None:
     ("layout", "record"),
     [
         (LAYOUT, PAGE),
-        (KVLayout(layers=2, block_size=16, kv_heads=4, head_dim=16, dtype="float16"), PAGE),
-        (KVLayout(layers=2, block_size=8, kv_heads=3, head_dim=32, dtype="float32"), 2 * PAGE),
+        (kv_of_heads(layers=2, block_size=16, kv_heads=4, head_dim=16, dtype="float16"), PAGE),
+        (kv_of_heads(layers=2, block_size=8, kv_heads=3, head_dim=32, dtype="float32"), 2 * PAGE),
     ],
     ids=["less than a page", "a page", "more than a page"],
 )
@@ -813,7 +814,7 @@ class World:
 
     def send(self, layer: int, blocks: Sequence[int]) -> None:
         rows = self.rng.integers(0, 256, (2, len(blocks), HALF), np.uint8)
-        shape = len(blocks) * LAYOUT.block_size, LAYOUT.kv_heads, LAYOUT.head_dim
+        shape = len(blocks) * LAYOUT.block_size, *heads_of(LAYOUT)
         k, v = (torch.from_numpy(half).view(torch.float16).view(shape) for half in rows)
         self.outbox.send(layer, k, v, ids(blocks))
         self.known |= {(layer, block): [rows[0, at], rows[1, at]] for at, block in enumerate(blocks)}
@@ -1418,7 +1419,7 @@ def test_a_write_that_was_interrupted_never_lands_after_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interrupt strikes when the write has been handed to a thread and nobody has been told."""
-    layout = KVLayout(1, 4, 2, 2, "float16")
+    layout = kv_of_heads(1, 4, 2, 2, "float16")
     disk, going, slow = DiskPool(layout, 4, tmp_path), threading.Event(), threading.Event()
     write, hand_out = diskpool._write_all, disk._writers.put
 
@@ -1504,7 +1505,7 @@ def test_a_carrier_that_cannot_be_made_gives_the_disk_back(
     monkeypatch.setattr("penstock.kv.movement.carrier.Slots", full)
     with pytest.raises(DeviceError, match="no memory"):
         Carrier(
-            KVLayout(1, 4, 2, 2, "float16"),
+            kv_of_heads(1, 4, 2, 2, "float16"),
             2,
             8,
             8,

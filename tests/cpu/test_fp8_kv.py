@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import tiny
+from layouts import heads_of, kv_of_heads
 from penstock import LLM, Completion, SamplingParams
-from penstock.arch.layout import KVLayout
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.bench.shapes import SHAPES
@@ -185,7 +185,7 @@ class Compute(CallerStream):
             super().wait(ticket)
 
 
-EXACT = KVLayout(layers=3, block_size=4, kv_heads=3, head_dim=6, dtype="bfloat16")
+EXACT = kv_of_heads(layers=3, block_size=4, kv_heads=3, head_dim=6, dtype="bfloat16")
 NEAR, FAR, TILE, CHUNK = 10, 12, 4, 5
 """Blocks."""
 
@@ -212,20 +212,28 @@ def ids(blocks: Sequence[int]) -> tuple[HostBlockId, ...]:
 def test_blocks_come_back_rounded_once(dtype: str, seed: int, tmp_path: Path) -> None:
     """Chunks sent layer by layer from fused projections, and blocks demoted from pages, to host and disk,
     whatever is late; pages and projections are written over at once."""
-    exact = KVLayout(
+    exact = kv_of_heads(
         **{
             **{name: getattr(EXACT, name) for name in ("layers", "block_size", "kv_heads", "head_dim")},
             "dtype": dtype,
         }
     )
     size, rng = exact.block_size, np.random.default_rng(seed)
-    truth = noise(NEAR + FAR, exact.layers, 2, size, exact.kv_heads, exact.head_dim, dtype=dtype, seed=seed)
+    truth = noise(
+        NEAR + FAR,
+        exact.layers,
+        2,
+        size,
+        *heads_of(exact),
+        dtype=dtype,
+        seed=seed,
+    )
     expected = rounded(truth)
     pages, fused = (
         KVPool(exact, 2, CPU),
-        torch.zeros(CHUNK * size, 3 * exact.kv_heads, exact.head_dim, dtype=truth.dtype),
+        torch.zeros(CHUNK * size, 3 * heads_of(exact)[0], heads_of(exact)[1], dtype=truth.dtype),
     )
-    k, v = fused[:, : exact.kv_heads], fused[:, 2 * exact.kv_heads :]
+    k, v = fused[:, : exact.planes[0][0].heads], fused[:, 2 * exact.planes[0][0].heads :]
     free, blocks = rng.permutation(NEAR + FAR).tolist(), list[int]()
     with carrying(
         exact.in_fp8, tmp_path, Gates(delay=random_delays(seed, ("copies", "out"), 1e-3))
@@ -295,7 +303,7 @@ def one_slot(gates: Gates) -> Iterator[tuple[Compute, TileRing, Outbox]]:
         out.close()
 
 
-KV = noise(NEAR, EXACT.block_size, EXACT.kv_heads, EXACT.head_dim, dtype="bfloat16", seed=9)
+KV = noise(NEAR, EXACT.block_size, *heads_of(EXACT), dtype="bfloat16", seed=9)
 
 
 def lent(ring: TileRing, block: int, after: Ticket, layer: int = 1) -> Tensor:
@@ -381,7 +389,7 @@ def test_an_interrupt_anywhere_does_no_harm(name: str) -> None:
 
 
 SPEC = Shape.of(dict(SHAPES["100M"])).spec
-LAYOUT = KVLayout(
+LAYOUT = kv_of_heads(
     layers=SPEC.layers, block_size=32, kv_heads=SPEC.kv_heads, head_dim=SPEC.head_dim, dtype="bfloat16"
 )
 
@@ -436,7 +444,7 @@ def test_what_policies_keep_is_of_the_keys_as_they_rest(kind: str) -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="host_kv_dtype 'fp4' is not known; choose one of auto, fp8"):
         Config(Path(), host_kv_dtype="fp4")
-    askew = KVLayout(layers=1, block_size=2, kv_heads=1, head_dim=25, dtype="float32")
+    askew = kv_of_heads(layers=1, block_size=2, kv_heads=1, head_dim=25, dtype="float32")
     with pytest.raises(ConfigError, match="2 tokens of 1 heads of 25 are 50; choose a larger block_size"):
         room(askew, host_kv_memory="1MiB", host_kv_dtype="fp8")
     assert room(askew, host_kv_memory="1MiB").layout is askew
@@ -488,7 +496,7 @@ def test_an_engine_computes_with_what_was_rounded_and_nothing_else(dtype: str) -
 
     def demote_rounded(self: Outbox, block: Tensor, target: HostBlockId) -> None:
         layout = self._pool.layout
-        shape = layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim
+        shape = layout.layers, 2, layout.block_size, *heads_of(layout)
         demote(
             self, rounded(block.view(getattr(torch, dtype)).view(shape)).flatten().view(torch.uint8), target
         )
@@ -517,7 +525,7 @@ def test_an_engine_says_nearly_the_same(dtype: str) -> None:
 
 def test_disk_changes_nothing(tmp_path: Path) -> None:
     """Four blocks of a context on the host and the rest on disk give what the host alone gives."""
-    near = 4 * KVLayout(3, 8, 2, 16, "bfloat16").in_fp8.block_bytes
+    near = 4 * kv_of_heads(3, 8, 2, 16, "bfloat16").in_fp8.block_bytes
     found = asked(
         "bfloat16", host_kv_dtype="fp8", host_kv_memory=near, disk_kv_memory="1MiB", kv_directory=tmp_path
     )

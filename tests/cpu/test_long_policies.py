@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import tiny
+from layouts import heads_of
 from penstock import LLM, Completion, SamplingParams
 from penstock.base.errors import ConfigError
 from penstock.base.meter import SHARES, MissedStats
@@ -157,7 +158,7 @@ def keys_of(pool: HostPool, layer: int, block: int) -> Tensor:
     """A block's keys of a layer as they rest."""
     layout = pool.layout
     rows = pool.layer_rows(layer, block, 1)[0, : layout.layer_bytes // 2]
-    shape = layout.block_size, layout.kv_heads, layout.head_dim
+    shape = layout.block_size, *heads_of(layout)
     if not layout.rounded_from:
         return rows.view(getattr(torch, layout.dtype)).view(shape)
     keys = torch.empty(1, *shape, dtype=getattr(torch, layout.rounded_from))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiny
+from layouts import kv_of_heads
 from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
@@ -31,7 +32,7 @@ from penstock.weights.streaming.residency import padded
 
 CPU = torch.device("cpu")
 SPEC = Shape.of(dict(SHAPES["100M"])).spec
-LAYOUT = KVLayout(
+LAYOUT = kv_of_heads(
     layers=SPEC.layers, block_size=32, kv_heads=SPEC.kv_heads, head_dim=SPEC.head_dim, dtype="bfloat16"
 )
 MIB = 1 << 20

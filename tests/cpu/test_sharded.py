@@ -16,7 +16,8 @@ from torch import Tensor
 
 import tiny
 from members import Meeting, Member, Rank, pass_of
-from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, Source, group_layouts
+from penstock.arch.formats.format import Source
+from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.arch.shards import Shard
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models import decoder

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from layouts import heads_of, kv_of_heads
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import DeviceError
 from penstock.base.trace import Trace
@@ -23,7 +24,7 @@ from penstock.weights.streaming.waits import Waits
 from streams import BRIEF, LONG, STRIDE, Gates, cut_short, no_thread_left, random_delays, within
 
 CPU = torch.device("cpu")
-LAYOUT = KVLayout(layers=3, block_size=4, kv_heads=2, head_dim=2, dtype="float16")
+LAYOUT = kv_of_heads(layers=3, block_size=4, kv_heads=2, head_dim=2, dtype="float16")
 BLOCKS = 24
 TILE = 4
 """Blocks in a slot."""
@@ -355,7 +356,7 @@ def test_what_does_not_fit_or_comes_out_of_turn_is_refused() -> None:
         world.ring.take()
         with pytest.raises(AssertionError, match="before the last one was released"):
             world.ring.take()
-        k = torch.zeros(2 * LAYOUT.block_size, LAYOUT.kv_heads, LAYOUT.head_dim, dtype=torch.float16)
+        k = torch.zeros(2 * LAYOUT.block_size, *heads_of(LAYOUT), dtype=torch.float16)
         with pytest.raises(AssertionError, match="for 1 blocks"):
             world.outbox.send(0, k, k, ids([1]))
         with pytest.raises(AssertionError, match="in a slot of"):
@@ -386,7 +387,7 @@ class Growing:
         self.world, self.rng = world, rng
         layout = world.layout
         self.k, self.v = (
-            torch.zeros(TOKENS, 2 * layout.kv_heads, layout.head_dim, dtype=torch.float16)[:, 1:3]
+            torch.zeros(TOKENS, 2 * heads_of(layout)[0], heads_of(layout)[1], dtype=torch.float16)[:, 1:3]
             for _ in range(2)
         )
         """Used anew for each layer, as activations are: strided, as they come from a fused projection."""
@@ -476,9 +477,15 @@ def test_a_block_larger_than_a_staging_slot_is_demoted_in_parts() -> None:
 
 def test_tiles_are_attended_to_as_they_lie() -> None:
     """Merged, they give attention over the whole of the sequence, and none of them is copied for it."""
-    layout = KVLayout(layers=2, block_size=4, kv_heads=2, head_dim=8, dtype="float32")
+    layout = kv_of_heads(layers=2, block_size=4, kv_heads=2, head_dim=8, dtype="float32")
     with World(layout=layout, slots=2) as world:
-        shape = BLOCKS, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim
+        shape = (
+            BLOCKS,
+            layout.layers,
+            2,
+            layout.block_size,
+            *heads_of(layout),
+        )
         generator = torch.Generator().manual_seed(0)
         kv = torch.randn(shape, generator=generator)
         world.pool._arena.bytes.copy_(kv.flatten().view(torch.uint8))
@@ -589,7 +596,7 @@ def sent(world: World, how: str, block: int, seed: int) -> Callable[[], bool]:
         world.outbox.demote(whole.clone(), HostBlockId(block))
         return lambda: torch.equal(world.pool.block(HostBlockId(block)), whole)
     row = whole[: layout.layer_bytes]
-    k, v = row.view(torch.float16).view(2, layout.block_size, layout.kv_heads, layout.head_dim).clone()
+    k, v = row.view(torch.float16).view(2, layout.block_size, *heads_of(layout)).clone()
     world.outbox.send(1, k, v, ids([block]))
     return lambda: torch.equal(world.pool.layer_rows(1, block, 1)[0], row)
 

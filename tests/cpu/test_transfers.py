@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from penstock.arch.layout import KVLayout
+from layouts import kv_of_heads
 from penstock.engine.engine import Engine
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.kv.movement import transfers as transfers_of_kv
@@ -75,7 +75,7 @@ from streams import (
 )
 from worlds import ROOT, sampling
 
-LAYOUT = KVLayout(layers=2, block_size=4, kv_heads=2, head_dim=32, dtype="float32")
+LAYOUT = kv_of_heads(layers=2, block_size=4, kv_heads=2, head_dim=32, dtype="float32")
 assert LAYOUT.block_bytes == PAGE
 PAGES, HOST = 8, 12
 TARGET = {Route.UP: "pages", Route.IN: "host", Route.DOWN: "host", Route.OUT: "disk"}

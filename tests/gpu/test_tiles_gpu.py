@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import KVLayout
+from layouts import heads_of, kv_of_heads
 from penstock.kv.movement import tiles as tiles_of_kv
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.tiles import Outbox, Tile, TileRing
@@ -14,7 +14,7 @@ from penstock.memory.streams import CudaStream, Pieces
 from penstock.step.plan import HostBlockId
 
 CUDA = torch.device("cuda")
-LAYOUT = KVLayout(layers=3, block_size=16, kv_heads=2, head_dim=64, dtype="bfloat16")
+LAYOUT = kv_of_heads(layers=3, block_size=16, kv_heads=2, head_dim=64, dtype="bfloat16")
 TILE = 4
 TOKENS = TILE * LAYOUT.block_size
 LATE = 5_000_000
@@ -91,10 +91,15 @@ def test_what_is_sent_comes_back(slots: int, late: str, few: int, monkeypatch: p
     ring = TileRing(pool, slots, TOKENS, CUDA, copies, streams["compute"], None)
     outbox = Outbox(pool, slots, TOKENS, CUDA, streams["out"], streams["compute"])
     truth = torch.randn(
-        32, LAYOUT.layers, 2, LAYOUT.block_size, LAYOUT.kv_heads, LAYOUT.head_dim, device=CUDA
+        32,
+        LAYOUT.layers,
+        2,
+        LAYOUT.block_size,
+        *heads_of(LAYOUT),
+        device=CUDA,
     ).bfloat16()
     free = [HostBlockId(block) for block in torch.randperm(32).tolist()]
-    fused = torch.zeros(TOKENS, 6, LAYOUT.head_dim, dtype=torch.bfloat16, device=CUDA)
+    fused = torch.zeros(TOKENS, 6, LAYOUT.planes[0][0].width, dtype=torch.bfloat16, device=CUDA)
     page, k, v = torch.zeros_like(truth[0]), fused[:, 2:4], fused[:, 4:]
     blocks, seen = list[HostBlockId](), list[tuple[Tensor, Tensor]]()
     for _ in range(4):

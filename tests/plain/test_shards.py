@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.arch.families import family_of, read_spec
-from penstock.arch.layout import GroupLayout, Source, group_layouts, kv_layout
-from penstock.arch.shards import WHOLE, Held, Shard, cut, held, local_spec
+from penstock.arch.formats.format import Source
+from penstock.arch.layout import GroupLayout, group_layouts, kv_layout
+from penstock.arch.parts import Held, held, local_spec
+from penstock.arch.shards import WHOLE, Shard, cut
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.weights.pack.manifest import Manifest, parse, place, seal
@@ -242,7 +244,7 @@ def test_one_rank_of_one_is_the_whole_model(family: str) -> None:
 
 def test_kv_of_a_rank() -> None:
     found = [kv_layout(spec("qwen3"), "float16", 8, Shard(rank, 4)) for rank in range(4)]
-    assert [layout.kv_heads for layout in found] == [1, 2, 1, 2]
+    assert [layout.planes[0][0].heads for layout in found] == [1, 2, 1, 2]
     assert sum(layout.block_bytes for layout in found) == kv_layout(spec("qwen3"), "float16", 8).block_bytes
 
 

@@ -4,6 +4,7 @@ times no engine can beat."""
 from collections.abc import Sequence
 from math import prod
 
+from penstock.arch.formats.format import STORED_BYTES
 from penstock.arch.layout import GroupKind, GroupLayout, kv_layout
 from penstock.arch.spec import ModelSpec, MoeSpec
 
@@ -64,13 +65,14 @@ def kv_bytes_read(spec: ModelSpec, dtype: str, length: float) -> float:
 
 
 def kv_layer_bytes_read(spec: ModelSpec, dtype: str, length: float, layer: int) -> float:
-    return kv_layout(spec, dtype, 1).layer_bytes * tokens_seen(spec, length, layer)
+    planes = spec.stack[layer].mixer.planes
+    token = sum(plane.numbers * STORED_BYTES[plane.dtype or dtype] for plane in planes)
+    return token * tokens_seen(spec, length, layer)
 
 
 def tokens_seen(spec: ModelSpec, length: float, layer: int) -> float:
     """By the last token of a sequence of `length`, itself included."""
-    window = spec.windows[layer]
-    return length if window is None else min(length, window)
+    return spec.stack[layer].mixer.seen(length)
 
 
 def prefill_operations(spec: ModelSpec, layouts: Sequence[GroupLayout], lengths: Sequence[int]) -> float:
@@ -79,7 +81,7 @@ def prefill_operations(spec: ModelSpec, layouts: Sequence[GroupLayout], lengths:
     Of the last layer others' KV is needed, and no more."""
     matrices = sum(needed_operations(spec, layout, sum(lengths), len(lengths)) for layout in layouts)
     attention = sum(
-        attention_operations(spec, prompt_pairs(spec, lengths, layer)) for layer in range(spec.layers)
+        attention_operations(spec, prompt_pairs(spec, lengths, layer), layer) for layer in range(spec.layers)
     )
     return matrices + attention + output_operations(spec, len(lengths))
 
@@ -87,9 +89,8 @@ def prefill_operations(spec: ModelSpec, layouts: Sequence[GroupLayout], lengths:
 def doubles_at(spec: ModelSpec, layouts: Sequence[GroupLayout]) -> float:
     """The position at which a token takes twice the operations of the first, without windows: attention as
     many as all else."""
-    return sum(matrix_operations(spec, layout, 1) for layout in layouts) / (
-        spec.layers * attention_operations(spec, 1)
-    )
+    a_pair = sum(attention_operations(spec, 1, layer) for layer in range(spec.layers))
+    return sum(matrix_operations(spec, layout, 1) for layout in layouts) / a_pair
 
 
 def matrix_operations(spec: ModelSpec, layout: GroupLayout, tokens: float) -> float:
@@ -109,13 +110,14 @@ def needed_operations(spec: ModelSpec, layout: GroupLayout, tokens: float, rows:
     one the others leave KV."""
     if layout.id.layer < spec.layers - 1:
         return matrix_operations(spec, layout, tokens)
-    keys_and_values = 4 * spec.kv_size * spec.hidden_size if layout.id.kind is GroupKind.ATTENTION else 0
-    return matrix_operations(spec, layout, rows) + keys_and_values * (tokens - rows)
+    mixes = layout.id.kind is GroupKind.ATTENTION
+    kept = spec.stack[-1].mixer.kept_operations(spec.hidden_size) if mixes else 0
+    return matrix_operations(spec, layout, rows) + kept * (tokens - rows)
 
 
-def attention_operations(spec: ModelSpec, pairs: float) -> float:
+def attention_operations(spec: ModelSpec, pairs: float, layer: int) -> float:
     """Of one layer's attention over so many pairs of a query and a key."""
-    return 4 * pairs * spec.query_size
+    return pairs * spec.stack[layer].mixer.pair_operations
 
 
 def output_operations(spec: ModelSpec, rows: float) -> float:

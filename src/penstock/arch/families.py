@@ -5,10 +5,11 @@ cannot run exactly is refused with the key that asks for it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.arch.formats.methods import read_format
-from penstock.arch.spec import DTYPE_BYTES, ModelSpec, MoeSpec, RopeKind, RopeSpec
+from penstock.arch.mixers.attention import Attention
+from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec
 from penstock.base.errors import UnsupportedModelError
 
 MOST = 2**16
@@ -135,27 +136,23 @@ def _spec(
         )
     positions = config.whole("max_position_embeddings", 2048)
     rope = _rope(config, head_dim, positions)
+    windows = windows or (None,) * layers
+    mlp = Mlp(config.whole("intermediate_size"), mlp_bias)
+    mixer = Attention(heads, kv_heads, head_dim, None, qkv_bias, out_bias, qk_norm)
+    sparse = moe_layers or (False,) * layers
     return ModelSpec(
         family=str(config.get("model_type")),
         vocab_size=config.whole("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=config.whole("intermediate_size"),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        stack=tuple(
+            LayerSpec(replace(mixer, window=window), moe if moe is not None and many else mlp)
+            for window, many in zip(windows, sparse, strict=True)
+        ),
         norm_eps=config.number("rms_norm_eps", 1e-6),
         max_length=_max_length(rope, positions),
         rope=rope,
         dtype=_dtype(config),
         tied_embeddings=config.flag("tie_word_embeddings", False),
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        windows=windows or (None,) * layers,
-        moe=moe,
-        moe_layers=moe_layers,
         format=read_format(config.config, config.where),
     )
 

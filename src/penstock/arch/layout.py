@@ -6,23 +6,28 @@ are fused, one below the other, so that a layer needs four matrix products and a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 from penstock.arch.families import TensorNames
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import STORED_BYTES, Format, Source, stacked
-from penstock.arch.shards import WHOLE, Held, Shard, held, local_spec
-from penstock.arch.spec import DTYPE_BYTES, ModelSpec
+from penstock.arch.formats.format import STORED_BYTES, Format, Source, matrix, stacked, vector
+from penstock.arch.mixers.mixer import Plane
+from penstock.arch.parts import Held, held, local_spec
+from penstock.arch.shards import WHOLE, Shard
+from penstock.arch.spec import Mlp, ModelSpec, MoeSpec, Norms
 from penstock.base.errors import ConfigError, UnsupportedModelError
 
 ALIGNMENT = 256
 """Bytes at which every field of a group starts: a multiple of any vector load and of what matrix kernels
 want."""
 _FP8, _SCALE_BYTES = "float8_e4m3fn", 4
+Tensors = dict[str, Sequence[Source]]
+"""The tensors of a group by their names: the sources of each, one below the other."""
 
 
 class GroupKind(StrEnum):
@@ -92,57 +97,99 @@ class GroupLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """A pool of KV blocks is `[blocks, layers, 2, block_size, kv_heads, head_dim]`: a block is one run, and
-    in it a layer's K, then V.
+class PlaneLayout:
+    """Where a plane lies among a layer's bytes of a block: `[block_size, heads, width]` numbers of `dtype`
+    from `offset` on. Rounded to fp8, they are followed by a scale for each head, float32 `[heads]`."""
 
-    Rounded to fp8, K is followed by a scale for each head, float32 `[kv_heads]`, and so is V.
+    plane: Plane
+    offset: int
+    size: int
+    """Bytes, scales included."""
+    dtype: str
+    rounded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """A KV block is one run of bytes; in it one layer lies behind the other, and of a layer one plane behind
+    the other.
+
+    planes: of each layer's mixer. rounded_from: the dtype of the arithmetic, if blocks rest in fp8.
     """
 
-    layers: int
+    planes: tuple[tuple[Plane, ...], ...]
     block_size: int
-    kv_heads: int
-    head_dim: int
     dtype: str
     rounded_from: str | None = None
-    """The dtype of the arithmetic, if blocks rest in fp8."""
+
+    placed: tuple[tuple[PlaneLayout, ...], ...] = field(init=False, repr=False, compare=False)
+    """Where the planes of each layer lie among its bytes."""
+    layer_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Bytes of each layer of a block."""
+    layer_offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Where each layer of a block begins."""
+
+    def __post_init__(self) -> None:
+        kinds = {planes: self._place(planes) for planes in set(self.planes)}
+        placed = tuple(kinds[planes] for planes in self.planes)
+        sizes = tuple(sum(one.size for one in layer) for layer in placed)
+        object.__setattr__(self, "placed", placed)
+        object.__setattr__(self, "layer_sizes", sizes)
+        object.__setattr__(self, "layer_offsets", tuple(accumulate(sizes, initial=0))[:-1])
+
+    def _place(self, planes: Sequence[Plane]) -> tuple[PlaneLayout, ...]:
+        placed, offset = list[PlaneLayout](), 0
+        for plane in planes:
+            rounded = self.rounded_from is not None and plane.dtype is None
+            dtype, numbers = plane.dtype or self.dtype, self.block_size * plane.numbers
+            size = numbers + plane.heads * _SCALE_BYTES if rounded else numbers * STORED_BYTES[dtype]
+            placed.append(PlaneLayout(plane, offset, size, dtype, rounded))
+            offset += size
+        return tuple(placed)
 
     @property
-    def elements(self) -> int:
-        """Numbers in a block's K, or V, of a layer."""
-        return self.block_size * self.kv_heads * self.head_dim
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self.planes)
 
     @property
     def layer_bytes(self) -> int:
-        if self.rounded_from:
-            return 2 * (self.elements + self.kv_heads * _SCALE_BYTES)
-        return 2 * self.elements * DTYPE_BYTES[self.dtype]
+        """Bytes of a block's layer, of the largest."""
+        return max(self.layer_sizes)
 
     @property
     def block_bytes(self) -> int:
-        return self.layers * self.layer_bytes
+        """Bytes of a block."""
+        return sum(self.layer_sizes)
 
     @property
     def exact(self) -> "KVLayout":
-        """Of the same blocks as the arithmetic has them."""
+        """The layout of the same blocks as the arithmetic has them."""
         return replace(self, dtype=self.rounded_from, rounded_from=None) if self.rounded_from else self
 
     @property
     def in_fp8(self) -> "KVLayout":
-        """Of the same blocks rounded to fp8. Raises ConfigError if the scales would lie askew in them."""
-        if self.elements % _SCALE_BYTES:
-            raise ConfigError(
-                f"KV in fp8 needs blocks of a multiple of {_SCALE_BYTES} bytes, but {self.block_size} "
-                f"tokens of {self.kv_heads} heads of "
-                f"{self.head_dim} are {self.elements}; choose a larger block_size, or host_kv_dtype auto"
-            )
-        return replace(self, dtype=_FP8, rounded_from=self.dtype)
+        """The layout of the same blocks rounded to fp8. Raises ConfigError if scales would lie askew in
+        them."""
+        rounded = replace(self, dtype=_FP8, rounded_from=self.dtype)
+        for one in (plane for layer in set(self.planes) for plane in layer if plane.dtype is None):
+            if self.block_size * one.numbers % _SCALE_BYTES:
+                raise ConfigError(
+                    f"KV in fp8 needs blocks of a multiple of {_SCALE_BYTES} bytes, but {self.block_size} "
+                    f"tokens of {one.heads} heads of {one.width} are {self.block_size * one.numbers}; "
+                    "choose a "
+                    "larger block_size, or host_kv_dtype auto"
+                )
+        return rounded
 
 
 def kv_layout(spec: ModelSpec, dtype: str, block_size: int, shard: Shard | None = None) -> KVLayout:
-    """Of the whole model or of a rank's KV heads; ranks' may differ in bytes. Raises ConfigError for too many
-    ranks."""
-    return KVLayout(spec.layers, block_size, local_spec(spec, shard or WHOLE).kv_heads, spec.head_dim, dtype)
+    """Return the layout of KV blocks of the whole model or of a rank's part; ranks' may differ in bytes.
+
+    Raises ConfigError for too many ranks.
+    """
+    local = local_spec(spec, shard or WHOLE)
+    return KVLayout(tuple(layer.mixer.planes for layer in local.stack), block_size, dtype)
 
 
 @lru_cache(maxsize=2)
@@ -157,40 +204,20 @@ def group_layouts(
     and `down_bias`, only rank 0 has. Raises ConfigError for too many ranks.
     """
     shard = shard or WHOLE
-    lay = _Layer(spec, names, dtype, held(spec, shard), first=shard.rank == 0)
-    embedding = _matrix(
+    lay = _Layer(spec, names, dtype, held(spec, shard), shard)
+    embedding = matrix(
         "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary
     )
     groups = [lay.group(GroupId(GroupKind.EMBEDDING), {"embedding": [embedding]})]
     for layer in range(spec.layers):
-        groups.append(lay.attention(layer))
-        groups.extend(lay.moe(layer) if spec.is_moe(layer) else [lay.ffn(layer)])
-    head = {"norm": [_vector("model.norm.weight", spec.hidden_size)]}
+        groups += [lay.mixer(layer), *lay.feed_forward(layer)]
+    head: Tensors = {"norm": [vector("model.norm.weight", spec.hidden_size)]}
     if not spec.tied_embeddings:
         head["output"] = [
-            _matrix("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary)
+            matrix("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=lay.held.vocabulary)
         ]
     groups.append(lay.group(GroupId(GroupKind.HEAD), head))
     return tuple(groups)
-
-
-def _matrix(
-    tensor: str, height: int, width: int, *, rows: range | None = None, columns: range | None = None
-) -> Source:
-    return Source(tensor, (height, width), _part(rows, height), _part(columns, width))
-
-
-def _vector(tensor: str, length: int, rows: range | None = None) -> Source:
-    return Source(tensor, (length,), _part(rows, length))
-
-
-def _part(taken: range | None, of: int) -> range | None:
-    """None for all, however it is said: whole tensors are read in one run."""
-    return None if taken == range(of) else taken
-
-
-def _rows_of(heads: range, dim: int) -> range:
-    return range(heads.start * dim, heads.stop * dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +226,9 @@ class _Layer:
     names: TensorNames
     dtype: str
     held: Held
-    first: bool
-    """Whether what is added to a sum over ranks is added here."""
+    shard: Shard
 
-    def group(self, id: GroupId, tensors: dict[str, list[Source]]) -> GroupLayout:
+    def group(self, id: GroupId, tensors: Tensors) -> GroupLayout:
         """Lay tensors out behind each other: matrices as their format has them, vectors as they are."""
         fields, matrices, offset = list[Field](), list[MatrixLayout](), 0
         for name, sources in tensors.items():
@@ -230,64 +256,54 @@ class _Layer:
             raise UnsupportedModelError(f"{names} are read by one product, but rest in several formats")
         return formats.pop()
 
-    def attention(self, layer: int) -> GroupLayout:
-        spec, at = self.spec, f"model.layers.{layer}.self_attn"
-        queries, keys = _rows_of(self.held.heads, spec.head_dim), _rows_of(self.held.kv_heads, spec.head_dim)
-        parts = {"q": (spec.query_size, queries), "k": (spec.kv_size, keys), "v": (spec.kv_size, keys)}
-        fields = {
-            "norm": [_vector(f"model.layers.{layer}.input_layernorm.weight", spec.hidden_size)],
-            "qkv": [
-                _matrix(f"{at}.{name}_proj.weight", size, spec.hidden_size, rows=rows)
-                for name, (size, rows) in parts.items()
-            ],
-        }
-        if spec.qkv_bias:
-            fields["qkv_bias"] = [
-                _vector(f"{at}.{name}_proj.bias", size, rows) for name, (size, rows) in parts.items()
-            ]
-        if spec.qk_norm:
-            fields["q_norm"] = [_vector(f"{at}.q_norm.weight", spec.head_dim)]
-            fields["k_norm"] = [_vector(f"{at}.k_norm.weight", spec.head_dim)]
-        fields["out"] = [_matrix(f"{at}.o_proj.weight", spec.hidden_size, spec.query_size, columns=queries)]
-        if spec.out_bias and self.first:
-            fields["out_bias"] = [_vector(f"{at}.o_proj.bias", spec.hidden_size)]
-        return self.group(GroupId(GroupKind.ATTENTION, layer), fields)
+    def mixer(self, layer: int) -> GroupLayout:
+        spec, at = self.spec.stack[layer], f"model.layers.{layer}"
+        tensors = self._norms(spec.mixer_norms, at) | spec.mixer.weights(
+            at, self.spec.hidden_size, self.shard
+        )
+        return self.group(GroupId(GroupKind.ATTENTION, layer), tensors)
 
-    def ffn(self, layer: int) -> GroupLayout:
-        spec, at, inner = self.spec, f"model.layers.{layer}.mlp", self.held.inner
+    def feed_forward(self, layer: int) -> list[GroupLayout]:
+        spec, at = self.spec.stack[layer], f"model.layers.{layer}"
+        norms = self._norms(spec.feed_forward_norms, at)
+        if isinstance(spec.feed_forward, Mlp):
+            return [self._dense(layer, spec.feed_forward, f"{at}.mlp", norms)]
+        return self._mixture(layer, spec.feed_forward, at, norms)
+
+    def _dense(self, layer: int, mlp: Mlp, at: str, norms: Tensors) -> GroupLayout:
+        size, inner = mlp.intermediate_size, self.held.inner
         gate, up, down = f"{at}.gate_proj", f"{at}.up_proj", f"{at}.down_proj"
-        fields = {"norm": [self._ffn_norm(layer)]} | self._mlp(gate, up, down, spec.intermediate_size, inner)
-        if spec.mlp_bias:
-            fields["gate_up_bias"] = [
-                _vector(f"{name}.bias", spec.intermediate_size, inner) for name in (gate, up)
-            ]
-        if spec.mlp_bias and self.first:
-            fields["down_bias"] = [_vector(f"{down}.bias", spec.hidden_size)]
-        return self.group(GroupId(GroupKind.FFN, layer), fields)
+        tensors = norms | self._mlp(gate, up, down, size, inner)
+        if mlp.bias:
+            tensors["gate_up_bias"] = [vector(f"{name}.bias", size, inner) for name in (gate, up)]
+        if mlp.bias and self.shard.rank == 0:
+            tensors["down_bias"] = [vector(f"{down}.bias", self.spec.hidden_size)]
+        return self.group(GroupId(GroupKind.FFN, layer), tensors)
 
-    def moe(self, layer: int) -> list[GroupLayout]:
-        spec, names, at, moe = self.spec, self.names, f"model.layers.{layer}", self.spec.moe
-        assert moe is not None
-        router = {
-            "norm": [self._ffn_norm(layer)],
-            "router": [_matrix(f"{at}.{names.router}.weight", moe.experts, spec.hidden_size)],
-        }
+    def _mixture(self, layer: int, moe: MoeSpec, at: str, norms: Tensors) -> list[GroupLayout]:
+        names, hidden = self.names, self.spec.hidden_size
+        router = norms | {"router": [matrix(f"{at}.{names.router}.weight", moe.experts, hidden)]}
         groups = [self.group(GroupId(GroupKind.ROUTER, layer), router)]
         for expert in range(moe.experts):
             gate, up, down = (
                 f"{at}.{name.format(expert=expert)}"
                 for name in (names.expert_gate, names.expert_up, names.expert_down)
             )
-            fields = self._mlp(gate, up, down, moe.intermediate_size, self.held.expert_inner)
-            groups.append(self.group(GroupId(GroupKind.EXPERT, layer, expert), fields))
+            tensors = self._mlp(gate, up, down, moe.intermediate_size, self.held.expert_inner)
+            groups.append(self.group(GroupId(GroupKind.EXPERT, layer, expert), tensors))
         return groups
 
-    def _ffn_norm(self, layer: int) -> Source:
-        return _vector(f"model.layers.{layer}.post_attention_layernorm.weight", self.spec.hidden_size)
+    def _norms(self, norms: Norms, at: str) -> Tensors:
+        named = {"norm": norms.before, "norm_after": norms.after}
+        return {
+            name: [vector(f"{at}.{tensor}.weight", self.spec.hidden_size)]
+            for name, tensor in named.items()
+            if tensor
+        }
 
-    def _mlp(self, gate: str, up: str, down: str, size: int, inner: range) -> dict[str, list[Source]]:
+    def _mlp(self, gate: str, up: str, down: str, size: int, inner: range) -> Tensors:
         hidden = self.spec.hidden_size
         return {
-            "gate_up": [_matrix(f"{name}.weight", size, hidden, rows=inner) for name in (gate, up)],
-            "down": [_matrix(f"{down}.weight", hidden, size, columns=inner)],
+            "gate_up": [matrix(f"{name}.weight", size, hidden, rows=inner) for name in (gate, up)],
+            "down": [matrix(f"{down}.weight", hidden, size, columns=inner)],
         }

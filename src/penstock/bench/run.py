@@ -11,7 +11,8 @@ import torch
 
 from penstock.arch import bounds
 from penstock.arch.layout import GroupLayout, group_layouts
-from penstock.arch.shards import Shard, local_spec
+from penstock.arch.parts import local_spec
+from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import RequestError

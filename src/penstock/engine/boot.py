@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.arch.bounds import doubles_at
-from penstock.arch.shards import Shard, local_spec
+from penstock.arch.parts import local_spec
+from penstock.arch.shards import Shard
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError

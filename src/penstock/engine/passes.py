@@ -122,8 +122,9 @@ def _use(
     if kind is GroupKind.ATTENTION:
         # Hidden states are read, normed, and added to; queries, keys and values are written, rotated and
         # read; so is what attention gives.
-        moved = 4 * spec.hidden_size + 3 * (spec.query_size + 2 * spec.kv_size) + 2 * spec.query_size
-        attention = bounds.attention_operations(spec, step.pairs(layer))
+        mixer = spec.stack[layer].mixer
+        moved = 4 * spec.hidden_size + 3 * mixer.projected_size + 2 * mixer.output_size
+        attention = bounds.attention_operations(spec, step.pairs(layer), layer)
         return UseWork(
             layers=layers,
             moe_layers=moe_layers,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.arch.shards import WHOLE, Shard, cut, held
+from penstock.arch.parts import held
+from penstock.arch.shards import WHOLE, Shard, cut
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config, peers_disabled
 from penstock.base.errors import ConfigError, DeviceError

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from penstock.arch.layout import GroupId, GroupKind
-from penstock.arch.shards import WHOLE, Shard, held, local_spec
-from penstock.arch.spec import ModelSpec
+from penstock.arch.parts import held, local_spec
+from penstock.arch.shards import WHOLE, Shard
+from penstock.arch.spec import LayerSpec, ModelSpec, MoeSpec
 from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInputs, Weights
+from penstock.models.mixers import FORWARD, Mixing
 from penstock.models.moe import mixture
-from penstock.ops.attention import attend
+from penstock.models.residual import Residual
 from penstock.ops.linear import add_linear, gated, linear
-from penstock.ops.norm import add_rms_norm, rms_norm
-from penstock.ops.project import HeadNorms, project
+from penstock.ops.matrix import Matrix
+from penstock.ops.norm import rms_norm
 
 EMBEDDING = GroupId(GroupKind.EMBEDDING)
 HEAD = GroupId(GroupKind.HEAD)
@@ -24,10 +26,6 @@ HEAD = GroupId(GroupKind.HEAD)
 _WIDE_ROWS = 8192
 """Tokens that are in the widest part of a feed-forward at a time: a long chunk passes through it in pieces,
 which are no slower."""
-
-_MANY_ROWS = 512
-"""With more tokens a block's last product adds to the residual itself: the norm that comes next reads and
-writes half as much."""
 
 
 class Head(Protocol):
@@ -56,7 +54,6 @@ class Decoder:
         self.spec = spec
         self._local, self._vocabulary = local_spec(spec, shard), held(spec, shard).vocabulary
         self._collectives = collectives if shard.ranks > 1 else None
-        self._scale = spec.head_dim**-0.5
 
     def forward(
         self,
@@ -66,39 +63,36 @@ class Decoder:
         layers: range | tuple[int, ...] | None = None,
         cold: ColdCache | None = None,
     ) -> Tensor:
-        """Hidden states `[rows, hidden]` of the wanted positions, as `head` wants them; KV of all tokens is
-        written to the caches.
+        """Return the hidden states `[rows, hidden]` of the wanted positions, as `head` wants them; KV of all
+        tokens is written to the caches.
 
-        What the last layer makes of the others is read by nobody: from its KV on it computes the wanted ones
-        alone, if these are few, and goes no further if there are none. `layers`: which to run, for measuring,
-        all positions in each; all by default. cold: needed where `inputs` speak of KV beyond the device.
+        layers: which to run, for measuring, all positions in each; all by default. cold: needed where
+        `inputs` speak of KV beyond the device.
         """
-        wanted = inputs.wanted
-        ends = (
-            self.spec.layers - 1
-            if layers is None and wanted is not None and 2 * len(wanted) <= len(inputs.tokens)
-            else None
-        )
+        wanted, ends = inputs.wanted, self._ends(inputs) if layers is None else None
         embedding = weights.take(EMBEDDING)
-        residual = self._embed(inputs.tokens, embedding.matrices["embedding"].tensor)
+        rows = self._embed(inputs.tokens, embedding.matrices["embedding"].tensor)
         weights.release(EMBEDDING)
-        self._sum(residual)
-        # A block hands its output on, a rank's part of it, instead of adding it: sums and the next norm can
-        # be one kernel.
-        x: Tensor | None = None
+        residual = Residual(rows, self.spec.norm_eps, self._collectives)
         for layer in range(self.spec.layers) if layers is None else layers:
-            x = self._attention(
-                layer, x, residual, weights, caches[layer], inputs, cold, wanted if layer == ends else None
+            spec = self._local.stack[layer]
+            last = wanted if layer == ends else None
+            self._mix(
+                spec, residual, weights, caches[layer], Mixing(layer, inputs, cold, last, self.spec.norm_eps)
             )
-            if layer == ends and wanted is not None:
-                residual, wanted = residual[wanted], None
-                if not len(residual):
-                    return residual
-            x = self._feed_forward(layer, x, residual, weights)
-        if x is not None:
-            self._sum(x)
-            residual.add_(x)
-        return residual if wanted is None else residual[wanted]
+            if last is not None:
+                wanted = None
+                if not len(last):
+                    return residual.x
+            self._feed_forward(layer, spec, residual, weights)
+        hidden = residual.sum()
+        return hidden if wanted is None else hidden[wanted]
+
+    def _ends(self, inputs: StepInputs) -> int | None:
+        """Return the layer from whose mixer on only the wanted positions are computed, if these are few: of
+        the others it leaves KV, and nobody reads more of them."""
+        few = inputs.wanted is not None and 2 * len(inputs.wanted) <= len(inputs.tokens)
+        return self.spec.layers - 1 if few else None
 
     @contextmanager
     def head(self, weights: Weights, hidden: Tensor) -> Iterator["Head"]:
@@ -123,11 +117,6 @@ class Decoder:
         yield logits
         weights.release(group)
 
-    def _sum(self, x: Tensor) -> None:
-        """Add up, in place, what the ranks computed of `x`."""
-        if self._collectives is not None:
-            self._collectives.all_reduce(x)
-
     def _embed(self, tokens: Tensor, rows: Tensor) -> Tensor:
         """`[tokens, hidden]` of the embedding's rows on this rank: zeros for tokens whose row is
         another's."""
@@ -139,77 +128,64 @@ class Decoder:
             others.unsqueeze(1), 0
         )
 
-    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
-        if x is None:
-            return rms_norm(residual, weight, self.spec.norm_eps)
-        if self._collectives is not None:
-            return self._collectives.add_rms_norm(x, residual, weight, self.spec.norm_eps)
-        return add_rms_norm(x, residual, weight, self.spec.norm_eps)
-
-    def _attention(
+    def _mix(
         self,
-        layer: int,
-        x: Tensor | None,
-        residual: Tensor,
+        spec: LayerSpec,
+        residual: Residual,
         weights: Weights,
-        cache: tuple[Tensor, Tensor],
-        inputs: StepInputs,
-        cold: ColdCache | None,
-        wanted: Tensor | None,
-    ) -> Tensor | None:
-        """wanted: the positions whose output is returned, if not all of them. None: it has been added to
-        `residual`."""
-        spec, group = self._local, GroupId(GroupKind.ATTENTION, layer)
+        cache: tuple[Tensor, ...],
+        mixing: Mixing,
+    ) -> None:
+        group = GroupId(GroupKind.ATTENTION, mixing.layer)
         w = weights.take(group)
-        qkv = linear(self._norm(x, residual, w.vectors["norm"]), w.matrices["qkv"], w.vectors.get("qkv_bias"))
-        norms = HeadNorms(w.vectors["q_norm"], w.vectors["k_norm"], spec.norm_eps) if spec.qk_norm else None
-        q, k, v = project(qkv, inputs.cos, inputs.sin, cache, inputs.attention, heads=spec.heads, norms=norms)
-        if cold is not None:
-            cold.send(layer, k, v)
-        adds, attention = wanted is None and self._adds(residual, w.vectors.get("out_bias")), inputs.attention
-        if wanted is not None and inputs.last is not None:
-            q, wanted, attention = (
-                q[wanted],
-                None,
-                inputs.last,
-            )  # They are rows, which see no keys but those in pages.
-        seen = attend(q, k, v, cache, attention, self._scale, spec.windows[layer], cold, written=True)
-        seen = seen if wanted is None else seen[wanted]
-        out: Tensor | None = None
-        if adds:
-            add_linear(seen.view(len(seen), -1), w.matrices["out"], residual)
+        x = residual.normed(w.vectors.get("norm"))
+        seen = FORWARD[type(spec.mixer)](spec.mixer, x, w, cache, mixing)
+        if mixing.wanted is not None:
+            residual.keep(mixing.wanted)
+        bias, after = w.vectors.get("out_bias"), w.vectors.get("norm_after")
+        if mixing.wanted is None and residual.takes_products(bias, after):
+            add_linear(seen, w.matrices["out"], residual.x)
         elif len(seen):
-            out = linear(seen.view(len(seen), -1), w.matrices["out"], w.vectors.get("out_bias"))
+            residual.add(linear(seen, w.matrices["out"], bias), after)
         weights.release(group)
-        return out
 
-    def _adds(self, residual: Tensor, bias: Tensor | None) -> bool:
-        """Whether a block adds its output to the residual, by itself."""
-        return self._collectives is None and bias is None and residual.is_cuda and len(residual) > _MANY_ROWS
-
-    def _feed_forward(
-        self, layer: int, x: Tensor | None, residual: Tensor, weights: Weights
-    ) -> Tensor | None:
-        """None: the output has been added to `residual`."""
-        if self.spec.is_moe(layer):
-            router = GroupId(GroupKind.ROUTER, layer)
-            w = weights.take(router)
-            normed = self._norm(x, residual, w.vectors["norm"])
-            scores = linear(normed, w.matrices["router"])
-            weights.release(router)
-            assert self._local.moe is not None
-            return mixture(normed, scores, self._local.moe, layer, weights, self.spec.format)
+    def _feed_forward(self, layer: int, spec: LayerSpec, residual: Residual, weights: Weights) -> None:
+        if isinstance(spec.feed_forward, MoeSpec):
+            self._mixture(layer, spec.feed_forward, residual, weights)
+            return
         group = GroupId(GroupKind.FFN, layer)
         w = weights.take(group)
-        normed = self._norm(x, residual, w.vectors["norm"])
-        adds = self._adds(residual, w.vectors.get("down_bias"))
-        for piece, onto in zip(
-            torch.split(normed, _WIDE_ROWS), torch.split(residual, _WIDE_ROWS), strict=True
-        ):
-            inner = gated(piece, w.matrices["gate_up"], w.vectors.get("gate_up_bias"))
-            if adds:
-                add_linear(inner, w.matrices["down"], onto)
-            else:  # Its output takes its place.
-                linear(inner, w.matrices["down"], w.vectors.get("down_bias"), out=piece)
+        x, gate_up, down = residual.normed(w.vectors.get("norm")), w.matrices["gate_up"], w.matrices["down"]
+        bias, after = w.vectors.get("down_bias"), w.vectors.get("norm_after")
+        onto = residual.x if residual.takes_products(bias, after) else None
+        out = _mlp(x, gate_up, w.vectors.get("gate_up_bias"), down, bias, onto)
+        if out is not None:
+            residual.add(out, after)
         weights.release(group)
-        return None if adds else normed
+
+    def _mixture(self, layer: int, moe: MoeSpec, residual: Residual, weights: Weights) -> None:
+        group = GroupId(GroupKind.ROUTER, layer)
+        w = weights.take(group)
+        x, after = residual.normed(w.vectors.get("norm")), w.vectors.get("norm_after")
+        scores = linear(x, w.matrices["router"])
+        weights.release(group)
+        residual.add(mixture(x, scores, moe, layer, weights, self.spec.format), after)
+
+
+def _mlp(
+    x: Tensor,
+    gate_up: Matrix,
+    gate_up_bias: Tensor | None,
+    down: Matrix,
+    down_bias: Tensor | None,
+    onto: Tensor | None,
+) -> Tensor | None:
+    """Return SwiGLU of x `[tokens, hidden]`, in its place; None where it has been added to `onto`."""
+    into = x if onto is None else onto
+    for piece, place in zip(torch.split(x, _WIDE_ROWS), torch.split(into, _WIDE_ROWS), strict=True):
+        inner = gated(piece, gate_up, gate_up_bias)
+        if onto is not None:
+            add_linear(inner, down, place)
+        else:
+            linear(inner, down, down_bias, out=place)
+    return None if onto is not None else x

@@ -77,9 +77,9 @@ class Collectives(Protocol):
 class ColdCache(Tiles, Protocol):
     """KV beyond the device: lends each layer's tiles, and is sent what is to rest there."""
 
-    def send(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """The step's K and V of a layer, `[tokens, kv_heads, head_dim]`, before it attends."""
+    def send(self, layer: int, planes: Sequence[Tensor]) -> None:
+        """Take the step's planes of a layer, `[tokens, heads, width]`, before it attends."""
 
 
-LayerCaches = Sequence[tuple[Tensor, Tensor]]
-"""K and V of every layer, each a strided view `[blocks, block_size, kv_heads, head_dim]`."""
+LayerCaches = Sequence[tuple[Tensor, ...]]
+"""The planes of every layer, each a strided view `[blocks, block_size, heads, width]`."""

@@ -172,11 +172,11 @@ class Tiles(Protocol):
     K and V, of the same strides, `[keys, kv_heads, dim]`; there may be more keys than are valid.
     """
 
-    def take(self) -> tuple[Tensor, Tensor]: ...
+    def take(self) -> tuple[Tensor, ...]: ...
 
     def release(self) -> None: ...
 
-    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
         """What a policy chooses for these queries, tile after tile; each is lent until the next is asked for.
 
         reader: the number of who looks, `choosing_rows` first and then `choosing_runs`. q `[queries, heads,

@@ -111,12 +111,16 @@ def common_launches(
         torch.zeros(1, spec.hidden_size, dtype=dtype, device=device),
         torch.zeros(spec.hidden_size, dtype=dtype, device=device),
     )
-    qkv = torch.zeros(1, (spec.heads + 2 * layout.kv_heads) * layout.head_dim, dtype=dtype, device=device)
+    qkv = torch.zeros(1, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dtype=dtype, device=device)
     turn, slot = (
-        torch.zeros(1, layout.head_dim // 2, device=device),
+        torch.zeros(1, spec.head_dim // 2, device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
     )
-    gains = (gain[: layout.head_dim], gain[: layout.head_dim]) if spec.qk_norm else None
+    gains = (
+        (gain[: spec.head_dim], gain[: spec.head_dim])
+        if any(getattr(one.mixer, "qk_norm", False) for one in spec.stack)
+        else None
+    )
     yield partial(kernels.rms_norm, x, gain, spec.norm_eps)
     yield partial(kernels.rms_norm, x, gain, spec.norm_eps, x.clone())
     yield partial(
@@ -201,7 +205,7 @@ def recorded_launches(
         decode = partial(kernels.paged_decode, scale=1.0, window=window, max_length=longest)
         run = partial(kernels.placed_run, scale=1.0, window=window, max_length=longest)
         for rows in (1, 8):
-            arrivals = torch.zeros(rows * layout.kv_heads, dtype=torch.int32, device=device)
+            arrivals = torch.zeros(rows * spec.kv_heads, dtype=torch.int32, device=device)
             yield partial(
                 decode,
                 _queries(spec, layout, rows, device),
@@ -233,8 +237,8 @@ def _page(layout: KVLayout, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _queries(spec: ModelSpec, layout: KVLayout, count: int, device: torch.device) -> Tensor:
     """Of so many tokens, as they lie beside keys and values."""
-    heads = spec.heads + 2 * layout.kv_heads
-    return torch.zeros(count, heads, layout.head_dim, dtype=getattr(torch, layout.dtype), device=device)[
+    heads = spec.heads + 2 * spec.kv_heads
+    return torch.zeros(count, heads, spec.head_dim, dtype=getattr(torch, layout.dtype), device=device)[
         :, : spec.heads
     ]
 

@@ -109,7 +109,7 @@ def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
     tokens."""
     wide = max(
         2 * spec.intermediate_size + spec.hidden_size,
-        spec.query_size + 2 * spec.kv_size + 3 * spec.hidden_size,
+        spec.projected_size + 3 * spec.hidden_size,
     )
     if spec.moe is not None:
         wide = max(
@@ -156,7 +156,11 @@ class DecodeStep:
         self._given = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._turn = 0
-        self._arrivals = torch.zeros(rows * pool.layout.kv_heads, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(
+            rows * max(plane.heads for layer in set(pool.layout.planes) for plane in layer),
+            dtype=torch.int32,
+            device=device,
+        )
         self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         self._best = torch.full((rows,), LEAST, dtype=torch.int64, device=device)
         self.logits = torch.zeros(

@@ -48,6 +48,23 @@ class Source:
         )
 
 
+def matrix(
+    tensor: str, height: int, width: int, *, rows: range | None = None, columns: range | None = None
+) -> Source:
+    """Return the source that is a matrix, or some of its rows or columns."""
+    return Source(tensor, (height, width), _part(rows, height), _part(columns, width))
+
+
+def vector(tensor: str, length: int, rows: range | None = None) -> Source:
+    """Return the source that is a vector, or a part of it."""
+    return Source(tensor, (length,), _part(rows, length))
+
+
+def _part(taken: range | None, of: int) -> range | None:
+    """Return None for all, however it is said: whole tensors are read in one run."""
+    return None if taken == range(of) else taken
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One tensor that a format keeps of a matrix: what it is called there, its shape, its dtype, and where it

@@ -168,24 +168,25 @@ class Carrier:
         if self.chosen is not None and landed is not None:
             self.chosen.begin(readers, landed)
 
-    def send(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """The step's K and V of a layer, `[tokens, kv_heads, head_dim]`, of which each token is one run: what
+    def send(self, layer: int, planes: Sequence[Tensor]) -> None:
+        """Take the step's planes of a layer, `[tokens, heads, width]`, of which each token is one run: what
         goes to the host sets out."""
         for send in self._sends:
             part = slice(send.first, send.first + len(send.blocks) * self.pool.layout.block_size)
-            self.outbox.send(layer, k[part], v[part], send.blocks)
+            parts = [plane[part] for plane in planes]
+            self.outbox.send(layer, parts, send.blocks)
             if self.chosen is not None:
-                self.chosen.note(layer, k[part], send.blocks)
+                self.chosen.note(layer, parts, send.blocks)
         self._layer = layer
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """K and V of the next tile."""
+    def take(self) -> tuple[Tensor, ...]:
+        """Lend the planes of the next tile."""
         return self.ring.take()
 
     def release(self) -> None:
         self.ring.release()
 
-    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
         """What a policy chooses for a reader of the layer that was sent last, tile after tile."""
         assert self.chosen is not None, "a reader, and no policy"
         return self.chosen.choose(self._layer, reader, q, lse, scale)

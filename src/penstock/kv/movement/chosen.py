@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from penstock.arch.layout import KVLayout
 from penstock.base.meter import SHARES, MissedStats
+from penstock.kv.movement.pool import plane_views
 from penstock.kv.movement.tiles import Tile, TileRing, as_rested
 from penstock.memory.arena import Arena, pinned_if_possible
 from penstock.memory.streams import Stream, Ticket
@@ -82,6 +84,7 @@ class Chosen:
         self._layout, self._policies, self._ring, self._tile = layout, policies, ring, tile_blocks
         self._copies, self._out, self._compute = copies, out, compute
         self._sketch = sketch_layout(layout, policies.bits)
+        self._scored = _scored(layout)
         size, self._piece = self._sketch.bytes, piece_blocks(tile_blocks)
         self._arena = pinned_if_possible(layout.layers * blocks * size, device)
         self._store = self._arena.bytes.view(layout.layers, blocks, size)
@@ -100,8 +103,9 @@ class Chosen:
         self._readers = readers
         self._copies.wait(after)
 
-    def note(self, layer: int, k: Tensor, blocks: Sequence[HostBlockId]) -> None:
-        """The keys of whole blocks, `[tokens, kv_heads, head_dim]`, that are sent to the host."""
+    def note(self, layer: int, planes: Sequence[Tensor], blocks: Sequence[HostBlockId]) -> None:
+        """Keep sketches of whole blocks, planes `[tokens, heads, width]`, that are sent to the host."""
+        k = planes[self._scored]
         sketches = self._sketches(k.view(len(blocks), self._layout.block_size, *k.shape[1:]))
         self._out.wait(self._compute.mark())
         start = 0
@@ -112,10 +116,9 @@ class Chosen:
 
     def note_block(self, block: Tensor, target: HostBlockId) -> None:
         """All layers of a block of the device, uint8 `[block_bytes]`, that is demoted."""
-        layout = self._layout
-        keys = block.view(self._sketch.dtype).view(
-            layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim
-        )[:, 0]
+        exact = self._layout.exact
+        rows = block.view(exact.layers, -1)
+        keys = next(islice(plane_views(rows, exact.placed[0], exact.block_size), self._scored, None))
         sketches = self._sketches(keys)
         self._out.wait(self._compute.mark())
         self._out.copy_rows(self._store[:, target], sketches)
@@ -123,7 +126,7 @@ class Chosen:
 
     def choose(
         self, layer: int, reader: int, q: Tensor, lse: Tensor, scale: float
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Lends tile after tile, K and V `[keys, kv_heads, head_dim]`, each until the next is asked for.
 
         q: the reader's queries `[queries, heads, dim]`. lse: of all that they have seen, `[queries, heads]`,
@@ -177,7 +180,7 @@ class Chosen:
         """Unpin. No copy may be in flight. A second call does nothing."""
         self._arena.close()
 
-    def _tiles(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tiles(self, layer: int, blocks: NDArray[np.int32]) -> Iterator[tuple[Tensor, ...]]:
         size = self._layout.block_size
         parts = [blocks[at : at + self._tile].tolist() for at in range(0, len(blocks), self._tile)]
         self._ring.begin(
@@ -267,9 +270,16 @@ class Missed:
 
 
 def sketch_layout(layout: KVLayout, bits: int) -> SketchLayout:
-    """Of the keys of a block in a layer."""
-    exact = layout.exact
-    return SketchLayout(exact.block_size, exact.kv_heads, exact.head_dim, getattr(torch, exact.dtype), bits)
+    """Return the layout of the sketches of the plane that queries are scored with, of a block in a layer."""
+    exact, plane = layout.exact, layout.planes[0][_scored(layout)]
+    return SketchLayout(exact.block_size, plane.heads, plane.width, getattr(torch, exact.dtype), bits)
+
+
+def _scored(layout: KVLayout) -> int:
+    """Return which of a layer's planes queries are scored with; policies need it to be the same in all
+    layers."""
+    assert len(set(layout.planes)) == 1, "layers whose KV differs, and a policy"
+    return next(index for index, plane in enumerate(layout.planes[0]) if plane.scored)
 
 
 def piece_blocks(tile_blocks: int) -> int:

@@ -22,10 +22,10 @@ class HostPool:
         self._bytes = self.bytes.view(blocks, layout.block_bytes)
 
     def layer_rows(self, layer: int, first: int, count: int) -> Tensor:
-        """One layer of blocks [first, first + count): uint8 `[count, layer_bytes]`, rows a block apart. A row
-        is K, then V."""
-        size = self.layout.layer_bytes
-        return self._bytes[first : first + count, layer * size : (layer + 1) * size]
+        """Return one layer of blocks [first, first + count): uint8 `[count, bytes of the layer]`, rows a
+        block apart."""
+        begin = self.layout.layer_offsets[layer]
+        return self._bytes[first : first + count, begin : begin + self.layout.layer_sizes[layer]]
 
     def block(self, id: HostBlockId) -> Tensor:
         """All layers of a block: uint8 `[block_bytes]`."""

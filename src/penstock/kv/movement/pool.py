@@ -1,9 +1,11 @@
 """The device's KV blocks: one allocation, and every layer's view of it."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
-from penstock.arch.layout import KVLayout
+from penstock.arch.layout import KVLayout, PlaneLayout
 from penstock.step.plan import BlockId
 
 
@@ -14,16 +16,26 @@ class KVPool:
     def __init__(self, layout: KVLayout, blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.blocks = blocks
-        shape = (blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
         # On a CPU untouched pages take no memory; they are filled as blocks are first used.
-        self._pool = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=device)
-        self.bytes = self._pool.view(-1).view(torch.uint8)
+        self.bytes = torch.empty(blocks * layout.block_bytes, dtype=torch.uint8, device=device)
         """All of it, uint8 `[blocks * block_bytes]`."""
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (self._pool[:, layer, 0], self._pool[:, layer, 1]) for layer in range(layout.layers)
+        self._blocks = self.bytes.view(blocks, layout.block_bytes)
+        self.layers: list[tuple[Tensor, ...]] = [
+            tuple(plane_views(self._blocks[:, offset : offset + size], placed, layout.block_size))
+            for placed, offset, size in zip(
+                layout.placed, layout.layer_offsets, layout.layer_sizes, strict=True
+            )
         ]
-        """K and V of each layer: strided views `[blocks, block_size, kv_heads, head_dim]`."""
+        """The planes of each layer: strided views `[blocks, block_size, heads, width]`."""
 
     def block(self, id: BlockId) -> Tensor:
         """All layers of a block: uint8 `[block_bytes]`."""
-        return self._pool[id].view(-1).view(torch.uint8)
+        return self._blocks[id]
+
+
+def plane_views(rows: Tensor, placed: Sequence[PlaneLayout], block_size: int) -> Iterator[Tensor]:
+    """Yield the planes, `[rows, block_size, heads, width]`, of one layer of blocks in the dtype of the
+    arithmetic, uint8 `[rows, bytes]`."""
+    for one in placed:
+        part = rows[:, one.offset : one.offset + one.size].view(getattr(torch, one.dtype))
+        yield part.view(len(rows), block_size, one.plane.heads, one.plane.width)

@@ -1,9 +1,9 @@
 """KV of long contexts on the move: tiles come from HOST through a ring of slots, and what was computed goes
 there through staging slots.
 
-A slot holds K of its blocks and then V, `[2, tokens, kv_heads, head_dim]`, though in a block on HOST they
-alternate: so each is one dense tensor, which any attention kernel reads as it is. A run of consecutive blocks
-costs two strided copies; many runs, one call for them all.
+A slot holds one plane of all its blocks behind the other, `[tokens, heads, width]`, though in a block on HOST
+they alternate: so each is one dense tensor, which any attention kernel reads as it is. A run of consecutive
+blocks costs a strided copy for each plane; many runs, one call for them all.
 
 Why this is safe. Everything is called by the thread that computes, which is the only one to touch the state
 here, and which waits for nothing: streams wait for each other. `copies` fills the ring, `compute` reads it
@@ -25,7 +25,7 @@ Blocks whose ids lie beyond the host's pool rest on disk. They come and go by wa
 (`kv.staging`): a tile with such blocks is copied when they have been read, for which `take` waits, and with
 it the host, if they are late. What is read is what was sent last (`kv.diskpool`), without a ticket.
 
-Blocks may rest in fp8, e4m3 with a scale for each head of a block's K and V: a power of two, so that scaling
+Blocks may rest in fp8, e4m3 with a scale for each head of a block's plane: a power of two, so that scaling
 is exact and only rounding loses anything, a sixteenth of a number at most, or 2^-17 of its head's largest.
 Blocks are rounded on compute, into staging (3, 4), and tiles expanded on compute, behind the wait for their
 copy (1), from the slot into a scratch, one for all, which is what `take` lends. Only compute touches the
@@ -49,8 +49,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.arch.layout import KVLayout, PlaneLayout
 from penstock.base.trace import Trace
 from penstock.kv.movement.hostpool import HostPool
+from penstock.kv.movement.pool import plane_views
 from penstock.kv.movement.sizes import ring_bytes, scratch_bytes
 from penstock.kv.movement.staging import ReadAhead, WriteBehind
 from penstock.memory.arena import Arena
@@ -126,10 +128,12 @@ class TileRing:
         self._slots = _slots(pool, slots, tile_tokens, device)
         layout = pool.layout
         scratch = Arena(scratch_bytes(layout, tile_tokens), device).bytes if layout.rounded_from else None
-        shape, kind = (2, tile_tokens, layout.kv_heads, layout.head_dim), getattr(torch, layout.exact.dtype)
+        self._capacity = tile_tokens // layout.block_size
         self._views = [
-            (slot if scratch is None else scratch).view(-1).view(kind).view(shape) for slot in self._slots
+            _each_layer(layout.exact, slot if scratch is None else scratch, self._capacity)
+            for slot in self._slots
         ]
+        """By slot and by layer: the planes, `[tile_tokens, heads, width]`."""
         self._ready: list[Ticket | None] = [None] * slots
         """By slot: behind the last copy to it."""
         self._read: list[Ticket | None] = [None] * slots
@@ -153,9 +157,7 @@ class TileRing:
             assert (count - 1) * block_size < tile.keys <= count * block_size, (
                 f"{tile.keys} keys in {count} blocks"
             )
-            assert 0 < count <= self._slots[0].shape[1], (
-                f"{count} blocks in a slot of {self._slots[0].shape[1]}"
-            )
+            assert 0 < count <= self._capacity, f"{count} blocks in a slot of {self._capacity}"
         every = range(len(tiles))
         visits = [
             (layer, tile) for at, layer in enumerate(layers) for tile in (every if seen is None else seen[at])
@@ -181,9 +183,9 @@ class TileRing:
             self._disk.begin([(visits[visit][0], far[visits[visit][1]]) for visit in on_disk])
         self._fill()
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """K and V of the next tile, dense `[keys, kv_heads, head_dim]`: what the compute stream does from now
-        on finds them, until the release. One tile is in use at a time. Raises LostKV if the disk does not
+    def take(self) -> tuple[Tensor, ...]:
+        """Lend the planes of the next tile, dense `[keys, heads, width]`: what the compute stream does from
+        now on finds them, until the release. One tile is in use at a time. Raises LostKV if the disk does not
         give back what it got."""
         step, visit = self._step, self._step.taken
         assert visit == step.released, "take of a tile before the last one was released"
@@ -197,15 +199,16 @@ class TileRing:
         self._compute.wait(ready)
         if self._waits and taken:
             self._waits.begin(self._name(visit), taken, self._compute.mark())
-        tile, view, layout = step.tiles[step.visits[visit][1]], self._views[slot], self._pool.layout
+        layer, tile = step.visits[visit][0], step.tiles[step.visits[visit][1]]
+        layout, planes = self._pool.layout, self._views[slot][layer]
         if layout.rounded_from:
-            count = len(tile.blocks)
-            from_fp8(
-                self._slots[slot][:, :count], view.view(2, -1, layout.block_size, *view.shape[2:])[:, :count]
-            )
+            count, placed = len(tile.blocks), layout.placed[layer]
+            rests = _rows_in_slot(self._slots[slot], placed, self._capacity)
+            for one, rows, plane in zip(placed, rests, planes, strict=True):
+                blocks = plane.view(-1, layout.block_size, *plane.shape[1:])
+                expand(rows[:count], one, blocks[:count])
         step.taken = visit + 1
-        k, v = view[:, : tile.keys]
-        return k, v
+        return tuple(plane[: tile.keys] for plane in planes)
 
     def release(self) -> None:
         """The arithmetic that was queued until now was the last to need the tile."""
@@ -241,16 +244,17 @@ class TileRing:
             self._copies.wait(self._read[slot] or self._compute.mark())
             began = self._copies.mark() if waits and waits.trace else None
             if staged is None and len(step.runs[tile]) > _FEW:
-                pieces = _pieces(pool, layer, step.tiles[tile].blocks, self._slots[slot].shape[1])
-                self._copies.copy_pieces(self._slots[slot].view(-1), pool.bytes, pieces)
+                pieces = _pieces(pool, layer, step.tiles[tile].blocks, self._capacity)
+                self._copies.copy_pieces(self._slots[slot], pool.bytes, pieces)
             else:
+                planes = _rows_in_slot(self._slots[slot], pool.layout.placed[layer], self._capacity)
                 for run in step.runs[tile]:
-                    for host, device in _halves(_source(pool, layer, run, staged), run, self._slots[slot]):
+                    for host, device in _halves(pool, layer, run, staged, planes):
                         self._copies.copy_rows(device, host)
             ready = self._copies.mark()
             if number is not None and self._disk is not None:
                 self._disk.copied(number, ready)
-            size = len(step.tiles[tile].blocks) * self._pool.layout.layer_bytes
+            size = len(step.tiles[tile].blocks) * self._pool.layout.layer_sizes[layer]
             if waits and began:
                 waits.copied(self._name(step.queued), size, began, ready)
             self.copied_bytes += size
@@ -275,62 +279,72 @@ class Outbox:
         """disk: where blocks beyond the pool go. Raises DeviceError if the device has not as much memory."""
         self._pool, self._out, self._compute, self._disk = pool, out, compute, disk
         self._slots = _slots(pool, slots, max_tokens, device)
+        self._capacity = max_tokens // pool.layout.block_size
         self._empty: list[Ticket | None] = [None] * slots
         """By slot: behind the last copies out of it; none while they are being queued."""
         self._slot = 0
         """The one to use next."""
 
-    def send(self, layer: int, k: Tensor, v: Tensor, blocks: Sequence[HostBlockId]) -> None:
-        """k and v, whole `blocks` of tokens `[tokens, kv_heads, head_dim]`, of which each token is one run:
-        to these blocks of the host."""
-        tokens, slot = len(blocks) * self._pool.layout.block_size, self._slots[self._slot]
-        assert len(k) == len(v) == tokens, f"K of {len(k)} tokens and V of {len(v)} for {len(blocks)} blocks"
-        assert len(blocks) <= slot.shape[1], f"{len(blocks)} blocks in a slot of {slot.shape[1]}"
+    def send(self, layer: int, planes: Sequence[Tensor], blocks: Sequence[HostBlockId]) -> None:
+        """Send the layer's planes of whole `blocks` of tokens, `[tokens, heads, width]`, of which each token
+        is one run, to these blocks of the host."""
+        layout = self._pool.layout
+        tokens, slot = len(blocks) * layout.block_size, self._slots[self._slot]
+        lengths = [len(plane) for plane in planes]
+        assert set(lengths) == {tokens}, f"planes of {lengths} tokens for {len(blocks)} blocks"
+        assert len(blocks) <= self._capacity, f"{len(blocks)} blocks in a slot of {self._capacity}"
         if not blocks:
             return
         self._claim()
-        for staged, rows in zip(slot[:, : len(blocks)], (k, v), strict=True):
-            if self._pool.layout.rounded_from:
-                to_fp8(rows.view(len(blocks), -1, *rows.shape[1:]), staged)
+        staged = _rows_in_slot(slot, layout.placed[layer], self._capacity)
+        for one, rows, plane in zip(layout.placed[layer], staged, planes, strict=True):
+            if one.rounded:
+                to_fp8(plane.view(len(blocks), -1, *plane.shape[1:]), rows[: len(blocks)])
             else:
-                self._compute.copy_rows(staged.reshape(tokens, -1), rows.view(tokens, -1).view(torch.uint8))
+                into = rows[: len(blocks)].reshape(tokens, -1)
+                self._compute.copy_rows(into, plane.view(tokens, -1).view(torch.uint8))
         self._out.wait(self._compute.mark())
         runs = _runs(blocks, self._pool.blocks)
         far = [run for run in runs if run[1] >= self._pool.blocks]
         staging = self._disk.claim() if far and self._disk else None
         for run in runs:
-            for host, device in _halves(_source(self._pool, layer, run, staging), run, slot):
+            for host, device in _halves(self._pool, layer, run, staging, staged):
                 self._out.copy_rows(host, device)
         if far and self._disk:
             self._disk.write([(layer, (at, first - self._pool.blocks, count)) for at, first, count in far])
         self._pass_on()
 
     def demote(self, block: Tensor, target: HostBlockId) -> None:
-        """All layers of a block of the device, uint8 `[bytes of a block there]`: to one of the host. What
-        compute does next may write it over."""
+        """Send all layers of a block of the device, uint8 `[bytes of a block there]`, to one of the host.
+        What compute does next may write it over."""
         layout, far = self._pool.layout, target - self._pool.blocks
-        size, layers, exact = layout.layer_bytes, layout.layers, layout.exact
+        exact = layout.exact
         assert len(block) == exact.block_bytes, f"{len(block)} bytes for a block of {exact.block_bytes}"
-        if far < 0:
-            rests = self._pool.block(target).view(layers, size)
-        else:
+        if far >= 0:
             assert self._disk is not None, "a block beyond the host's pool, and no disk"
-            rests = self._disk.claim()[:layers, :size]
-        some = self._slots[0].numel() // size
-        for start in range(0, layers, some):
-            rows, part = block.view(layers, -1)[start : start + some], rests[start : start + some]
-            staged = self._slots[self._slot].view(-1)[: part.numel()]
+            claimed = self._disk.claim()
+        for layers in _alike(layout, self._slots[0].numel()):
+            first, count = layers.start, len(layers)
+            size, wide = layout.layer_sizes[first], exact.layer_sizes[first]
+            begin, at = exact.layer_offsets[first], layout.layer_offsets[first]
+            rows = block[begin : begin + count * wide].view(count, wide)
+            if far < 0:
+                part = self._pool.block(target)[at : at + count * size].view(count, size)
+            else:
+                part = claimed[first : layers.stop, :size]
+            staged = self._slots[self._slot][: count * size].view(count, size)
             self._claim()
             if layout.rounded_from:
-                shape = len(rows), 2, layout.block_size, layout.kv_heads, layout.head_dim
-                to_fp8(rows.view(getattr(torch, exact.dtype)).view(shape), staged.view(len(rows), 2, -1))
+                planes = plane_views(rows, exact.placed[first], layout.block_size)
+                for one, plane in zip(layout.placed[first], planes, strict=True):
+                    round_into(plane, one, staged[:, one.offset : one.offset + one.size])
             else:
-                self._compute.copy(staged, rows.view(-1))
+                self._compute.copy(staged.view(-1), rows.view(-1))
             self._out.wait(self._compute.mark())
-            self._out.copy_rows(part, staged.view(part.shape))
+            self._out.copy_rows(part, staged)
             self._pass_on()
         if far >= 0 and self._disk:
-            self._disk.write([(layer, (layer, far, 1)) for layer in range(layers)])
+            self._disk.write([(layer, (layer, far, 1)) for layer in range(layout.layers)])
 
     def landed(self) -> Ticket:
         """Done when all that has been sent and demoted is on the host."""
@@ -345,9 +359,26 @@ class Outbox:
         self._slot = (self._slot + 1) % len(self._slots)
 
 
+def round_into(plane: Tensor, placed: PlaneLayout, rows: Tensor) -> None:
+    """Put a plane of blocks, `[blocks, block_size, heads, width]`, into rows as it rests, uint8 `[blocks,
+    bytes]`."""
+    if placed.rounded:
+        to_fp8(plane, rows)
+    else:
+        rows.copy_(plane.flatten(1).view(torch.uint8))
+
+
+def expand(rows: Tensor, placed: PlaneLayout, plane: Tensor) -> None:
+    """Do the reverse of `round_into`."""
+    if placed.rounded:
+        from_fp8(rows, plane)
+    else:
+        plane.flatten(1).view(torch.uint8).copy_(rows)
+
+
 def to_fp8(blocks: Tensor, rows: Tensor) -> None:
-    """Round K or V of blocks, `[..., block_size, kv_heads, head_dim]` of any strides, into rows, uint8 `[...,
-    bytes of a block's K or V]`.
+    """Round a plane of blocks, `[..., block_size, heads, width]` of any strides, into rows, uint8 `[...,
+    bytes of a block's plane]`.
 
     A head's scale is the least power of two by which its numbers come to e4m3's largest, 448, or below: found
     in the bits of a float32, as logarithms are not exact. What would be rounded up to infinity is rounded
@@ -367,14 +398,14 @@ def to_fp8(blocks: Tensor, rows: Tensor) -> None:
 
 
 def from_fp8(rows: Tensor, blocks: Tensor) -> None:
-    """What `to_fp8` has made, into blocks of any floating dtype."""
+    """Expand what `to_fp8` has made into blocks of any floating dtype."""
     values, scales = _fp8_parts(rows, blocks.shape[-3:])
     blocks.copy_(values)
     blocks.mul_(scales)
 
 
 def as_rested(blocks: Tensor) -> Tensor:
-    """K or V of blocks, `[blocks, block_size, kv_heads, head_dim]`, as they come back from fp8."""
+    """Return a plane of blocks, `[blocks, block_size, heads, width]`, as it comes back from fp8."""
     shape = blocks.shape[-3:]
     rows = torch.empty(len(blocks), shape.numel() + shape[1] * 4, dtype=torch.uint8, device=blocks.device)
     to_fp8(blocks, rows)
@@ -384,8 +415,8 @@ def as_rested(blocks: Tensor) -> Tensor:
 
 
 def _fp8_parts(rows: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Of each row the numbers, e4m3 of this shape `[block_size, kv_heads, head_dim]`, and their scales,
-    float32 `[1, kv_heads, 1]`."""
+    """Return of each row the numbers, e4m3 of this shape `[block_size, heads, width]`, and their scales,
+    float32 `[1, heads, 1]`."""
     values, scales = rows.tensor_split([shape.numel()], -1)
     return values.view(torch.float8_e4m3fn).view(*rows.shape[:-1], *shape), scales.view(torch.float32)[
         ..., None, :, None
@@ -393,27 +424,59 @@ def _fp8_parts(rows: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
 
 
 def _slots(pool: HostPool, slots: int, tokens: int, device: torch.device) -> list[Tensor]:
-    """Each uint8 `[2, blocks, bytes of a block's K or V]`."""
+    """Return slots for so many tokens of any layer, flat uint8."""
     layout = pool.layout
     blocks = tokens // layout.block_size
     assert slots * blocks > 0, f"{slots} slots of {tokens} tokens"
     assert tokens == blocks * layout.block_size, (
         f"{tokens} tokens are not whole blocks of {layout.block_size}"
     )
-    return list(
-        Arena(ring_bytes(layout, slots, tokens), device).bytes.view(slots, 2, blocks, layout.layer_bytes // 2)
-    )
+    return list(Arena(ring_bytes(layout, slots, tokens), device).bytes.view(slots, -1))
+
+
+def _rows_in_slot(slot: Tensor, placed: Sequence[PlaneLayout], capacity: int) -> list[Tensor]:
+    """Return where the planes of `capacity` blocks lie in a slot: each uint8 `[capacity, bytes of a block's
+    plane]`."""
+    return [
+        slot[capacity * one.offset : capacity * (one.offset + one.size)].view(capacity, one.size)
+        for one in placed
+    ]
+
+
+def _each_layer(layout: KVLayout, slot: Tensor, capacity: int) -> list[tuple[Tensor, ...]]:
+    """Return where the planes of each layer lie in a slot, `[tokens, heads, width]`, in the arithmetic's
+    dtype."""
+    kinds = {}
+    for placed in set(layout.placed):
+        rows = _rows_in_slot(slot, placed, capacity)
+        kinds[placed] = tuple(
+            part.view(getattr(torch, one.dtype)).view(-1, one.plane.heads, one.plane.width)
+            for one, part in zip(placed, rows, strict=True)
+        )
+    return [kinds[placed] for placed in layout.placed]
+
+
+def _alike(layout: KVLayout, room: int) -> Iterator[range]:
+    """Cut the layers of a block into runs of equal ones, each of at most `room` bytes."""
+    first = 0
+    while first < layout.layers:
+        stop, most = first + 1, max(room // layout.layer_sizes[first], 1)
+        while stop < min(layout.layers, first + most) and layout.planes[stop] == layout.planes[first]:
+            stop += 1
+        yield range(first, stop)
+        first = stop
 
 
 def _pieces(pool: HostPool, layer: int, blocks: Sequence[HostBlockId], capacity: int) -> Pieces:
-    """One layer of blocks on the host, to a slot for `capacity` of them."""
+    """Return the copies of one layer of blocks on the host to a slot for `capacity` of them."""
     layout, count = pool.layout, len(blocks)
-    half = layout.layer_bytes // 2
-    places = np.arange(count) * half
-    rests = np.fromiter(blocks, np.int64, count) * layout.block_bytes + layer * layout.layer_bytes
-    sizes = np.full(count, half)
-    keys, values = (np.stack((places + at * capacity * half, rests + at * half, sizes), 1) for at in range(2))
-    return joined(np.concatenate((keys, values)))
+    order = np.arange(count)
+    rests = np.fromiter(blocks, np.int64, count) * layout.block_bytes + layout.layer_offsets[layer]
+    parts = [
+        np.stack((capacity * one.offset + order * one.size, rests + one.offset, np.full(count, one.size)), 1)
+        for one in layout.placed[layer]
+    ]
+    return joined(np.concatenate(parts))
 
 
 def _runs(blocks: Sequence[int], near: int) -> list[_Run]:
@@ -427,19 +490,16 @@ def _runs(blocks: Sequence[int], near: int) -> list[_Run]:
     return runs
 
 
-def _source(pool: HostPool, layer: int, run: _Run, staging: Tensor | None) -> Tensor:
-    """Where one layer of a run's blocks lies in host memory: uint8 `[blocks, layer_bytes]`, rows of any
-    stride."""
+def _halves(
+    pool: HostPool, layer: int, run: _Run, staging: Tensor | None, planes: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each plane of a run's blocks in host memory, and in a slot: uint8 `[blocks, bytes of a block's
+    plane]`, rows of any stride. staging: where blocks beyond the host's pool lie."""
     at, first, count = run
     if first < pool.blocks:
-        return pool.layer_rows(layer, first, count)
-    assert staging is not None, "a block beyond the host's pool, and no disk"
-    return staging[at : at + count, : pool.layout.layer_bytes]
-
-
-def _halves(rows: Tensor, run: _Run, slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What is one layer's K or V of consecutive blocks on the host, and in a slot: uint8 `[blocks, bytes of a
-    block's K or V]`."""
-    size, (at, _, count) = slot.shape[2], run
-    for half in range(2):
-        yield rows[:, half * size : (half + 1) * size], slot[half, at : at + count]
+        rows = pool.layer_rows(layer, first, count)
+    else:
+        assert staging is not None, "a block beyond the host's pool, and no disk"
+        rows = staging[at : at + count]
+    for one, plane in zip(pool.layout.placed[layer], planes, strict=True):
+        yield rows[:, one.offset : one.offset + one.size], plane[at : at + count]

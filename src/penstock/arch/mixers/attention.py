@@ -1,0 +1,60 @@
+"""Grouped-query attention with rotary positions (GQA: Ainslie et al. 2023, arXiv 2305.13245)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.arch.formats.format import Source, matrix, vector
+from penstock.arch.mixers.mixer import Mixer, Plane
+from penstock.arch.shards import Shard, share_heads
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """Softmax attention over keys and values `[tokens, kv_heads, head_dim]`."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head of queries and keys is normalised (RMS) before positions are applied."""
+    scale: float | None = None
+    """What scores are multiplied with; None is `head_dim ** -0.5`."""
+
+    @property
+    def output_size(self) -> int:
+        """Numbers of a token that the output projection reads: as many as queries have."""
+        return self.query_size
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Keys and values."""
+        return Plane("k", self.kv_heads, self.head_dim, scored=True), Plane("v", self.kv_heads, self.head_dim)
+
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
+        """Return `qkv`, fused, and `out`, with biases and head norms where there are any."""
+        at, dim = f"{at}.self_attn", self.head_dim
+        heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
+        queries, keys = (range(part.start * dim, part.stop * dim) for part in (heads, kv_heads))
+        kept = (self.kv_heads * dim, keys)
+        parts = {"q": (self.query_size, queries), "k": kept, "v": kept}
+        tensors: dict[str, Sequence[Source]] = {
+            "qkv": [
+                matrix(f"{at}.{name}_proj.weight", size, hidden, rows=rows)
+                for name, (size, rows) in parts.items()
+            ]
+        }
+        if self.qkv_bias:
+            tensors["qkv_bias"] = [
+                vector(f"{at}.{name}_proj.bias", size, rows) for name, (size, rows) in parts.items()
+            ]
+        if self.qk_norm:
+            tensors["q_norm"] = [vector(f"{at}.q_norm.weight", dim)]
+            tensors["k_norm"] = [vector(f"{at}.k_norm.weight", dim)]
+        tensors["out"] = [matrix(f"{at}.o_proj.weight", hidden, self.query_size, columns=queries)]
+        if self.out_bias and shard.rank == 0:
+            tensors["out_bias"] = [vector(f"{at}.o_proj.bias", hidden)]
+        return tensors
+
+    def local(self, shard: Shard) -> "Attention":
+        """Return the rank's heads and KV heads."""
+        heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
+        return replace(self, heads=len(heads), kv_heads=len(kv_heads))

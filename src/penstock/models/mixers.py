@@ -1,0 +1,67 @@
+"""What mixers compute, by their types: from a layer's normalised input to what its output projection
+reads."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.arch.mixers.attention import Attention
+from penstock.arch.mixers.mixer import Mixer
+from penstock.models.inputs import ColdCache, StepInputs
+from penstock.ops.attention import attend
+from penstock.ops.linear import linear
+from penstock.ops.matrix import GroupViews
+from penstock.ops.project import HeadNorms, project
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """A step as one layer's mixer sees it.
+
+    wanted: the positions whose output is read, int64 `[rows]`, if not all of them. cold: lends and takes KV
+    beyond the device, where `inputs` speak of it.
+    """
+
+    layer: int
+    inputs: StepInputs
+    cold: ColdCache | None
+    wanted: Tensor | None
+    norm_eps: float
+
+
+class Forward(Protocol):
+    """Computes a mixer of its type: writes the planes of all tokens to the cache and to `mixing.cold`, and
+    returns `[rows, output_size]` of the wanted positions. x `[tokens, hidden]`; cache: the layer's planes in
+    pages."""
+
+    def __call__(
+        self, mixer: "Mixer", x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...], mixing: Mixing
+    ) -> Tensor: ...
+
+
+def attention(
+    mixer: Mixer, x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...], mixing: Mixing
+) -> Tensor:
+    """Return softmax attention of the wanted positions, `[rows, heads * head_dim]`."""
+    assert isinstance(mixer, Attention)
+    inputs, wanted, seen_by, w = mixing.inputs, mixing.wanted, mixing.inputs.attention, weights
+    k_cache, v_cache = cache
+    qkv = linear(x, w.matrices["qkv"], w.vectors.get("qkv_bias"))
+    norms = HeadNorms(w.vectors["q_norm"], w.vectors["k_norm"], mixing.norm_eps) if mixer.qk_norm else None
+    q, k, v = project(
+        qkv, inputs.cos, inputs.sin, (k_cache, v_cache), seen_by, heads=mixer.heads, norms=norms
+    )
+    if mixing.cold is not None:
+        mixing.cold.send(mixing.layer, (k, v))
+    if wanted is not None and inputs.last is not None:
+        # They are rows, which see no keys but those in pages.
+        q, wanted, seen_by = q[wanted], None, inputs.last
+    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+    seen = attend(q, k, v, (k_cache, v_cache), seen_by, scale, mixer.window, mixing.cold, written=True)
+    seen = seen if wanted is None else seen[wanted]
+    return seen.view(len(seen), -1)
+
+
+FORWARD: dict[type[Mixer], Forward] = {Attention: attention}
+"""By the type of a mixer."""

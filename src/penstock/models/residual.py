@@ -1,0 +1,69 @@
+"""The residual stream: hidden states that blocks read normalised, and to which they add."""
+
+from torch import Tensor
+
+from penstock.models.inputs import Collectives
+from penstock.ops.norm import add_rms_norm, rms_norm
+
+_MANY_ROWS = 512
+"""With more tokens a block's last product adds to the residual itself: the norm that comes next reads and
+writes half as much."""
+
+
+class Residual:
+    """Hidden states `[tokens, hidden]`, the same on every rank.
+
+    A block's output, a rank's part of it, is not added at once: with the next norm, the sum over ranks and
+    the addition are one kernel.
+    """
+
+    def __init__(self, x: Tensor, eps: float, collectives: Collectives | None) -> None:
+        """x: of the embedding, this rank's part."""
+        self.x, self._eps, self._collectives = x, eps, collectives
+        self._part: Tensor | None = None
+        """A block's output that is not added yet."""
+        if collectives is not None:
+            collectives.all_reduce(x)
+
+    def normed(self, weight: Tensor | None) -> Tensor:
+        """Return what the next block reads: the sum so far, normalised if there is a weight."""
+        part, self._part = self._part, None
+        if weight is None:
+            return self._add(part).clone()
+        if part is None:
+            return rms_norm(self.x, weight, self._eps)
+        if self._collectives is not None:
+            return self._collectives.add_rms_norm(part, self.x, weight, self._eps)
+        return add_rms_norm(part, self.x, weight, self._eps)
+
+    def add(self, part: Tensor, norm_after: Tensor | None = None) -> None:
+        """Take a block's output, a rank's part of it, to be added; `norm_after`: when the whole has been
+        normalised."""
+        if norm_after is None:
+            self._part = part
+            return
+        if self._collectives is not None:
+            self._collectives.all_reduce(part)
+        self.x.add_(rms_norm(part, norm_after, self._eps))
+
+    def takes_products(self, *vectors: Tensor | None) -> bool:
+        """Tell whether a block's last product is best added to `x` by itself: not where a bias or a norm,
+        which are `vectors`, comes after it."""
+        alone = self._collectives is None and not any(vector is not None for vector in vectors)
+        return alone and self.x.is_cuda and len(self.x) > _MANY_ROWS
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone, int64 `[rows]`; nothing is waiting to be added."""
+        self.x = self.x[rows]
+
+    def sum(self) -> Tensor:
+        """Return the hidden states, with all that blocks have added."""
+        part, self._part = self._part, None
+        return self._add(part)
+
+    def _add(self, part: Tensor | None) -> Tensor:
+        if part is not None:
+            if self._collectives is not None:
+                self._collectives.all_reduce(part)
+            self.x.add_(part)
+        return self.x
