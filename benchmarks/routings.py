@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -42,7 +42,7 @@ from penstock.ops.attention import PAST_TILE
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import Limits, padded
-from penstock.worker.runner import largest_step
+from penstock.worker.warmup import StepSizes, largest_step
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
@@ -209,13 +209,8 @@ def measured(case: Case, routings: int, device: torch.device, seed: int = 0) -> 
     """Boot, and carry out as many largest steps, each with a routing of its own, and a smaller one before
     every eighth."""
     with _booted(case, device) as booted:
-        sizes = {
-            "max_sequences": case.sequences,
-            "max_length": case.length,
-            "block_size": booted.limits.block_size,
-            "past": PAST_TILE,
-        }
-        whole = largest_step(max_step_tokens=case.tokens, **sizes)
+        sizes = StepSizes(case.tokens, case.sequences, case.length, booted.limits.block_size)
+        whole = largest_step(sizes, past=PAST_TILE)
         rng, counts = torch.Generator().manual_seed(seed), Counter[str]()
         booted.engine._ranks._pool.bytes.zero_()  # type: ignore[union-attr]  # On a CPU its pages would come with the steps; they are KV's.
         begin, short = time.perf_counter(), 0
@@ -223,7 +218,8 @@ def measured(case: Case, routings: int, device: torch.device, seed: int = 0) -> 
             for number in range(routings):
                 if number % 8 == 0:
                     part = int(torch.randint(case.sequences + 1, case.tokens, (1,), generator=rng))
-                    _step(booted, case, largest_step(max_step_tokens=part, **sizes), None, rng)
+                    smaller = largest_step(replace(sizes, max_step_tokens=part), past=PAST_TILE)
+                    _step(booted, case, smaller, None, rng)
                 name = NAMES[number % len(NAMES)]
                 counts[name] += 1
                 try:

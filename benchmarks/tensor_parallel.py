@@ -29,13 +29,13 @@ from penstock.bench import run
 from penstock.bench.report import Kind
 from penstock.bench.shapes import SHAPES
 from penstock.bench.times import Times
-from penstock.engine.team import Collectives
 from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
 from penstock.parallel.seat import Seat
 from penstock.weights.checkpoint.shape import Shape
+from penstock.worker.collectives import Collectives
 
 TINY = SHAPES["100M"] | {
     "num_hidden_layers": 2,

@@ -14,7 +14,8 @@ def neighbours(spec: ModelSpec) -> Iterator[ModelSpec]:
     """For every value of a spec, also those of its rope and its mixture, a spec in which that one is
     another."""
     if spec.moe is None:
-        yield replace(spec, moe=MoeSpec(4, 2, 40, True))
+        *others, last = spec.stack
+        yield replace(spec, stack=(*others, replace(last, feed_forward=MoeSpec(4, 2, 40, True))))
     yield from _neighbours(spec)
 
 
@@ -25,7 +26,11 @@ def _neighbours(value: _T) -> Iterator[_T]:
             changed: object
             for changed in _neighbours(now):
                 yield replace(value, **{field.name: changed})  # type: ignore[type-var]
-        elif not (now is None and field.name == "moe"):
+        elif isinstance(now, tuple) and now and is_dataclass(now[-1]):
+            yield replace(value, **{field.name: now[:-1]})  # type: ignore[type-var]
+            for changed in _neighbours(now[-1]):
+                yield replace(value, **{field.name: (*now[:-1], changed)})  # type: ignore[type-var]
+        else:
             yield replace(value, **{field.name: _another(now)})  # type: ignore[type-var]
 
 

@@ -20,6 +20,7 @@ import specs
 from penstock.api.text import Tokenizer
 from penstock.arch.families import FAMILIES, read_spec
 from penstock.arch.layout import GroupLayout, group_layouts
+from penstock.arch.mixers.attention import Attention
 from penstock.base.errors import CheckpointError, PenstockError, UnsupportedModelError
 from penstock.weights.checkpoint import shards
 from penstock.weights.checkpoint.identity import STEP_BYTES
@@ -189,9 +190,11 @@ def test_spec_means_the_model_that_transformers_builds(family: tuple[str, Path])
     layers = model.model.layers
     for layer in layers:
         attention = layer.self_attn
-        assert spec.qkv_bias == (attention.k_proj.bias is not None)
-        assert spec.out_bias == (attention.o_proj.bias is not None)
-        assert spec.qk_norm == hasattr(attention, "q_norm")
+        mixer = spec.stack[0].mixer
+        assert isinstance(mixer, Attention)
+        assert mixer.qkv_bias == (attention.k_proj.bias is not None)
+        assert mixer.out_bias == (attention.o_proj.bias is not None)
+        assert mixer.qk_norm == hasattr(attention, "q_norm")
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
     if name in ("mistral", "mixtral"):
         windows = [config.sliding_window] * 3

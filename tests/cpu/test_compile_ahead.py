@@ -1,93 +1,36 @@
-"""What is launched to have kernels compiled can be launched: where it runs, what fails is passed over."""
+"""Kernels are compiled before requests need them: those that steps launch, and no others."""
 
-import os
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-if (
-    os.environ.get("TRITON_INTERPRET") != "1"
-):  # asked once, when triton is imported; conftest.py sets it where there is no GPU
-    pytest.skip(
-        "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
-    )
-
-import tiny
-from penstock.arch.layout import group_layouts, kv_layout
+from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
 from penstock.engine import boot as booting
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import padded
-from penstock.worker.ahead import (
-    Matrix,
-    common_launches,
-    compile_ahead,
-    eager_launches,
-    matrices,
-    recorded_launches,
-)
+from penstock.worker.ahead import ZeroFilled, compile_ahead
+from penstock.worker.warmup import StepSizes
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def _one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each launch the first program is interpreted: whether it can be launched is all that is asked. What
-    it computes is rubbish."""
-    from triton.runtime.interpreter import GridExecutor
-
-    call = GridExecutor.__call__
-
-    def called(self: Any, *args: Any, **named: Any) -> None:
-        self.grid = (1,)
-        call(self, *args, **named)
-
-    monkeypatch.setattr(GridExecutor, "__call__", called)
-
-
-@pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # What is computed is of memory as it was found, and nobody's.
-@pytest.mark.usefixtures("_one_program")
-@pytest.mark.parametrize(("name", "block_size"), [("qwen2_windows", 4), ("qwen3", 64)])
-def test_every_launch(name: str, block_size: int) -> None:
-    shape = Shape.open(tiny.checkpoint(name))
-    spec = shape.spec
-    layout = kv_layout(spec, "float32", block_size)
-    groups = group_layouts(spec, shape.names, "float32")
-    launches = [*eager_launches(spec, layout, CPU), *recorded_launches(spec, layout, CPU, 128, 64)]
-    kinds = len({window is None for window in spec.windows})
-    assert len(launches) == 1 + (4 + 2 + 3) * kinds + 2
-    launches += common_launches(spec, groups, layout, CPU)
-    assert len(launches) > 1 + (4 + 2 + 3) * kinds + 2 + 4
-    for launch in launches:
-        launch()
+def test_memory_is_zeros_while_kernels_are_noted() -> None:
+    held = torch.full((1 << 20,), 7.0)
+    del held
+    with ZeroFilled():
+        new = torch.empty(1 << 20)
+        assert not any(bool(x.any()) for x in (new, torch.empty_like(new), new.new_empty(1 << 20)))
 
 
 def test_nothing_is_compiled_for_a_cpu() -> None:
-    spec = Shape.open(tiny.checkpoint("llama")).spec
-    compile_ahead(
-        spec, (), kv_layout(spec, "float32", 4), CPU, longest=64, most_tokens=64, recorded=True, early=True
-    )
+    def made() -> None:
+        raise AssertionError
 
-
-def test_matrices_of_a_model() -> None:
-    shape = Shape.of(SHAPES["8B"])
-    found = matrices(group_layouts(shape.spec, shape.names, "bfloat16"))
-    sizes = {
-        (6144, 4096, False),
-        (4096, 4096, False),
-        (28672, 4096, True),
-        (4096, 14336, False),
-        (128256, 4096, False),
-    }
-    assert found == {Matrix(*size, False) for size in sizes}
-    biased = Shape.open(tiny.checkpoint("qwen2_windows"))
-    assert any(one.biased for one in matrices(group_layouts(biased.spec, biased.names, "float32")))
+    compile_ahead(made, CPU, StepSizes(64, 8, 64, 4), recorded=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("room", "wanted"), [(1 << 30, [True]), (1 << 20, [True, False])])
@@ -106,7 +49,7 @@ def test_what_is_launched_in_the_end_is_compiled_before_requests(
     shape, asked = Shape.of(SHAPES["0.6B"] | sizes | {"vocab_size": 512}), list[bool]()
     weights = sum(map(padded, group_layouts(shape.spec, shape.names, "float32")))
     monkeypatch.setattr(booting, "begins_early", lambda _: True)
-    monkeypatch.setattr(booting, "compile_ahead", lambda *_, early, **__: asked.append(early))
+    monkeypatch.setattr(booting, "compile_ahead", lambda make, *_, **__: asked.append(make.keywords["early"]))
     memory = {"device_memory": weights + room, "host_memory": 4 * weights + room}
     booted = booting.boot(
         Config(Path(), device="cpu", dtype="float32", max_length=512, max_step_tokens=64, **memory), shape

@@ -816,7 +816,7 @@ class World:
         rows = self.rng.integers(0, 256, (2, len(blocks), HALF), np.uint8)
         shape = len(blocks) * LAYOUT.block_size, *heads_of(LAYOUT)
         k, v = (torch.from_numpy(half).view(torch.float16).view(shape) for half in rows)
-        self.outbox.send(layer, k, v, ids(blocks))
+        self.outbox.send(layer, (k, v), ids(blocks))
         self.known |= {(layer, block): [rows[0, at], rows[1, at]] for at, block in enumerate(blocks)}
 
     def demote(self, block: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 import tiny
 from layouts import heads_of, kv_of_heads
 from penstock import LLM, Completion, SamplingParams
+from penstock.arch.layout import KVLayout
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.bench.shapes import SHAPES
@@ -254,7 +255,7 @@ def test_blocks_come_back_rounded_once(dtype: str, seed: int, tmp_path: Path) ->
             for layer in range(exact.layers):
                 for target, half in ((k, 0), (v, 1)):
                     target[: len(new) * size].copy_(truth[new, layer, half].flatten(0, 1))
-                carrier.send(layer, k, v)
+                carrier.send(layer, (k, v))
                 fused.fill_(torch.nan)
                 for tile in tiles:
                     for half, lent in enumerate(carrier.take()):
@@ -318,7 +319,7 @@ def lent(ring: TileRing, block: int, after: Ticket, layer: int = 1) -> Tensor:
 def test_a_tile_is_not_expanded_before_it_has_come(mutant: bool) -> None:
     gates, found = Gates([("copies", 0)]), list[Tensor]()
     with one_slot(gates) as (compute, ring, outbox):
-        outbox.send(1, KV[3], KV[3], ids([3]))
+        outbox.send(1, (KV[3], KV[3]), ids([3]))
         compute.deaf = mutant
         early = within(LONG if mutant else BRIEF, lambda: found.append(lent(ring, 3, outbox.landed())))
         assert early == mutant
@@ -335,7 +336,7 @@ def test_nothing_is_rounded_into_staging_before_it_is_empty(how: str, mutant: bo
 
         def send(block: int) -> None:
             if how == "send":
-                outbox.send(1, KV[block], KV[block], ids([block]))
+                outbox.send(1, (KV[block], KV[block]), ids([block]))
             else:
                 outbox.demote(
                     KV[block].expand(EXACT.layers, 2, -1, -1, -1).flatten().view(torch.uint8),
@@ -370,15 +371,15 @@ def test_an_interrupt_anywhere_does_no_harm(name: str) -> None:
     block = KV[5].expand(EXACT.layers, 2, -1, -1, -1).flatten().view(torch.uint8)
     while interrupted:
         with one_slot(Gates()) as (_, ring, outbox):
-            outbox.send(1, KV[3], KV[3], ids([3]))
+            outbox.send(1, (KV[3], KV[3]), ids([3]))
             ring.begin([Tile(ids([3]), EXACT.block_size)], [1], outbox.landed())
             calls: dict[str, Callable[[], object]] = {
                 "take": ring.take,
-                "send": lambda outbox=outbox: outbox.send(1, KV[5], KV[5], ids([5])),  # type: ignore[misc]
+                "send": lambda outbox=outbox: outbox.send(1, (KV[5], KV[5]), ids([5])),  # type: ignore[misc]
                 "demote": lambda outbox=outbox: outbox.demote(block, HostBlockId(5)),  # type: ignore[misc]
             }
             interrupted = cut_short(calls[name], place, ("penstock",))
-            outbox.send(1, KV[6], KV[6], ids([6]))
+            outbox.send(1, (KV[6], KV[6]), ids([6]))
             for kept in (3, 6) if interrupted or name == "take" else (3, 5, 6):
                 assert torch.equal(lent(ring, kept, outbox.landed()), rounded(KV[kept]))
         place += 1

@@ -17,7 +17,7 @@ from penstock.engine.boot import boot
 from penstock.engine.budget import Budget
 from penstock.step.params import Sampling
 from penstock.weights.checkpoint.shape import Shape
-from penstock.worker.runner import largest_step
+from penstock.worker.warmup import StepSizes, largest_step
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXTURE = {
@@ -74,14 +74,7 @@ def test_it_has_as_many_tokens_and_sequences_as_a_step_may_have() -> None:
         sequences = rng.choice((1, 2, 3, 16, 64, 256))
         tokens = sequences + rng.choice((0, 1, 5, 100, 8192))
         length = rng.choice((1, 2, 3, 17, 100, 600, 40960))
-        plan = largest_step(
-            max_step_tokens=tokens,
-            max_sequences=sequences,
-            max_length=length,
-            block_size=16,
-            past=8192,
-            cold=rng.random() < 0.2,
-        )
+        plan = largest_step(StepSizes(tokens, sequences, length, 16), past=8192, cold=rng.random() < 0.2)
         assert plan.tokens == min(tokens, sequences * length)
         rows = [share.row for share in plan.shares]
         assert rows == list(range(len(rows)))

@@ -17,8 +17,9 @@ from penstock.models import decoder
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.stream import Blank
 from penstock.worker.inputs import InputBuilder
-from penstock.worker.runner import Runner, small_steps
+from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
+from penstock.worker.warmup import StepSizes, kernel_steps, small_steps
 
 NAMES = ["llama", "llama_tied", "mistral", "qwen2_windows", "qwen3"]
 QUICK = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -145,9 +146,8 @@ def test_steps_for_which_kernels_are_compiled(tokens: int, sequences: int, lengt
     inputs = InputBuilder(spec, device, rows=sequences, blocks_per_row=-(-length // 16), block_size=16)
     runner = Runner(decoder.Decoder(spec), inputs, Sampler(spec.vocab_size, sequences, device), device)
     runner.attach(Blank(layouts, device), KVPool(kv_layout(spec, "float32", 16), 1, device))
-    for plan in small_steps(
-        max_step_tokens=tokens, max_sequences=sequences, max_length=length, block_size=16
-    ):
+    sizes = StepSizes(tokens, sequences, length, 16)
+    for plan in (*small_steps(sizes), *kernel_steps(sizes)):
         assert sum(len(share.tokens) for share in plan.shares) <= tokens
         assert len(plan.shares) <= sequences
         assert all(share.stop <= length for share in plan.shares)

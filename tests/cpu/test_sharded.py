@@ -19,6 +19,7 @@ from members import Meeting, Member, Rank, pass_of
 from penstock.arch.formats.format import Source
 from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.arch.shards import Shard
+from penstock.arch.spec import Mlp
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models import decoder
 from penstock.models.decoder import Decoder
@@ -336,7 +337,9 @@ def test_a_tensor_of_another_shape_is_refused_by_every_rank(tmp_path: Path) -> N
     """Also one that is large enough for what the rank takes."""
     path = tiny.write(tiny.CASES["llama"], tmp_path / "model", num_hidden_layers=1)
     with Checkpoint.open(path) as model:
-        wider = replace(model.spec, intermediate_size=78)
+        wider = replace(
+            model.spec, stack=tuple(replace(one, feed_forward=Mlp(78)) for one in model.spec.stack)
+        )
         for rank in range(2):
             layout = group_layouts(wider, model.names, "float32", Shard(rank, 2))[2]
             with pytest.raises(

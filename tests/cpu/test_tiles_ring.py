@@ -358,9 +358,9 @@ def test_what_does_not_fit_or_comes_out_of_turn_is_refused() -> None:
             world.ring.take()
         k = torch.zeros(2 * LAYOUT.block_size, *heads_of(LAYOUT), dtype=torch.float16)
         with pytest.raises(AssertionError, match="for 1 blocks"):
-            world.outbox.send(0, k, k, ids([1]))
+            world.outbox.send(0, (k, k), ids([1]))
         with pytest.raises(AssertionError, match="in a slot of"):
-            world.outbox.send(0, *[k.repeat(TILE, 1, 1)] * 2, ids(range(2 * TILE)))
+            world.outbox.send(0, [k.repeat(TILE, 1, 1)] * 2, ids(range(2 * TILE)))
 
 
 def test_waits_are_told_of_every_copy_and_use() -> None:
@@ -422,7 +422,7 @@ class Growing:
             )
             for target, bytes in zip((self.k, self.v), chunk, strict=True):
                 world.kernel(partial(self.write, target, bytes.view(torch.float16).view(target.shape)))
-            world.outbox.send(layer, self.k[:tokens], self.v[:tokens], ids(new))
+            world.outbox.send(layer, (self.k[:tokens], self.v[:tokens]), ids(new))
             for block, k, v in zip(new, *(bytes[: len(new)] for bytes in chunk), strict=True):
                 self.known[layer, block] = [k.numpy(), v.numpy()]
             for one in tiles:
@@ -597,7 +597,7 @@ def sent(world: World, how: str, block: int, seed: int) -> Callable[[], bool]:
         return lambda: torch.equal(world.pool.block(HostBlockId(block)), whole)
     row = whole[: layout.layer_bytes]
     k, v = row.view(torch.float16).view(2, layout.block_size, *heads_of(layout)).clone()
-    world.outbox.send(1, k, v, ids([block]))
+    world.outbox.send(1, (k, v), ids([block]))
     return lambda: torch.equal(world.pool.layer_rows(1, block, 1)[0], row)
 
 

@@ -118,11 +118,11 @@ launched, again, both = [], [], Barrier(2)
 with elsewhere(90, launched.append), ThreadPoolExecutor(2) as pool:
     kernels, others = pool.map(at_once, range(2))
     list(pool.map(lambda compile: compile(), kernels))
-    more = noted([launch])
-    print(len(kernels), len(others), len(more), len(launched))
+    print(len(kernels), len(others), len(launched))
     print(len(noted([lambda: pool.submit(CASES["linear"]).result()])), len(launched))
     launched.clear()
     knobs.runtime.jit_cache_hook = lambda **launch: again.append(launch["fn"].name)
+    list(pool.map(lambda compile: compile(), others))
     launch()
 print(len(set(map(id, launched))), again)
 """
@@ -131,7 +131,7 @@ print(len(set(map(id, launched))), again)
 def test_kernels_that_are_noted_and_compiled_are_what_is_launched(tmp_path: Path) -> None:
     """Also where two threads note at once; what another thread launches meanwhile is launched."""
     pytest.importorskip("triton.backends.nvidia")
-    assert _run("-c", NOTED, cache=tmp_path) == "7 7 0 0\n0 3\n7 []\n"
+    assert _run("-c", NOTED, cache=tmp_path) == "7 7 0\n0 3\n7 []\n"
 
 
 CUT_SHORT = """
@@ -167,6 +167,16 @@ def test_an_interrupt_leaves_nothing_of_noting_in_effect(tmp_path: Path) -> None
     """Though it is held by somebody, as an interactive Python does."""
     pytest.importorskip("triton.backends.nvidia")
     assert _run("-c", CUT_SHORT, cache=tmp_path) == "never suspended\n"
+
+
+@pytest.mark.parametrize(
+    "model", ["llama", "qwen3", "windows", "mixture"] if tiny.THOROUGH else ["windows", "mixture"]
+)
+def test_the_kernels_of_a_rehearsal_are_those_of_a_models_steps(model: str, tmp_path: Path) -> None:
+    """As Triton tells kernels apart: each is noted once, as it is launched; a whole model needs no others."""
+    pytest.importorskip("triton.backends.nvidia")
+    noted, same, fewer, missing = _run("-m", "pretending", model, cache=tmp_path).split(maxsplit=3)
+    assert (int(noted) > 25, same, fewer, missing.strip()) == (True, "True", "True", "[]")
 
 
 def _run(*arguments: str, cache: Path) -> str:

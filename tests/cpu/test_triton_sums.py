@@ -28,13 +28,13 @@ import tiny
 from crews import all_ranks
 from penstock.base.errors import DeviceError
 from penstock.bench.shapes import SHAPES
-from penstock.engine import team
-from penstock.engine.team import Collectives
 from penstock.ops.norm import rms_norm
 from penstock.ops.triton import sums as triton_sums
 from penstock.ops.triton.sums import Shared, sum_over_ranks, sum_rms_norm, window_bytes
 from penstock.parallel.group import Group
 from penstock.weights.checkpoint.shape import Shape
+from penstock.worker import collectives as summing
+from penstock.worker.collectives import Collectives
 from streams import LONG
 
 Case = Callable[[Group], None]
@@ -249,8 +249,8 @@ def collected(group: Group, **ways: bool) -> Iterator[Collectives]:
             **ways,
         }.items():
             ends.enter_context(patch.object(FileWindow, name, value))
-        ends.enter_context(patch.object(team, "_kernels", lambda _: triton_sums))
-        ends.enter_context(patch.object(team, "Window", FileWindow))
+        ends.enter_context(patch.object(summing, "_kernels", lambda _: triton_sums))
+        ends.enter_context(patch.object(summing, "Window", FileWindow))
         collectives = Collectives(group, SPEC, torch.float32)
         collectives.open()
         yield collectives

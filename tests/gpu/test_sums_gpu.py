@@ -16,11 +16,11 @@ from crews import all_ranks
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import DeviceError
 from penstock.bench.shapes import SHAPES
-from penstock.engine.team import Collectives
 from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
 from penstock.weights.checkpoint.shape import Shape
+from penstock.worker.collectives import Collectives
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs two GPUs; there are {torch.cuda.device_count()}"

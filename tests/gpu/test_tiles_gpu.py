@@ -116,7 +116,7 @@ def test_what_is_sent_comes_back(slots: int, late: str, few: int, monkeypatch: p
         for layer in range(LAYOUT.layers):
             k.copy_(truth[new, layer, 0].flatten(0, 1))
             v.copy_(truth[new, layer, 1].flatten(0, 1))
-            outbox.send(layer, k, v, new)
+            outbox.send(layer, (k, v), new)
             fused.zero_()
             for tile in tiles:
                 for half, found in enumerate(ring.take()):

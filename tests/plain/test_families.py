@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from penstock.arch.families import FAMILIES, MOST, family_of, read_spec
 from penstock.arch.layout import ALIGNMENT, GroupKind, GroupLayout, group_layouts, kv_layout
+from penstock.arch.mixers.attention import Attention
 from penstock.arch.rope import attention_scale, inverse_frequencies
-from penstock.arch.spec import DTYPE_BYTES, ModelSpec, MoeSpec, RopeKind, RopeSpec
+from penstock.arch.spec import DTYPE_BYTES, LayerSpec, Mlp, ModelSpec, MoeSpec, RopeKind, RopeSpec
 from penstock.base.errors import UnsupportedModelError
 
 SMALL = {
@@ -57,23 +58,21 @@ def test_plain_llama() -> None:
         family="llama",
         vocab_size=96,
         hidden_size=64,
-        intermediate_size=80,
-        layers=3,
-        heads=8,
-        kv_heads=2,
-        head_dim=16,
+        stack=(
+            LayerSpec(
+                Attention(heads=8, kv_heads=2, head_dim=16, qkv_bias=True, out_bias=True),
+                Mlp(intermediate_size=80, bias=True),
+            ),
+        )
+        * 3,
         norm_eps=1e-5,
         max_length=128,
         rope=RopeSpec(theta=500000.0, dim=16),
         dtype="bfloat16",
         tied_embeddings=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        qk_norm=False,
-        windows=(None, None, None),
     )
-    assert (spec.query_size, spec.kv_size) == (128, 32)
+    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.query_size) == (3, 8, 2, 16, 128)
+    assert spec.windows == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,14 @@ def test_plain_llama() -> None:
 )
 def test_switches_of_each_family(family: str, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> None:
     spec = read(family)
-    assert (spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.mlp_bias) == (qkv_bias, out_bias, qk_norm, False)
+    for layer in spec.stack:
+        assert isinstance(layer.mixer, Attention)
+        assert (layer.mixer.qkv_bias, layer.mixer.out_bias, layer.mixer.qk_norm) == (
+            qkv_bias,
+            out_bias,
+            qk_norm,
+        )
+        assert isinstance(layer.feed_forward, MoeSpec) or not layer.feed_forward.bias
     assert spec.tied_embeddings is False
     assert spec.dtype == "float32"
 

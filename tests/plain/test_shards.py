@@ -4,6 +4,7 @@ layouts and manifests say it."""
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from penstock.arch.families import family_of, read_spec
 from penstock.arch.formats.format import Source
 from penstock.arch.layout import GroupLayout, group_layouts, kv_layout
-from penstock.arch.parts import Held, held, local_spec
-from penstock.arch.shards import WHOLE, Shard, cut
+from penstock.arch.parts import held, local_spec
+from penstock.arch.shards import WHOLE, Shard, cut, share_heads
 from penstock.arch.spec import ModelSpec
 from penstock.base.errors import CheckpointError, ConfigError, PenstockError
 from penstock.weights.pack.manifest import Manifest, parse, place, seal
@@ -49,8 +50,24 @@ def layouts(family: str, shard: Shard | None = None) -> tuple[GroupLayout, ...]:
     return group_layouts(spec(family), family_of({"model_type": family}).names, "bfloat16", shard)
 
 
-def all_of(model: ModelSpec, ranks: int) -> list[Held]:
-    return [held(model, Shard(rank, ranks)) for rank in range(ranks)]
+@dataclass
+class Part:
+    """What a rank holds, its heads included."""
+
+    heads: range
+    kv_heads: range
+    inner: range
+    expert_inner: range
+    vocabulary: range
+
+
+def all_of(model: ModelSpec, ranks: int) -> list[Part]:
+    parts = []
+    for rank in range(ranks):
+        mine = held(model, Shard(rank, ranks))
+        heads = share_heads(model.heads // model.kv_heads, model.kv_heads, Shard(rank, ranks))
+        parts.append(Part(*heads, mine.inner, mine.expert_inner, mine.vocabulary))
+    return parts
 
 
 def refusal(call: Callable[[], object], kind: type[PenstockError] = ConfigError) -> str:
@@ -221,7 +238,7 @@ def test_groups_and_fields_are_those_of_the_whole(family: str, ranks: int) -> No
             assert group.size == -(-end // 256) * 256
         shapes = {str(group.id): {field.name: field.shape for field in group.fields} for group in mine}
         assert shapes["embedding"]["embedding"] == (model.vocab_size, 12)
-        assert shapes["attention.1"]["qkv"] == (model.query_size + 2 * model.kv_size, 12)
+        assert shapes["attention.1"]["qkv"] == (model.query_size + 2 * model.kv_heads * model.head_dim, 12)
         assert shapes["attention.1"]["out"] == (12, model.query_size)
         if not model.is_moe(1):
             assert shapes["ffn.1"]["gate_up"] == (2 * model.intermediate_size, 12)

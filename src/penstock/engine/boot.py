@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.arch.bounds import doubles_at
-from penstock.arch.parts import local_spec
 from penstock.arch.shards import Shard
-from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
+from penstock.arch.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeKind
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
 from penstock.base.trace import Trace
@@ -27,7 +26,6 @@ from penstock.engine.engine import Engine, Ranks
 from penstock.engine.placing import Model, Override, Placed, Say, place
 from penstock.engine.settling import Settled, settle
 from penstock.engine.team import (
-    Collectives,
     Place,
     described,
     device_of,
@@ -42,9 +40,18 @@ from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.seal import secret_in
 from penstock.kv.store.segments import StoreLocked
-from penstock.memory.device import choose_device, give_back, library_buffers, lift_cap, peak_of, shortage
+from penstock.memory.device import (
+    choose_device,
+    give_back,
+    left_by,
+    library_buffers,
+    lift_cap,
+    peak_of,
+    shortage,
+)
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
+from penstock.models.inputs import Collectives as Reduces
 from penstock.ops.attention import PAST_TILE, scratch_bytes
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.sched.rates import Rates
@@ -58,11 +65,13 @@ from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.stream import Blank, WeightStream
 from penstock.weights.streaming.waits import Waits
 from penstock.worker.ahead import compile_ahead, prepare
+from penstock.worker.collectives import Collectives, Unsummed
 from penstock.worker.graphs import begins_early, graph_bytes, why_not
 from penstock.worker.inputs import InputBuilder
-from penstock.worker.runner import Runner, largest_step, small_steps
+from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
 from penstock.worker.structures import Guide
+from penstock.worker.warmup import StepSizes, largest_step
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.seat import Seat
@@ -267,26 +276,17 @@ def _made(
             "sums over ranks: "
             f"{f'of up to {collectives.rows} rows in one launch, ' if collectives.rows else ''}by NCCL"
         )
-    runner = _runner(settled, place, collectives, guide, kernels=config.kernels)
+    agree = place.group.follow if place.group else None
+    runner = _runner(settled, collectives, agree=agree, guide=guide, kernels=config.kernels)
     opened.callback(runner.detach)
-    part = replace(
-        local_spec(settled.spec, place.shard), vocab_size=settled.spec.vocab_size
-    )  # Logits are of all tokens on every rank.
-    longest, most = settled.limits.max_length, settled.limits.max_step_tokens
     recorded = _may_record(config, settled)
-    ahead = partial(
-        compile_ahead,
-        part,
-        settled.layouts,
-        settled.kv,
-        device,
-        longest=longest,
-        most_tokens=most,
-        recorded=recorded,
-    )
-    ahead(early=_early(settled))
-    give_back(device)
-    demand = _demand(config, settled, runner, taken=collectives.bytes if collectives else 0)
+
+    def ahead(early: bool) -> None:
+        blank = partial(_blank_runner, settled, collectives, early=early)
+        compile_ahead(blank, device, _sizes(settled), recorded=recorded)
+
+    kept = left_by(device, partial(ahead, _early(settled)))
+    demand = _demand(config, settled, runner, taken=kept + (collectives.bytes if collectives else 0))
     placed = _placed(config, model, settled, demand, say=say, override=override, loading=loading)
     weights = _weights(settled, placed, trace)
     opened.callback(weights.close)
@@ -303,7 +303,7 @@ def _made(
     rest = place.least(weights.experts_rest + weights.all_stay)
     early = rest > 1 and begins_early(device)
     if early != _early(settled):
-        ahead(early=early)  # Of what was compiled before, hardly anything will be launched.
+        ahead(early)  # Of what was compiled before, hardly anything will be launched.
         give_back(device)
     runner.attach(weights, KVPool(settled.kv, budget.blocks, device), carrier, early=early)
     runner.bound_heap(budget.activations // 8)
@@ -314,9 +314,14 @@ def _made(
 
 
 def _runner(
-    settled: Settled, place: Place, collectives: Collectives | None, guide: Guide | None, *, kernels: bool
+    settled: Settled,
+    collectives: Reduces | None,
+    *,
+    agree: Callable[[torch.Tensor], None] | None = None,
+    guide: Guide | None = None,
+    kernels: bool = True,
 ) -> Runner:
-    """Without weights and KV, which are attached when there are any."""
+    """Return a runner without weights and KV, which are attached when there are any."""
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
     policies = far.policies if far else None
     inputs = InputBuilder(
@@ -328,10 +333,8 @@ def _runner(
         tile_tokens=far.tile_tokens if far else PAST_TILE,
         choosing=(bool(policies and policies.rows), bool(policies and policies.runs)),
     )
-    decoder = Decoder(spec, place.shard, collectives)
-    sampler = Sampler(
-        spec.vocab_size, limits.max_sequences, device, place.group.follow if place.group else None, guide
-    )
+    decoder = Decoder(spec, settled.shard, collectives)
+    sampler = Sampler(spec.vocab_size, limits.max_sequences, device, agree, guide)
     return Runner(decoder, inputs, sampler, device, kernels=kernels)
 
 
@@ -406,12 +409,7 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     bytes in any process.
     """
     spec, limits, far, device = settled.spec, settled.limits, settled.far, settled.device
-    kinds = dict[tuple[int | None, bool], list[int]]()
-    for layer in range(spec.layers):
-        kinds.setdefault((spec.windows[layer], spec.is_moe(layer)), []).append(layer)
-    layers = tuple(
-        sorted(layer for those in kinds.values() for layer in those[: 2 if device.type == "cuda" else 1])
-    )
+    sizes, layers = _sizes(settled), _layer_kinds(spec, 2 if device.type == "cuda" else 1)
     peak = least_activations(spec, settled.dtype, limits.max_step_tokens, limits.max_sequences)
     for room in (None, far) if far else (None,):
         carrier = _carrier(replace(room, blocks=1, disk=None), device, None, None) if room else None
@@ -422,21 +420,8 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
                 carrier,
                 early=_early(settled),
             )
-            sizes = {
-                "max_step_tokens": limits.max_step_tokens,
-                "max_sequences": limits.max_sequences,
-                "max_length": limits.max_length,
-                "block_size": limits.block_size,
-            }
-            plan = largest_step(**sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
-            # The first run also pays for what is allocated once and stays: libraries' workspaces, compiled
-            # kernels.
+            plan = largest_step(sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
             peak = max(peak, _peak(device, partial(runner.run, plan, layers)))
-            if (
-                device.type == "cuda" and room is None
-            ):  # Kernels are compiled now, not in the midst of a request.
-                for plan in small_steps(**sizes):
-                    peak = max(peak, _peak(device, partial(runner.run, plan)))
         finally:
             runner.detach()
             if carrier is not None:
@@ -447,6 +432,32 @@ def _activation_peak(settled: Settled, runner: Runner) -> int:
     element = DTYPE_BYTES[settled.dtype]
     beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
     return peak + beside if device.type == "cuda" else on_heap(peak, library_buffers(device))
+
+
+def _blank_runner(settled: Settled, collectives: Collectives | None, *, early: bool) -> Runner:
+    """Return a runner over blank weights and one block of KV, which waits for no other rank. Its model ends a
+    layer behind the first of the last kind: a last layer computes less than others."""
+    spec = settled.spec
+    layers = min(_layer_kinds(spec)[-1] + 2, spec.layers)
+    short = replace(spec, stack=spec.stack[:layers])
+    unsummed = Unsummed(collectives) if collectives else None
+    runner = _runner(replace(settled, spec=short), unsummed)
+    weights = Blank(settled.layouts, settled.device)
+    runner.attach(weights, KVPool(settled.kv, 1, settled.device), early=early)
+    return runner
+
+
+def _sizes(settled: Settled) -> StepSizes:
+    limits = settled.limits
+    return StepSizes(limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size)
+
+
+def _layer_kinds(spec: ModelSpec, each: int = 1) -> tuple[int, ...]:
+    """The first layers of each kind, as many as there are up to `each`."""
+    kinds = dict[LayerSpec, list[int]]()
+    for layer, kind in enumerate(spec.stack):
+        kinds.setdefault(kind, []).append(layer)
+    return tuple(sorted(layer for those in kinds.values() for layer in those[:each]))
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

@@ -256,6 +256,21 @@ def peak_of(device: torch.device, work: Callable[[], object]) -> int:
     return _tensors_at_peak(work)
 
 
+def left_by(device: torch.device, work: Callable[[], object]) -> int:
+    """Call `work`, and return the bytes of a CUDA device that stay taken behind it: workspaces of libraries.
+    To be called after `give_back`."""
+    if device.type != "cuda":
+        work()
+        return 0
+    before = torch.cuda.memory_reserved(device)
+    # A library's workspace gets memory of its own, and no part of what a large tensor leaves.
+    torch.ones(1, 1, device=device).mm(torch.ones(1, 1, device=device))
+    work()
+    torch.cuda.synchronize(device)
+    give_back(device)
+    return max(torch.cuda.memory_reserved(device) - before, 0)
+
+
 @contextmanager
 def _no_stuck_memory(device: torch.device) -> Iterator[None]:
     """Takes what torch cannot give back (see `stuck_memory`), so that nothing is allocated from it: that

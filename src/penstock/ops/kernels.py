@@ -8,8 +8,9 @@ there is no Triton, and for a thread that is told so (`plain_torch`).
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from threading import Lock, get_ident, local
@@ -22,6 +23,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
     from triton.runtime import JITFunction
+    from triton.runtime.jit import KernelParam
 
 
 def pointwise_kernels() -> ModuleType | None:
@@ -116,46 +118,87 @@ _ALL = (
     tile_kernels,
 )
 _NOTING = Lock()
+_WIDE = 1 << 40
+"""An integer that a kernel takes in 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointer:
+    """Stands in for a tensor where a kernel is compiled: Triton asks for dtype and alignment alone."""
+
+    dtype: torch.dtype
+    offset: int
+    """Bytes of its address beyond a multiple of 16."""
+
+    def data_ptr(self) -> int:
+        """Return an address that is aligned like the tensor's."""
+        return self.offset
 
 
 def noted(launches: Iterable[Callable[[], object]]) -> list[Callable[[], "CompiledKernel"]]:
-    """What our kernels would have to have compiled for these, once each: to call it, on any thread, is to
-    compile it for the device that is current here. Nothing runs on the device, and what fails is passed over.
-    Not where kernels are interpreted.
+    """Call each of `launches` and return the kernels that it would launch, each kernel once.
 
-    What has been compiled already is not launched either: it would read what others have not written.
+    To call a returned kernel, on any thread, is to compile it for the device that is current there, or to
+    find it compiled. A launch that fails is passed over. Nothing of ours is launched on this thread, what has
+    been compiled already included: it would read what others have not written. Not for interpreted kernels.
     """
-    from triton.runtime import JITFunction
+    from triton.runtime import JITFunction, driver
 
-    found: dict[object, Callable[[], CompiledKernel]] = {}
+    found: dict[Hashable, Callable[[], CompiledKernel]] = {}
     thread, noting = get_ident(), True
     ours = {function for kernels in _ALL if (module := kernels()) for function in _functions(module)}
 
-    def here() -> bool:
-        return noting and get_ident() == thread
-
-    def run(function: Any, *given: object, warmup: bool, **more: object) -> object:
-        return JITFunction.run(function, *given, warmup=warmup or here(), **more)
-
-    def compile(function: Any, key: object, *given: object) -> object:
-        if not here():
-            return JITFunction._do_compile(function, key, *given)
-        found[function, key] = partial(JITFunction._do_compile, function, key, *given)
-        return None  # Leave it at that.
+    def run(
+        function: "JITFunction[Any]", *given: object, grid: object, warmup: bool, **more: object
+    ) -> object:
+        if warmup or not noting or get_ident() != thread:
+            return JITFunction.run(function, *given, grid=grid, warmup=warmup, **more)
+        # Two threads that compile the first kernels of a function must find the same cache.
+        _ = function.device_caches[driver.active.get_current_device()]
+        arguments = _specialised(function, given, more)
+        compiled = partial(function.warmup, grid=(1,), **arguments)
+        found.setdefault((function, *arguments.items()), compiled)
+        return None
 
     with _NOTING:  # No generator's: an interrupt could leave that behind, suspended.
         try:
             for function in ours:
-                function.run, function._do_compile = partial(run, function), partial(compile, function)
+                function.run = partial(run, function)
             for launch in launches:
                 with suppress(Exception):
                     launch()
         finally:
             noting = False  # At once: should an interrupt strike below, what is left behind does nothing.
             for function in ours:
-                for name in ("run", "_do_compile"):
-                    vars(function).pop(name, None)
+                vars(function).pop("run", None)
     return [*found.values()]
+
+
+def _specialised(
+    function: "JITFunction[Any]", given: Sequence[object], more: dict[str, object]
+) -> dict[str, Any]:
+    """Return a launch's arguments by name, the same for all launches of one compiled kernel: Triton tells
+    tensors apart by dtype and alignment, and integers by width, divisibility by 16 and whether they are 1."""
+    named = dict(zip((param.name for param in function.params), given, strict=False)) | more
+    values = {param.name: param for param in function.params if not param.is_constexpr}
+    return {
+        name: _stand_in(value, values[name]) if name in values else value for name, value in named.items()
+    }
+
+
+def _stand_in(value: object, param: "KernelParam") -> object:
+    """Return what stands for all values of this parameter that kernels are not compiled apart for."""
+    aligned = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+    if isinstance(value, Tensor):
+        return _Pointer(value.dtype, value.data_ptr() % 16 if aligned else 0)
+    if isinstance(value, float):
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int) or value >= 1 << 63:
+        return value
+    if value == 1 and not param.do_not_specialize:
+        return 1
+    width = 0 if -(1 << 31) <= value < 1 << 31 else _WIDE
+    return width + (16 if aligned and value % 16 == 0 else 2)
 
 
 class _Launches(local):

@@ -209,7 +209,8 @@ class DecodeStep:
         return staging, staging.numpy()[_WHERE:].reshape(FIELDS, count)
 
     def compute(self, count: int, weights: Weights) -> None:
-        """The step of `count` rows: their logits, and the likeliest token of each, also as their newest."""
+        """Compute the step of `count` rows: their logits, and the likeliest token of each, also as their
+        newest."""
         given, placed = self._place(count)
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
@@ -217,7 +218,7 @@ class DecodeStep:
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
     def compute_run(self, count: int, weights: Weights) -> None:
-        """The run of `count` tokens: logits and likeliest token of its last, as those of a first row."""
+        """Compute the run of `count` tokens: logits and likeliest token of its last, as of a first row."""
         given, placed = self._place(count)
         where, pages = (
             self._given[:2],

@@ -1,9 +1,10 @@
 """Carries out a Plan: inputs, forward pass, sampling. It decides nothing and allocates no blocks; its memory
 is the rows' tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -16,33 +17,22 @@ from penstock.memory.device import Heap, give_back, lift_cap, shortage
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.ops.attention import PAST_TILE
-from penstock.ops.kernels import early_launches, plain_torch
-from penstock.step.params import Sampling
+from penstock.ops.kernels import counting, early_launches, plain_torch
 from penstock.step.plan import (
-    Admission,
-    BlockId,
-    HostBlockId,
     Landed,
     Outcome,
     Plan,
     Result,
-    Row,
-    Share,
     TokenLogprob,
 )
 from penstock.weights.streaming.stream import WeightStream
-from penstock.worker.graphs import DecodeGraphs, DecodeStep
-from penstock.worker.inputs import ROW_KEYS, InputBuilder, StepTensors
+from penstock.worker.graphs import DecodeGraphs, DecodeStep, row_counts, run_counts
+from penstock.worker.inputs import InputBuilder, StepTensors
 from penstock.worker.sampler import Drawn, Sampler
+from penstock.worker.warmup import HEAD_ROWS, StepSizes, kernel_steps, largest_step, small_steps
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""
-_HEAD_ROWS = 64
-"""Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
-_SMALL_STEPS = ((8, 48), (8, 1024), (0, 48))
-"""Rows and tokens of a run for which kernels are compiled ahead."""
-SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
-"""Draws that look at a vocabulary in order."""
 
 
 class Runner:
@@ -98,13 +88,37 @@ class Runner:
         weights, pool = self._weights, self._pool
         assert isinstance(weights, WeightStream), "record before attach"
         assert pool is not None
-        table = self._inputs.keep_on_device()
         with self._here(), torch.inference_mode():
-            sizes = {"rows": rows, "tokens": tokens, "max_length": max_length}
-            step = DecodeStep(self._decoder, self._inputs.angles, pool, table, self._sampler.newest, **sizes)
+            step = self._decode_step(pool, rows, tokens, max_length)
             self._graphs = DecodeGraphs(step, weights, rows, tokens)
             self._graphs.record(record_runs=record_runs, early=self._early)
         return self._graphs
+
+    def rehearse(self, sizes: StepSizes, *, recorded: bool) -> Iterator[Callable[[], object]]:
+        """Yield calls that launch every kernel of ours that steps need, once or more often. After `attach`.
+
+        recorded: whether decode steps and short runs will be recorded.
+        """
+        plans = *kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=PAST_TILE)
+        yield from (partial(self.run, plan) for plan in plans)
+        weights, pool, rows, tokens = self._weights, self._pool, sizes.max_sequences, sizes.max_step_tokens
+        assert weights is not None, "rehearse before attach"
+        assert pool is not None
+        if recorded:
+            with self._here(), torch.inference_mode():
+                step = self._decode_step(pool, rows, tokens, sizes.max_length)
+            steps = [partial(step.compute, count) for count in row_counts(rows)]
+            steps += [partial(step.compute_run, count) for count in run_counts(step.spec, tokens)]
+            yield from (partial(self._as_recorded, step, compute, weights) for compute in steps)
+
+    def _as_recorded(self, step: DecodeStep, compute: Callable[[Weights], None], weights: Weights) -> None:
+        with self._here(), torch.inference_mode(), early_launches(self._early), counting(step.counters):
+            compute(weights)
+
+    def _decode_step(self, pool: KVPool, rows: int, tokens: int, max_length: int) -> DecodeStep:
+        table, sampled = self._inputs.keep_on_device(), self._sampler.newest
+        sizes = {"rows": rows, "tokens": tokens, "max_length": max_length}
+        return DecodeStep(self._decoder, self._inputs.angles, pool, table, sampled, **sizes)
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -229,8 +243,8 @@ class Runner:
                 logits = logits_of(slice(step.samples)).float()
             first = step.samples
             for share, positions, found in zip(plan.shares, step.prompt_positions, prompts, strict=True):
-                for start in range(0, positions, _HEAD_ROWS):
-                    end = min(start + _HEAD_ROWS, positions)
+                for start in range(0, positions, HEAD_ROWS):
+                    end = min(start + HEAD_ROWS, positions)
                     part = logits_of(slice(first + start, first + end)).float()
                     found += self._sampler.prompt_logprobs(part, share, share.next_prompt_tokens[start:end])
                 first += positions
@@ -285,61 +299,3 @@ class Begun:
             )
             results.append(Result(token, logprob, tuple(prompt), *ends))
         return tuple(results)
-
-
-def small_steps(
-    *, max_step_tokens: int, max_sequences: int, max_length: int, block_size: int
-) -> Iterator[Plan]:
-    """Steps whose kernels are others than the largest one's: what is left of a prompt that was found, short
-    or less so, beside few rows or alone. As the largest, they need a pool of one block."""
-    for rows, tokens in _SMALL_STEPS:
-        singles = min(rows, max_sequences - 1, max_step_tokens - 1)
-        count = min(tokens, max_step_tokens - singles, max_length)
-        shares = [_warm_share(row, min(1, max_length - 1), 1, block_size) for row in range(singles)]
-        shares.append(_warm_share(singles, min(PAST_TILE, max_length - count), count, block_size))
-        yield Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
-
-
-def largest_step(
-    *,
-    max_step_tokens: int,
-    max_sequences: int,
-    max_length: int,
-    block_size: int,
-    past: int,
-    cold: bool = False,
-) -> Plan:
-    """The step that takes the most memory: as many tokens and as many sequences as a step may have, each
-    sampling with a sorted vocabulary.
-
-    The tokens are in as few runs as hold them, each of at most max_length; the last has a tile of past, as
-    far as its length allows, and log-probabilities of its prompt. Rows have as much past as a device without
-    a paged kernel gathers at a time.
-
-    Every block of it is block 0, so it needs a pool of one block and leaves nothing behind. With `cold` the
-    last run's past and itself rest in host memory.
-    """
-    runs = min(max(-(-(max_step_tokens - max_sequences) // max(max_length - 1, 1)), 1), max_sequences)
-    singles = min(max_sequences - runs, max_step_tokens - 1)
-    row_past = min(ROW_KEYS // max(singles, 1), past, max_length) - 1
-    shares = [_warm_share(row, row_past, 1, block_size) for row in range(singles)]
-    whole = [_warm_share(singles + run, 0, max_length, block_size) for run in range(runs - 1)]
-    count = min(max_step_tokens - singles - len(whole) * max_length, max_length)
-    start = min(past, max_length - count)
-    run = _warm_share(singles + len(whole), start, count, block_size)
-    run = replace(run, next_prompt_tokens=(0,) * min(count - 1, _HEAD_ROWS))
-    if cold:
-        begin = start - start % block_size
-        blocks = (begin + count) // block_size
-        stop = blocks * block_size
-        run = replace(
-            run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks
-        )
-    shares += [*whole, run]
-    admissions = tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares)
-    return Plan(admissions, tuple(shares))
-
-
-def _warm_share(row: int, start: int, count: int, block_size: int) -> Share:
-    blocks = (BlockId(0),) * -(-(start + count) // block_size)
-    return Share(Row(row), start, (0,) * count, 0, blocks, sample=True, prompt_length=start + count)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -183,7 +183,7 @@ class Pack:
         What the manifest says of the checkpoint it was made from proves nothing and is no part of it: so it
         is not that checkpoint's fingerprint.
         """
-        what = [self.manifest.identity(), asdict(self.spec)]
+        what = [self.manifest.identity(), repr(self.spec)]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:FINGERPRINT_BYTES]
 
     def close(self) -> None:

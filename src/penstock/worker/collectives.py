@@ -1,0 +1,161 @@
+"""Sums and gathers over the ranks of a model, in every layer: few rows in one launch of ours where GPUs reach
+each other, all else by the group's library."""
+
+import logging
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.arch.shards import Shard, cut
+from penstock.arch.spec import ModelSpec
+from penstock.base.config import peers_disabled
+from penstock.base.errors import DeviceError
+from penstock.memory.windows import Window
+from penstock.ops.kernels import sum_kernels
+from penstock.ops.norm import add_rms_norm
+
+if TYPE_CHECKING:  # Needed by several ranks alone.
+    from penstock.parallel.group import Group
+
+_LOG = logging.getLogger("penstock")
+_TRIAL = 30_000_000_000
+"""Nanoseconds that ranks wait for each other's first sum, which each may have to compile."""
+
+
+class Collectives:
+    """What a decoder asks of the others. Of the group, which knows nothing of models, with the widths of
+    every rank's logits; and where GPUs reach each other, sums of few rows in one launch, through windows
+    (`ops.triton_sums`)."""
+
+    def __init__(self, group: "Group", spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._group, self._hidden, self._dtype = group, spec.hidden_size, dtype
+        self.widths = [len(cut(spec.vocab_size, Shard(rank, group.ranks))) for rank in range(group.ranks)]
+        """Of each rank's part of the logits."""
+        self.rows = 0
+        """Sums of up to so many take one launch."""
+        self.bytes = 0
+        """Of the device, for good."""
+        self._window: Window | None = None
+
+    def open(self) -> None:
+        """Open windows, where that is possible. On all ranks at once."""
+        group = self._group
+        kernels = _kernels(group.device) if group.near else None
+        if kernels is None or not kernels.suits(self._hidden, self._dtype):
+            return
+        rows = group.least(kernels.most_rows(group.device))
+        size = kernels.window_bytes(group.ranks, rows, self._hidden, self._dtype)
+        if not (addresses := self._addresses(size)):
+            return
+        turns = torch.zeros(rows, dtype=torch.int32, device=group.device)
+        where = torch.tensor([group.over.data_ptr(), *addresses], device=group.device)
+        self._kernels, self._shared = kernels, kernels.Shared(group.rank, group.ranks, where, turns, _TRIAL)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+        group.barrier()
+        if self._tried(rows):
+            self._shared = replace(self._shared, limit=int(group.limit * 1e9))
+            self.rows, self.bytes = rows, size
+        else:
+            self._give_up("what one GPU wrote did not come to another; is NCCL_P2P_DISABLE=1 missing?")
+
+    def all_reduce(self, x: Tensor) -> None:
+        if 0 < len(x) <= self.rows:
+            self._kernels.sum_over_ranks(x, self._shared)
+        else:
+            self._group.all_reduce(x)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if 0 < len(x) <= self.rows:
+            normed: Tensor = self._kernels.sum_rms_norm(x, residual, weight, eps, self._shared)
+            return normed
+        self._group.all_reduce(x)
+        return add_rms_norm(x, residual, weight, eps)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._group.gather(x, self.widths)
+
+    def close(self) -> None:
+        """Once no other rank is left. Nobody waits for any: freeing would wait for who does."""
+        if self._window is not None:
+            self._group.abort()
+            self._window.close()
+
+    def _addresses(self, size: int) -> list[int]:
+        """Where the windows of all begin for this device; none where any two GPUs do not reach each other."""
+        group, addresses, why = self._group, list[int](), ""
+        if peers_disabled():
+            why = "NCCL_P2P_DISABLE is set"
+        else:
+            try:
+                self._window = Window(group.device, size)
+            except DeviceError as fault:
+                why = str(fault)
+        handles = group.exchange(self._window.handle if self._window else b"")
+        if self._window and all(handles):
+            try:
+                own = self._window
+                addresses = [
+                    own.address if rank == group.rank else own.see(handle)
+                    for rank, handle in enumerate(handles)
+                ]
+            except DeviceError as fault:
+                why = str(fault)
+        if group.least(len(addresses)):
+            return addresses
+        self._give_up(why or "another rank cannot")
+        return []
+
+    def _tried(self, rows: int) -> bool:
+        """Whether a sum of as many rows as may be comes out right on all ranks, in time that also suffices to
+        compile it."""
+        group = self._group
+        x = torch.arange(rows, device=group.device).remainder(7).to(self._dtype)[:, None].repeat(
+            1, self._hidden
+        ) * (group.rank + 1)
+        want = x.clone()
+        group.all_reduce(want)
+        self._kernels.sum_over_ranks(x, self._shared)
+        right = bool(torch.equal(x, want)) and not int(group.over)
+        everywhere = group.least(right) > 0
+        group.over.zero_()
+        return everywhere
+
+    def _give_up(self, why: str) -> None:
+        """On all ranks."""
+        _LOG.info("sums over ranks go by NCCL: %s", why)
+        window, self._window = self._window, None
+        if window is not None:
+            window.look_away()
+        self._group.barrier()
+        if window is not None:
+            window.close()
+
+
+class Unsummed:
+    """Collectives for a pass over tensors without bytes: the launches of `Collectives`, and nothing that
+    waits for another rank."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Launch the sum of so few rows that one launch makes it."""
+        if len(x) <= self._collectives.rows:
+            self._collectives.all_reduce(x)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Launch what adds and norms so many rows `[rows, hidden]`, and return a result of that shape."""
+        few = len(x) <= self._collectives.rows
+        return (self._collectives.add_rms_norm if few else add_rms_norm)(x, residual, weight, eps)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape that all ranks' `[rows, width]` have beside each other."""
+        return x.new_empty(len(x), sum(self._collectives.widths))
+
+
+def _kernels(device: torch.device) -> ModuleType | None:
+    return sum_kernels() if device.type == "cuda" else None

@@ -1,0 +1,98 @@
+"""Steps over blank weights: the largest, by which memory is measured, and small ones, for the kernels that
+they need. Each needs a pool of one block, and leaves nothing behind."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from penstock.ops.attention import PAST_TILE
+from penstock.step.params import Sampling
+from penstock.step.plan import Admission, BlockId, HostBlockId, Plan, Row, Share
+from penstock.worker.inputs import ROW_KEYS
+
+HEAD_ROWS = 64
+"""Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
+SORTED = Sampling(1.0, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, 1, 1)
+"""Draws that look at a vocabulary in order."""
+_SMALL_STEPS = ((8, 48), (8, 1024), (0, 48))
+"""Rows, and tokens of a run."""
+_ROWS = (1, 2, 8, 17, 33, 64)
+"""Rows of a decode step: one number of each class for which products or attention have a kernel."""
+_RUNS = (16, 512)
+"""Tokens of a run behind a past: likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The most that a step and a sequence have: tokens and sequences of a step, tokens of a sequence; and the
+    tokens of a KV block."""
+
+    max_step_tokens: int
+    max_sequences: int
+    max_length: int
+    block_size: int
+
+
+def small_steps(sizes: StepSizes) -> Iterator[Plan]:
+    """Yield steps whose kernels the largest one does not launch: the rest of a prompt whose beginning was
+    found, short or long, beside few rows or alone."""
+    for rows, tokens in _SMALL_STEPS:
+        yield _mixed_step(sizes, rows, tokens)
+
+
+def kernel_steps(sizes: StepSizes) -> Iterator[Plan]:
+    """Yield a decode step, or a run behind a past, for every class of rows that has kernels of its own."""
+    for rows in _ROWS:
+        if rows <= sizes.max_sequences:
+            yield _mixed_step(sizes, rows, 0)
+    for tokens in _RUNS:
+        yield _mixed_step(sizes, 0, tokens)
+
+
+def _mixed_step(sizes: StepSizes, rows: int, tokens: int) -> Plan:
+    """As many rows of one token, and a run of so many tokens, as the sizes allow."""
+    size, longest = sizes.block_size, sizes.max_length
+    singles = min(rows, sizes.max_sequences - bool(tokens), sizes.max_step_tokens - bool(tokens))
+    shares = [_warm_share(row, min(1, longest - 1), 1, size) for row in range(singles)]
+    if tokens:
+        count = min(tokens, sizes.max_step_tokens - singles, longest)
+        shares.append(_warm_share(singles, min(PAST_TILE, longest - count), count, size))
+    return Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
+
+
+def largest_step(sizes: StepSizes, *, past: int, cold: bool = False) -> Plan:
+    """Return the step that takes the most memory: as many tokens and sequences as a step may have, each
+    sampling with a sorted vocabulary.
+
+    The tokens are in as few runs as hold them, each of at most max_length; the last has a tile of past, as
+    far as its length allows, and log-probabilities of its prompt. Rows have as much past as a device without
+    a paged kernel gathers at a time.
+
+    past: tokens of KV that attention gathers at a time. cold: whether the last run and its past rest in host
+    memory.
+    """
+    max_step_tokens, max_sequences = sizes.max_step_tokens, sizes.max_sequences
+    max_length, block_size = sizes.max_length, sizes.block_size
+    runs = min(max(-(-(max_step_tokens - max_sequences) // max(max_length - 1, 1)), 1), max_sequences)
+    singles = min(max_sequences - runs, max_step_tokens - 1)
+    row_past = min(ROW_KEYS // max(singles, 1), past, max_length) - 1
+    shares = [_warm_share(row, row_past, 1, block_size) for row in range(singles)]
+    whole = [_warm_share(singles + run, 0, max_length, block_size) for run in range(runs - 1)]
+    count = min(max_step_tokens - singles - len(whole) * max_length, max_length)
+    start = min(past, max_length - count)
+    run = _warm_share(singles + len(whole), start, count, block_size)
+    run = replace(run, next_prompt_tokens=(0,) * min(count - 1, HEAD_ROWS))
+    if cold:
+        begin = start - start % block_size
+        blocks = (begin + count) // block_size
+        stop = blocks * block_size
+        run = replace(
+            run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks
+        )
+    shares += [*whole, run]
+    admissions = tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares)
+    return Plan(admissions, tuple(shares))
+
+
+def _warm_share(row: int, start: int, count: int, block_size: int) -> Share:
+    blocks = (BlockId(0),) * -(-(start + count) // block_size)
+    return Share(Row(row), start, (0,) * count, 0, blocks, sample=True, prompt_length=start + count)

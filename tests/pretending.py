@@ -1,0 +1,156 @@
+"""A CUDA device that is not there: tensors lie in host memory and say that they are on it, and torch computes
+there. Kernels of ours are noted or shown, and never run. In a process where Triton does not interpret.
+
+    python tests/pretending.py NAME
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton.runtime import JITFunction, driver
+
+from compiling import SHARED, Driver
+from penstock.arch.layout import group_layouts, kv_layout
+from penstock.arch.shards import WHOLE
+from penstock.bench.shapes import LAYERS_OF, SHAPES
+from penstock.engine import boot
+from penstock.engine.settling import Settled
+from penstock.ops import attention
+from penstock.ops.kernels import noted
+from penstock.ops.triton import experts
+from penstock.sched.rules import Limits
+from penstock.step.plan import Plan
+from penstock.weights.checkpoint.shape import Shape
+from penstock.worker import ahead
+from penstock.worker.runner import Runner
+from penstock.worker.warmup import kernel_steps, largest_step, small_steps
+
+DEVICE = torch.device("cuda", 0)
+CAPABILITY = (9, 0)
+_SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+_MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2}
+MODELS = {
+    "llama": SHAPES["8B"] | _SMALL | _HEADS,
+    "qwen3": SHAPES["0.6B"] | _SMALL | _HEADS,
+    "windows": SHAPES["8B"] | _SMALL | _HEADS | _WINDOWS | {"model_type": "qwen2"},
+    "mixture": LAYERS_OF["30B-A3B"][0] | _SMALL | _HEADS | _MIXTURE,
+}
+Key = tuple[str, str, str]
+
+
+class Pretended(TorchFunctionMode):
+    """Within it, whatever this thread has of torch is on the device."""
+
+    def __torch_function__(
+        self, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if function == Tensor.device.__get__:
+            return DEVICE
+        if function is Tensor.pin_memory:
+            return args[0]
+        named = {name: _there(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return function(*map(_there, args), **named)
+
+
+def _there(value: object) -> object:
+    return "cpu" if isinstance(value, torch.device) else value
+
+
+class _Event:
+    def record(self) -> None:
+        pass
+
+    synchronize = record
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """On the device."""
+    driver.set_active(Driver(10 * CAPABILITY[0]))  # type: ignore[arg-type]
+    properties = SimpleNamespace(multi_processor_count=132)
+    with ExitStack() as patched:
+        for name, value in {
+            "device": lambda _: nullcontext(),
+            "Event": _Event,
+            "get_device_capability": lambda _: CAPABILITY,
+            "get_device_properties": lambda _: properties,
+        }.items():
+            patched.enter_context(patch.object(torch.cuda, name, value))
+        patched.enter_context(patch.object(attention, "dense", attention.dense_reference))
+        patched.enter_context(patch.object(experts, "_shared_memory", lambda _: SHARED[90]))
+        patched.enter_context(Pretended())
+        yield
+
+
+def settled(name: str) -> Settled:
+    shape = Shape.of(MODELS[name])
+    spec, dtype, limits = shape.spec, "bfloat16", Limits(16, 1152, 64, 2048)
+    groups = group_layouts(spec, shape.names, dtype)
+    return Settled(
+        spec, WHOLE, DEVICE, False, dtype, limits, 1 << 40, groups, kv_layout(spec, dtype, 16), None
+    )
+
+
+def key(function: Any, arguments: dict[str, Any]) -> Key:
+    """By which Triton tells compiled kernels apart."""
+    *_, bind = function.device_caches[0]
+    _, specialised, options = bind(**arguments)
+    return function.__name__, str(specialised), str(sorted(options.items()))
+
+
+def launched(work: Callable[[], object]) -> set[Key]:
+    """The kernels that would be launched."""
+    found = set[Key]()
+
+    def run(self: Any, *given: object, grid: object, warmup: bool, **more: object) -> None:
+        found.add(key(self, dict(zip((one.name for one in self.params), given, strict=False)) | more))
+
+    with patch.object(JITFunction, "run", run), ahead.ZeroFilled():
+        work()
+    return found
+
+
+def rehearsed(name: str, *, recorded: bool) -> tuple[set[Key], set[Key]]:
+    """The kernels that are noted of a model's rehearsal, and those that its calls launch; none of these may
+    fail."""
+    found = settled(name)
+    runner, sizes = boot._blank_runner(found, None, early=True), boot._sizes(found)
+    with ahead.ZeroFilled():
+        kernels: list[Any] = noted(runner.rehearse(sizes, recorded=recorded))
+    notes = [
+        key(one.func.__self__, {name: value for name, value in one.keywords.items() if name != "grid"})
+        for one in kernels
+    ]
+    assert len(notes) == len(set(notes)), "noted twice"
+    runner = boot._blank_runner(found, None, early=True)
+    calls = [launched(call) for call in runner.rehearse(sizes, recorded=recorded)]
+    return set(notes), set[Key]().union(*calls)
+
+
+def requested(name: str) -> set[Key]:
+    """The kernels that the whole model's steps launch: decode steps of many sizes, prompts, all at once."""
+    found = settled(name)
+    weights = boot.Blank(found.layouts, DEVICE)
+    runner: Runner = boot._runner(found, None)
+    runner.attach(weights, boot.KVPool(found.kv, 1, DEVICE), early=True)
+    sizes = boot._sizes(found)
+    plans: list[Plan] = [*kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=2048)]
+    return set[Key]().union(*(launched(lambda plan=plan: runner.run(plan)) for plan in plans))
+
+
+if __name__ == "__main__":
+    with pretended():
+        noted_, launched_ = rehearsed(sys.argv[1], recorded=True)
+        eager, _ = rehearsed(sys.argv[1], recorded=False)
+        print(len(noted_), noted_ == launched_, eager < noted_, sorted(requested(sys.argv[1]) - eager))
