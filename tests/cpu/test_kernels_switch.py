@@ -71,7 +71,7 @@ def test_an_engine_computes_by_what_it_was_asked_for(wanted: bool, ranks: int) -
         return call
 
     with (
-        patch.object(decoder, "attend", noting("attend", decoder.attend)),
+        patch.object(mixers, "attend", noting("attend", mixers.attend)),
         patch.object(decoder, "linear", noting("linear", decoder.linear)),
     ):
         settings = {

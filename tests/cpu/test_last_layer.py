@@ -13,7 +13,7 @@ import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import group_layouts, kv_layout
 from penstock.kv.movement.pool import KVPool
-from penstock.models import decoder
+from penstock.models import decoder, mixers
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.stream import Blank
 from penstock.worker.inputs import InputBuilder
@@ -35,7 +35,7 @@ class Counted:
 
 @pytest.fixture
 def counted() -> Iterator[Counted]:
-    found, attend, gated = Counted(), decoder.attend, decoder.gated
+    found, attend, gated = Counted(), mixers.attend, decoder.gated
 
     def attending(q: Tensor, *rest: object, **more: object) -> Tensor:
         found.attention.append(len(q))
@@ -45,7 +45,7 @@ def counted() -> Iterator[Counted]:
         found.feed_forward.append(len(x))
         return gated(x, *rest)  # type: ignore[arg-type]
 
-    with patch.object(decoder, "attend", attending), patch.object(decoder, "gated", gating):
+    with patch.object(mixers, "attend", attending), patch.object(decoder, "gated", gating):
         yield found
 
 

@@ -60,7 +60,7 @@ def attention(
     scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
     seen = attend(q, k, v, (k_cache, v_cache), seen_by, scale, mixer.window, mixing.cold, written=True)
     seen = seen if wanted is None else seen[wanted]
-    return seen.view(len(seen), -1)
+    return seen.view(len(seen), mixer.output_size)
 
 
 FORWARD: dict[type[Mixer], Forward] = {Attention: attention}
