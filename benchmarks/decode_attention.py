@@ -26,7 +26,8 @@ import triton.language as tl
 from recording import need_commit, write
 from torch import Tensor
 
-from penstock.ops.triton.attention import DecodeTuning, decode_tuning, paged_decode
+from penstock.ops.triton.attention import paged_decode
+from penstock.ops.triton.tuning import DecodeTuning, decode_tuning
 
 DIM = 128
 SCALE = 1 / math.sqrt(DIM)

@@ -32,10 +32,11 @@ from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm as add_rms_norm_plainly
 from penstock.ops.project import HeadNorms, project_reference
 from penstock.ops.sampling import draw_reference
-from penstock.ops.triton.attention import DecodeTuning, decode_tuning, paged_decode, write_kv
+from penstock.ops.triton.attention import paged_decode, write_kv
 from penstock.ops.triton.linear import one_row
 from penstock.ops.triton.pointwise import project, rms_norm, rope_, silu_mul
 from penstock.ops.triton.sampling import draw
+from penstock.ops.triton.tuning import DecodeTuning, decode_tuning
 
 DTYPE, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 64
 TUNINGS = (

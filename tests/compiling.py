@@ -98,7 +98,7 @@ def run(
 
 def merge() -> None:
     state = lambda: (empty(16, HEADS, DIM), empty(16, HEADS, dtype=torch.float32))  # noqa: E731
-    triton_attention.merge_states(*state(), *state())
+    triton_tiles.merge_states(*state(), *state())
 
 
 def write() -> None:

@@ -6,7 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.ops.triton.attention import DecodeTuning, paged_decode, paged_run, placed_run
+from penstock.ops.triton.attention import paged_decode, paged_run, placed_run
+from penstock.ops.triton.tuning import DecodeTuning
 
 # Against the largest value of the answer: that of one rounding, and of the probabilities rounded before they
 # meet V.

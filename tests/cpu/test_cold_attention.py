@@ -4,7 +4,6 @@ against float64 arithmetic."""
 import math
 import os
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ import tiny
 from paged import TOLERANCE, pool_views
 from paged import attend as attend_exactly
 from penstock.ops.attention import AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, Scratch, attend
-from penstock.ops.kernels import attention_kernels
+from penstock.ops.kernels import attention_kernels, tile_kernels
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.inputs import InputBuilder
@@ -182,7 +181,8 @@ def check(
     ring = Slot(contents, (tile_blocks + 1) * BLOCK, dtype)
     with pytest.MonkeyPatch.context() as patch:
         if kernels:
-            patch.setattr(penstock.ops.attention, "_kernels", interpreted)
+            patch.setattr(penstock.ops.attention, "_kernels", lambda x: attention_kernels())
+            patch.setattr(penstock.ops.attention, "_tile_kernels", lambda x: tile_kernels())
         patch.setattr(penstock.ops.attention, "WINDOW_TILE", 3)
         got = attend(q, k, v, (k_cache, v_cache), inputs, 0.3, window, ring)
     assert ring.empty
@@ -195,10 +195,6 @@ def check(
     torch.testing.assert_close(
         got.double(), torch.stack(want), rtol=0, atol=TOLERANCE[dtype] * float(torch.stack(want).abs().max())
     )
-
-
-def interpreted(x: Tensor) -> ModuleType | None:
-    return attention_kernels()
 
 
 def row_inputs(rows: list[Sequence], window: int | None) -> Rows | None:

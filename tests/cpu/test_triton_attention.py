@@ -22,16 +22,10 @@ if (
 from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
 from penstock.ops.attention import dense_reference
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton.attention import (
-    DecodeTuning,
-    _divided,
-    merge_states,
-    paged_decode,
-    paged_run,
-    scratch_bytes,
-    write_kv,
-)
-from penstock.ops.triton.tiles import fits_tile, fold_tile
+from penstock.ops.triton.attention import paged_decode, paged_run, scratch_bytes, write_kv
+from penstock.ops.triton.decode import _divided
+from penstock.ops.triton.tiles import fits_tile, fold_tile, merge_states
+from penstock.ops.triton.tuning import DecodeTuning
 
 
 class TestPagedDecode:

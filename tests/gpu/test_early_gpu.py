@@ -241,8 +241,8 @@ HASTY = {
     "_few_rows": triton_linear,
     "_rms_norm": triton_pointwise,
     "_project": triton_pointwise,
-    "_decode": triton_attention,
-    "_join": triton_attention,
+    "decode": triton_attention,
+    "join": triton_attention,
 }
 
 

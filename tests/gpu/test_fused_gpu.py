@@ -14,8 +14,9 @@ from paged import attend as attend_exactly
 from paged import check_answer, fill, pool_views
 from penstock.ops.attention import AttentionInputs, Rows, attend
 from penstock.ops.project import HeadNorms, project
-from penstock.ops.triton.attention import DecodeTuning, paged_decode, write_kv
+from penstock.ops.triton.attention import paged_decode, write_kv
 from penstock.ops.triton.pointwise import rms_norm, rope_
+from penstock.ops.triton.tuning import DecodeTuning
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}

@@ -10,8 +10,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
-from penstock.ops.triton.attention import DecodeTuning, merge_states, paged_decode, write_kv
+from penstock.ops.triton.attention import paged_decode, write_kv
 from penstock.ops.triton.pointwise import rms_norm, rope_, silu_mul
+from penstock.ops.triton.tiles import merge_states
+from penstock.ops.triton.tuning import DecodeTuning
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ULP = {

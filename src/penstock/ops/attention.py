@@ -694,7 +694,7 @@ def dense_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bo
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Fold attention over other keys into `out` (float32) and `lse`, in place and exactly; shapes as in
     Part."""
-    if kernels := _kernels(out):
+    if kernels := _tile_kernels(out):
         kernels.merge_states(out, lse, other_out, other_lse)
         return
     share = torch.sigmoid(other_lse - lse)[..., None]

@@ -28,8 +28,8 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from penstock.ops.kernels import early_options, launches_early
-from penstock.ops.triton.attention import multiprocessors
 from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import multiprocessors
 
 _MOST = 256
 _LOOKS = tl.constexpr(256)

@@ -1,0 +1,44 @@
+"""How attention kernels are cut for a device: keys a tile, warps a program, programs a multiprocessor."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """How decode attention is cut: keys a tile, warps a program, tiles in flight per program, programs per
+    multiprocessor."""
+
+    tile: int
+    warps: int
+    depth: int
+    workers_per_sm: int
+    overlap: bool = False
+    """Launch the join while decode still runs; it waits on the device."""
+    least: int = 1
+    """Tiles of a run, at least: a run of one is over before it is under way, and makes one more part to
+    join."""
+
+
+def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
+    """The one place for constants. 32 KiB of K and V a tile keeps enough bytes in flight; a tile inside one
+    block needs one table entry."""
+    row = max(16, triton.next_power_of_2(head_dim)) * itemsize
+    tile = min(64, max(16, 16384 // row))
+    if itemsize > 2:  # exact fp32 products go through plain registers
+        tile = min(tile, 32)
+    if block_size >= 32:
+        tile = min(tile, block_size)
+    whole = tile * row >= 16384
+    return DecodeTuning(
+        tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=2 if whole else 4, least=2
+    )
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; on the CPU, where kernels are interpreted, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
