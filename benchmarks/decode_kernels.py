@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.ops.activation import silu_mul as silu_mul_plainly
+from penstock.ops.attention.inputs import LayerAttention, Rows
 from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm as add_rms_norm_plainly
 from penstock.ops.project import HeadNorms, project_reference
@@ -241,11 +242,8 @@ class Bench:
         overlap = DecodeTuning(tuning.tile, tuning.warps, tuning.depth, tuning.workers_per_sm, overlap=True)
 
         def call(layer: int, counters: Tensor | None, tuning: DecodeTuning | None) -> Tensor:
-            k, v = pool[:, layer].unbind(1)
-            return paged_decode(
-                q, k, v, table, visible, scale=scale, window=None, max_length=bound, arrivals=counters,
-                tuning=tuning
-            )[0]  # fmt: skip
+            rows = Rows(batch, table, visible, bound, arrivals=counters)
+            return paged_decode(q, pool[:, layer].unbind(1), rows, LayerAttention(scale), tuning=tuning)
 
         def worst(got: Tensor) -> float:
             found = 0.0

@@ -31,7 +31,8 @@ from torch.nn import functional as F
 
 from penstock.bench.machine import machine
 from penstock.ops.activation import silu_mul
-from penstock.ops.attention import AttentionInputs, RowGroup, Rows, Run, attend
+from penstock.ops.attention.attend import attend
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, RowGroup, Rows, Run
 from penstock.ops.kernels import plain_torch
 from penstock.ops.linear import gated, linear
 from penstock.ops.norm import add_rms_norm
@@ -182,7 +183,7 @@ class Layer:
         qkv = linear(add_rms_norm(self.x, residual, self.norm, EPS), w["qkv"])
         norms = HeadNorms(self.head_norm, self.head_norm, EPS)
         q, k, v = project(qkv, self.cos, self.sin, self.cache, self.inputs, heads=shape.heads, norms=norms)
-        seen = attend(q, k, v, self.cache, self.inputs, shape.dim**-0.5, None, written=True)
+        seen = attend(q, k, v, self.cache, self.inputs, LayerAttention(shape.dim**-0.5)).out
         out = linear(seen.view(len(seen), -1), w["out"])
         normed = add_rms_norm(out, residual, self.norm, EPS)
         return linear(gated(normed, w["gate_up"]), w["down"]), residual

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parents[1]
 LARGE = (
-    "decode, many rows",
+    "decode, with log-sum-exp",
     "run, wide heads",
     "run, float32",
     "merge",

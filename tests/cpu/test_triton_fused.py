@@ -18,7 +18,8 @@ if (
 
 import tiny
 from paged import pool_views
-from penstock.ops.attention import AttentionInputs, Run, attend, write
+from penstock.ops.attention.attend import attend, write
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Run
 from penstock.ops.linear import linear
 from penstock.ops.project import HeadNorms, project, project_reference
 from penstock.ops.triton import pointwise as triton_pointwise
@@ -202,8 +203,9 @@ class TestWithoutKernels:
         q, k, v = project(
             case.qkv.clone(), case.cos, case.sin, (cache[0], cache[1]), inputs, heads=4, norms=case.norms
         )
-        seen = attend(q, k, v, (cache[0], cache[1]), inputs, 0.25, None, written=True)
-        want = attend(q, k, v, case.cache, inputs, 0.25, None)
+        seen = attend(q, k, v, (cache[0], cache[1]), inputs, LayerAttention(0.25)).out
+        write(k, v, case.cache, inputs)
+        want = attend(q, k, v, case.cache, inputs, LayerAttention(0.25)).out
         assert torch.equal(seen, want)
         equal(cache, case.cache)
         assert torch.equal(cache[1][blocks].flatten(0, 1)[:6], v)

@@ -13,7 +13,8 @@ from penstock.arch.shards import WHOLE, Shard, held, local_spec
 from penstock.arch.spec import ModelSpec
 from penstock.models.inputs import ColdCache, Collectives, LayerCaches, StepInputs, Weights
 from penstock.models.moe import mixture
-from penstock.ops.attention import attend
+from penstock.ops.attention.attend import attend
+from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.linear import add_linear, gated, linear
 from penstock.ops.norm import add_rms_norm, rms_norm
 from penstock.ops.project import HeadNorms, project
@@ -56,7 +57,7 @@ class Decoder:
         self.spec = spec
         self._local, self._vocabulary = local_spec(spec, shard), held(spec, shard).vocabulary
         self._collectives = collectives if shard.ranks > 1 else None
-        self._scale = spec.head_dim**-0.5
+        self._attention_of = [LayerAttention(spec.head_dim**-0.5, window) for window in spec.windows]
 
     def forward(
         self,
@@ -173,7 +174,7 @@ class Decoder:
                 None,
                 inputs.last,
             )  # They are rows, which see no keys but those in pages.
-        seen = attend(q, k, v, cache, attention, self._scale, spec.windows[layer], cold, written=True)
+        seen = attend(q, k, v, cache, attention, self._attention_of[layer], cold).out
         seen = seen if wanted is None else seen[wanted]
         out: Tensor | None = None
         if adds:

@@ -24,7 +24,8 @@ from penstock.arch.layout import GroupKind, GroupLayout, KVLayout
 from penstock.arch.spec import ModelSpec
 from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import send
-from penstock.ops.attention import reads_pages
+from penstock.ops.attention.attend import reads_pages
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
 from penstock.ops.kernels import attention_kernels, early_launches, linear_kernels, noted, pointwise_kernels
 from penstock.ops.linear import gated, linear
 from penstock.ops.rope import RotaryAngles
@@ -180,14 +181,13 @@ def eager_launches(spec: ModelSpec, layout: KVLayout, device: torch.device) -> I
     kernels, cache = attention_kernels(), _page(layout, device)
     assert kernels is not None
     for window in _windows(spec):
-        decode = partial(kernels.paged_decode, scale=1.0, window=window, max_length=1)
-        run = partial(kernels.paged_run, scale=1.0, window=window)
-        for rows in (8, 64):
-            yield partial(decode, _queries(spec, layout, rows, device), *cache, *_lengths(rows, device))
+        layer = LayerAttention(1.0, window)
+        for count in (8, 64):
+            rows = Rows(count, *_lengths(count, device), 1)
+            yield partial(kernels.paged_decode, _queries(spec, layout, count, device), cache, rows, layer)
         for count in (16, 512):
-            yield partial(
-                run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device).long(), 1
-            )
+            run = Run(0, count, 1, _pages(layout, count, device).long())
+            yield partial(kernels.paged_run, _queries(spec, layout, count, device), cache, run, layer)
 
 
 def recorded_launches(
@@ -198,22 +198,18 @@ def recorded_launches(
     kernels, cache = attention_kernels(), _page(layout, device)
     assert kernels is not None
     for window in _windows(spec):
-        decode = partial(kernels.paged_decode, scale=1.0, window=window, max_length=longest)
-        run = partial(kernels.placed_run, scale=1.0, window=window, max_length=longest)
-        for rows in (1, 8):
-            arrivals = torch.zeros(rows * layout.kv_heads, dtype=torch.int32, device=device)
-            yield partial(
-                decode,
-                _queries(spec, layout, rows, device),
-                *cache,
-                *_lengths(rows, device),
-                arrivals=arrivals,
-            )
+        layer = LayerAttention(1.0, window)
+        for count in (1, 8):
+            arrivals = torch.zeros(count * layout.kv_heads, dtype=torch.int32, device=device)
+            rows = Rows(count, *_lengths(count, device), longest, arrivals=arrivals)
+            yield partial(kernels.paged_decode, _queries(spec, layout, count, device), cache, rows, layer)
         for count in run_counts(spec, most_tokens):
             where = torch.tensor([1, count], dtype=torch.int32, device=device)
-            yield partial(
-                run, _queries(spec, layout, count, device), *cache, _pages(layout, count, device), where
+            run, q = (
+                PlacedRun(_pages(layout, count, device), where, longest),
+                _queries(spec, layout, count, device),
             )
+            yield partial(kernels.placed_run, q, cache, run, layer, out=torch.zeros_like(q))
     given, newest = (
         torch.zeros(FIELDS, 1, dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int64, device=device),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
 from penstock.ops.kernels import early_options, launches_early
 from penstock.ops.runs import run_tokens
 from penstock.ops.triton.decode import LOG2_E, decode, join
@@ -47,123 +48,68 @@ def _registers(tuning: DecodeTuning) -> int:
 
 
 def paged_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    max_length: int,
-    out: Tensor | None = None,
-    arrivals: Tensor | None = None,
-    tuning: DecodeTuning | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one new token per sequence over its paged KV. Synchronises nothing: fit for capture in a
-    CUDA graph, whose replays read lengths and table anew; the shapes and `max_length` are all that is fixed.
+    q: Tensor, cache: tuple[Tensor, Tensor], rows: Rows, layer: LayerAttention, *,
+    out: Tensor | None = None, lse: Tensor | None = None, tuning: DecodeTuning | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend with one new token of each sequence to its paged KV.
 
-    q `[batch, heads, head_dim]`; k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`, the same
-    strides for both, `head_dim` contiguous, more than 2**31 elements allowed; block_table int32 `[batch,
-    blocks a row]`; lengths int32 `[batch]`, tokens visible including the newest, 0 for a row that is padding,
-    of which no table entry is read. With `window`, the last `window` tokens are visible. `max_length` bounds
-    lengths and only sizes the grid: work is spread by the lengths themselves, however far below it they are.
-    arrivals: int32, at least `[batch * kv_heads]`, zeros, and zeros again afterwards: everything is done in
-    one launch. Calls that may run at the same time need their own. Without it there is a second launch.
-    Returns out `[batch, heads, head_dim]` in q's dtype and the natural log-sum-exp of the scaled scores, fp32
-    `[batch, heads]`; a row of length 0 answers 0 and -inf.
+    It synchronises nothing and fits a CUDA graph: replays read lengths and table anew, and only shapes and
+    `max_length` are fixed. Work is spread by the lengths themselves: `max_length` only sizes the grid,
+    however far below it they are. Calls that may run at the same time need `arrivals` of their own.
+
+    q: `[rows, heads, dim]`.
+    cache: K and V, `[blocks, block_size, kv_heads, dim]`, of the same strides, `dim` contiguous; they may
+        have more than 2**31 elements.
+    rows: a row of length 0 is padding. It answers 0 and -inf, and no entry of its table is read.
+    out: `[rows, heads, dim]`, which is written and returned; new and of q's dtype by default.
+    lse: float32 `[rows, heads]`, contiguous, which takes the natural log-sum-exp of the scaled scores.
+        Without it none is written.
     """
-    batch, _, dim = q.shape
-    assert lengths.stride(0) == 1
-    assert lengths.dtype == block_table.dtype == torch.int32
+    dim, arrivals, block_size = q.shape[2], rows.arrivals, cache[0].shape[1]
+    assert rows.lengths.stride(0) == 1
+    assert rows.lengths.dtype == rows.table.dtype == torch.int32
     assert arrivals is None or (
         arrivals.dtype == torch.int32
         and arrivals.is_contiguous()
-        and arrivals.numel() >= batch * k_cache.shape[2]
+        and arrivals.numel() >= len(q) * cache[0].shape[2]
     )
     if tuning is None:
-        if batch <= _FEW:  # A second launch costs less than one program that joins what many have found.
+        if len(q) <= _FEW:  # A second launch costs less than one program that joins what many have found.
             arrivals = None
-        tuning = decode_tuning(dim, q.element_size(), k_cache.shape[1])
+        tuning = decode_tuning(dim, q.element_size(), block_size)
         if arrivals is None:
             tuning = replace(tuning, least=1, workers_per_sm=max(tuning.workers_per_sm, _ALONE))
-    cut = _Cut(batch, 1, max_length, lengths)
-    return _attended(q, k_cache, v_cache, block_table, cut, out, arrivals, tuning, scale=scale, window=window)
+    cut = _Cut(rows.table, len(q), 1, rows.max_length, rows.lengths, arrivals=arrivals)
+    return _attended(q, cache, cut, layer, tuning, out, lse)
 
 
 def paged_run(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    blocks: Tensor,
-    start: int,
-    *,
-    scale: float,
-    window: int | None,
-    out: Tensor | None = None,
-    tuning: DecodeTuning | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of consecutive tokens of one sequence, q `[tokens, heads, head_dim]` at positions [start,
-    start + tokens), each over all that comes up to itself: for few tokens behind many keys, which are read
-    once for every `run_tokens` of them.
+    q: Tensor, cache: tuple[Tensor, Tensor], run: Run, layer: LayerAttention, *,
+    out: Tensor | None = None, lse: Tensor | None = None, tuning: DecodeTuning | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend with a run, q `[tokens, heads, dim]`, each token to all that comes up to itself.
 
-    k_cache and v_cache as in `paged_decode`, with the tokens' own keys and values in them; blocks int32 or
-    int64, the sequence's in order. Returns what `paged_decode` does.
+    It is for few tokens behind many keys, which are read once for every `run_tokens` of them. The tokens' own
+    keys and values are in pages. The other arguments, and the answer, are those of `paged_decode`.
     """
-    tokens, heads, dim = q.shape
-    assert start >= 0, start
-    if tuning is None:
-        tuning = replace(decode_tuning(dim, q.element_size(), k_cache.shape[1]), workers_per_sm=2, least=1)
-    together = run_tokens(heads // k_cache.shape[2], dim * q.element_size())
-    cut = _Cut(triton.cdiv(tokens, together), together, start + tokens, None, start)
-    return _attended(
-        q,
-        k_cache,
-        v_cache,
-        blocks[None].expand(cut.count, -1),
-        cut,
-        out,
-        None,
-        tuning,
-        scale=scale,
-        window=window,
-    )
+    assert run.start >= 0, run.start
+    tuning = tuning or _run_tuning(q, cache)
+    cut = _run_cut(q, cache, run.blocks, run.start + len(q), None, run.start)
+    return _attended(q, cache, cut, layer, tuning, out, lse)
 
 
 def placed_run(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    blocks: Tensor,
-    where: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    max_length: int,
-) -> tuple[Tensor, Tensor]:
-    """`paged_run` of a run whose place is read on the device: fit for capture in a CUDA graph.
+    q: Tensor, cache: tuple[Tensor, Tensor], run: PlacedRun, layer: LayerAttention, *,
+    out: Tensor, lse: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend as `paged_run` does with a run whose place is read on the device: fit for a CUDA graph.
 
-    where: int32 `[2]`, the position of the first token and how many there are, at most q's; the others are
-    padding and answer 0. `max_length` bounds where the run may end, and only sizes the grid.
+    Of q's tokens those beyond the run are padding: of them nothing is written to `out` or `lse`.
+    `max_length` only sizes the grid.
     """
-    tokens, heads, dim = q.shape
-    assert where.dtype == torch.int32
-    tuning = replace(decode_tuning(dim, q.element_size(), k_cache.shape[1]), workers_per_sm=2, least=1)
-    together = run_tokens(heads // k_cache.shape[2], dim * q.element_size())
-    cut = _Cut(triton.cdiv(tokens, together), together, max_length, where, -1)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    return _attended(
-        q,
-        k_cache,
-        v_cache,
-        blocks[None].expand(cut.count, -1),
-        cut,
-        out,
-        None,
-        tuning,
-        scale=scale,
-        window=window,
-    )
+    assert run.where.dtype == torch.int32
+    cut = _run_cut(q, cache, run.blocks, run.max_length, run.where, -1)
+    return _attended(q, cache, cut, layer, _run_tuning(q, cache), out, lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +117,7 @@ class _Cut:
     """What is attended to as sequences of their own, and their lengths, as a tensor or by where the tokens
     begin."""
 
+    table: Tensor
     count: int
     tokens: int
     """Of each; of the last perhaps fewer."""
@@ -178,36 +125,44 @@ class _Cut:
     lengths: Tensor | None
     """Or where the run is, if `start` is -1."""
     start: int = 0
+    arrivals: Tensor | None = None
+
+
+def _run_tuning(q: Tensor, cache: tuple[Tensor, Tensor]) -> DecodeTuning:
+    tuning = decode_tuning(q.shape[2], q.element_size(), cache[0].shape[1])
+    return replace(tuning, workers_per_sm=2, least=1)
+
+
+def _run_cut(
+    q: Tensor, cache: tuple[Tensor, Tensor], blocks: Tensor, longest: int, where: Tensor | None, start: int
+) -> _Cut:
+    tokens, heads, dim = q.shape
+    together = run_tokens(heads // cache[0].shape[2], dim * q.element_size())
+    count = triton.cdiv(tokens, together)
+    return _Cut(blocks[None].expand(count, -1), count, together, longest, where, start)
 
 
 def _attended(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    cut: _Cut,
-    out: Tensor | None,
-    arrivals: Tensor | None,
-    tuning: DecodeTuning,
-    *,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    queries, heads, dim = q.shape
+    q: Tensor, cache: tuple[Tensor, Tensor], cut: _Cut, layer: LayerAttention, tuning: DecodeTuning,
+    out: Tensor | None, lse: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (queries, heads, dim), (k_cache, v_cache), arrivals = q.shape, cache, cut.arrivals
     kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
     assert heads % kv_heads == 0, (q.shape, k_cache.shape)
     assert block_size & (block_size - 1) == 0, block_size
     assert 1 <= dim <= 256, dim
+    assert k_cache.shape == v_cache.shape, (k_cache.shape, v_cache.shape)
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
-    assert q.stride(2) == k_cache.stride(3) == table.stride(1) == 1
+    assert q.stride(2) == k_cache.stride(3) == cut.table.stride(1) == 1
     assert q.dtype == k_cache.dtype == v_cache.dtype
+    assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
     group = heads // kv_heads
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
     if queries == 0:
-        return out, lse
+        return out
     early = launches_early()
+    window = layer.window
     seen = cut.longest if window is None else min(cut.longest, window + cut.tokens - 1 + tuning.tile)
     wanted = multiprocessors(q.device) * tuning.workers_per_sm
     workers = _workers(kv_heads, cut.count, triton.cdiv(max(seen, 1), tuning.tile), wanted)
@@ -222,22 +177,22 @@ def _attended(
         q,
         k_cache,
         v_cache,
-        table,
+        cut.table,
         ends if cut.lengths is None else cut.lengths,
         out,
-        lse,
+        part_lse if lse is None else lse,
         part_out,
         part_lse,
         ends,
         ends if arrivals is None else arrivals,
-        scale * LOG2_E.value,
+        layer.scale * LOG2_E.value,
         window or 0,
         cut.count,
         workers,
         q.stride(0),
         q.stride(1),
         *k_cache.stride()[:3],
-        table.stride(0),
+        cut.table.stride(0),
         out.stride(0),
         out.stride(1),
         cut.start,
@@ -261,17 +216,18 @@ def _attended(
         JOINS=arrivals is not None,
         JOIN_ROWS=join_rows,
         JOIN_PARTS=max(1, min(8, 4096 // (join_rows * cols))),
+        LSE=lse is not None,
         num_warps=tuning.warps,
         **early_options(early),
         **({"maxnreg": _registers(tuning)} if arrivals is not None and q.is_cuda else {}),
     )
     if arrivals is not None:
-        return out, lse
+        return out
     wide = heads * cut.tokens
     rows, parts = (1, 64) if cut.count * wide <= 1024 else (min(4, triton.next_power_of_2(wide)), 4)
     join[(triton.cdiv(wide, rows), cut.count)](
         out,
-        lse,
+        part_lse if lse is None else lse,
         part_out,
         part_lse,
         ends,
@@ -288,10 +244,11 @@ def _attended(
         ROWS=rows,
         PARTS=parts,
         WAITS=overlap,
+        LSE=lse is not None,
         num_warps=8 if parts > 4 else 4,
         **early_options(overlap),
     )
-    return out, lse
+    return out
 
 
 def _batch_class(batch: int) -> int:

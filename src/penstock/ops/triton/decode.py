@@ -161,6 +161,7 @@ def decode(  # type: ignore[no-untyped-def]
     JOINS: tl.constexpr,
     JOIN_ROWS: tl.constexpr,
     JOIN_PARTS: tl.constexpr,
+    LSE: tl.constexpr,
 ) -> None:
     """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes
     of the same blocks.
@@ -209,9 +210,9 @@ def decode(  # type: ignore[no-untyped-def]
                 if tl.load(lengths + empty) <= 0:
                     blank = out + empty.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
                     tl.store(blank, tl.zeros([ROWS, COLS], out.dtype.element_ty), mask=inside)
-                    tl.store(
-                        lse + empty * HEADS + heads, tl.full([ROWS], float("-inf"), tl.float32), mask=row_in
-                    )
+                    if LSE:
+                        nothing = tl.full([ROWS], float("-inf"), tl.float32)
+                        tl.store(lse + empty * HEADS + heads, nothing, mask=row_in)
     elif (kv_head == 0) & (worker == 0):
         tl.store(ends + seqs, stops, mask=seqs < batch)
         tl.store(ends + batch, run)
@@ -298,7 +299,8 @@ def decode(  # type: ignore[no-untyped-def]
                         + cols[None, :]
                     )
                     tl.store(answer, acc.to(out.dtype.element_ty), mask=inside)
-                    tl.store(lse + first_seq * HEADS + part_heads, level, mask=row_in)
+                    if LSE:
+                        tl.store(lse + first_seq * HEADS + part_heads, level, mask=row_in)
                 else:
                     part = (worker * 2 + (at > opened_at).to(tl.int32)) * (HEADS * TOKENS) + part_heads
                     tl.store(part_out + part[:, None] * COLS + cols[None, :], acc, mask=inside)
@@ -334,7 +336,8 @@ def decode(  # type: ignore[no-untyped-def]
                                 whole.to(out.dtype.element_ty),
                                 mask=(few < GROUP)[:, None] & col_in[None, :],
                             )
-                            tl.store(lse + seq * HEADS + some, peak, mask=few < GROUP)
+                            if LSE:
+                                tl.store(lse + seq * HEADS + some, peak, mask=few < GROUP)
                             tl.store(counter, 0)
             at = tl.minimum(end, stop)
             begin = end
@@ -361,6 +364,7 @@ def join(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     WAITS: tl.constexpr,
+    LSE: tl.constexpr,
 ) -> None:
     """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid
     [heads / ROWS, batch]; where sequences end with several tokens there are so many times the heads, one
@@ -405,4 +409,5 @@ def join(  # type: ignore[no-untyped-def]
         query = seq.to(tl.int64) * TOKENS + token
         where = out + (query * s_out + (heads - token * HEADS) * s_out_head)[:, None] + cols[None, :]
         tl.store(where, acc.to(out.dtype.element_ty), mask=head_in[:, None] & (cols < DIM)[None, :])
-        tl.store(lse + query * HEADS + heads - token * HEADS, top, mask=head_in)
+        if LSE:
+            tl.store(lse + query * HEADS + heads - token * HEADS, top, mask=head_in)
