@@ -191,7 +191,7 @@ class Bench:
 
         def fused(index: int) -> tuple[Tensor, Tensor, Tensor]:
             cache = pool[:, index].unbind(1)
-            return project(buffers[index], cos, sin, *cache, slots, heads=shape.heads, gains=gains, eps=EPS)
+            return project(buffers[index], cos, sin, cache, slots, heads=shape.heads, gains=gains, eps=EPS)
 
         def by_steps(index: int) -> None:
             heads = buffers[index].view(batch, -1, shape.dim)

@@ -37,7 +37,7 @@ from penstock.ops.kernels import plain_torch
 from penstock.ops.linear import gated, linear
 from penstock.ops.norm import add_rms_norm
 from penstock.ops.project import HeadNorms, project
-from penstock.ops.sampling import draw, draw_reference, wishes
+from penstock.ops.sampling import draw, draw_reference, pack_sampling
 from penstock.step.params import Sampling
 
 EPS = 1e-6
@@ -286,7 +286,7 @@ def sampling(shape: Shape, rows: int, device: torch.device) -> Part:
     """Draws with temperature and top-p, which have to know a vocabulary's likeliest tokens."""
     logits = torch.randn(rows, shape.vocab, device=device) * 3
     setting = Sampling(0.8, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 7, frozenset(), 0, 1, 1)
-    asked = torch.from_numpy(wishes(range(rows), [setting] * rows, range(rows))).to(device)
+    asked = torch.from_numpy(pack_sampling(range(rows), [setting] * rows, range(rows))).to(device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def drawn(turn: int) -> Tensor:

@@ -103,7 +103,7 @@ def pointwise(*, gains: bool) -> None:
     triton_pointwise.project(
         empty(8, (HEADS + 2 * KV_HEADS) * DIM),
         *turns,
-        *pages(),
+        pages(),
         empty(8, dtype=torch.int64),
         heads=HEADS,
         gains=norms,

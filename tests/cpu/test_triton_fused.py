@@ -71,7 +71,7 @@ class Case:
         view = around[:, 8:-8].copy_(qkv)
         gains, eps = ((self.norms.q, self.norms.k), self.norms.eps) if self.norms else (None, 0.0)
         views = triton_pointwise.project(
-            view, self.cos, self.sin, *cache, self.slots, heads=self.heads, gains=gains, eps=eps
+            view, self.cos, self.sin, cache, self.slots, heads=self.heads, gains=gains, eps=eps
         )
         assert all(
             x.untyped_storage().data_ptr() == around.untyped_storage().data_ptr() for x in views if x.numel()
@@ -187,7 +187,7 @@ def test_a_pool_beyond_two_billion_elements() -> None:
     )
     qkv, zero = torch.randn(1, 4 * dim).bfloat16(), torch.zeros(1, dim // 2)
     slots = torch.tensor([1103 * 16 + 5])
-    _, k, v = triton_pointwise.project(qkv, zero + 1, zero, k_cache, v_cache, slots, heads=2)
+    _, k, v = triton_pointwise.project(qkv, zero + 1, zero, (k_cache, v_cache), slots, heads=2)
     assert torch.equal(k_cache[1103, 5], k[0])
     assert torch.equal(v_cache[1103, 5], v[0])
 

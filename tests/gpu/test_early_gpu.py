@@ -171,7 +171,7 @@ class Chain:
         product, residual, x = self.product, self.start.clone(), torch.zeros_like(self.start)
         for (qkv, out, gate_up, down), (k_cache, v_cache) in zip(self.layers, self.pool, strict=True):
             made = product(rms_norm(x, self.gain, 1e-5, residual)[0], qkv)
-            q, _, _ = project(made, self.cos, self.sin, k_cache, v_cache, self.slots, heads=self.HEADS)
+            q, _, _ = project(made, self.cos, self.sin, (k_cache, v_cache), self.slots, heads=self.HEADS)
             rows = Rows(self.rows, self.table, self.lengths, 4096)
             seen = paged_decode(q, (k_cache, v_cache), rows, LayerAttention(self.DIM**-0.5))
             x = product(seen.view(self.rows, -1), out)

@@ -42,7 +42,7 @@ def project(
     if qkv.is_cuda and (kernels := pointwise_kernels()):
         gains, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         views: tuple[Tensor, Tensor, Tensor] = kernels.project(
-            qkv, cos, sin, *cache, inputs.slots, heads=heads, gains=gains, eps=eps
+            qkv, cos, sin, cache, inputs.slots, heads=heads, gains=gains, eps=eps
         )
         return views
     q, k, v = project_reference(qkv, cos, sin, heads=heads, kv_heads=cache[0].shape[2], norms=norms)

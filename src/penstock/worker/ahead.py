@@ -29,7 +29,7 @@ from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
 from penstock.ops.kernels import attention_kernels, early_launches, linear_kernels, noted, pointwise_kernels
 from penstock.ops.linear import gated, linear
 from penstock.ops.rope import RotaryAngles
-from penstock.ops.sampling import draw, wishes
+from penstock.ops.sampling import draw, pack_sampling
 from penstock.ops.steps import FIELDS, LEAST, likeliest, place
 from penstock.worker.graphs import run_counts
 from penstock.worker.runner import SORTED
@@ -124,7 +124,7 @@ def common_launches(
         qkv,
         turn,
         turn,
-        *page,
+        page,
         slot,
         heads=spec.heads,
         gains=gains,
@@ -177,7 +177,7 @@ def eager_launches(spec: ModelSpec, layout: KVLayout, device: torch.device) -> I
         torch.zeros(1, spec.vocab_size, device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
     )
-    yield partial(draw, logits, send(wishes([0], [SORTED], [1]), device), tokens)
+    yield partial(draw, logits, send(pack_sampling([0], [SORTED], [1]), device), tokens)
     kernels, cache = attention_kernels(), _page(layout, device)
     assert kernels is not None
     for window in _windows(spec):

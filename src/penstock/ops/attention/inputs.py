@@ -103,7 +103,7 @@ class Run:
     start: position of the first query.
     blocks: int64, the sequence's blocks.
     paged: whether all of its past is in pages. If not, only the positions from `near` on are, in these
-        blocks. The run then sees them, itself, whose KV is not read from pages, and the tiles that name it.
+        blocks. The run then sees these, the tiles that name it, and itself, by k and v, not by pages.
     near: position of the first token in `blocks`.
     """
 
@@ -117,7 +117,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRun:
-    """A PlacedRun is a run, in pages, that is all of its step and whose place is read on the device.
+    """A PlacedRun is a run in pages that is all of its step; its place is read on the device.
 
     blocks: int32 `[blocks]`, the sequence's.
     where: int32 `[2]`, the position of the first token and the number of tokens. The step's other tokens are
@@ -180,9 +180,11 @@ class Tiles(Protocol):
     K `[keys, kv_heads, dim]` and V have the same strides. There may be more keys than are valid.
     """
 
-    def take(self) -> tuple[Tensor, Tensor]: ...
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Lend the next tile."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Give the lent tile back."""
 
     def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what a policy chooses for these queries, tile after tile; each is lent until the next is.

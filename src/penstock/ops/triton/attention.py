@@ -33,8 +33,12 @@ def _workers(kv_heads: int, batch: int, tiles: int, wanted: int) -> int:
 def scratch_bytes(
     heads: int, kv_heads: int, dim: int, element: int, block_size: int, device: torch.device
 ) -> int:
-    """Bytes that partial results take at most, whatever is attended to: of as many programs as are ever
-    started, for as many tokens as are taken together. Only long contexts start as many."""
+    """Bound the bytes of partial results, whatever is attended to; only long contexts take as much.
+
+    They are of as many programs as are ever started, for as many tokens as are taken together.
+
+    element: bytes of a number.
+    """
     per_sm = max(decode_tuning(dim, element, block_size).workers_per_sm, _ALONE)
     workers = max(multiprocessors(device) * per_sm // kv_heads, 1)
     cols: int = max(16, triton.next_power_of_2(dim))
@@ -114,16 +118,21 @@ def placed_run(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What is attended to as sequences of their own, and their lengths, as a tensor or by where the tokens
-    begin."""
+    """_Cut is what is attended to as sequences of their own.
+
+    table: block table, int32 or int64 `[count, blocks]`.
+    count: sequences.
+    tokens: queries of each; of the last perhaps fewer.
+    longest: bound of their lengths.
+    lengths: their lengths; or where the run is, if `start` is -1; or None, if `start` says where.
+    arrivals: counters, for a join in the same launch.
+    """
 
     table: Tensor
     count: int
     tokens: int
-    """Of each; of the last perhaps fewer."""
     longest: int
     lengths: Tensor | None
-    """Or where the run is, if `start` is -1."""
     start: int = 0
     arrivals: Tensor | None = None
 
@@ -252,8 +261,10 @@ def _attended(
 
 
 def _batch_class(batch: int) -> int:
-    """Rows of lengths a program scans: few classes, so that few kernels are compiled. To scan 256 takes
-    hardly longer than 16."""
+    """Return how many rows of lengths a program scans: few classes, so that few kernels are compiled.
+
+    To scan 256 takes hardly longer than 16.
+    """
     size = 256
     while size < batch:
         size *= 16
@@ -299,10 +310,10 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Write new keys and values `[tokens, kv_heads, head_dim]` (strided views) into pages, in one kernel.
+    """Write new K and V `[tokens, kv_heads, dim]`, strided views of one shape, to pages, in one kernel.
 
-    k_cache, v_cache `[blocks, block_size, kv_heads, head_dim]`; slots int64 `[tokens]`, block * block_size +
-    offset, -1 writes nothing.
+    k_cache, v_cache: `[blocks, block_size, kv_heads, dim]`.
+    slots: the slot mapping, int64 `[tokens]`: block * block_size + offset; -1 writes nothing.
     """
     tokens, heads, dim = k.shape
     assert k.shape == v.shape, (k.shape, v.shape)

@@ -26,7 +26,7 @@ COUNT, ENDED, SUMS = tl.constexpr(9), tl.constexpr(10), tl.constexpr(13)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_wish(asked, draw, VOCAB, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A draw's row, temperature, top-k (0 where it leaves all) and top-p."""
+    """Return a draw's row, temperature, top-k (0 where it leaves all) and top-p."""
     of = asked + draw * FIELDS
     most = tl.load(of + 2)
     most = tl.where((most > 0) & (most < VOCAB), most, 0.0).to(tl.int32)
@@ -35,7 +35,7 @@ def read_wish(asked, draw, VOCAB, FIELDS: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_least(asked, draw, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Its min-p: the first float32 number that is not below."""
+    """Return a draw's min-p: the first float32 number that is not below it."""
     wish = tl.load(asked + draw * FIELDS + 4)
     least = wish.to(tl.float32)
     return tl.where(least.to(tl.float64) < wish, number_of(order_of(least) + 1), least)
@@ -43,60 +43,64 @@ def read_least(asked, draw, FIELDS: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tally_of(tally, draw, chunks, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where a draw's tally begins."""
     return tally + draw.to(tl.int64) * (SUMS + 2 * chunks + 2 * BINS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def notes_of(notes, draw, chunks, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each chunk its likeliest logit, its least likely, its likelihood relative to the likeliest; then the
-    likeliest of EACH groups."""
+    """Return where a draw's notes begin.
+
+    They are each chunk's likeliest logit, its least likely, and its likelihood relative to the likeliest;
+    then the likeliest of EACH groups.
+    """
     return notes + draw.to(tl.int64) * chunks * (3 + EACH)
 
 
 @triton.jit
 def is_last(counter, programs):  # type: ignore[no-untyped-def]
-    """Whether all other programs of the row have been here before."""
+    """Tell whether all other programs of the row have been here before."""
     tl.debug_barrier()  # all threads' stores before the count of one
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 
 @triton.jit
 def load_logits(row, ids, VOCAB):  # type: ignore[no-untyped-def]
-    """What is not a number is impossible: its place among numbers, and so its bin, would be anywhere."""
+    """Load logits; one that is not a number is impossible, since its bin would be anywhere."""
     each = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf"))
     return tl.where(each == each, each, float("-inf"))
 
 
 @triton.jit
 def load_warm(row, heat, ids, VOCAB):  # type: ignore[no-untyped-def]
-    """Logits by the temperature."""
+    """Load logits divided by the temperature."""
     return tl.div_rn(load_logits(row, ids, VOCAB), heat)
 
 
 @triton.jit
 def order_of(warm):  # type: ignore[no-untyped-def]
-    """Float32 numbers as integers in the same order; the two zeros are one."""
+    """Return float32 numbers as integers in the same order; the two zeros are one."""
     bits = tl.where(warm == 0.0, 0.0, warm).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def number_of(order):  # type: ignore[no-untyped-def]
-    """The number whose integer this is."""
+    """Return the number that `order_of` makes this integer of."""
     bits = order.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def mass_of(warm, peak, least):  # type: ignore[no-untyped-def]
-    """Likelihoods in units; nothing where they are below `least`."""
+    """Return likelihoods in units; 0 where they are below `least`."""
     likelihood = tl.where(warm == peak, 1.0, tl.exp(warm - peak))  # The likeliest may be infinite.
     return tl.where(likelihood >= least, likelihood * UNITS, 0.0).to(tl.int64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def bin_of(warm, order, peak, bound, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """In which of the equal parts of what is between the likeliest token and the bound; BINS if beyond."""
+    """Return in which of the equal parts between the likeliest token and the bound it is; BINS if beyond."""
     width = peak - number_of(bound)
     scale = tl.div_rn(
         tl.full((), BINS - 0.5, tl.float32), tl.maximum(width, 1e-30)
@@ -110,14 +114,17 @@ def bin_of(warm, order, peak, bound, BINS: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def goal_of(nucleus, mass):  # type: ignore[no-untyped-def]
-    """The likelihood, in units, that top-p asks for at least."""
+    """Return the likelihood, in units, that top-p asks for at least."""
     return tl.maximum(tl.minimum(tl.ceil(nucleus * mass.to(tl.float64)).to(tl.int64), mass), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_ends(known, most, nucleus, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is known of a row before the third look: the likeliest token by the temperature, the integer of
-    the bound, the bin that top-k ends in and those that top-p may end in."""
+    """Return what is known of a row before the third look.
+
+    It is the likeliest token by the temperature, the integer of the bound, the bin that top-k ends in, and
+    the first and last that top-p may end in.
+    """
     ends = (most > 0) | (nucleus < 1)
     cut = tl.load(known + CUT, mask=ends, other=BINS).to(tl.int32)
     first = tl.load(known + FIRST, mask=ends, other=BINS).to(tl.int32)

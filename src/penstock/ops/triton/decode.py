@@ -163,11 +163,13 @@ def decode(  # type: ignore[no-untyped-def]
     JOIN_PARTS: tl.constexpr,
     LSE: tl.constexpr,
 ) -> None:
-    """One worker's run of tiles for one KV head. Grid [kv_heads, workers]: neighbours read neighbouring bytes
-    of the same blocks.
+    """Attend with one worker's run of tiles for one KV head. Grid [kv_heads, workers].
+
+    Neighbours read neighbouring bytes of the same blocks.
 
     RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
-    lengths are read then. If it is 2, both numbers are read where lengths would be.
+        lengths are read then. If it is 2, both numbers are read where lengths would be.
+    LSE: whether the log-sum-exp is written.
     """
     if OVERLAP or EARLY:
         gdc_launch_dependents()
@@ -366,9 +368,11 @@ def join(  # type: ignore[no-untyped-def]
     WAITS: tl.constexpr,
     LSE: tl.constexpr,
 ) -> None:
-    """Join the partials of one sequence for ROWS heads, and write the empty answer of an empty sequence. Grid
-    [heads / ROWS, batch]; where sequences end with several tokens there are so many times the heads, one
-    token's behind another's."""
+    """Join the partials of one sequence for ROWS heads; an empty sequence gets its empty answer.
+
+    Grid [heads / ROWS, batch]. Where sequences end with several tokens there are so many times the heads, one
+    token's behind another's.
+    """
     heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seq = tl.program_id(1)
     cols = tl.arange(0, COLS)

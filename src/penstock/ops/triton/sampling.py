@@ -21,7 +21,7 @@ that is made of it. A row's result depends on its own logits and wish alone.
 
 Why this is safe. Each program counts itself in after a barrier behind all that it wrote, by an atomic
 addition that releases and acquires; the one that finds the others of its row counted sees what they wrote,
-and goes on alone. Nobody waits for anybody. The three looks are launches, which the stream orders.
+and goes on alone. No program waits for another. The three looks are launches, which the stream orders.
 """
 
 import torch
@@ -262,8 +262,10 @@ def _sums(  # type: ignore[no-untyped-def]
 
 
 def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
-    """See `penstock.ops.sampling.draw`. Four launches, and memory for `_BINS` pairs of int64 numbers and a
-    list of each draw."""
+    """Draw tokens as `penstock.ops.sampling.draw` says, in four launches.
+
+    They take memory for `_BINS` pairs of int64 numbers and a list for each draw.
+    """
     assert logits.dtype == torch.float32, logits.dtype
     assert logits.stride(1) == 1, logits.stride()
     assert logits.shape[1] <= _LARGEST, logits.shape

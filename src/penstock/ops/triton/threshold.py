@@ -43,7 +43,7 @@ def draw_tokens(  # type: ignore[no-untyped-def]
     PART: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """The draw. Grid [draws]."""
+    """Draw the tokens. Grid [draws]."""
     draw, chunks = tl.program_id(0), (VOCAB + CHUNK - 1) // CHUNK
     known = tally_of(tally, draw, chunks, BINS)
     place, heat, most, nucleus = read_wish(asked, draw, VOCAB, FIELDS)

@@ -143,7 +143,7 @@ def _fold(  # type: ignore[no-untyped-def]
 
 
 def fits_tile(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
-    """Whether so many of these queries are few enough, and these keys laid out, for `fold_tile`."""
+    """Tell whether so many of these queries are few enough, and these keys laid out, for `fold_tile`."""
     heads, dim = q.shape[1:]
     few = queries == 1 or triton.next_power_of_2(queries) * heads <= STACKED * k.shape[1]
     return bool(
@@ -166,12 +166,15 @@ def fold_tile(
     scale: float,
     tuning: DecodeTuning | None = None,
 ) -> None:
-    """Fold the attention of a few queries over all keys of a tile, which is read once, into their state, in
-    place and exactly.
+    """Fold the attention of a few queries over all keys of a tile into their state, in place and exactly.
 
-    q `[rows, heads, dim]`; k and v `[keys, kv_heads, dim]`, of the same strides. out, float32 `[rows, heads,
-    dim]`, and lse, the natural log-sum-exp of the scaled scores, float32 `[rows, heads]`, -inf where nothing
-    was seen yet. index, int64: the rows that look, all if nothing is said.
+    The tile is read once.
+
+    out, lse: the state, float32 `[rows, heads, dim]` and `[rows, heads]`; the log-sum-exp is natural, of
+        scaled scores, and -inf where nothing was seen yet.
+    q: `[rows, heads, dim]`.
+    k, v: `[keys, kv_heads, dim]`, of the same strides.
+    index: int64, the rows that look; all by default.
     """
     heads, dim = q.shape[1:]
     keys, kv_heads, _ = k.shape
@@ -289,12 +292,13 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Merge attention over two disjoint sets of keys, in place into a: exactly what attention over both would
-    have said.
+    """Merge attention over two disjoint sets of keys, in place into a and exactly.
 
-    out `[tokens, heads, head_dim]`, any float dtype, `head_dim` contiguous; lse fp32 `[tokens, heads]` of any
-    strides, -inf where a side saw no key: what its out holds there does not matter. Where neither saw one the
-    answer is 0 and -inf.
+    Where neither side saw a key the answer is 0 and -inf.
+
+    out_a, out_b: `[tokens, heads, dim]`, any float dtype, `dim` contiguous.
+    lse_a, lse_b: float32 `[tokens, heads]` of any strides, -inf where a side saw no key: what its output
+        holds there does not matter.
     """
     tokens, heads, dim = out_a.shape
     assert out_a.shape == out_b.shape, (out_a.shape, out_b.shape)

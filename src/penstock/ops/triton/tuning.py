@@ -9,23 +9,30 @@ import triton
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How decode attention is cut: keys a tile, warps a program, tiles in flight per program, programs per
-    multiprocessor."""
+    """DecodeTuning says how decode attention is cut for a device.
+
+    tile: keys of a tile.
+    warps: of a program.
+    depth: tiles in flight in a program.
+    workers_per_sm: programs of a multiprocessor.
+    overlap: whether the join is launched while decode still runs, and waits on the device.
+    least: tiles of a run, at least. A run of one tile is over before it is under way, and makes one more part
+        to join.
+    """
 
     tile: int
     warps: int
     depth: int
     workers_per_sm: int
     overlap: bool = False
-    """Launch the join while decode still runs; it waits on the device."""
     least: int = 1
-    """Tiles of a run, at least: a run of one is over before it is under way, and makes one more part to
-    join."""
 
 
 def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
-    """The one place for constants. 32 KiB of K and V a tile keeps enough bytes in flight; a tile inside one
-    block needs one table entry."""
+    """Choose the tuning for heads of `head_dim` numbers of `itemsize` bytes: the one place for constants.
+
+    32 KiB of K and V a tile keep enough bytes in flight. A tile inside one block needs one table entry.
+    """
     row = max(16, triton.next_power_of_2(head_dim)) * itemsize
     tile = min(64, max(16, 16384 // row))
     if itemsize > 2:  # exact fp32 products go through plain registers
@@ -40,5 +47,5 @@ def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; on the CPU, where kernels are interpreted, a few."""
+    """Return the multiprocessors of a GPU; on the CPU, where kernels are interpreted, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
