@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.ops.attention.dense import Part, attend_itself, fold, fold_past, fold_rows
+from penstock.ops.attention.dense import Part, attend_itself, fold, fold_past
 from penstock.ops.attention.gathered import Cache, attend_rows, attend_window, past_in_pages
 from penstock.ops.attention.inputs import (
     AttentionInputs,
@@ -128,12 +128,12 @@ def _attend_mixed(
         more = any(tile.rows for tile in passing) or bool(cold and cold.choosing_rows)
         rows = _attend_rows(q, cache, inputs.rows, layer, result, more=more)
     for index, run in enumerate(inputs.runs):
-        part = slice(run.first, run.first + run.count)
+        own = q[run.queries], k[run.queries], v[run.queries]
         if run.paged:
-            _put(result, part, _attend_paged(q[part], k[part], v[part], cache, run, layer))
+            _put(result, run.queries, _attend_paged(*own, cache, run, layer))
         else:
             more = bool(passing) or len(run.blocks) > 0 or bool(cold and index in cold.choosing_runs)
-            runs[index] = _attend_chunk(q[part], k[part], v[part], cache, run, layer, more=more)
+            runs[index] = _attend_chunk(*own, cache, run, layer, more=more)
     if passing:
         _fold_tiles(q, inputs, passing, layer, rows, runs, tiles)
     if cold and (cold.choosing_rows or cold.choosing_runs):
@@ -141,8 +141,7 @@ def _attend_mixed(
     if rows:
         _put(result, slice(len(rows[0])), rows)
     for index, state in runs.items():
-        run = inputs.runs[index]
-        _put(result, slice(run.first, run.first + run.count), state)
+        _put(result, inputs.runs[index].queries, state)
     return result
 
 
@@ -214,8 +213,7 @@ def _fold_tiles(
             _fold_into_rows(rows, q, k, v, tile, inputs.cold.positions, layer)
         for index in tile.runs:
             run = inputs.runs[index]
-            some = q[run.first : run.first + run.count]
-            fold_past(runs[index], some, k, v, scale, window, run.start - tile.start)
+            fold_past(runs[index], q[run.queries], k, v, scale, window, run.start - tile.start)
         tiles.release()
 
 
@@ -242,7 +240,7 @@ def _fold_into_rows(
         part = slice(first, first + count)
         fold((out[part], lse[part]), q[part], k, v, layer.scale)
     else:
-        fold_rows(state, q[: len(out)], k, v, tile.index, layer.scale)
+        fold(state, q[: len(out)], k, v, layer.scale, tile.index)
 
 
 def _fold_chosen(
@@ -251,14 +249,10 @@ def _fold_chosen(
 ) -> None:  # fmt: skip
     """Fold what policies choose into the states of the queries that it is chosen for."""
     assert tiles is not None, "a step with a policy needs someone who chooses"
-    readers: list[tuple[slice, Part]] = []
-    for row in cold.choosing_rows:
-        assert rows
-        part = slice(row, row + 1)
-        readers.append((part, (rows[0][part], rows[1][part])))
-    for index in cold.choosing_runs:
-        run = inputs.runs[index]
-        readers.append((slice(run.first, run.first + run.count), runs[index]))
+    assert rows or not cold.choosing_rows
+    alone = [slice(row, row + 1) for row in cold.choosing_rows]
+    readers = [(part, (rows[0][part], rows[1][part])) for part in alone if rows]
+    readers += [(inputs.runs[index].queries, runs[index]) for index in cold.choosing_runs]
     for number, (part, state) in enumerate(readers):
         for k, v in tiles.choose(number, q[part], state[1], layer.scale):
             fold(state, q[part], k, v, layer.scale)

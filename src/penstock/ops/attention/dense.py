@@ -133,26 +133,22 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
     torch.logaddexp(lse, other_lse, out=lse)
 
 
-def fold(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+def fold(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, index: Tensor | None = None) -> None:
     """Fold into `state` what every query sees of all keys.
 
     A few queries go to a kernel that spreads the keys over the whole device.
+
+    index: int64, the queries that look, if not all do.
     """
-    if (kernels := _tile_kernels(q)) and kernels.fits_tile(q, k, v, len(q)):
-        kernels.fold_tile(*state, q, k, v, scale=scale)
-        return
-    merge(*state, *dense(q, k, v, scale, causal=False))
-
-
-def fold_rows(state: Part, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> None:
-    """Fold into the rows of `state` that `index`, int64, names what these rows of q see of all keys."""
-    if (kernels := _tile_kernels(q)) and kernels.fits_tile(q, k, v, len(index)):
+    few = len(q if index is None else index)
+    if (kernels := _tile_kernels(q)) and kernels.fits_tile(q, k, v, few):
         kernels.fold_tile(*state, q, k, v, index, scale=scale)
-        return
-    out, lse = state
-    some = out[index], lse[index]
-    fold(some, q[index], k, v, scale)
-    out[index], lse[index] = some
+    elif index is None:
+        merge(*state, *dense(q, k, v, scale, causal=False))
+    else:
+        out, lse = state[0][index], state[1][index]
+        merge(out, lse, *dense(q[index], k, v, scale, causal=False))
+        state[0][index], state[1][index] = out, lse
 
 
 def fold_past(

@@ -29,10 +29,7 @@ def attend_rows(
     heads, kv_heads = q.shape[1], cache[0].shape[2]
     assert sum(len(group.rows) for group in rows.groups) == rows.count, "a row is in no group"
     for group in rows.groups:
-        level: Tensor | None
-        if group.keys > PAST_TILE or group.cold:
-            seen, level = _attend_long_row(q[group.rows], cache, group, rows.scratch, scale, window)
-        else:
+        if group.keys <= PAST_TILE and not group.cold:
             k, v = (x[:, : group.keys] for x in _gathered(cache, group.blocks, rows.scratch))
             if group.beyond is not None:
                 # Memory never written, or another request's: not even a mask makes a NaN harmless.
@@ -43,6 +40,8 @@ def attend_rows(
             # all of them.
             part = q[group.rows].view(-1, kv_heads, heads // kv_heads, q.shape[2])
             seen, level = masked(part, k, v, scale=scale, mask=group.masks[window], lse=lse is not None)
+        else:
+            seen, level = _attend_long_row(q[group.rows], cache, group, rows.scratch, scale, window)
         out[group.rows] = seen.reshape(-1, heads, out.shape[2]).to(out.dtype)
         if lse is not None and level is not None:
             lse[group.rows] = level.reshape(-1, heads)

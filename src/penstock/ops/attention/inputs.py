@@ -114,6 +114,11 @@ class Run:
     paged: bool = True
     near: int = 0
 
+    @property
+    def queries(self) -> slice:
+        """Return which of the step's queries the run's are."""
+        return slice(self.first, self.first + self.count)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedRun:
