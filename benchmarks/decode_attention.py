@@ -26,7 +26,9 @@ import triton.language as tl
 from recording import need_commit, write
 from torch import Tensor
 
-from penstock.ops.triton.attention import DecodeTuning, decode_tuning, paged_decode
+from penstock.ops.attention.inputs import LayerAttention, Rows
+from penstock.ops.triton.attention import paged_decode
+from penstock.ops.triton.tuning import DecodeTuning, decode_tuning
 
 DIM = 128
 SCALE = 1 / math.sqrt(DIM)
@@ -108,6 +110,7 @@ class Setting:
         self.lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
         self.q = torch.randn(len(shape.lengths), shape.heads, DIM, dtype=torch.bfloat16, device=device)
         self.out = torch.empty_like(self.q)
+        self.lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device=device)
         self.arrivals = (
             torch.zeros(len(shape.lengths) * shape.kv_heads, dtype=torch.int32, device=device)
             if joins
@@ -115,12 +118,10 @@ class Setting:
         )
 
     def call(self, layer: int, tuning: DecodeTuning | None) -> tuple[Tensor, Tensor]:
-        k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
-        return paged_decode(
-            self.q, k, v, self.table, self.lengths,
-            scale=SCALE, window=None, max_length=max(self.shape.lengths), out=self.out, tuning=tuning,
-            arrivals=self.arrivals,
-        )  # fmt: skip
+        cache, longest = (self.pool[:, layer, 0], self.pool[:, layer, 1]), max(self.shape.lengths)
+        rows = Rows(len(self.q), self.table, self.lengths, longest, arrivals=self.arrivals)
+        reads = LayerAttention(SCALE)
+        return paged_decode(self.q, cache, rows, reads, out=self.out, lse=self.lse, tuning=tuning), self.lse
 
     def call_all(self, tuning: DecodeTuning | None) -> None:
         for layer in range(self.layers):

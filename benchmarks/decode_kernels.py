@@ -28,14 +28,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.ops.activation import silu_mul as silu_mul_plainly
+from penstock.ops.attention.inputs import LayerAttention, Rows
 from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm as add_rms_norm_plainly
 from penstock.ops.project import HeadNorms, project_reference
 from penstock.ops.sampling import draw_reference
-from penstock.ops.triton.attention import DecodeTuning, decode_tuning, paged_decode, write_kv
+from penstock.ops.triton.attention import paged_decode, write_kv
 from penstock.ops.triton.linear import one_row
 from penstock.ops.triton.pointwise import project, rms_norm, rope_, silu_mul
 from penstock.ops.triton.sampling import draw
+from penstock.ops.triton.tuning import DecodeTuning, decode_tuning
 
 DTYPE, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 64
 TUNINGS = (
@@ -189,7 +191,7 @@ class Bench:
 
         def fused(index: int) -> tuple[Tensor, Tensor, Tensor]:
             cache = pool[:, index].unbind(1)
-            return project(buffers[index], cos, sin, *cache, slots, heads=shape.heads, gains=gains, eps=EPS)
+            return project(buffers[index], cos, sin, cache, slots, heads=shape.heads, gains=gains, eps=EPS)
 
         def by_steps(index: int) -> None:
             heads = buffers[index].view(batch, -1, shape.dim)
@@ -240,11 +242,8 @@ class Bench:
         overlap = DecodeTuning(tuning.tile, tuning.warps, tuning.depth, tuning.workers_per_sm, overlap=True)
 
         def call(layer: int, counters: Tensor | None, tuning: DecodeTuning | None) -> Tensor:
-            k, v = pool[:, layer].unbind(1)
-            return paged_decode(
-                q, k, v, table, visible, scale=scale, window=None, max_length=bound, arrivals=counters,
-                tuning=tuning
-            )[0]  # fmt: skip
+            rows = Rows(batch, table, visible, bound, arrivals=counters)
+            return paged_decode(q, pool[:, layer].unbind(1), rows, LayerAttention(scale), tuning=tuning)
 
         def worst(got: Tensor) -> float:
             found = 0.0

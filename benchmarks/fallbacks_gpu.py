@@ -6,8 +6,9 @@ python benchmarks/fallbacks_gpu.py
 
 import torch
 
-import penstock.ops.attention as attention
 from penstock import LLM, SamplingParams
+from penstock.ops import norm, rope
+from penstock.ops.attention import attend, dense
 
 
 def head_sizes() -> None:
@@ -21,8 +22,8 @@ def head_sizes() -> None:
             ):
                 q = torch.randn(queries, 8, dim, dtype=dtype, device="cuda")
                 k, v = (torch.randn(keys, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
-                out, lse = attention.dense(q, k, v, dim**-0.5, causal=causal)
-                right, right_lse = attention.dense_reference(
+                out, lse = dense.dense(q, k, v, dim**-0.5, causal=causal)
+                right, right_lse = dense.dense_reference(
                     q.float(), k.float(), v.float(), dim**-0.5, causal=causal
                 )
                 error = ((out.float() - right).norm() / right.norm()).item()
@@ -37,12 +38,8 @@ def without_triton() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with LLM(device="cuda", dtype="float32") as llm:
         kernels = [one.tokens for one in llm.generate(prompts, params)]
-    for module in (
-        attention,
-        __import__("penstock.ops.norm", fromlist=[""]),
-        __import__("penstock.ops.rope", fromlist=[""]),
-    ):
-        for name in ("attention_kernels", "pointwise_kernels"):
+    for module in (attend, dense, norm, rope):
+        for name in ("attention_kernels", "tile_kernels", "pointwise_kernels"):
             if hasattr(module, name):
                 setattr(module, name, lambda: None)
     with LLM(device="cuda", dtype="float32") as llm:

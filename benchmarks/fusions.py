@@ -31,13 +31,14 @@ from torch.nn import functional as F
 
 from penstock.bench.machine import machine
 from penstock.ops.activation import silu_mul
-from penstock.ops.attention import AttentionInputs, RowGroup, Rows, Run, attend
+from penstock.ops.attention.attend import attend
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, RowGroup, Rows, Run
 from penstock.ops.kernels import plain_torch
 from penstock.ops.linear import gated, linear
 from penstock.ops.matrix import Matrix
 from penstock.ops.norm import add_rms_norm
 from penstock.ops.project import HeadNorms, project
-from penstock.ops.sampling import draw, draw_reference, wishes
+from penstock.ops.sampling import draw, draw_reference, pack_sampling
 from penstock.step.params import Sampling
 
 EPS = 1e-6
@@ -183,7 +184,7 @@ class Layer:
         qkv = linear(add_rms_norm(self.x, residual, self.norm, EPS), Matrix.of(w["qkv"]))
         norms = HeadNorms(self.head_norm, self.head_norm, EPS)
         q, k, v = project(qkv, self.cos, self.sin, self.cache, self.inputs, heads=shape.heads, norms=norms)
-        seen = attend(q, k, v, self.cache, self.inputs, shape.dim**-0.5, None, written=True)
+        seen = attend(q, k, v, self.cache, self.inputs, LayerAttention(shape.dim**-0.5)).out
         out = linear(seen.view(len(seen), -1), Matrix.of(w["out"]))
         normed = add_rms_norm(out, residual, self.norm, EPS)
         return linear(gated(normed, Matrix.of(w["gate_up"])), Matrix.of(w["down"])), residual
@@ -287,7 +288,7 @@ def sampling(shape: Shape, rows: int, device: torch.device) -> Part:
     """Draws with temperature and top-p, which have to know a vocabulary's likeliest tokens."""
     logits = torch.randn(rows, shape.vocab, device=device) * 3
     setting = Sampling(0.8, 0, 0.9, 0.0, 1.0, 0.0, 0.0, (), 7, frozenset(), 0, 1, 1)
-    asked = torch.from_numpy(wishes(range(rows), [setting] * rows, range(rows))).to(device)
+    asked = torch.from_numpy(pack_sampling(range(rows), [setting] * rows, range(rows))).to(device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def drawn(turn: int) -> Tensor:

@@ -39,7 +39,7 @@ from penstock.engine.placing import Override
 from penstock.kv.movement.carrier import Carrier
 from penstock.memory.device import total_memory
 from penstock.memory.probe import matmul_rate
-from penstock.ops.attention import dense
+from penstock.ops.attention.dense import dense
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import PIECE, Limits, padded
 

@@ -25,6 +25,7 @@ from torch import Tensor
 import penstock.models.decoder as decoder
 from penstock import LLM, SamplingParams
 from penstock.bench.machine import machine
+from penstock.ops.attention.attend import Attended
 from penstock.ops.policies import Choice, Past, policy_of
 from penstock.ops.sketch import SketchLayout, scores, sketch
 
@@ -55,9 +56,9 @@ def captured(
     ) as llm:
         layers = llm.booted.spec.layers
 
-        def noting(q: Tensor, k: Tensor, *given: Any, **more: Any) -> Tensor:
+        def noting(q: Tensor, k: Tensor, *given: Any, **more: Any) -> Attended:
             nonlocal scale, calls
-            layer, calls, scale = calls % layers, calls + 1, given[3]
+            layer, calls, scale = calls % layers, calls + 1, given[3].scale
             keys.setdefault(layer, []).append(k.cpu().clone())
             if len(k) == 1:  # Of the prompt's tokens the last layer may compute the last alone.
                 queries.setdefault(layer, []).append(q.cpu().clone())

@@ -38,7 +38,7 @@ from penstock.models import decoder
 from penstock.models.inputs import Weights
 from penstock.models.moe import mixture
 from penstock.ops import experts
-from penstock.ops.attention import PAST_TILE
+from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import Limits, padded

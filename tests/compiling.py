@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import MockTensor
 
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
 from penstock.ops.kernels import early_launches
 from penstock.ops.triton import attention as triton_attention
 from penstock.ops.triton import experts as triton_experts
@@ -60,28 +61,15 @@ def pages(dim: int = DIM, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
 
 
 def decode(
-    batch: int,
-    *,
-    heads: int = HEADS,
-    dim: int = DIM,
-    window: int | None = None,
-    joins: bool = False,
-    dtype: torch.dtype = BF16,
-) -> None:
-    q, table, lengths = (
-        empty(batch, heads, dim, dtype=dtype),
-        empty(batch, 64, dtype=torch.int32),
-        empty(batch, dtype=torch.int32),
-    )
+    batch: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, joins: bool = False,
+    dtype: torch.dtype = BF16, lse: bool = False,
+) -> None:  # fmt: skip
+    q, table = empty(batch, heads, dim, dtype=dtype), empty(batch, 64, dtype=torch.int32)
+    arrivals = empty(batch * KV_HEADS, dtype=torch.int32) if joins else None
+    rows = Rows(batch, table, empty(batch, dtype=torch.int32), 4096, arrivals=arrivals)
+    level = empty(batch, heads, dtype=torch.float32) if lse else None
     triton_attention.paged_decode(
-        q,
-        *pages(dim=dim, dtype=dtype),
-        table,
-        lengths,
-        scale=0.1,
-        window=window,
-        max_length=4096,
-        arrivals=empty(batch * KV_HEADS, dtype=torch.int32) if joins else None,
+        q, pages(dim=dim, dtype=dtype), rows, LayerAttention(0.1, window), lse=level
     )
 
 
@@ -89,16 +77,15 @@ def run(
     tokens: int, *, heads: int = HEADS, dim: int = DIM, window: int | None = None, dtype: torch.dtype = BF16
 ) -> None:
     q, blocks = empty(tokens, heads, dim, dtype=dtype), empty(64, dtype=torch.int64)
-    triton_attention.paged_run(q, *pages(dim=dim, dtype=dtype), blocks, 2048, scale=0.1, window=window)
-    where = empty(2, dtype=torch.int32)
-    triton_attention.placed_run(
-        q, *pages(dim=dim, dtype=dtype), blocks.int(), where, scale=0.1, window=window, max_length=4096
-    )
+    cache, layer = pages(dim=dim, dtype=dtype), LayerAttention(0.1, window)
+    triton_attention.paged_run(q, cache, Run(0, tokens, 2048, blocks), layer)
+    placed = PlacedRun(blocks.int(), empty(2, dtype=torch.int32), 4096)
+    triton_attention.placed_run(q, cache, placed, layer, out=torch.empty_like(q))
 
 
 def merge() -> None:
     state = lambda: (empty(16, HEADS, DIM), empty(16, HEADS, dtype=torch.float32))  # noqa: E731
-    triton_attention.merge_states(*state(), *state())
+    triton_tiles.merge_states(*state(), *state())
 
 
 def write() -> None:
@@ -116,7 +103,7 @@ def pointwise(*, gains: bool) -> None:
     triton_pointwise.project(
         empty(8, (HEADS + 2 * KV_HEADS) * DIM),
         *turns,
-        *pages(),
+        pages(),
         empty(8, dtype=torch.int64),
         heads=HEADS,
         gains=norms,
@@ -187,6 +174,7 @@ def sums(dtype: torch.dtype, dim: int = HIDDEN) -> None:
 CASES: dict[str, Callable[[], None]] = {
     "decode, one row": lambda: decode(1),
     "decode, many rows": lambda: decode(64, joins=True),
+    "decode, with log-sum-exp": lambda: decode(64, joins=True, lse=True),
     "decode, a window": lambda: decode(2, window=512, joins=True),
     "decode, wide heads": lambda: decode(2, heads=16, dim=256),
     "decode, wide heads in float32": lambda: decode(2, heads=16, dim=256, dtype=torch.float32),

@@ -6,7 +6,9 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.ops.triton.attention import DecodeTuning, paged_decode, paged_run, placed_run
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows, Run
+from penstock.ops.triton.attention import paged_decode, paged_run, placed_run
+from penstock.ops.triton.tuning import DecodeTuning
 
 # Against the largest value of the answer: that of one rounding, and of the probabilities rounded before they
 # meet V.
@@ -67,6 +69,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
     return torch.einsum("ht,thd->hd", score.softmax(1), v), score.logsumexp(1)
 
 
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, *, scale: float,
+    window: int | None, max_length: int, out: Tensor | None = None, arrivals: Tensor | None = None,
+    tuning: DecodeTuning | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp of `paged_decode`."""
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    rows = Rows(len(q), table, lengths, max_length, arrivals=arrivals)
+    layer = LayerAttention(scale, window)
+    return paged_decode(q, (k_cache, v_cache), rows, layer, out=out, lse=lse, tuning=tuning), lse
+
+
 def check_answer(got: Tensor, lse: Tensor, want: Tensor, want_lse: Tensor) -> None:
     """Output and log-sum-exp of one query against the float64 answer."""
     tolerance = TOLERANCE[got.dtype]
@@ -98,7 +112,7 @@ def check_decode(
     q = qkv[:, :heads]  # a view of a fused projection
     out = torch.full((len(lengths), heads, dim), math.nan, dtype=dtype, device=device)
     scale = 1.3 / math.sqrt(dim)
-    got, lse = paged_decode(
+    got, lse = decode(
         q, k_cache, v_cache, table, torch.tensor(lengths, dtype=torch.int32, device=device),
         scale=scale, window=window, max_length=max_length or max(*lengths, 1), out=out, tuning=tuning,
     )  # fmt: skip
@@ -124,9 +138,9 @@ def check_run(
     out = torch.full((tokens + 1, heads, dim), math.nan, dtype=dtype, device=device)
     scale = 1.3 / math.sqrt(dim)
     blocks = table[0, : -(-(start + tokens) // block_size)].to(torch.int64)
-    got, lse = paged_run(
-        q, k_cache, v_cache, blocks, start, scale=scale, window=window, out=out[:-1], tuning=tuning
-    )
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    run, layer = Run(0, tokens, start, blocks), LayerAttention(scale, window)
+    got = paged_run(q, (k_cache, v_cache), run, layer, out=out[:-1], lse=lse, tuning=tuning)
     for token in range(tokens):
         seen = start + token + 1
         check_answer(got[token], lse[token], *attend(q[token], k[:seen], v[:seen], scale, window))
@@ -149,8 +163,11 @@ def check_placed_run(
     q = torch.randn(tokens + padding, heads + 2 * kv_heads, dim, generator=rng).to(k_cache)[:, :heads]
     scale, where = 1.3 / math.sqrt(dim), torch.tensor([start, tokens], dtype=torch.int32, device=device)
     bound = start + tokens if max_length is None else max_length
-    got, lse = placed_run(q, k_cache, v_cache, table[0], where, scale=scale, window=window, max_length=bound)
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf, device=q.device)
+    run, layer = PlacedRun(table[0], where, bound), LayerAttention(scale, window)
+    got = placed_run(q, (k_cache, v_cache), run, layer, out=out, lse=lse)
     for token in range(tokens):
         seen = start + token + 1
         check_answer(got[token], lse[token], *attend(q[token], k[:seen], v[:seen], scale, window))
     assert not got[tokens:].any()
+    assert (lse[tokens:] == -math.inf).all()

@@ -22,7 +22,7 @@ from penstock.arch.shards import WHOLE
 from penstock.bench.shapes import LAYERS_OF, SHAPES
 from penstock.engine import boot
 from penstock.engine.settling import Settled
-from penstock.ops import attention
+from penstock.ops.attention import dense
 from penstock.ops.kernels import noted
 from penstock.ops.triton import experts
 from penstock.sched.rules import Limits
@@ -87,7 +87,7 @@ def pretended() -> Iterator[None]:
             "get_device_properties": lambda _: properties,
         }.items():
             patched.enter_context(patch.object(torch.cuda, name, value))
-        patched.enter_context(patch.object(attention, "dense", attention.dense_reference))
+        patched.enter_context(patch.object(dense, "dense", dense.dense_reference))
         patched.enter_context(patch.object(experts, "_shared_memory", lambda _: SHARED[90]))
         patched.enter_context(Pretended())
         yield

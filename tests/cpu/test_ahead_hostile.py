@@ -17,7 +17,8 @@ from penstock.arch.layout import GroupId
 from penstock.engine import boot as booting
 from penstock.kv.ledger.blocks import BlockLedger, HostLedger
 from penstock.memory.device import peak_of
-from penstock.ops import attention
+from penstock.ops.attention import attend
+from penstock.ops.attention.inputs import LayerAttention, Rows
 from penstock.ops.matrix import GroupViews
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
@@ -62,24 +63,14 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def paged_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    out: Tensor,
-    **_: object,
-) -> tuple[Tensor, None]:
-    for row, length in enumerate(lengths.tolist()):
-        groups, pages = q.shape[1] // k_cache.shape[2], table[row].long()
-        k, v = (
-            cache[pages].flatten(0, 1)[:length].repeat_interleave(groups, 1) for cache in (k_cache, v_cache)
-        )
-        scores = torch.einsum("hd,khd->hk", q[row], k) * scale
+    q: Tensor, cache: tuple[Tensor, Tensor], rows: Rows, layer: LayerAttention, *, out: Tensor, **_: object
+) -> Tensor:
+    for row, length in enumerate(rows.lengths.tolist()):
+        groups, pages = q.shape[1] // cache[0].shape[2], rows.table[row].long()
+        k, v = (x[pages].flatten(0, 1)[:length].repeat_interleave(groups, 1) for x in cache)
+        scores = torch.einsum("hd,khd->hk", q[row], k) * layer.scale
         out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v) if length else 0
-    return out, None
+    return out
 
 
 class Recorded:
@@ -108,7 +99,7 @@ class Played:
 
     def replay(self) -> None:
         with patch.object(
-            attention, "_kernels", lambda x: SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode)
+            attend, "_kernels", lambda x: SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode)
         ):
             self._graphs._step.compute(self._count, Recorded(self._graphs._weights))
 

@@ -4,7 +4,6 @@ against float64 arithmetic."""
 import math
 import os
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,12 +13,23 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import penstock.ops.attention
+import penstock.ops.attention.attend
+import penstock.ops.attention.dense
 import tiny
 from paged import TOLERANCE, pool_views
 from paged import attend as attend_exactly
-from penstock.ops.attention import AttentionInputs, ColdInputs, ColdTile, RowGroup, Rows, Run, Scratch, attend
-from penstock.ops.kernels import attention_kernels
+from penstock.ops.attention.attend import attend, write
+from penstock.ops.attention.inputs import (
+    AttentionInputs,
+    ColdInputs,
+    ColdTile,
+    LayerAttention,
+    RowGroup,
+    Rows,
+    Run,
+    Scratch,
+)
+from penstock.ops.kernels import attention_kernels, tile_kernels
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.inputs import InputBuilder
@@ -182,23 +192,29 @@ def check(
     ring = Slot(contents, (tile_blocks + 1) * BLOCK, dtype)
     with pytest.MonkeyPatch.context() as patch:
         if kernels:
-            patch.setattr(penstock.ops.attention, "_kernels", interpreted)
-        patch.setattr(penstock.ops.attention, "WINDOW_TILE", 3)
-        got = attend(q, k, v, (k_cache, v_cache), inputs, 0.3, window, ring)
+            patch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: attention_kernels())
+            patch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: tile_kernels())
+        patch.setattr(penstock.ops.attention.dense, "WINDOW_TILE", 3)
+        write(k, v, (k_cache, v_cache), inputs)
+        got, lse = attend(q, k, v, (k_cache, v_cache), inputs, LayerAttention(0.3, window, lse=True), ring)
+        assert ring.empty
+        ring = Slot(contents, (tile_blocks + 1) * BLOCK, dtype)
+        alone = attend(q, k, v, (k_cache, v_cache), inputs, LayerAttention(0.3, window), ring)
     assert ring.empty
-    want = [
-        attend_exactly(q[at], one.k[: position + 1], one.v[: position + 1], 0.3, window)[0]
+    assert alone.lse is None
+    assert lse is not None
+    wanted = [
+        attend_exactly(q[at], one.k[: position + 1], one.v[: position + 1], 0.3, window)
         for at, (one, position) in enumerate(
             (one, position) for one in step for position in range(one.first, one.stop)
         )
     ]
-    torch.testing.assert_close(
-        got.double(), torch.stack(want), rtol=0, atol=TOLERANCE[dtype] * float(torch.stack(want).abs().max())
-    )
-
-
-def interpreted(x: Tensor) -> ModuleType | None:
-    return attention_kernels()
+    want, want_lse = (torch.stack(each) for each in zip(*wanted, strict=True))
+    for out in (got, alone.out):
+        torch.testing.assert_close(
+            out.double(), want, rtol=0, atol=TOLERANCE[dtype] * float(want.abs().max())
+        )
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
 def row_inputs(rows: list[Sequence], window: int | None) -> Rows | None:
@@ -271,7 +287,8 @@ def test_a_long_prompts_first_chunk_sees_itself_and_touches_no_page() -> None:
         none, none, torch.full((9,), -1), None, (Run(0, 9, 0, none, paged=False),), ColdInputs((), (), none)
     )
     for window in (None, 4):
-        got = attend(q, k, v, (k_cache, v_cache), inputs, 0.3, window)
+        write(k, v, (k_cache, v_cache), inputs)
+        got = attend(q, k, v, (k_cache, v_cache), inputs, LayerAttention(0.3, window)).out
         want = torch.stack(
             [attend_exactly(q[at], k[: at + 1], v[: at + 1], 0.3, window)[0] for at in range(9)]
         )

@@ -24,7 +24,8 @@ from penstock.engine import boot
 from penstock.kv.ledger import keys
 from penstock.models import moe
 from penstock.models.decoder import Decoder
-from penstock.ops import attention, norm
+from penstock.ops import norm
+from penstock.ops.attention import dense
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.worker.inputs import InputBuilder
@@ -104,7 +105,7 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     ),
     "window: one token less in chunks": (
         8,
-        attention._add_past,
+        dense.fold_past,
         "distance - window + 1",
         "distance - window + 2",
     ),
@@ -132,7 +133,7 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     ),
     "merge: sums of exponentials forgotten": (
         8,
-        attention.merge,
+        dense.merge,
         "torch.logaddexp(lse, other_lse, out=lse)",
         "pass",
     ),

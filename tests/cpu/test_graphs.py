@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import Mock, patch
 
 import pytest
@@ -24,7 +24,8 @@ from penstock.arch.spec import ModelSpec
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
-from penstock.ops import attention
+from penstock.ops.attention import attend
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import Limits, padded
@@ -52,48 +53,26 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def paged_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, *,
-    scale: float, window: int | None, max_length: int, out: Tensor, **_: object,
-) -> tuple[Tensor, None]:  # fmt: skip
-    for row, length in enumerate(lengths.tolist()):
-        assert length <= max_length
-        first = max(0, length - window) if window else 0
-        groups, pages = q.shape[1] // k_cache.shape[2], table[row].long()
-        k, v = (
-            cache[pages].flatten(0, 1)[first:length].repeat_interleave(groups, 1)
-            for cache in (k_cache, v_cache)
-        )
-        scores = torch.einsum("hd,khd->hk", q[row], k) * scale
+    q: Tensor, cache: tuple[Tensor, Tensor], rows: Rows, layer: LayerAttention, *, out: Tensor, **_: object
+) -> Tensor:
+    for row, length in enumerate(rows.lengths.tolist()):
+        assert length <= rows.max_length
+        first = max(0, length - layer.window) if layer.window else 0
+        groups, pages = q.shape[1] // cache[0].shape[2], rows.table[row].long()
+        k, v = (x[pages].flatten(0, 1)[first:length].repeat_interleave(groups, 1) for x in cache)
+        scores = torch.einsum("hd,khd->hk", q[row], k) * layer.scale
         out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v) if length else 0
-    return out, None
+    return out
 
 
 def placed_run(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    blocks: Tensor,
-    where: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    max_length: int,
-) -> tuple[Tensor, None]:
-    start, count = where.tolist()
-    assert start + count <= max_length
+    q: Tensor, cache: tuple[Tensor, Tensor], run: PlacedRun, layer: LayerAttention, **results: Any
+) -> Tensor:
+    start, count = run.where.tolist()
+    assert start + count <= run.max_length
     lengths = torch.tensor([start + at + 1 if at < count else 0 for at in range(len(q))])
-    table = blocks[None].expand(len(q), -1)
-    return paged_decode(
-        q,
-        k_cache,
-        v_cache,
-        table,
-        lengths,
-        scale=scale,
-        window=window,
-        max_length=max_length,
-        out=torch.zeros_like(q),
-    )
+    rows = Rows(len(q), run.blocks[None].expand(len(q), -1), lengths, run.max_length)
+    return paged_decode(q, cache, rows, layer, **results)
 
 
 KERNELS = SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode, placed_run=placed_run)
@@ -110,12 +89,12 @@ class Played:
 
     def replay(self) -> None:
         self.seen.append(self._count)
-        with patch.object(attention, "_kernels", lambda x: KERNELS):
+        with patch.object(attend, "_kernels", lambda x: KERNELS):
             self._graphs._step.compute(self._count, self._graphs._weights)
 
     def run(self) -> None:
         self.runs.append(self._count)
-        with patch.object(attention, "_kernels", lambda x: KERNELS):
+        with patch.object(attend, "_kernels", lambda x: KERNELS):
             self._graphs._step.compute_run(self._count, self._graphs._weights)
 
 
@@ -400,7 +379,7 @@ def recorded(name: str, **more: object) -> Iterator[LLM]:
 
     def with_kernels(name: str) -> Callable[..., None]:
         def compute(*args: object) -> None:
-            with patch.object(attention, "_kernels", lambda x: LAUNCHED):
+            with patch.object(attend, "_kernels", lambda x: LAUNCHED):
                 STEPS[name](*args)
 
         return compute

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import penstock.models.decoder as decoder
+import penstock.models.mixers as mixers
 import tiny
 from penstock import LLM, SamplingParams
-from penstock.ops import attention, kernels
+from penstock.ops import kernels
+from penstock.ops.attention.attend import reads_pages
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.graphs import why_not
@@ -45,13 +47,13 @@ def test_nothing_of_ours_is_found_meanwhile_and_all_of_it_afterwards() -> None:
         other = Thread(target=lambda: elsewhere.extend(there()))
         other.start()
         other.join()
-        assert not attention.reads_pages(CUDA)
+        assert not reads_pages(CUDA)
         assert kernels_of(CUDA) == ()
         spec = Shape.open(tiny.checkpoint("llama")).spec
         assert why_not(spec, CUDA, experts_rest=True) == "no kernel of our own reads pages"
     assert all(elsewhere), "another thread's kernels are none of ours"
     assert all(there())
-    assert attention.reads_pages(CUDA)
+    assert reads_pages(CUDA)
     assert "attention" in kernels_of(CUDA)
     assert kernels_of(torch.device("cpu")) == ()
 

@@ -14,6 +14,7 @@ from penstock import LLM, SamplingParams
 from penstock.arch.layout import group_layouts, kv_layout
 from penstock.kv.movement.pool import KVPool
 from penstock.models import decoder, mixers
+from penstock.ops.attention.attend import Attended
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.stream import Blank
 from penstock.worker.inputs import InputBuilder
@@ -37,7 +38,7 @@ class Counted:
 def counted() -> Iterator[Counted]:
     found, attend, gated = Counted(), mixers.attend, decoder.gated
 
-    def attending(q: Tensor, *rest: object, **more: object) -> Tensor:
+    def attending(q: Tensor, *rest: object, **more: object) -> Attended:
         found.attention.append(len(q))
         return attend(q, *rest, **more)  # type: ignore[arg-type]
 

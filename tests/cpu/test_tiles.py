@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import penstock.ops.attention
+import penstock.ops.attention.gathered
 import penstock.worker.inputs
 from penstock import LLM, SamplingParams
 from penstock.kv.movement.pool import KVPool
@@ -36,7 +36,7 @@ def everything(folder: Path, **engine: int) -> tuple[list[tuple[int, ...]], list
 def test_small_tiles_change_nothing(kind: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(kind)
     tokens, tables = everything(folder)
-    monkeypatch.setattr(penstock.ops.attention, "PAST_TILE", tile)
+    monkeypatch.setattr(penstock.ops.attention.gathered, "PAST_TILE", tile)
     monkeypatch.setattr(penstock.worker.inputs, "PAST_TILE", tile)
     monkeypatch.setattr(penstock.worker.inputs, "ROW_KEYS", 2 * tile)
     tiled_tokens, tiled_tables = everything(folder, max_step_tokens=20, max_sequences=4, block_size=4)

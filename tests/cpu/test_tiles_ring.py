@@ -18,7 +18,7 @@ from penstock.kv.movement import tiles as tiles_of_kv
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.tiles import Outbox, Tile, TileRing
 from penstock.memory.streams import CallerStream, Stream, ThreadStream, Ticket, _memcpy_2d, joined
-from penstock.ops.attention import dense, dense_reference, merge
+from penstock.ops.attention.dense import dense, dense_reference, merge
 from penstock.step.plan import HostBlockId
 from penstock.weights.streaming.waits import Waits
 from streams import BRIEF, LONG, STRIDE, Gates, cut_short, no_thread_left, random_delays, within

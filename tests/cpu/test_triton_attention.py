@@ -19,19 +19,24 @@ if (
         "kernels are interpreted where there is no GPU; tests/gpu runs them compiled", allow_module_level=True
     )
 
-from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
-from penstock.ops.attention import dense_reference
-from penstock.ops.runs import run_tokens
-from penstock.ops.triton.attention import (
-    DecodeTuning,
-    _divided,
-    merge_states,
-    paged_decode,
-    paged_run,
-    scratch_bytes,
-    write_kv,
+from paged import (
+    TOLERANCE,
+    attend,
+    check_answer,
+    check_decode,
+    check_placed_run,
+    check_run,
+    decode,
+    fill,
+    pool_views,
 )
-from penstock.ops.triton.tiles import fits_tile, fold_tile
+from penstock.ops.attention.dense import dense_reference
+from penstock.ops.attention.inputs import LayerAttention, Run
+from penstock.ops.runs import run_tokens
+from penstock.ops.triton.attention import paged_run, scratch_bytes, write_kv
+from penstock.ops.triton.decode import _divided
+from penstock.ops.triton.tiles import fits_tile, fold_tile, merge_states
+from penstock.ops.triton.tuning import DecodeTuning
 
 
 class TestPagedDecode:
@@ -86,7 +91,7 @@ class TestPagedDecode:
         slots = torch.cat([torch.arange(16) + block * block_size for block in (1103, 1030)])
         write_kv(k, v, k_cache, v_cache, slots)
         q = torch.randn(1, 2, dim, generator=rng).bfloat16()
-        got, lse = paged_decode(
+        got, lse = decode(
             q,
             k_cache,
             v_cache,
@@ -149,7 +154,7 @@ def check_joined(
         table, keys, values = fill(k_cache, v_cache, now, rng)
         q = torch.randn(len(now), heads, dim, generator=rng).to(dtype)
         out = torch.full_like(q, math.nan)
-        _, lse = paged_decode(
+        _, lse = decode(
             q, k_cache, v_cache, table, torch.tensor(now, dtype=torch.int32),
             scale=0.3, window=window, max_length=max_length or max(*now, 1), out=out, arrivals=arrivals,
             tuning=tuning,
@@ -342,10 +347,9 @@ class TestRun:
 
     def test_nothing(self) -> None:
         k_cache, v_cache = pool_views(2, 16, 2, 16, torch.float32)
-        out, lse = paged_run(
-            torch.empty(0, 4, 16), k_cache, v_cache, torch.tensor([0]), 3, scale=1.0, window=None
-        )
-        assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
+        run, lse = Run(0, 0, 3, torch.tensor([0])), torch.empty(0, 4)
+        out = paged_run(torch.empty(0, 4, 16), (k_cache, v_cache), run, LayerAttention(1.0), lse=lse)
+        assert out.shape == (0, 4, 16)
 
     @pytest.mark.parametrize(
         ("tokens", "start", "padding", "window"), [(1, 0, 0, None), (9, 0, 7, None), (20, 40, 12, 15)]
@@ -518,9 +522,7 @@ class TestMergeStates:
 
         def part(blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
             lengths = torch.tensor([length], dtype=torch.int32)
-            return paged_decode(
-                q, k_cache, v_cache, blocks, lengths, scale=0.3, window=None, max_length=length
-            )
+            return decode(q, k_cache, v_cache, blocks, lengths, scale=0.3, window=None, max_length=length)
 
         (out, lse), (late, late_lse) = part(table[:, :5], 20), part(table[:, 5:], 18)
         merge_states(out, lse, late, late_lse)

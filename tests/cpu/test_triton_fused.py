@@ -18,7 +18,8 @@ if (
 
 import tiny
 from paged import pool_views
-from penstock.ops.attention import AttentionInputs, Run, attend, write
+from penstock.ops.attention.attend import attend, write
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Run
 from penstock.ops.linear import dense_linear as linear
 from penstock.ops.project import HeadNorms, project, project_reference
 from penstock.ops.triton import pointwise as triton_pointwise
@@ -70,7 +71,7 @@ class Case:
         view = around[:, 8:-8].copy_(qkv)
         gains, eps = ((self.norms.q, self.norms.k), self.norms.eps) if self.norms else (None, 0.0)
         views = triton_pointwise.project(
-            view, self.cos, self.sin, *cache, self.slots, heads=self.heads, gains=gains, eps=eps
+            view, self.cos, self.sin, cache, self.slots, heads=self.heads, gains=gains, eps=eps
         )
         assert all(
             x.untyped_storage().data_ptr() == around.untyped_storage().data_ptr() for x in views if x.numel()
@@ -186,7 +187,7 @@ def test_a_pool_beyond_two_billion_elements() -> None:
     )
     qkv, zero = torch.randn(1, 4 * dim).bfloat16(), torch.zeros(1, dim // 2)
     slots = torch.tensor([1103 * 16 + 5])
-    _, k, v = triton_pointwise.project(qkv, zero + 1, zero, k_cache, v_cache, slots, heads=2)
+    _, k, v = triton_pointwise.project(qkv, zero + 1, zero, (k_cache, v_cache), slots, heads=2)
     assert torch.equal(k_cache[1103, 5], k[0])
     assert torch.equal(v_cache[1103, 5], v[0])
 
@@ -202,8 +203,9 @@ class TestWithoutKernels:
         q, k, v = project(
             case.qkv.clone(), case.cos, case.sin, (cache[0], cache[1]), inputs, heads=4, norms=case.norms
         )
-        seen = attend(q, k, v, (cache[0], cache[1]), inputs, 0.25, None, written=True)
-        want = attend(q, k, v, case.cache, inputs, 0.25, None)
+        seen = attend(q, k, v, (cache[0], cache[1]), inputs, LayerAttention(0.25)).out
+        write(k, v, case.cache, inputs)
+        want = attend(q, k, v, case.cache, inputs, LayerAttention(0.25)).out
         assert torch.equal(seen, want)
         equal(cache, case.cache)
         assert torch.equal(cache[1][blocks].flatten(0, 1)[:6], v)

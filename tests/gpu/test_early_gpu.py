@@ -14,6 +14,7 @@ import triton
 
 from penstock.arch.spec import RopeSpec
 from penstock.ops import steps
+from penstock.ops.attention.inputs import LayerAttention, Rows
 from penstock.ops.kernels import counting, early_launches
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.triton import attention as triton_attention
@@ -170,17 +171,9 @@ class Chain:
         product, residual, x = self.product, self.start.clone(), torch.zeros_like(self.start)
         for (qkv, out, gate_up, down), (k_cache, v_cache) in zip(self.layers, self.pool, strict=True):
             made = product(rms_norm(x, self.gain, 1e-5, residual)[0], qkv)
-            q, _, _ = project(made, self.cos, self.sin, k_cache, v_cache, self.slots, heads=self.HEADS)
-            seen, _ = paged_decode(
-                q,
-                k_cache,
-                v_cache,
-                self.table,
-                self.lengths,
-                scale=self.DIM**-0.5,
-                window=None,
-                max_length=4096,
-            )
+            q, _, _ = project(made, self.cos, self.sin, (k_cache, v_cache), self.slots, heads=self.HEADS)
+            rows = Rows(self.rows, self.table, self.lengths, 4096)
+            seen = paged_decode(q, (k_cache, v_cache), rows, LayerAttention(self.DIM**-0.5))
             x = product(seen.view(self.rows, -1), out)
             x = product(product(rms_norm(x, self.gain, 1e-5, residual)[0], gate_up, gated=True), down)
         return residual + x
@@ -241,8 +234,8 @@ HASTY = {
     "_few_rows": triton_linear,
     "_rms_norm": triton_pointwise,
     "_project": triton_pointwise,
-    "_decode": triton_attention,
-    "_join": triton_attention,
+    "decode": triton_attention,
+    "join": triton_attention,
 }
 
 

@@ -11,11 +11,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from paged import attend as attend_exactly
-from paged import check_answer, fill, pool_views
-from penstock.ops.attention import AttentionInputs, Rows, attend
+from paged import check_answer, decode, fill, pool_views
+from penstock.ops.attention.attend import attend
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Rows
 from penstock.ops.project import HeadNorms, project
-from penstock.ops.triton.attention import DecodeTuning, paged_decode, write_kv
+from penstock.ops.triton.attention import write_kv
 from penstock.ops.triton.pointwise import rms_norm, rope_
+from penstock.ops.triton.tuning import DecodeTuning
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}
@@ -122,7 +124,7 @@ def test_decode_in_one_launch(
         q, scale = torch.randn(len(lengths), heads, dim, generator=rng).to(k_cache), 1 / math.sqrt(dim)
         for bound in (max(*lengths, 1), 1 << 17):
             out = torch.full_like(q, math.nan)
-            _, lse = paged_decode(
+            _, lse = decode(
                 q, k_cache, v_cache, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
                 scale=scale, window=window, max_length=bound, out=out, arrivals=arrivals,
             )  # fmt: skip
@@ -152,7 +154,7 @@ def test_who_arrives_last_does_not_matter(lengths: list[int], tuning: DecodeTuni
     arrivals = torch.zeros(len(lengths) * 2, dtype=torch.int32, device=DEVICE)
 
     def call(counters: Tensor | None) -> tuple[Tensor, Tensor]:
-        return paged_decode(
+        return decode(
             q, k_cache, v_cache, table, visible, scale=0.09, window=None, max_length=1 << 16,
             arrivals=counters, tuning=tuning
         )  # fmt: skip
@@ -201,7 +203,7 @@ def test_a_step_in_a_graph_follows_its_inputs(
 
     def work() -> Tensor:
         q, k, v = project(fresh.clone(), cos, sin, cache, step, heads=heads, norms=gains)
-        return attend(q, k, v, cache, step, 0.09, window, written=True)
+        return attend(q, k, v, cache, step, LayerAttention(0.09, window)).out
 
     replay, out = captured(work)
     for turn, now in enumerate(

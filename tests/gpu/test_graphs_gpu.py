@@ -206,7 +206,7 @@ def test_no_request_waits_for_a_compiler(
 
 @pytest.mark.parametrize(
     ("heads", "hidden", "inner", "some"),
-    [(7, 192, 576, {"_decode"}), (6, 256, 640, {"_decode", "_few_rows"})],
+    [(7, 192, 576, {"decode"}), (6, 256, 640, {"decode", "_few_rows"})],
 )
 def test_what_takes_long_is_compiled_side_by_side(
     heads: int, hidden: int, inner: int, some: set[str], monkeypatch: pytest.MonkeyPatch
@@ -223,7 +223,7 @@ def test_what_takes_long_is_compiled_side_by_side(
     config = Config(
         Path(), device="cuda", dtype="bfloat16", max_length=4096, max_sequences=128, max_step_tokens=4096
     )
-    for kernel in (triton_attention._decode, triton_linear._few_rows):
+    for kernel in (triton_attention.decode, triton_linear._few_rows):
         kernel.device_caches.clear()  # Of other tests' shapes, which may need the same.
     here, aside = set[str](), set[str]()
 

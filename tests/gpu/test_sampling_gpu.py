@@ -7,7 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.ops.sampling import draw, draw_reference, wishes
+from penstock.ops.sampling import draw, draw_reference, pack_sampling
 from penstock.ops.triton.sampling import draw as draw_kernel
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share
@@ -69,7 +69,7 @@ def test_draws(vocab: int, rounded: bool) -> None:
     ]
     settings = [sampling(0.6 + row / 50, *each[row % len(each)], seed=row) for row in range(48)]
     rows = [row for row in range(48) if row % 7]
-    asked = torch.from_numpy(wishes(rows, [settings[row] for row in rows], rows)).to(DEVICE)
+    asked = torch.from_numpy(pack_sampling(rows, [settings[row] for row in rows], rows)).to(DEVICE)
     tokens = torch.full((48,), -7, device=DEVICE)
     draw(logits, asked, tokens)
     assert all(token == -7 for row, token in enumerate(tokens.tolist()) if row not in rows)
@@ -90,7 +90,7 @@ def test_more_tokens_near_a_threshold_than_are_listed() -> None:
     logits[:, 7] = -20.0
     logits = logits.to(DEVICE)
     settings = [sampling(1.0, 1000), sampling(1.0, 0, 0.95), sampling(1.0, 30_000, 0.5)]
-    asked = torch.from_numpy(wishes([0, 1, 2], settings, [0, 1, 2])).to(DEVICE)
+    asked = torch.from_numpy(pack_sampling([0, 1, 2], settings, [0, 1, 2])).to(DEVICE)
     tokens = torch.full((3,), -7, device=DEVICE)
     draw_kernel(logits, asked, tokens)
     for token, tokens_of in zip(tokens.tolist(), possible(logits, asked), strict=True):
@@ -170,7 +170,7 @@ def test_infinite_logits() -> None:
     logits[:, [3, 500]] = torch.inf
     each = [(0, 1.0, 0.0), (0, 0.9, 0.0), (5, 1.0, 0.0), (5, 0.9, 0.1)] * 2
     asked = torch.from_numpy(
-        wishes(
+        pack_sampling(
             list(range(8)), [sampling(0.7, *one, seed=row) for row, one in enumerate(each)], list(range(8))
         )
     ).to(DEVICE)

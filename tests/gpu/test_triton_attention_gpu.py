@@ -9,9 +9,21 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from paged import TOLERANCE, attend, check_answer, check_decode, check_placed_run, check_run, fill, pool_views
-from penstock.ops.triton.attention import DecodeTuning, merge_states, paged_decode, write_kv
+from paged import (
+    TOLERANCE,
+    attend,
+    check_answer,
+    check_decode,
+    check_placed_run,
+    check_run,
+    decode,
+    fill,
+    pool_views,
+)
+from penstock.ops.triton.attention import write_kv
 from penstock.ops.triton.pointwise import rms_norm, rope_, silu_mul
+from penstock.ops.triton.tiles import merge_states
+from penstock.ops.triton.tuning import DecodeTuning
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ULP = {
@@ -156,7 +168,7 @@ def test_decode_in_a_graph_follows_its_inputs() -> None:
     out = torch.empty_like(q)
 
     def call() -> Tensor:
-        return paged_decode(
+        return decode(
             q, k_cache, v_cache, table, lengths_in, scale=0.125, window=None, max_length=1 << 17, out=out
         )[1]
 
@@ -195,7 +207,7 @@ def test_a_pool_beyond_two_billion_elements() -> None:
     assert torch.equal(views[0][[639, 520]].flatten(0, 1), k)
     q = random(1, 8, dim, dtype=torch.bfloat16, seed=3)
     for tile in (32, 64):
-        out, lse = paged_decode(
+        out, lse = decode(
             q, *views, table, torch.tensor([64], dtype=torch.int32, device="cuda"),
             scale=0.09, window=None, max_length=64, tuning=DecodeTuning(tile, 4, 2, 2),
         )  # fmt: skip

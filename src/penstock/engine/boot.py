@@ -52,7 +52,8 @@ from penstock.memory.device import (
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Collectives as Reduces
-from penstock.ops.attention import PAST_TILE, scratch_bytes
+from penstock.ops.attention.attend import scratch_bytes
+from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule

@@ -1,4 +1,4 @@
-"""One allocation on a tier, made at start and cut up by its owner."""
+"""An arena is one allocation on a tier, made at start and cut up by its owner."""
 
 import logging
 import mmap
@@ -22,17 +22,22 @@ _TOUCH = 64 << 20
 
 
 class PinningError(DeviceError):
-    """Host memory that is there but cannot be pinned."""
+    """PinningError says that host memory is there but cannot be pinned."""
 
 
 class Arena:
-    """`bytes`, flat uint8, aligned to PAGE. On HOST, beside a CUDA device, it is pinned: registered with the
-    driver, which takes a tenth of the time of a pinned allocation and exactly as much memory as was asked
-    for."""
+    """An Arena is `bytes`, one flat uint8 tensor aligned to PAGE, on a device or in host memory.
+
+    Host memory beside a CUDA device is pinned: registered with the driver, which takes a tenth of the time of
+    a pinned allocation and exactly as much memory as was asked for.
+    """
 
     def __init__(self, size: int, device: torch.device, *, pinned_for: torch.device | None = None) -> None:
-        """Raises DeviceError if there is not as much, PinningError if it cannot be pinned for the CUDA device
-        `pinned_for`."""
+        """Allocate `size` bytes.
+
+        Raises DeviceError if there are not as many, PinningError if they cannot be pinned for the CUDA device
+        `pinned_for`.
+        """
         self.size, self._process = size, os.getpid()
         self._mapping: mmap.mmap | None = None
         self.bytes: Tensor
@@ -50,12 +55,12 @@ class Arena:
             self._register(self._mapping, pinned_for)
 
     def close(self) -> None:
-        """Unpin and free. Whoever still has a view must not use it: host memory reads as zeros from now on,
-        and a device's is gone.
+        """Unpin and free the memory. A second call does nothing.
 
-        No copy may be in flight. Where nobody calls this, memory is unpinned and freed with the last view of
-        it. A second call does nothing, nor does one in a forked process: host memory is shared with the one
-        that made it, which may still use it.
+        No view may be used any more: host memory reads as zeros from now on, and a device's is gone. No copy
+        may be in flight. If this is never called, memory is unpinned and freed with the last view of it. In a
+        forked process the call does nothing: host memory is shared with the process that made it, which may
+        still use it.
         """
         if os.getpid() != self._process:
             return
@@ -102,8 +107,10 @@ def _unregister(address: int) -> None:
 
 
 def pinned_if_possible(size: int, device: torch.device) -> Arena:
-    """Host memory for copies to and from `device`: pinned or, if that is refused, plain, with a warning.
-    Raises DeviceError."""
+    """Allocate host memory for copies to and from `device`, pinned if possible.
+
+    If that is refused it is plain, with a warning. Raises DeviceError.
+    """
     try:
         return Arena(size, torch.device("cpu"), pinned_for=device)
     except PinningError as error:
@@ -112,8 +119,7 @@ def pinned_if_possible(size: int, device: torch.device) -> Arena:
 
 
 def _mapped(size: int, kind: type[mmap.mmap]) -> tuple[mmap.mmap, Tensor]:
-    """Anonymous memory whose pages are all there: touched by several threads, which is many times faster than
-    by one."""
+    """Map anonymous memory and touch all of its pages by several threads, many times faster than by one."""
     # Starts at a multiple of a huge page, so that the kernel may use these from the first byte on.
     mapping = kind(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,5 +1,4 @@
-"""The machine's memory as the engine sees it: which device, how much there is, and how much a piece of work
-takes at its peak."""
+"""The machine's memory: which device, how much there is, and how much a piece of work takes at its peak."""
 
 import ctypes
 import gc
@@ -45,7 +44,7 @@ _SEGMENTS = 22 << 20
 
 
 def choose_device(asked: str) -> torch.device:
-    """The device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises DeviceError if it is not there."""
+    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises DeviceError if it is not there."""
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -62,6 +61,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or how many threads the CPU computes with."""
     return (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -70,31 +70,31 @@ def device_name(device: torch.device) -> str:
 
 
 def send(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array on the device, in the order of its current stream; waits for nothing."""
+    """Copy an array to the device, in the order of its current stream; wait for nothing."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(
         device, non_blocking=True
-    )  # The allocator gives pinned memory to nobody else before it has been read.
+    )  # The allocator lends pinned memory again only when it has been read.
 
 
 def native_half(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices in hardware."""
+    """Tell whether the device multiplies bfloat16 matrices in hardware."""
     if device.type == "cuda":
         return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory the device has in all."""
+    """Return the bytes of memory that the device has in all."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return min(int(psutil.virtual_memory().total), _cgroup_limit())
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated now, those included that torch holds on to for reuse."""
+    """Return the bytes that could be allocated now, with those that torch holds on to for reuse."""
     if device.type == "cuda":
         return (
             torch.cuda.mem_get_info(device)[0]
@@ -105,9 +105,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def cap_memory(device: torch.device, size: int, pinned: int) -> int:
-    """Bytes of `size` that may be allocated on a CUDA device if the whole process is to stay below it; the
-    others are the driver's, its modules', its page tables' for `pinned` bytes of host memory, and what torch
-    has of the device already. From now on torch refuses to allocate more. To be called after `give_back`."""
+    """Make torch refuse to allocate more on a CUDA device than keeps the process below `size` bytes.
+
+    Returns the bytes of `size` that may be allocated. The others are the driver's, its modules', its page
+    tables' for `pinned` bytes of host memory, and what torch has of the device already. Call it after
+    `give_back`.
+    """
     free, whole = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     outside = min(whole - free - reserved, _MOST_OUTSIDE) + _MODULES + pinned // _TABLES
@@ -116,17 +119,21 @@ def cap_memory(device: torch.device, size: int, pinned: int) -> int:
 
 
 def stuck_memory(device: torch.device) -> int:
-    """Bytes that torch keeps for reuse and cannot give back, after `give_back`: parts of segments of which
-    others are in use. There may be much of it where a process has used torch before: a gigabyte, if a
-    library's workspace lies in what a large tensor left."""
+    """Return the bytes that torch keeps for reuse and cannot give back, after `give_back`.
+
+    They are parts of segments of which others are in use. There may be much of it if a process has used torch
+    before: a gigabyte, if a library's workspace lies in what a large tensor left.
+    """
     if device.type != "cuda":
         return 0
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def give_back(device: torch.device) -> None:
-    """Return what torch keeps for reuse to the device: what comes next is sized to the last byte. On a CPU
-    the C library's heap keeps it, which has a call for that on Linux."""
+    """Return what torch keeps for reuse to the device: what comes next is sized to the last byte.
+
+    On a CPU the C library's heap keeps it, which has a call for that on Linux.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -136,18 +143,15 @@ def give_back(device: torch.device) -> None:
 
 
 class Heap:
-    """Returns the holes in a CPU process's heap to the system, where they have grown to more than a step uses
-    again.
+    """Heap returns the holes in a CPU process's heap to the system, if they outgrow what a step uses again.
 
     glibc takes tensors of up to 32 MiB from its heap, where those of many sizes leave holes between them:
-    steps of 27 MiB were seen to hold
-    107. Pages of their own for large tensors, or a trim after each step, would bound that too, but then every
-         step pays for new pages: 7 %
-    of a prompt's time with the 0.6B shape.
+    steps of 27 MiB were seen to hold 107. Pages of their own for large tensors, or a trim after each step,
+    would bound that too, but then every step pays for new pages: 7 % of a prompt's time with the 0.6B shape.
     """
 
     def __init__(self, kept: int) -> None:
-        """kept: bytes that may stay for reuse."""
+        """Take the heap as it is. kept: bytes that may stay for reuse."""
         self._kept, self._floor = kept, 0
         self._pages: int | None = None
         with suppress(OSError, AttributeError):
@@ -158,8 +162,10 @@ class Heap:
             self._floor = self._private()
 
     def tidy(self) -> bool:
-        """Trim the heap if the process has grown by more than may stay. Returns whether it was trimmed. Takes
-        some microseconds if not."""
+        """Trim the heap if the process has grown by more than may stay; tell whether it was trimmed.
+
+        If not, it takes some microseconds.
+        """
         if self._pages is None:
             return False
         taken = self._private()
@@ -186,8 +192,10 @@ def lift_cap(device: torch.device) -> None:
 
 
 def shortage(fault: BaseException, device: torch.device) -> str:
-    """A sentence on how a step has run out of the device's memory, if that is what this fault of torch or
-    numpy says; else nothing."""
+    """Return a sentence on how a step has run out of the device's memory; empty if the fault is another.
+
+    fault: of torch or numpy.
+    """
     text = str(fault)
     if isinstance(fault, torch.OutOfMemoryError | MemoryError):
         pass
@@ -234,14 +242,14 @@ def _cgroup_usage() -> int:
 
 
 def peak_of(device: torch.device, work: Callable[[], object]) -> int:
-    """Bytes of device memory that `work` took at its peak, beyond what was taken before it.
+    """Return the bytes of device memory that `work` took at its peak, beyond what was taken before it.
 
-    On CUDA with what was lost between allocations, and somewhat more: work of another shape loses it in other
-    places, and may need one more of each of the allocator's segments.
+    On CUDA they include what was lost between allocations, and somewhat more: work of another shape loses it
+    in other places, and may need one more of each of the allocator's segments.
 
-    On a CPU the bytes of tensors alone, which are the same each time. What the process gains in pages is not:
-    it depends on what was freed before and is used again, and on whether libraries have their buffers already
-    (see `library_buffers`).
+    On a CPU they are the bytes of tensors alone, which are the same each time. What the process gains in
+    pages is not: it depends on what was freed before and is used again, and on whether libraries have their
+    buffers already (see `library_buffers`).
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -299,8 +307,10 @@ def _no_stuck_memory(device: torch.device) -> Iterator[None]:
 
 
 def library_buffers(device: torch.device) -> int:
-    """Bytes that a CPU's library of products takes when it is first called, and keeps. No part of what
-    `peak_of` counts."""
+    """Return the bytes that a CPU's library of products takes when it is first called, and keeps.
+
+    `peak_of` does not count them.
+    """
     return _PACKED * torch.get_num_threads() if device.type == "cpu" else 0
 
 

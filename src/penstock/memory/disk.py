@@ -1,5 +1,7 @@
-"""Reading files into memory that the caller owns: large requests, nothing mapped, nothing copied twice, every
-short read accounted for."""
+"""Reading files into memory that the caller owns.
+
+Requests are large, nothing is mapped, nothing is copied twice, and every short read is accounted for.
+"""
 
 import ctypes
 import errno
@@ -34,13 +36,18 @@ _AT_EMPTY_PATH, _MNT_ID_UNIQUE = 0x1000, 0x4000
 
 
 class ReadError(PenstockError):
-    """Bytes that a file does not give. Whoever asked for them turns this into what it means there: a bad
-    checkpoint, a lost block."""
+    """ReadError says that a file does not give some bytes.
+
+    The caller turns it into what it means there: a bad checkpoint, a lost block.
+    """
 
 
 class FileStamp(NamedTuple):
-    """What the file system says of a file without reading it. Two equal stamps of one file mean equal bytes
-    where its clock has moved on between two writes; the time of change (ctime) cannot be set by a program."""
+    """A FileStamp is what the file system says of a file without reading it.
+
+    Two equal stamps of one file mean equal bytes if its clock has moved on between two writes. The time of
+    change (ctime) cannot be set by a program.
+    """
 
     device: int
     inode: int
@@ -50,16 +57,22 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
+        """Make the stamp of what `os.stat` has returned."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class DiskFile:
-    """A regular file open for reading. Any number of threads may read at once; none may while it is
-    closed."""
+    """A DiskFile is a regular file open for reading.
+
+    Any number of threads may read at once; none may while it is closed.
+    """
 
     def __init__(self, path: Path, devices: bool = False) -> None:
-        """Raises ReadError when `path` cannot be opened or is not a regular file (symbolic links are
-        followed), nor one of the block devices, if these are welcome."""
+        """Open `path`; symbolic links are followed.
+
+        Raises ReadError if it cannot be opened, or is neither a regular file nor, if `devices`, a block
+        device.
+        """
         self.path = path
         try:
             # Without O_NONBLOCK, opening a pipe would wait for its writer for ever; on regular files the flag
@@ -99,20 +112,20 @@ class DiskFile:
             done += count
 
     def requests(self, buffer: memoryview, offset: int) -> list[Callable[[], None]]:
-        """What read_into does, cut into tasks that several threads can share (see run_all)."""
+        """Cut what `read_into` does into tasks that several threads can share (see `run_all`)."""
         starts = range(0, len(buffer), REQUEST_BYTES)
         return [
             partial(self.read_into, buffer[start : start + REQUEST_BYTES], offset + start) for start in starts
         ]
 
     def read(self, offset: int, count: int) -> bytearray:
-        """A few bytes, where no buffer is worth having. Raises ReadError."""
+        """Return a few bytes, for which no buffer is worth having. Raises ReadError."""
         data = bytearray(count)
         self.read_into(memoryview(data), offset)
         return data
 
     def stamp(self) -> FileStamp:
-        """The open file's stamp, now. Raises ReadError."""
+        """Return the open file's stamp, now. Raises ReadError."""
         assert self._fd >= 0, "stamp of a closed file"
         try:
             return FileStamp.of(os.fstat(self._fd))
@@ -120,29 +133,32 @@ class DiskFile:
             raise ReadError(f"cannot look at {self.path}: {_reason(error)}") from error
 
     def mount(self) -> str:
-        """A name of the mount that the file was opened through, which no other mount has or will have, on any
-        boot. It is empty where there is none: before Linux 6.8, but for the file system of `/`, and on other
-        systems. A device's number does not tell a file system from another that was mounted there before."""
+        """Return a name of the mount that the file was opened through, unique to it on any boot.
+
+        A device's number does not tell a file system from another that was mounted there before. The name is
+        empty before Linux 6.8, but for the file system of `/`, and on other systems.
+        """
         fields = ctypes.create_string_buffer(256)
         with suppress(OSError, AttributeError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            told = ctypes.CDLL(None).statx(self._fd, b"", _AT_EMPTY_PATH, _MNT_ID_UNIQUE, fields) == 0
-            if told and int.from_bytes(fields.raw[:4], sys.byteorder) & _MNT_ID_UNIQUE:
+            known = ctypes.CDLL(None).statx(self._fd, b"", _AT_EMPTY_PATH, _MNT_ID_UNIQUE, fields) == 0
+            if known and int.from_bytes(fields.raw[:4], sys.byteorder) & _MNT_ID_UNIQUE:
                 return f"{boot} {int.from_bytes(fields.raw[144:152], sys.byteorder)}"
             if os.fstat(self._fd).st_dev == os.stat("/").st_dev:
                 return f"{boot} /"
         return ""
 
     def settle(self) -> None:
-        """Write what others have changed in memory to the disk, as far as that is possible. A write through a
-        mapping moves the stamp only when it is the first to its page since the page was written to the disk:
-        from now on every write moves it."""
+        """Write what others have changed in memory to the disk, as far as that is possible.
+
+        A write through a mapping moves the stamp only when it is the first to its page since the page was
+        written to the disk: from now on every write moves it.
+        """
         with suppress(OSError):
             os.fsync(self._fd)
 
     def file_system(self) -> str:
-        """The type of the file system that holds the file, as /proc/self/mountinfo names it; empty where that
-        is not known."""
+        """Return the type of the file system, as /proc/self/mountinfo names it; empty if it is not known."""
         with suppress(OSError, ValueError, StopIteration):
             facts = Path(f"/proc/self/fdinfo/{self._fd}").read_text(encoding="ascii").split()
             mount = facts[facts.index("mnt_id:") + 1]
@@ -152,8 +168,10 @@ class DiskFile:
         return ""
 
     def claim(self) -> bool:
-        """Take the file's advisory lock (flock) if nobody has it. Also true where the file system has none.
-        `unclaim` gives it back."""
+        """Take the file's advisory lock (flock), and tell whether that was free; `unclaim` gives it back.
+
+        It is also true where the file system has no locks.
+        """
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -163,15 +181,16 @@ class DiskFile:
         return True
 
     def unclaim(self) -> None:
+        """Give back the lock that `claim` took."""
         with suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def forget(self, offset: int = 0, count: int = 0) -> None:
-        """Let go of what the page cache holds of `count` bytes, or all from `offset` on, so that they are
-        read from the disk."""
+        """Drop `count` bytes, or all, from `offset` on from the page cache, so that the disk is read."""
         os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
+        """Close the file. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -189,12 +208,11 @@ class DiskFile:
 
 
 class DirectFile(DiskFile):
-    """A regular file or a block device that can be read straight into memory of the caller's, past the page
-    cache (O_DIRECT).
+    """A DirectFile is a file or block device that is read straight into the caller's memory (O_DIRECT).
 
-    Two descriptors of one file: where its file system, the memory or the place refuses to be read directly,
-    the other one reads by way of the cache, which is then told to forget. Any number of threads may read at
-    once: all they share is `direct`, which only ever falls.
+    It has two descriptors of one file. Where its file system, the memory or the place refuses to be read
+    directly, the other one reads by way of the page cache, which then drops the bytes. Any number of threads
+    may read at once: all they share is `direct`, which only ever falls.
     """
 
     direct: bool
@@ -202,7 +220,7 @@ class DirectFile(DiskFile):
     _direct = -1
 
     def __init__(self, path: Path) -> None:
-        """Raises ReadError, as DiskFile does."""
+        """Open `path`. Raises ReadError, as DiskFile does."""
         super().__init__(path, devices=True)
         try:
             # By way of the descriptor, the same file even if the path leads to another one by now.
@@ -212,9 +230,11 @@ class DirectFile(DiskFile):
         self.direct = self._direct >= 0
 
     def read_direct(self, buffer: memoryview, offset: int) -> None:
-        """What read_into does, and nothing of it stays in the page cache. Directly, if address, offset and
-        length are multiples of DIRECT_ALIGNMENT; a few µs more for each call, so worth it for large ones.
-        Raises ReadError, as read_into does."""
+        """Fill all of `buffer` as `read_into` does, and leave nothing of it in the page cache.
+
+        It reads directly if address, offset and length are multiples of DIRECT_ALIGNMENT. That takes a few µs
+        more for each call, so it is for large ones. Raises ReadError, as `read_into` does.
+        """
         assert self._fd >= 0, "read from a closed file"
         done = self._past_cache(buffer, offset) if self.direct and _aligned(buffer, offset) else 0
         if done < len(buffer):  # This also accounts for a file that ends.
@@ -222,6 +242,7 @@ class DirectFile(DiskFile):
             self.forget(offset + done, len(buffer) - done)
 
     def close(self) -> None:
+        """Close both descriptors. A second call does nothing."""
         fd, self._direct = self._direct, -1
         if fd >= 0:
             os.close(fd)
@@ -246,10 +267,9 @@ class DirectFile(DiskFile):
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory and what is missing above it, for this user alone, whatever the umask. A file in its
-    place is no fault here.
+    """Make a directory and what is missing above it, for this user alone, whatever the umask.
 
-    Raises OSError.
+    A file in its place is no fault here. Raises OSError.
     """
     for each in reversed([directory, *directory.parents]):
         with suppress(FileExistsError):
@@ -257,7 +277,7 @@ def make_private(directory: Path) -> None:
 
 
 def run_all(tasks: Sequence[Callable[[], None]], pool: Executor) -> None:
-    """Run all tasks on the pool's threads, in any order; raises what the first failed one raised.
+    """Run all tasks on the pool's threads, in any order; raise what the first failed one raised.
 
     Why this is safe for tasks that write disjoint memory: none is in flight any more on return, also by an
     error, so the caller may use, free or refill the memory at once.

@@ -1,5 +1,4 @@
-"""Measures the links that bound an engine: reading memory, copies between host and device, the disk, and
-matrix products.
+"""Measures the links that bound an engine: memory, copies between host and device, the disk, and products.
 
 Every rate is the best of several passes: what the link can do, not what it did while the machine was busy
 with something else. Each function takes about a second and frees what it took.
@@ -38,8 +37,10 @@ _SECONDS = 0.4
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Copies between pinned host memory and a device, bytes/s. `both`: each way, while the other way runs at
-    the same time."""
+    """LinkRates are copies between pinned host memory and a device, bytes/s.
+
+    both: each way, while the other way runs at the same time.
+    """
 
     to_device: float
     from_device: float
@@ -48,7 +49,13 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class DiskRate:
-    """Reading one file with large requests of several threads, bytes/s."""
+    """DiskRate is how fast one file is read with large requests of several threads.
+
+    read: bytes/s.
+    temporary: whether `file` was written for this and is gone again.
+    direct: whether the page cache was bypassed. If not, it was asked to drop the file first, and may not
+        have.
+    """
 
     read: float
     file: Path
@@ -60,8 +67,13 @@ class DiskRate:
 
 
 def memory_read(device: torch.device, most: int | None = None, seconds: float = _SECONDS) -> float:
-    """Bytes/s at which a sum reads memory of the device, far beyond its caches; on a CPU with all of torch's
-    threads. `most`: bytes to take for it."""
+    """Measure the bytes/s at which a sum reads memory of the device, far beyond its caches.
+
+    On a CPU all of torch's threads read.
+
+    most: bytes to take for it.
+    seconds: for which it is repeated.
+    """
     wanted = _DEVICE_BYTES if device.type == "cuda" else max(_HOST_BYTES, 4 * _cache_bytes())
     wanted = min(wanted, most or wanted)
     source = _buffer(wanted, device).view(torch.float32).view(4096, -1)
@@ -69,14 +81,14 @@ def memory_read(device: torch.device, most: int | None = None, seconds: float = 
 
 
 def memory_copy(device: torch.device) -> float:
-    """Bytes/s of a copy within the device's memory, counting each byte twice: read and written."""
+    """Measure the bytes/s of a copy within the device's memory; each byte counts twice, read and written."""
     source = _buffer(_DEVICE_BYTES // 2 if device.type == "cuda" else _HOST_BYTES // 2, device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best(lambda: target.copy_(source), device)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a square matrix product."""
+    """Measure the floating-point operations a second of a square matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
@@ -84,7 +96,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def link_rates(device: torch.device) -> LinkRates:
-    """The link between pinned host memory and a CUDA device, each way and both at once."""
+    """Measure the link between pinned host memory and a CUDA device, each way and both at once."""
     assert device.type == "cuda", "there is no link between the host and itself"
     sent, received = (torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     target, source = (torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
@@ -110,8 +122,13 @@ def link_rates(device: torch.device) -> LinkRates:
 
 
 def copy_rate(device: torch.device, most: int | None = None, seconds: float = _SECONDS) -> float:
-    """Bytes/s of the one stream that brings weights to the device: from pinned memory over the link, or one
-    thread's copy on a CPU, of at most `most` bytes."""
+    """Measure the bytes/s of the one stream that brings weights to the device.
+
+    It copies from pinned memory over the link, or, on a CPU, by one thread.
+
+    most: bytes to copy at most, on a CPU.
+    seconds: for which it is repeated.
+    """
     if device.type == "cuda":
         sent = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device)
@@ -122,8 +139,7 @@ def copy_rate(device: torch.device, most: int | None = None, seconds: float = _S
 
 
 def file_read(file: Path, seconds: float = 2 * _SECONDS) -> DiskRate:
-    """How fast a file or a block device can be read, in large requests that bypass the page cache where that
-    is possible.
+    """Measure how fast a file or a block device is read, in large requests, past the page cache if possible.
 
     Raises DeviceError if it cannot be read.
     """
@@ -134,10 +150,10 @@ def file_read(file: Path, seconds: float = 2 * _SECONDS) -> DiskRate:
 
 
 def disk_read(directory: Path) -> DiskRate:
-    """How fast files of `directory` can be read: its largest, if that is large enough, or one that is written
-    and dropped again.
+    """Measure how fast files of `directory` are read.
 
-    Raises DeviceError if there is none and none can be written.
+    It takes the largest, if that is large enough, or one that is written and dropped again. Raises
+    DeviceError if there is none and none can be written.
     """
     try:
         files = [

@@ -9,10 +9,10 @@ from penstock.base.errors import DeviceError
 
 
 def cuda_function(name: str, *arguments: type) -> Callable[..., int]:
-    """A function of the CUDA runtime that torch has loaded; it returns an error's number, or 0.
+    """Return a function of the CUDA runtime that torch has loaded; it returns an error's number, or 0.
 
     The loader looks a name up in a library and in all that it was linked with, whatever that is called and
-    wherever it lies.
+    wherever it lies. Raises DeviceError if it is not there.
     """
     for library in ("libtorch_cuda.so", f"{torch.__path__[0]}/lib/libtorch_cuda.so", None):
         try:

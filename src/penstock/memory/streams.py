@@ -1,8 +1,7 @@
-"""Streams: each does its work in order, beside the others. A ticket is a point in one that the host, or
-another stream, can wait for.
+"""Streams do their work in order, each beside the others; a ticket is a point in one to wait for.
 
-On CUDA these are the device's streams and events. On a CPU copies have a thread of their own, and what
-computes is its caller's.
+On CUDA these are the device's streams and events. On a CPU copies have a thread of their own, and arithmetic
+is its caller's.
 """
 
 import ctypes
@@ -27,24 +26,27 @@ overlap in the target."""
 
 
 class Ticket(Protocol):
-    """A point in a stream's work."""
+    """A Ticket is a point in a stream's work, for which the host or another stream can wait."""
 
     @property
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Tell whether the point is reached."""
 
     def wait(self) -> None:
         """Block the calling thread until the point is reached."""
 
     def when(self) -> float:
-        """When it was reached, in seconds of perf_counter. To be asked only once it is done."""
+        """Return when it was reached, in seconds of perf_counter. It must be done."""
 
 
 class Stream(Protocol):
-    """Any thread may queue work, one at a time."""
+    """A Stream does what is queued in order. Any thread may queue work, one at a time."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy between flat uint8 tensors of one size; neither may be touched until a later mark is
-        done."""
+        """Queue a copy between flat uint8 tensors of one size.
+
+        Neither may be touched until a later mark is done.
+        """
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy between uint8 tensors `[rows, bytes]` of one shape, in which rows may stand apart.
@@ -63,18 +65,21 @@ class Stream(Protocol):
         """
 
     def wait(self, ticket: Ticket) -> None:
-        """What is queued from now on starts after `ticket`."""
+        """Start what is queued from now on after `ticket`."""
 
     def mark(self) -> Ticket:
-        """Done when all that has been queued is."""
+        """Return a ticket that is done when all that has been queued is."""
 
     def close(self) -> None:
         """Finish what is queued and end."""
 
 
 class HostTicket:
-    """Reached when a thread says so, once. A lock that is held until then: an interrupt of who waits leaves
-    nothing behind, as it would within a threading.Event."""
+    """A HostTicket is reached when a thread says so, once.
+
+    It is a lock that is held until then: an interrupt of who waits leaves nothing behind, as it would within
+    a threading.Event.
+    """
 
     __slots__ = ("_closed", "_when")
 
@@ -84,25 +89,29 @@ class HostTicket:
         self._when: float | None = None
 
     def reach(self) -> None:
+        """Say that the point is reached."""
         self._when = perf_counter()
         self._closed.release()
 
     @property
     def done(self) -> bool:
+        """Tell whether the point is reached."""
         return self._when is not None
 
     def wait(self) -> None:
+        """Block the calling thread until the point is reached."""
         if self._when is None:
             with self._closed:
                 pass
 
     def when(self) -> float:
+        """Return when it was reached, in seconds of perf_counter. It must be done."""
         assert self._when is not None
         return self._when
 
 
 class ThreadStream:
-    """A thread that does what it is given, in order."""
+    """A ThreadStream is a thread that does what is queued, in order."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -112,30 +121,36 @@ class ThreadStream:
         self._thread.start()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Queue anything. It must not raise."""
+        """Queue any work. It must not raise."""
         self._work.put(work)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue what `Stream.copy` says."""
         # One core's memcpy: torch would wake its threads, which the arithmetic needs.
         self.run(lambda: np.copyto(target.numpy(), source.numpy()))
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Queue what `Stream.copy_rows` says."""
         _check_rows(target, source)
         self.run(lambda: np.copyto(target.numpy(), source.numpy()))
 
     def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        """Queue what `Stream.copy_pieces` says."""
         _check_pieces(target, source, pieces)
         self.run(lambda: _copy_pieces(target, source, pieces))
 
     def wait(self, ticket: Ticket) -> None:
+        """Start what is queued from now on after `ticket`."""
         self.run(ticket.wait)
 
     def mark(self) -> Ticket:
+        """Return a ticket that is done when all that has been queued is."""
         ticket = HostTicket()
         self.run(ticket.reach)
         return ticket
 
     def close(self) -> None:
+        """Finish what is queued and end the thread."""
         self._work.put(None)
         self._thread.join()
 
@@ -146,28 +161,34 @@ def _serve(work: "SimpleQueue[Callable[[], object] | None]") -> None:
 
 
 class CallerStream:
-    """What its caller does itself, at once: arithmetic on a CPU."""
+    """A CallerStream does everything at once, on the caller's thread: arithmetic on a CPU."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy as `Stream.copy` says."""
         target.copy_(source)
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Copy as `Stream.copy_rows` says."""
         _check_rows(target, source)
         np.copyto(target.numpy(), source.numpy())
 
     def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        """Copy as `Stream.copy_pieces` says."""
         _check_pieces(target, source, pieces)
         _copy_pieces(target, source, pieces)
 
     def wait(self, ticket: Ticket) -> None:
+        """Block until `ticket` is reached."""
         ticket.wait()
 
     def mark(self) -> Ticket:
+        """Return a ticket that is reached."""
         ticket = HostTicket()
         ticket.reach()
         return ticket
 
     def close(self) -> None:
+        """Do nothing: all is done."""
         pass
 
 
@@ -186,6 +207,8 @@ class _Clock:
 
 
 class CudaTicket:
+    """A CudaTicket is an event of the device."""
+
     __slots__ = ("_clock", "event")
 
     def __init__(self, event: torch.cuda.Event, clock: _Clock) -> None:
@@ -194,18 +217,24 @@ class CudaTicket:
 
     @property
     def done(self) -> bool:
+        """Tell whether the event has come."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
+        """Block the calling thread until the event has come."""
         self.event.synchronize()
 
     def when(self) -> float:
+        """Return when it came, in seconds of perf_counter. It must be done."""
         return self._clock.when(self.event)
 
 
 class CudaStream:
-    """A stream of the device: a new one, or, for what computes, whichever is the calling thread's current
-    one."""
+    """A CudaStream is a stream of the device: a new one, or the calling thread's current one.
+
+    current: whether it is the latter, for arithmetic.
+    clock: another stream's, so that times are comparable.
+    """
 
     def __init__(self, device: torch.device, *, current: bool = False, clock: _Clock | None = None) -> None:
         self._device = device
@@ -213,10 +242,12 @@ class CudaStream:
         self.clock = clock or _Clock(device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue what `Stream.copy` says."""
         with torch.cuda.stream(self._queue()):
             target.copy_(source, non_blocking=True)
 
     def copy_rows(self, target: Tensor, source: Tensor) -> None:
+        """Queue what `Stream.copy_rows` says. Raises DeviceError."""
         # torch copies strided host memory through a buffer, on the host, and waits for it.
         _check_rows(target, source)
         (rows, width), kind = target.shape, 2 * source.is_cuda + target.is_cuda
@@ -235,6 +266,7 @@ class CudaStream:
             )
 
     def copy_pieces(self, target: Tensor, source: Tensor, pieces: Pieces) -> None:
+        """Queue what `Stream.copy_pieces` says. Raises DeviceError."""
         _check_pieces(target, source, pieces)
         if len(pieces):
             with torch.cuda.device(self._device):
@@ -249,15 +281,18 @@ class CudaStream:
                 )
 
     def wait(self, ticket: Ticket) -> None:
+        """Start what is queued from now on after `ticket`."""
         assert isinstance(ticket, CudaTicket)
         self._queue().wait_event(ticket.event)
 
     def mark(self) -> Ticket:
+        """Return a ticket that is done when all that has been queued is."""
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._queue())
         return CudaTicket(event, self.clock)
 
     def close(self) -> None:
+        """Wait until all that is queued is done."""
         self._queue().synchronize()
 
     def _queue(self) -> torch.cuda.Stream:
@@ -274,7 +309,7 @@ def _check_rows(target: Tensor, source: Tensor) -> None:
 
 
 def joined(pieces: Pieces) -> Pieces:
-    """The same bytes in as few pieces: those that follow one another on both sides become one."""
+    """Return the same bytes in as few pieces: those that follow one another on both sides become one."""
     if len(pieces) < 2:
         return pieces
     follows = (pieces[1:, :2] == pieces[:-1, :2] + pieces[:-1, 2:]).all(1)
@@ -389,7 +424,7 @@ def _memcpy_2d() -> Callable[..., int]:
 
 
 def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:
-    """A stream for copies to a device, one for copies from it, and its compute stream."""
+    """Return a stream for copies to a device, one for copies from it, and its compute stream."""
     if device.type == "cpu":
         return ThreadStream("copies in"), ThreadStream("copies out"), CallerStream()
     copies = CudaStream(device)
@@ -401,14 +436,14 @@ def streams_both_ways(device: torch.device) -> tuple[Stream, Stream, Stream]:
 
 
 def more_streams(device: torch.device, copies: Stream) -> tuple[Stream, Stream]:
-    """Two more streams, for copies to a device and from it, whose times are those of `copies`."""
+    """Return two more streams, for copies to a device and from it, with the clock of `copies`."""
     if isinstance(copies, CudaStream):
         return CudaStream(device, clock=copies.clock), CudaStream(device, clock=copies.clock)
     return ThreadStream("blocks up"), ThreadStream("blocks down")
 
 
 def streams_of(device: torch.device) -> tuple[Stream, Stream]:
-    """The copy stream and the compute stream of a device."""
+    """Return the copy stream and the compute stream of a device."""
     if device.type == "cpu":
         return ThreadStream("copies"), CallerStream()
     copies = CudaStream(device)

@@ -3,13 +3,13 @@
 Why this is safe. A KeyboardInterrupt strikes the main thread only, between two instructions; a worker always
 ends what it has begun. What the two have in common is a queue in C, whose calls are done or not done, and in
 each task a bare lock, which only a worker releases. So an interrupt leaves no lock held. All that it can do
-is to keep a task from being put. Whoever notes a task before it puts it knows of all that may be under way;
+is to keep a task from being put. Whoever notes a task before putting it knows of all that may be under way.
 `call_off` puts what is not done once more, so that it is reached whether or not it had been put, and
 `call_off` may itself be cut short and begun anew. A task that is met twice is done once: whoever pops its
 work from the list does it.
 
 Tasks are begun in the order in which they were put. One may wait for others if these were put before it, for
-the first time: they have been begun before, so nobody waits in a circle, however few threads there are.
+the first time: they have been begun before, so no tasks wait in a circle, however few threads there are.
 """
 
 import threading
@@ -24,20 +24,23 @@ class CalledOff(Exception):
 
 
 class Task(HostTicket):
-    """Reached when its work is over, or has been called off before it began."""
+    """A Task is reached when its work is over, or was called off before it began.
+
+    fault: what the work has raised, once it is done.
+    """
 
     __slots__ = ("_work", "called_off", "fault")
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__()
         self._work = [work]
-        """Empty as soon as somebody does it."""
+        """Empty as soon as a thread does it."""
         self.fault: BaseException | None = None
         """What the work has raised, once it is done."""
         self.called_off = False
 
     def do(self) -> None:
-        """On a worker: do the work, if nobody has begun it."""
+        """Do the work, on a worker, if none has begun it."""
         try:
             work = self._work.pop()
         except IndexError:
@@ -63,12 +66,13 @@ class Task(HostTicket):
 
 
 def wait(tasks: Iterable[Task]) -> None:
+    """Wait for all tasks, whatever they raise."""
     for task in tasks:
         task.wait()
 
 
 class Workers:
-    """`count` threads that do tasks, first come, first begun. All is called by one thread."""
+    """Workers are `count` threads that do tasks, first come, first begun. One thread calls everything."""
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
@@ -87,21 +91,25 @@ class Workers:
             raise
 
     def put(self, task: Task) -> None:
-        """To be noted by the caller before, or nobody can call it off if an interrupt strikes."""
+        """Queue a task. Note it first, or it cannot be called off if an interrupt strikes."""
         assert not self._closing, "a task for workers that end"
         self._tasks.put(task)
 
     def call_off(self, tasks: Sequence[Task]) -> None:
-        """What has not begun never will; all of them come to be done, those that an interrupt has kept from
-        being put too."""
+        """Keep tasks from beginning if they have not begun; all of them come to be done.
+
+        So do those that an interrupt has kept from being put.
+        """
         for task in tasks:
             if not task.done:
                 task.called_off = True
                 self._tasks.put(task)
 
     def close(self) -> None:
-        """Finish what has begun, call off what has not, and end. To be called again if it was interrupted;
-        else that does nothing."""
+        """Finish what has begun, call off what has not, and end.
+
+        Call it again if it was interrupted; else that does nothing.
+        """
         self._closing = True
         self._tasks.put(None)
         for ended in self._ended:  # An interrupted join takes a thread for ended that is not.

@@ -1,5 +1,4 @@
-"""Memory of a GPU that GPUs of other processes on the machine reach as well, by CUDA's handles between
-processes."""
+"""Memory of a GPU that GPUs of other processes on the machine reach as well, by CUDA's IPC handles."""
 
 import ctypes
 
@@ -17,11 +16,15 @@ class _ByValue(ctypes.Structure):
 
 
 class Window:
-    """So many bytes of this process's device, zeros, and what it sees of others'. Nothing has a name that
-    could be left behind."""
+    """A Window is memory of this process's device, zeros at first, and what it sees of others' windows.
+
+    It has no name that could be left behind.
+
+    handle: by which another process sees it.
+    """
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Raises DeviceError where the memory is not there, or cannot be shared."""
+        """Allocate `size` bytes. Raises DeviceError if they are not there, or cannot be shared."""
         self._device, self._own, self._seen = device, ctypes.c_void_p(), list[ctypes.c_void_p]()
         handle = _HANDLE()
         try:
@@ -37,12 +40,14 @@ class Window:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Return where it begins."""
         return self._own.value or 0
 
     def see(self, handle: bytes) -> int:
-        """Where another's window begins, for kernels of this process's device. Raises DeviceError if devices
-        do not reach each other."""
+        """Return where another's window begins, for kernels of this process's device.
+
+        Raises DeviceError if devices do not reach each other.
+        """
         there = ctypes.c_void_p()
         given = _ByValue(_HANDLE.from_buffer_copy(handle))
         self._call("cudaIpcOpenMemHandle", ctypes.byref(there), given, ctypes.c_uint(_PEERS_WHEN_NEEDED))
@@ -50,14 +55,14 @@ class Window:
         return there.value or 0
 
     def look_away(self) -> None:
-        """Others' windows are seen no more."""
+        """Close others' windows."""
         seen, self._seen = self._seen, []
         with torch.cuda.device(self._device):
             for one in seen:
                 cuda_function("cudaIpcCloseMemHandle")(one)
 
     def close(self) -> None:
-        """Once nobody sees it any more. A second call does nothing."""
+        """Free the memory, once no process sees it any more. A second call does nothing."""
         self.look_away()
         own, self._own = self._own, ctypes.c_void_p()
         if own:

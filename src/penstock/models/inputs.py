@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.arch.layout import GroupId
-from penstock.ops.attention import AttentionInputs, Tiles
+from penstock.ops.attention.inputs import AttentionInputs, Tiles
 from penstock.ops.matrix import GroupViews
 
 

@@ -2,6 +2,7 @@
 reads."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 from penstock.arch.mixers.attention import Attention
 from penstock.arch.mixers.mixer import Mixer
 from penstock.models.inputs import ColdCache, StepInputs
-from penstock.ops.attention import attend
+from penstock.ops.attention.attend import attend
+from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.linear import linear
 from penstock.ops.matrix import GroupViews
 from penstock.ops.project import HeadNorms, project
@@ -57,10 +59,14 @@ def attention(
     if wanted is not None and inputs.last is not None:
         # They are rows, which see no keys but those in pages.
         q, wanted, seen_by = q[wanted], None, inputs.last
-    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
-    seen = attend(q, k, v, (k_cache, v_cache), seen_by, scale, mixer.window, mixing.cold, written=True)
+    seen = attend(q, k, v, (k_cache, v_cache), seen_by, _scores_of(mixer), mixing.cold).out
     seen = seen if wanted is None else seen[wanted]
     return seen.view(len(seen), mixer.output_size)
+
+
+@lru_cache(maxsize=256)
+def _scores_of(mixer: Attention) -> LayerAttention:
+    return LayerAttention(mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale, mixer.window)
 
 
 FORWARD: dict[type[Mixer], Forward] = {Attention: attention}

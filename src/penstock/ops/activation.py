@@ -8,7 +8,7 @@ from penstock.ops.kernels import pointwise_kernels
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of a fused `[tokens, 2 * inner]`, gate first: `[tokens, inner]`."""
+    """Return `silu(gate) * up`, `[tokens, inner]`, of a fused `[tokens, 2 * inner]`, gate first."""
     if gate_up.is_cuda and (kernels := pointwise_kernels()):
         result: Tensor = kernels.silu_mul(gate_up)
         return result
@@ -17,7 +17,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_into(gate_up: Tensor, out: Tensor) -> Tensor:
-    """`silu_mul` in memory that is there: `out` `[tokens, inner]` is written and returned, and gate_up
-    overwritten."""
+    """Write `silu_mul` of gate_up to `out` `[tokens, inner]`, and return that; gate_up is overwritten."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(F.silu(gate, inplace=True), up, out=out)

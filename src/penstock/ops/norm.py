@@ -8,8 +8,10 @@ from penstock.ops.kernels import pointwise_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension: in float32, rounded to x's dtype before
-    the weight is applied."""
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+
+    It is computed in float32 and rounded to x's dtype before the weight is applied.
+    """
     if x.is_cuda and (kernels := pointwise_kernels()):
         normed: Tensor = kernels.rms_norm(x, weight, eps)[0]
         return normed
@@ -20,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add `x` to `residual` in place, and return the normalised sum. Both `[tokens, hidden]`."""
+    """Add `x` to `residual` in place, and return the normalised sum; both are `[tokens, hidden]`."""
     if x.is_cuda and (kernels := pointwise_kernels()):
         normed: Tensor = kernels.rms_norm(x, weight, eps, residual)[0]
         return normed

@@ -1,8 +1,8 @@
 """Policies choose which blocks of far keys a step reads, and bound how much attention lies in the rest.
 
 A policy is a pure function of a layer and of the queries' scores with every block, as the blocks' sketches
-bound them (`ops.sketch`). What it leaves out it accounts for: the share of a query's attention that lies in
-blocks that were not read is at most the bound of their scores over that bound plus what was read, which is
+bound them (`ops.sketch`). What it leaves out is accounted for: the share of a query's attention in blocks
+that were not read is at most the bound of their scores, divided by that bound plus what was read, which is
 known exactly.
 """
 
@@ -21,8 +21,10 @@ _ROUNDING = 2.0**-23
 
 
 class Past:
-    """The `blocks` whole blocks of keys before queries at positions [start, stop), to be scored if anybody
-    asks."""
+    """Past is the `blocks` whole blocks of keys before queries at positions [start, stop).
+
+    They are scored when `scores` is first read.
+    """
 
     def __init__(
         self, blocks: int, block_size: int, start: int, stop: int, score: Callable[[], Scores]
@@ -37,14 +39,18 @@ class Past:
 
     @cached_property
     def scores(self) -> Scores:
+        """Return the queries' scores with every block, computed once."""
         return self._score()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The blocks to read, bool `[blocks]`, and a bound on the rest: skipped, float32 `[queries, heads]`, is
-    no less than the log of the sum of exp(score) over all keys that are not read; -inf where there are none.
-    None: everything is read."""
+    """Choice says which blocks to read, and bounds the rest. None in its place reads everything.
+
+    keep: the blocks to read, bool `[blocks]`.
+    skipped: float32 `[queries, heads]`, no less than the log of the sum of exp(score) over all keys that are
+        not read; -inf where there are none.
+    """
 
     keep: Tensor
     skipped: Tensor
@@ -53,16 +59,18 @@ class Choice:
         """Bound what fraction of each query's attention lies in skipped blocks: float32 `[queries, heads]`.
 
         lse: log-sum-exp of all scores that were seen, of blocks that were read and whatever else, float32
-        `[queries, heads]`, right to its last bits: an error in it is an error of the answer.
+            `[queries, heads]`, right to its last bits: an error in it is an error of the answer.
         """
         room = _ROUNDING * (64 + 8 * (self.skipped.abs() + lse.abs()))
         share = torch.sigmoid(self.skipped - lse + room) * (1 + 4 * _ROUNDING)
         share = share.nan_to_num_(1.0)  # nothing is known
-        share.clamp_(torch.finfo(torch.float32).tiny, 1.0)  # too little to be told is not none
+        share.clamp_(torch.finfo(torch.float32).tiny, 1.0)  # too little for a float32 is not none
         return share.masked_fill(self.skipped == -torch.inf, 0.0)
 
 
 class Policy(Protocol):
+    """A Policy is called for each layer and returns the blocks to read; None reads everything."""
+
     def __call__(self, layer: int, past: Past) -> Choice | None: ...
 
 
@@ -85,8 +93,10 @@ def window(sinks: int, recent: int) -> Policy:
 
 
 def topk(count: int, *, dense_layers: int = 0) -> Policy:
-    """Read the `count` blocks that are likely to have the most attention, all heads together; everything in
-    the first `dense_layers` layers."""
+    """Read the `count` blocks that are likely to have the most attention, all heads together.
+
+    dense_layers: in the first so many layers everything is read.
+    """
 
     def choose(layer: int, past: Past) -> Choice | None:
         if layer < dense_layers or count >= past.blocks:
@@ -97,10 +107,10 @@ def topk(count: int, *, dense_layers: int = 0) -> Policy:
 
 
 def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
-    """For prefill: read the `columns` best blocks, and those that lie `slashes` blocks before one that holds
-    a query.
+    """Read the `columns` best blocks, and those that lie `slashes` blocks before one that holds a query.
 
-    The two patterns of block-sparse prefill (after Jiang et al. 2024, arXiv 2407.02490).
+    For prefill: these are the two patterns of block-sparse prefill (after Jiang et al. 2024, arXiv
+    2407.02490).
     """
 
     def choose(layer: int, past: Past) -> Choice | None:
@@ -117,8 +127,10 @@ def vertical_slash(columns: int, slashes: Sequence[int]) -> Policy:
 
 
 def policy_of(text: str) -> Policy | None:
-    """Make the attention policy that `text` names (see base.config); None for `full`, as there is nothing to
-    choose. Raises ConfigError."""
+    """Make the attention policy that `text` names (see base.config); None for `full`.
+
+    Raises ConfigError.
+    """
     name, values = policy_numbers(text)
     made: dict[str, Callable[..., Policy]] = {
         "window": window,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.ops.attention import AttentionInputs, write
+from penstock.ops.attention.attend import write
+from penstock.ops.attention.inputs import AttentionInputs
 from penstock.ops.kernels import pointwise_kernels
 from penstock.ops.norm import rms_norm
 from penstock.ops.rope import rotate
@@ -31,8 +32,8 @@ def project(
     heads: int,
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[tokens, heads, dim]`, keys and values `[tokens, kv_heads, dim]`, as `attend` wants them when
-    they are `written`.
+    """Queries `[tokens, heads, dim]`, keys and values `[tokens, kv_heads, dim]`, as `attend` wants
+    them.
 
     qkv `[tokens, (heads + 2 * kv_heads) * dim]`, perhaps overwritten, and what is returned perhaps views of
     it; cos, sin float32 `[tokens, dim / 2]`; cache: K and V of the layer, `[blocks, block_size, kv_heads,
@@ -41,7 +42,7 @@ def project(
     if qkv.is_cuda and (kernels := pointwise_kernels()):
         gains, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         views: tuple[Tensor, Tensor, Tensor] = kernels.project(
-            qkv, cos, sin, *cache, inputs.slots, heads=heads, gains=gains, eps=eps
+            qkv, cos, sin, cache, inputs.slots, heads=heads, gains=gains, eps=eps
         )
         return views
     q, k, v = project_reference(qkv, cos, sin, heads=heads, kv_heads=cache[0].shape[2], norms=norms)

@@ -1,5 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) in the half-split form that checkpoints
-use."""
+"""Rotary position embeddings (RoPE; Su et al. 2021, arXiv 2104.09864), half-split as in checkpoints."""
 
 import torch
 from torch import Tensor
@@ -10,8 +9,10 @@ from penstock.ops.kernels import pointwise_kernels
 
 
 class RotaryAngles:
-    """Cosines and sines for any positions. Angles are taken in float64, so that no position in use is rounded
-    into its neighbour."""
+    """RotaryAngles makes cosines and sines for any positions.
+
+    Angles are taken in float64, so that no position in use is rounded into its neighbour.
+    """
 
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
         self._rope = rope
@@ -21,22 +22,22 @@ class RotaryAngles:
 
     @property
     def frequencies(self) -> Tensor:
-        """Float64 `[dim / 2]`; of dynamic scaling those of short sequences."""
+        """Return the frequencies, float64 `[dim / 2]`; with dynamic scaling those of short sequences."""
         return self._frequencies
 
     @property
     def scale(self) -> Tensor:
-        """Of cosines and sines, float64 `[1]`."""
+        """Return the factor of cosines and sines, float64 `[1]`."""
         return self._scale
 
     def _tensor(self, numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=self._device)
 
     def tables(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """(cos, sin), float32 `[tokens, dim / 2]`, for int64 positions `[tokens]`.
+        """Return (cos, sin), float32 `[tokens, dim / 2]`, for int64 positions `[tokens]`.
 
-        `lengths`, one per token and only for dynamic scaling: the sequence length that its frequencies are
-        made for.
+        lengths: for dynamic scaling alone, the sequence length of each token for which its frequencies are
+            made.
         """
         frequencies = self._frequencies
         if self._rope.kind is RopeKind.DYNAMIC and lengths is not None:
@@ -52,8 +53,10 @@ class RotaryAngles:
 
 
 def rotate(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries and keys `[tokens, heads, dim]` by their positions' angles; cos, sin float32 `[tokens, dim
-    / 2]`. Perhaps in place."""
+    """Rotate queries and keys `[tokens, heads, dim]` by their positions' angles, perhaps in place.
+
+    cos, sin: float32 `[tokens, dim / 2]`.
+    """
     if qk.is_cuda and (kernels := pointwise_kernels()):
         kernels.rope_(qk, None, cos, sin)
         return qk

@@ -1,9 +1,8 @@
-"""From logits to tokens: penalties, truncation and the draw, for a batch in which every row has its own
-settings.
+"""From logits to tokens: penalties, truncation and the draw. Every row of a batch has its own settings.
 
 No row's result depends on another row. The draw is the inverse of the cumulative distribution, in the order
-of the vocabulary, at a number that the request's seed and the token's position alone decide, so a seed means
-the same draws whatever else is in the batch.
+of the vocabulary, at a random number. The request's seed and the token's position alone decide that number,
+so a seed means the same draws whatever else is in the batch.
 """
 
 from collections.abc import Sequence
@@ -31,23 +30,25 @@ _FEW = (256, 4096)
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), the same for the same seed and position in every process."""
+    """Return a number in [0, 1), the same for the same seed and position in every process."""
     digest = blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """For penalties: how often each token is in the output, and whether it is in the prompt; `[vocab]` int32
-    and bool."""
+    """TokenCounts is what penalties go by.
+
+    output: how often each token is in the output, int32 `[vocab]`.
+    prompt: whether it is in the prompt, bool `[vocab]`.
+    """
 
     output: Tensor
     prompt: Tensor
 
 
 def penalise(logits: Tensor, sampling: Sampling, counts: TokenCounts) -> None:
-    """Apply a row's penalties to its logits `[vocab]`, in place (repetition: Keskar et al. 2019, arXiv
-    1909.05858)."""
+    """Apply a row's penalties to its logits `[vocab]`, in place (Keskar et al. 2019, arXiv 1909.05858)."""
     if sampling.repetition_penalty != 1:
         seen = counts.prompt | (counts.output > 0)
         factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
@@ -59,14 +60,17 @@ def penalise(logits: Tensor, sampling: Sampling, counts: TokenCounts) -> None:
 
 
 def is_greedy(sampling: Sampling) -> bool:
+    """Tell whether these settings always take the likeliest token."""
     return sampling.temperature <= _COLDEST or sampling.top_k == 1
 
 
-def wishes(
+def pack_sampling(
     rows: Sequence[int], settings: Sequence[Sampling], positions: Sequence[int]
 ) -> NDArray[np.float64]:
-    """What a draw of these rows of logits goes by, `[rows, 6]`: row, temperature, top-k, top-p, min-p, and
-    the number that decides."""
+    """Pack what draws of these rows of logits go by: float64 `[rows, 6]`.
+
+    The columns are row, temperature, top-k, top-p, min-p, and the random number.
+    """
     of = zip(rows, settings, positions, strict=True)
     table = [
         (row, one.temperature, one.top_k, one.top_p, one.min_p, uniform(one.seed, position))
@@ -76,12 +80,15 @@ def wishes(
 
 
 def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
-    """Draw a token for each of the `wishes` that were asked: logits float32 `[rows, vocab]`, asked float64
-    `[draws, 6]`; tokens int64 `[rows]`, of which only the rows that were named change.
+    """Draw a token for each row of `asked`, which `pack_sampling` has packed.
 
-    In this order: temperature, top-k, top-p of what top-k leaves, min-p; as transformers does it. Of tokens
-    that are equally likely the first come first; what is not a number is impossible. Waits for nothing where
-    there are kernels.
+    The order is temperature, top-k, top-p of what top-k leaves, min-p, as in transformers. Of tokens that are
+    equally likely the first come first. A logit that is not a number is impossible. With kernels it waits for
+    nothing.
+
+    logits: float32 `[rows, vocab]`.
+    asked: float64 `[draws, 6]`.
+    tokens: int64 `[rows]`, of which only the rows that were named change.
     """
     if logits.is_cuda and (kernels := sampling_kernels()):
         kernels.draw(logits, asked, tokens)
@@ -99,8 +106,11 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
 
 
 def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tensor:
-    """`draw` step by step: logits float32 `[draws, vocab]`, a row for each; result int64 `[draws]`. sorts:
-    False where no row needs it."""
+    """Compute `draw` step by step, and return the tokens, int64 `[draws]`.
+
+    logits: float32 `[draws, vocab]`, a row for each draw.
+    sorts: False where no row needs an order.
+    """
     _, most, nucleus, least, number = (asked[:, column, None] for column in range(1, 6))
     warm, likelihood = _likelihoods(logits, asked)
     kept = likelihood.double()
@@ -167,9 +177,11 @@ def _drawn(kept: Tensor, number: Tensor) -> Tensor:
 
 
 def ranked(scores: Tensor, count: int) -> Tensor:
-    """Ids of so many tokens of each row of float32 `[rows, vocab]`, the highest first, of equal ones the
-    lower first: which of those `topk` takes depends on how many are asked for, and of how many rows. -0
-    counts as 0."""
+    """Return the ids of the `count` highest tokens of each row of float32 `[rows, vocab]`, highest first.
+
+    Of equal ones the lower id comes first: which of them `topk` takes depends on how many are asked for, and
+    of how many rows. -0 counts as 0.
+    """
     if count == 0:
         return torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
     keys = (scores + 0.0).view(torch.int32).long()

@@ -32,9 +32,15 @@ _BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class SketchLayout:
-    """How a block's sketch lies in bytes: least, greatest `[kv_heads, dim]` of the keys' dtype; remainders'
-    lengths, float16 `[kv_heads, block_size]`; numbers, `[kv_heads, block_size, columns]`, with 4 bits those
-    of two channels in a byte."""
+    """SketchLayout says how a block's sketch lies in bytes.
+
+    In this order: least and greatest number of each channel, `[kv_heads, dim]` of the keys' dtype; lengths of
+    remainders, float16 `[kv_heads, block_size]`; numbers, `[kv_heads, block_size, columns]`, with 4 bits
+    those of two channels in a byte.
+
+    block_size: tokens of a block.
+    bits: of a number: 4, 8, or 0 for boxes alone.
+    """
 
     block_size: int
     kv_heads: int
@@ -44,38 +50,46 @@ class SketchLayout:
 
     @property
     def columns(self) -> int:
-        """Bytes of a key's numbers. With 4 bits byte i has channel i in its low half, and channel i + columns
-        in its high one."""
+        """Return the bytes of a key's numbers.
+
+        With 4 bits byte i has channel i in its low half, and channel i + columns in its high one.
+        """
         return self.dim if self.bits == 8 else -(-self.dim // 2)
 
     @property
     def box_bytes(self) -> int:
+        """Return the bytes of a block's least and greatest numbers."""
         return 2 * self.kv_heads * self.dim * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of a block's sketch."""
         copy = self.kv_heads * self.block_size * (2 + self.columns) if self.bits else 0
         return -(-(self.box_bytes + copy) // _ALIGNMENT) * _ALIGNMENT
 
     def scratch_bytes(self, blocks: int, heads: int) -> int:
-        """Memory that `scores` takes for so many blocks, at most, beside what it returns: each as float32."""
+        """Bound the bytes that `scores` takes for so many blocks, beside what it returns."""
         keys = self.block_size * (self.kv_heads * self.dim + 6 * _QUERIES * heads) if self.bits else 0
         return 4 * blocks * (keys + 6 * self.kv_heads * self.dim + 2 * _QUERIES * heads * self.dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of queries with whole blocks of keys, float32 `[queries, heads, blocks]`. upper: no less than the log
-    of the sum of exp(score) over the block's keys. likely: that log as far as the sketch knows it; `upper`
-    itself where there are only boxes."""
+    """Scores are bounds of queries' scores with whole blocks of keys, float32 `[queries, heads, blocks]`.
+
+    upper: no less than the log of the sum of exp(score) over the block's keys.
+    likely: that log as far as the sketch knows it; `upper` itself where there are only boxes.
+    """
 
     upper: Tensor
     likely: Tensor
 
 
 def sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
-    """Of whole blocks of keys, `[blocks, block_size, kv_heads, dim]` of the layout's dtype: uint8 `[blocks,
-    bytes]`."""
+    """Make the sketches, uint8 `[blocks, bytes]`, of whole blocks of keys.
+
+    keys: `[blocks, block_size, kv_heads, dim]` of the layout's dtype.
+    """
     return torch.cat([_sketch(some, layout) for some in torch.split(keys, _BLOCKS)])
 
 
@@ -109,8 +123,11 @@ def _sketch(keys: Tensor, layout: SketchLayout) -> Tensor:
 
 
 def scores(q: Tensor, sketches: Tensor, layout: SketchLayout) -> Scores:
-    """Of scaled queries, float32 `[queries, heads, dim]`, with the blocks of these sketches, uint8 `[blocks,
-    bytes]`."""
+    """Score queries with the blocks of these sketches.
+
+    q: scaled queries, float32 `[queries, heads, dim]`.
+    sketches: uint8 `[blocks, bytes]`.
+    """
     unpacked = _Unpacked(sketches, layout)
     pieces = [_scores(piece, unpacked, layout) for piece in torch.split(q, _QUERIES)]
     return Scores(torch.cat([piece.upper for piece in pieces]), torch.cat([piece.likely for piece in pieces]))

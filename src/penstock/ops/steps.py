@@ -1,5 +1,4 @@
-"""Around a decode step whose inputs lie at fixed addresses: what each of its rows is and where it stands, and
-their likeliest tokens."""
+"""What stands around a recorded decode step: the preparation of its rows, and their likeliest tokens."""
 
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ from penstock.ops.kernels import step_kernels
 from penstock.ops.rope import RotaryAngles
 
 FIELDS = 6
-"""Of each row: its number, its position and its token; and where in whose table its newest page stands, and
-which it is."""
+"""Numbers that describe a row: its number, position and token; and the row and column of a block table that
+has a new block, and that block."""
 LEAST = torch.iinfo(torch.int64).min
 """What `likeliest` starts from."""
 NO_TOKEN = -1
@@ -20,9 +19,15 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Of each row of a step: its pages int32 `[rows, pages]`, as far as it has any; its token, the page and
-    the place in it of its new KV, both as one number, -1 for nobody, all int64 `[rows]`; its length, itself
-    included, int32 `[rows]`; cos and sin float32 `[rows, dim / 2]`."""
+    """Placed is what a step needs to know of each of its rows.
+
+    table: the row's blocks, int32 `[rows, blocks]`, as far as it has any.
+    tokens: int64 `[rows]`.
+    blocks, offsets: block of the new KV and the place in it, int64 `[rows]`.
+    slots: both as one number, int64 `[rows]`, -1 for padding.
+    lengths: tokens of the sequence, the new one included, int32 `[rows]`.
+    cos, sin: float32 `[rows, dim / 2]`.
+    """
 
     table: Tensor
     tokens: Tensor
@@ -35,10 +40,12 @@ class Placed:
 
 
 def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, block_size: int) -> Placed:
-    """What a step needs to know of its rows, of int32 `[FIELDS, rows]`: a position of -1 is nobody's, a token
-    of -1 the row's newest.
+    """Compute `Placed` of the rows that int32 `given`, `[FIELDS, rows]`, describes.
 
-    table: int32 `[all rows, pages]`, which takes the new pages; newest int64 `[all rows]`.
+    A position of -1 is padding, a token of -1 the row's newest.
+
+    table: block tables, int32 `[all rows, blocks]`, which take the new blocks.
+    newest: newest token of each row, int64 `[all rows]`.
     """
     if given.is_cuda and (kernels := step_kernels()):
         return Placed(*kernels.place(given, table, newest, angles.frequencies, angles.scale, block_size))
@@ -52,11 +59,13 @@ def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, bl
 
 
 def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best: Tensor) -> None:
-    """Puts the likeliest token of each row of logits `[rows, vocab]`, of equal ones the first, into `tokens`
-    int64 `[rows]`, and into `newest` int64 `[all rows]` where `rows`, int32, says. best: int64 `[rows or
-    more]`, LEAST in all, and so again afterwards.
+    """Put the likeliest token of each row of logits `[rows, vocab]`, of equal ones the first, in `tokens`.
 
-    Of a row with a logit that is not a number the token is NO_TOKEN, and the newest one 0.
+    For a row with a logit that is not a number the token is NO_TOKEN, and the newest one 0.
+
+    rows: int32 `[rows]`, where in `newest`, int64 `[all rows]`, the tokens go as well.
+    tokens: int64 `[rows]`.
+    best: int64 `[rows or more]`, all LEAST, and so again afterwards.
     """
     if logits.is_cuda and (kernels := step_kernels()):
         kernels.likeliest(logits, rows, newest, tokens, best)
@@ -67,8 +76,10 @@ def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best
 
 
 def without_numbers(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """Which rows of logits `[rows, vocab]` have one that is not a number, bool `[rows]`; their likeliest
-    tokens become NO_TOKEN. For what is not a number counts as the largest."""
+    """Return which rows of logits `[rows, vocab]` have one that is not a number, bool `[rows]`.
+
+    Their likeliest tokens become NO_TOKEN: what is not a number counts as the largest.
+    """
     wrong = logits.gather(-1, likeliest[:, None])[:, 0].isnan()
     likeliest.masked_fill_(wrong, NO_TOKEN)
     return wrong

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from penstock.ops.attention import reads_pages
+from penstock.ops.attention.attend import reads_pages
 from penstock.ops.kernels import noted
 from penstock.worker.runner import Runner
 from penstock.worker.warmup import StepSizes

@@ -38,7 +38,8 @@ from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import give_back
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
-from penstock.ops.attention import AttentionInputs, PlacedRun, Rows, reads_pages
+from penstock.ops.attention.attend import reads_pages
+from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
 from penstock.ops.kernels import counting, early_launches
 from penstock.ops.matrix import GroupViews
 from penstock.ops.rope import RotaryAngles

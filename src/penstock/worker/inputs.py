@@ -16,8 +16,9 @@ from penstock.kv.movement.chosen import Reader
 from penstock.kv.movement.tiles import Tile
 from penstock.memory.device import send
 from penstock.models.inputs import StepInputs
-from penstock.ops.attention import (
-    PAST_TILE,
+from penstock.ops.attention.attend import reads_pages
+from penstock.ops.attention.gathered import PAST_TILE
+from penstock.ops.attention.inputs import (
     AttentionInputs,
     ColdInputs,
     ColdTile,
@@ -25,7 +26,6 @@ from penstock.ops.attention import (
     Rows,
     Run,
     Scratch,
-    reads_pages,
 )
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share

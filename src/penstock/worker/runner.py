@@ -16,7 +16,7 @@ from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import Heap, give_back, lift_cap, shortage
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
-from penstock.ops.attention import PAST_TILE
+from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import counting, early_launches, plain_torch
 from penstock.step.plan import (
     Landed,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.memory.device import send
-from penstock.ops.sampling import TokenCounts, draw, is_greedy, penalise, ranked, wishes
+from penstock.ops.sampling import TokenCounts, draw, is_greedy, pack_sampling, penalise, ranked
 from penstock.ops.steps import NO_TOKEN, without_numbers
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, Row, Share, TokenLogprob
@@ -117,7 +117,7 @@ class Sampler:
         wrong = without_numbers(logits, tokens)
         random = [row for row, state in enumerate(states) if not is_greedy(state.sampling)]
         if random:
-            asked = wishes(
+            asked = pack_sampling(
                 random, [states[row].sampling for row in random], [shares[row].stop for row in random]
             )
             draw(logits, send(asked, self._device), tokens)

@@ -4,7 +4,7 @@ they need. Each needs a pool of one block, and leaves nothing behind."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.ops.attention import PAST_TILE
+from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Plan, Row, Share
 from penstock.worker.inputs import ROW_KEYS

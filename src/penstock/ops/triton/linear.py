@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.kernels import counters, early_options, launches_early
-from penstock.ops.triton.attention import multiprocessors
 from penstock.ops.triton.pointwise import silu
+from penstock.ops.triton.tuning import multiprocessors
 
 MOST_ROWS = 64
 """Of a product of few rows."""

@@ -1,9 +1,9 @@
-"""Kernels for the small steps between matrix products: normalisation with the residual sum, rotary positions
-with the write of new keys and values, the gated activation.
+"""Kernels for the small steps between matrix products.
 
-Each rounds where the reference models round, so that fused and unfused arithmetic agree to the last bit of
-the dtype wherever fp32 does. Where launches may be early (`kernels.early_launches`), each waits on the device
-before it reads or writes anything.
+They are normalisation with the residual sum, rotary positions with the write of new keys and values, and the
+gated activation. Each rounds where the reference models round, so that fused and unfused arithmetic agree to
+the last bit of the dtype wherever float32 does. Where launches may be early (`kernels.early_launches`), each
+waits on the device before it reads or writes anything.
 """
 
 import torch
@@ -17,7 +17,7 @@ from penstock.ops.kernels import early_options, launches_early
 
 @triton.jit  # type: ignore[untyped-decorator]
 def in_turn(EARLY: tl.constexpr) -> None:
-    """The next kernel may be launched; what was launched before this one has ended."""
+    """Let the next kernel be launched, and wait until what was launched before this one has ended."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,12 +65,13 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """RMS norm over the last dim of x `[tokens, dim]` or `[tokens, heads, dim]` (strided views, last dim
-    contiguous).
+    """Normalise x `[tokens, dim]` or `[tokens, heads, dim]` (strided, last dim contiguous) over its last dim.
 
-    With `residual` (same shape) the sum is taken first: residual += x in place, rounded to its dtype, and
-    that is normalised. Returns y (contiguous, x's dtype) and the residual stream: `residual`, or x itself
-    where none was given. Rounding: `(x32 * rsqrt(mean(x32**2) + eps)).to(dtype) * weight`.
+    Returns y (contiguous, x's dtype) and the residual stream: `residual`, or x itself where none was given.
+    Rounding: `(x32 * rsqrt(mean(x32**2) + eps)).to(dtype) * weight`.
+
+    residual: of x's shape. The sum is taken first: residual += x in place, rounded to its dtype, and that is
+        normalised.
     """
     dim = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
@@ -165,11 +166,11 @@ def _rope(  # type: ignore[no-untyped-def]
 
 
 def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
-    """Rotate q `[tokens, heads, dim]` and k `[tokens, kv_heads, dim]` in place (strided views): pairs (i, i +
-    dim / 2).
+    """Rotate q `[tokens, heads, dim]` and k `[tokens, kv_heads, dim]` in place: pairs (i, i + dim / 2).
 
-    cos, sin fp32 `[tokens, dim / 2]`. The arithmetic is fp32, rounded once. Without k, q may hold the heads
-    of both.
+    The arithmetic is float32, rounded once. Without k, q may hold the heads of both.
+
+    cos, sin: float32 `[tokens, dim / 2]`.
     """
     tokens, heads, dim = q.shape
     kv_heads = 0 if k is None else k.shape[1]
@@ -266,25 +267,27 @@ def project(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: tuple[Tensor, Tensor],
     slots: Tensor,
     *,
     heads: int,
     gains: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the fused projection to attention in one kernel: norms of q and k, their rotation, the write of k
-    and v to pages.
+    """Norm and rotate q and k, and write k and v to pages, in one kernel.
 
-    qkv `[tokens, (heads + 2 * kv_heads) * dim]` (rows strided), of which q and k are normalised and turned in
-    place; cos, sin fp32 `[tokens, dim / 2]`; gains of q and k `[dim]`, if they are normalised per head;
-    k_cache, v_cache `[blocks, block_size, kv_heads, dim]`; slots int64 `[tokens]`, block * block_size +
-    offset, -1 writes nothing. Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of
-    qkv. Rounding: after the norm's division, after its gain, after the rotation. The squares of a head are
-    added in another order than by `rms_norm`, so that a normalised number may come out one step of the dtype
-    beside; without norms nothing differs from `rope_`.
+    Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of qkv. It rounds after the
+    norm's division, after its gain, and after the rotation. The squares of a head are added in another order
+    than by `rms_norm`, so that a normalised number may come out one step of the dtype beside; without norms
+    nothing differs from `rope_`.
+
+    qkv: `[tokens, (heads + 2 * kv_heads) * dim]` (rows strided), of which q and k are changed in place.
+    cos, sin: float32 `[tokens, dim / 2]`.
+    cache: K and V in pages, `[blocks, block_size, kv_heads, dim]`.
+    slots: the slot mapping, int64 `[tokens]`: block * block_size + offset; -1 writes nothing.
+    gains: of q and k, `[dim]`, if heads are normalised.
     """
+    k_cache, v_cache = cache
     tokens, (block_size, kv_heads, dim) = len(qkv), k_cache.shape[1:]
     assert qkv.shape == (tokens, (heads + 2 * kv_heads) * dim), (qkv.shape, heads, k_cache.shape)
     assert v_cache.shape == k_cache.shape, (k_cache.shape, v_cache.shape)
@@ -344,7 +347,7 @@ def project(
 
 @triton.jit
 def silu(gate):  # type: ignore[no-untyped-def]
-    """Of float32 numbers."""
+    """Return silu of float32 numbers."""
     tail = tl.exp(-tl.abs(gate))  # at most 1: no overflow on either side
     return gate * tl.where(gate >= 0.0, 1.0, tail) / (1.0 + tail)
 
@@ -366,8 +369,10 @@ def _silu_mul(  # type: ignore[no-untyped-def]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of gate_up `[tokens, 2 * width]` (gate first, rows strided): `[tokens, width]`, silu
-    rounded before the product."""
+    """Return `silu(gate) * up`, `[tokens, width]`, of gate_up `[tokens, 2 * width]`, gate first.
+
+    Rows may be strided. silu is rounded before the product.
+    """
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.shape[1] == 2 * width, gate_up.shape
     assert gate_up.stride(1) == 1, gate_up.stride()

@@ -1,5 +1,4 @@
-"""Kernels around a recorded decode step: what each row is and where it stands, before it; the likeliest token
-of each, after it.
+"""Kernels around a recorded decode step: the preparation of its rows, and their likeliest tokens.
 
 Where launches may be early (`kernels.early_launches`), each waits on the device before it reads or writes
 anything.
@@ -89,7 +88,7 @@ def _place(  # type: ignore[no-untyped-def]
 def place(
     given: Tensor, table: Tensor, newest: Tensor, frequencies: Tensor, scale: Tensor, block_size: int
 ) -> tuple[Tensor, ...]:
-    """See `penstock.ops.steps.place`."""
+    """Compute what `penstock.ops.steps.place` says, in one launch."""
     count, half = given.shape[1], len(frequencies)
     assert given.dtype == table.dtype == torch.int32
     assert newest.dtype == torch.int64
@@ -160,7 +159,7 @@ def _settle(best, rows, newest, tokens, count, ROWS: tl.constexpr, EARLY: tl.con
 
 
 def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best: Tensor) -> None:
-    """See `penstock.ops.steps.likeliest`."""
+    """Compute what `penstock.ops.steps.likeliest` says, in two launches."""
     count, vocab = logits.shape
     assert logits.stride(1) == rows.stride(0) == 1
     assert tokens.dtype == newest.dtype == best.dtype == torch.int64

@@ -1,9 +1,8 @@
-"""A sum over the GPUs of one machine in one launch, through memory that all of them see, and with it the
-residual sum and the norm.
+"""All-reduce over the GPUs of one machine in one launch, perhaps with the residual sum and the norm.
 
-A program has one row. It sends the row to the same program of every other rank, as words of 64 bits: 32 of
-the row, and the number of the sum, by which the receiver knows that they have come. So nothing is said and
-waited for besides, and a row crosses in the time of one write.
+It goes through memory that all of them see. A program has one row. It sends the row to the same program of
+every other rank, as words of 64 bits: 32 of the row, and the number of the sum, by which the receiver knows
+that they have come. So nothing is said and waited for besides, and a row crosses in the time of one write.
 
 Why this is safe. A word of 64 bits is written and read at once, so that a number never stands beside another
 sum's bits; no order between words is needed. Of each row and sender there are two slots, taken in turns. A
@@ -28,8 +27,8 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from penstock.ops.kernels import early_options, launches_early
-from penstock.ops.triton.attention import multiprocessors
 from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import multiprocessors
 
 _MOST = 256
 _LOOKS = tl.constexpr(256)
@@ -40,9 +39,13 @@ _TIMED = not triton.knobs.runtime.interpret
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What ranks see of each other. addresses: int64 `[1 + ranks]` on the device, of `over`, int32, and of
-    each rank's window as this rank sees it, zeros of `window_bytes`. turns: int32 `[rows]` on the device,
-    zeros. limit: nanoseconds."""
+    """Shared is what ranks see of each other.
+
+    addresses: int64 `[1 + ranks]` on the device, of `over`, int32, and of each rank's window as this rank
+        sees it, zeros of `window_bytes`.
+    turns: int32 `[rows]` on the device, zeros.
+    limit: nanoseconds after which waiting ends.
+    """
 
     rank: int
     ranks: int
@@ -52,17 +55,17 @@ class Shared:
 
 
 def most_rows(device: torch.device) -> int:
-    """In a launch."""
+    """Return how many rows a launch may have."""
     return min(multiprocessors(device), _MOST)
 
 
 def window_bytes(ranks: int, rows: int, dim: int, dtype: torch.dtype) -> int:
-    """Of a rank's window, for rows of so many numbers."""
+    """Return the bytes of a rank's window, for rows of `dim` numbers."""
     return ranks * 2 * rows * _words(dim, dtype) * 8
 
 
 def suits(dim: int, dtype: torch.dtype) -> bool:
-    """Whether rows of so many numbers are whole words."""
+    """Tell whether rows of `dim` numbers are whole words."""
     return dtype in (torch.float32, torch.bfloat16, torch.float16) and dim * dtype.itemsize % 4 == 0
 
 
@@ -192,15 +195,22 @@ def _sum(  # type: ignore[no-untyped-def]
 
 
 def sum_over_ranks(x: Tensor, shared: Shared) -> None:
-    """Puts the sum over all ranks in the place of x `[rows, dim]` (rows strided), added up in float32 in the
-    order of ranks."""
+    """Put the sum over all ranks in the place of x `[rows, dim]` (rows strided).
+
+    It is added up in float32 in the order of ranks.
+    """
     _launch(x, shared)
 
 
 def sum_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shared: Shared) -> Tensor:
-    """Adds the sum of x over all ranks to `residual`, in place, and returns the norm of that, contiguous:
-    what `sum_over_ranks` and `add_rms_norm` make of it, each rounded, but that squares are added up in
-    another order. x, residual `[rows, dim]` (rows strided), weight `[dim]`. x is left as it was."""
+    """Add the sum of x over all ranks to `residual`, in place, and return the norm of that, contiguous.
+
+    That is what `sum_over_ranks` and `add_rms_norm` make of it, each rounded, but that squares are added up
+    in another order. x is left as it was.
+
+    x, residual: `[rows, dim]` (rows strided).
+    weight: `[dim]`.
+    """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert residual.shape == x.shape, (residual.shape, x.shape)
     assert residual.stride(1) == weight.stride(0) == 1, (residual.stride(), weight.stride())

@@ -1,12 +1,13 @@
-"""Attention of a few queries over one tile of keys, folded into what they have seen so far.
+"""Attention states, an output and a log-sum-exp: a tile of keys folded into one, and two merged into one.
 
-The keys are cut into equal runs, one per worker and KV head. The queries stand where the query heads of a
-group stand, in rows that the tensor cores would otherwise multiply for nothing, so the tile is read once for
-all of them. Each worker leaves a partial output and log-sum-exp; a second small kernel folds all of them,
-with the state that is there, into the state: nothing is copied or merged beside.
+`fold_tile` cuts the keys into equal runs, one for each worker and KV head. The queries stand where the query
+heads of a group stand, in rows that the tensor cores would otherwise multiply for nothing, so the tile is
+read once for all of them. Each worker leaves a partial output and log-sum-exp. A second small kernel folds
+all of these into the state that is there: nothing is copied or merged beside.
 
-Why this is safe. A partial is written by one program and read by the second kernel, which comes after the
-first in stream order; a row of the state is read and written by one program of it.
+Why this is safe. In `merge_states` a row of a state is read and written by one program. In `fold_tile` a
+partial is written by one program and read by the second kernel, which comes after the first in stream order;
+a row of the state is read and written by one program of it.
 """
 
 import torch
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.attention import LN_2, LOG2_E, DecodeTuning, decode_tuning, multiprocessors
+from penstock.ops.triton.decode import LN_2, LOG2_E
+from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
 STACKED = 32
 """Query heads, over all queries, that may share one KV head of a tile: more would take registers from the
@@ -141,7 +143,7 @@ def _fold(  # type: ignore[no-untyped-def]
 
 
 def fits_tile(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
-    """Whether so many of these queries are few enough, and these keys laid out, for `fold_tile`."""
+    """Tell whether so many of these queries are few enough, and these keys laid out, for `fold_tile`."""
     heads, dim = q.shape[1:]
     few = queries == 1 or triton.next_power_of_2(queries) * heads <= STACKED * k.shape[1]
     return bool(
@@ -164,12 +166,15 @@ def fold_tile(
     scale: float,
     tuning: DecodeTuning | None = None,
 ) -> None:
-    """Fold the attention of a few queries over all keys of a tile, which is read once, into their state, in
-    place and exactly.
+    """Fold the attention of a few queries over all keys of a tile into their state, in place and exactly.
 
-    q `[rows, heads, dim]`; k and v `[keys, kv_heads, dim]`, of the same strides. out, float32 `[rows, heads,
-    dim]`, and lse, the natural log-sum-exp of the scaled scores, float32 `[rows, heads]`, -inf where nothing
-    was seen yet. index, int64: the rows that look, all if nothing is said.
+    The tile is read once.
+
+    out, lse: the state, float32 `[rows, heads, dim]` and `[rows, heads]`; the log-sum-exp is natural, of
+        scaled scores, and -inf where nothing was seen yet.
+    q: `[rows, heads, dim]`.
+    k, v: `[keys, kv_heads, dim]`, of the same strides.
+    index: int64, the rows that look; all by default.
     """
     heads, dim = q.shape[1:]
     keys, kv_heads, _ = k.shape
@@ -236,5 +241,87 @@ def fold_tile(
         COLS=cols,
         PARTS=32,
         INDEXED=index is not None,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "s_la", "s_la_head", "s_lb", "s_lb_head"])  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    out_a,
+    lse_a,
+    out_b,
+    lse_b,
+    rows,
+    s_a,
+    s_a_head,
+    s_b,
+    s_b_head,
+    s_la,
+    s_la_head,
+    s_lb,
+    s_lb_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """ROWS rows of (token, head), each read and written by this program alone."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_in = row < rows
+    token, head = row // HEADS, row % HEADS
+    cols = tl.arange(0, COLS)
+    inside = row_in[:, None] & (cols < DIM)[None, :]
+    a_at = out_a + (token * s_a + head * s_a_head)[:, None] + cols[None, :]
+    b_at = out_b + (token * s_b + head * s_b_head)[:, None] + cols[None, :]
+    la_at = lse_a + token * s_la + head * s_la_head
+    la = tl.load(la_at, mask=row_in, other=float("-inf"))
+    lb = tl.load(lse_b + token * s_lb + head * s_lb_head, mask=row_in, other=float("-inf"))
+    a = tl.load(a_at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(b_at, mask=inside, other=0.0).to(tl.float32)
+    top = tl.maximum(la, lb)
+    floor = tl.where(top == float("-inf"), 0.0, top)
+    wa, wb = tl.exp(la - floor), tl.exp(lb - floor)
+    both = wa + wb
+    share = tl.where(both > 0.0, both, 1.0)
+    # a side that saw nothing may hold anything, also NaN: it is left out, not multiplied by zero
+    mixed = tl.where((wa > 0.0)[:, None], a * (wa / share)[:, None], 0.0) + tl.where(
+        (wb > 0.0)[:, None], b * (wb / share)[:, None], 0.0
+    )
+    tl.store(a_at, mixed.to(out_a.dtype.element_ty), mask=inside)
+    tl.store(la_at, top + tl.log(share), mask=row_in)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Merge attention over two disjoint sets of keys, in place into a and exactly.
+
+    Where neither side saw a key the answer is 0 and -inf.
+
+    out_a, out_b: `[tokens, heads, dim]`, any float dtype, `dim` contiguous.
+    lse_a, lse_b: float32 `[tokens, heads]` of any strides, -inf where a side saw no key: what its output
+        holds there does not matter.
+    """
+    tokens, heads, dim = out_a.shape
+    assert out_a.shape == out_b.shape, (out_a.shape, out_b.shape)
+    assert lse_a.shape == lse_b.shape == (tokens, heads), (lse_a.shape, lse_b.shape, out_a.shape)
+    assert out_a.stride(2) == out_b.stride(2) == 1
+    assert lse_a.dtype == lse_b.dtype == torch.float32
+    if tokens == 0:
+        return
+    cols = triton.next_power_of_2(dim)
+    rows = max(1, 2048 // cols)
+    _merge[(triton.cdiv(tokens * heads, rows),)](
+        out_a,
+        lse_a,
+        out_b,
+        lse_b,
+        tokens * heads,
+        *out_a.stride()[:2],
+        *out_b.stride()[:2],
+        *lse_a.stride(),
+        *lse_b.stride(),
+        HEADS=heads,
+        DIM=dim,
+        COLS=cols,
+        ROWS=rows,
         num_warps=4,
     )

@@ -1,0 +1,258 @@
+"""Attention of one step over paged KV: exact, merged from parts, the same for every device.
+
+A step's queries are of two sorts. *Rows* add one token to a sequence and attend to everything in its blocks,
+themselves included. *Runs* are chunks, longer pieces of one sequence. Each attends causally to itself and
+then, tile by tile, to everything before it. The parts are merged by their log-sum-exp in float32, which is
+exact. The memory that a run takes does not depend on the context's length. A short run behind a past in
+pages, such as the rest of a prompt that was found, is attended to straight in pages, where a kernel for that
+is at hand.
+
+The KV of a sequence too long for the device's pages rests elsewhere but for its newest tokens, the tail. It
+passes by in *tiles*, in an order fixed before the step. Each tile is borrowed once a layer and serves every
+query that it names. What pages hold is merged with it.
+"""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.ops.attention.dense import Part, attend_itself, fold, fold_past
+from penstock.ops.attention.gathered import Cache, attend_rows, attend_window, past_in_pages
+from penstock.ops.attention.inputs import (
+    AttentionInputs,
+    ColdInputs,
+    ColdTile,
+    LayerAttention,
+    PlacedRun,
+    Rows,
+    Run,
+    Tiles,
+)
+from penstock.ops.kernels import attention_kernels
+from penstock.ops.runs import suits_run
+
+
+class Attended(NamedTuple):
+    """Attended is what attention answers, by whatever path.
+
+    out: `[tokens, heads, dim_v]` of q's dtype.
+    lse: natural log-sum-exp of the scaled scores, float32 `[tokens, heads]`, -inf where nothing was seen.
+        `merge` takes both. None if LayerAttention does not ask for it.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+
+
+def reads_pages(device: torch.device) -> bool:
+    """Tell whether rows are attended to straight in pages; else they need RowGroups."""
+    return device.type == "cuda" and attention_kernels() is not None
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """Return the kernels over pages for tensors where `x` is, or None."""
+    return attention_kernels() if x.is_cuda else None
+
+
+def scratch_bytes(
+    heads: int, kv_heads: int, head_dim: int, element: int, block_size: int, device: torch.device
+) -> int:
+    """Bound the bytes that attention to pages takes beside a step's own, whatever the lengths of sequences.
+
+    element: bytes of a number. The answer is 0 without kernels.
+    """
+    kernels = attention_kernels() if device.type == "cuda" else None
+    return (
+        int(kernels.scratch_bytes(heads, kv_heads, head_dim, element, block_size, device)) if kernels else 0
+    )
+
+
+def write(k: Tensor, v: Tensor, cache: Cache, inputs: AttentionInputs) -> None:
+    """Write a step's k `[tokens, kv_heads, dim]` and v `[tokens, kv_heads, dim_v]` to a layer's cache."""
+    if kernels := _kernels(k):
+        kernels.write_kv(k, v, *cache, inputs.slots)
+        return
+    k_cache, v_cache = cache
+    paged = None if inputs.cold is None else inputs.cold.paged
+    k_cache[inputs.blocks, inputs.offsets] = k if paged is None else k[paged]
+    v_cache[inputs.blocks, inputs.offsets] = v if paged is None else v[paged]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: AttentionInputs, layer: LayerAttention,
+    tiles: Tiles | None = None,
+) -> Attended:  # fmt: skip
+    """Attend with all queries of a step in one layer, after the step's k and v were written to the cache.
+
+    q: `[tokens, heads, dim]`.
+    k, v: the step's own, `[tokens, kv_heads, dim]` and `[tokens, kv_heads, dim_v]`.
+    tiles: lends what `inputs.cold` lists for the layer's window; each tile is taken and released once.
+    """
+    kernels = _kernels(q)
+    assert kernels is None or v.shape[2] == q.shape[2], (
+        f"kernels read V as wide as K, not {v.shape[2]} beside {q.shape[2]}: plain_torch() does without them"
+    )
+    if inputs.placed:
+        assert kernels is not None, "what is placed on the device is read by its kernels"
+        return _attend_placed(q, cache, inputs.placed, layer, kernels)
+    if len(inputs.runs) == 1 and not inputs.rows and not inputs.cold and inputs.runs[0].paged:
+        seen, level = _attend_paged(q, k, v, cache, inputs.runs[0], layer)
+        return Attended(seen.to(q.dtype).contiguous(), level if layer.lse else None)
+    return _attend_mixed(q, k, v, cache, inputs, layer, tiles)
+
+
+def _attend_placed(
+    q: Tensor, cache: Cache, placed: PlacedRun, layer: LayerAttention, kernels: ModuleType
+) -> Attended:
+    """Attend with one run whose place is read on the device; padding answers 0 and -inf."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device) if layer.lse else None
+    kernels.placed_run(q, cache, placed, layer, out=out, lse=lse)
+    return Attended(out, lse)
+
+
+def _attend_mixed(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, inputs: AttentionInputs, layer: LayerAttention,
+    tiles: Tiles | None,
+) -> Attended:  # fmt: skip
+    """Attend with rows and runs. What tiles or a policy add to is kept as states until all was added."""
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
+    result, runs, cold = Attended(out, lse), dict[int, Part](), inputs.cold
+    rows: Part | None = None
+    passing = cold.of(layer.window) if cold else ()
+    if inputs.rows:
+        more = any(tile.rows for tile in passing) or bool(cold and cold.choosing_rows)
+        rows = _attend_rows(q, cache, inputs.rows, layer, result, more=more)
+    for index, run in enumerate(inputs.runs):
+        own = q[run.queries], k[run.queries], v[run.queries]
+        if run.paged:
+            _put(result, run.queries, _attend_paged(*own, cache, run, layer))
+        else:
+            more = bool(passing) or len(run.blocks) > 0 or bool(cold and index in cold.choosing_runs)
+            runs[index] = _attend_chunk(*own, cache, run, layer, more=more)
+    if passing:
+        _fold_tiles(q, inputs, passing, layer, rows, runs, tiles)
+    if cold and (cold.choosing_rows or cold.choosing_runs):
+        _fold_chosen(q, inputs, cold, layer, rows, runs, tiles)
+    if rows:
+        _put(result, slice(len(rows[0])), rows)
+    for index, state in runs.items():
+        _put(result, inputs.runs[index].queries, state)
+    return result
+
+
+def _put(result: Attended, queries: slice, part: tuple[Tensor, Tensor | None]) -> None:
+    """Write some queries' part to its place in the result."""
+    result.out[queries] = part[0]
+    if result.lse is not None and part[1] is not None:
+        result.lse[queries] = part[1]
+
+
+def _attend_rows(
+    q: Tensor, cache: Cache, rows: Rows, layer: LayerAttention, result: Attended, *, more: bool
+) -> Part | None:
+    """Attend with the rows to what is in pages, into the result; if more follows, return a state."""
+    out = result.out[: rows.count]
+    lse = None if result.lse is None else result.lse[: rows.count]
+    if more:
+        out = torch.empty(out.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
+    if kernels := _kernels(q):
+        kernels.paged_decode(q[: rows.count], cache, rows, layer, out=out, lse=lse)
+    else:
+        attend_rows(q, cache, rows, layer.scale, layer.window, out, lse)
+    return (out, lse) if more and lse is not None else None
+
+
+def _attend_paged(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: Run, layer: LayerAttention
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with a run whose past is in pages; the output is perhaps float32.
+
+    The log-sum-exp is there if the layer asks for it.
+    """
+    group, head_bytes = q.shape[1] // k.shape[1], q.shape[2] * q.element_size()
+    if (
+        run.start
+        and (kernels := _kernels(q))
+        and suits_run(run.count, run.start + run.count, group, head_bytes)
+    ):
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer.lse else None
+        return kernels.paged_run(q, cache, run, layer, lse=lse), lse
+    if layer.window is not None and run.start + run.count > layer.window and not layer.lse:
+        return attend_window(q, cache, run, layer.scale, layer.window), None
+    return _attend_chunk(q, k, v, cache, run, layer, more=run.start > 0)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, run: Run, layer: LayerAttention, *, more: bool
+) -> Part:
+    """Attend with a run to itself and to its past in pages. `more`: return a state, into which to fold."""
+    own, lse = attend_itself(q, k, v, layer.scale, layer.window)
+    state = own.float() if more else own, lse
+    for position, past_k, past_v in past_in_pages(cache, run, layer.window):
+        fold_past(state, q, past_k, past_v, layer.scale, layer.window, run.start - position)
+    return state
+
+
+def _fold_tiles(
+    q: Tensor, inputs: AttentionInputs, passing: tuple[ColdTile, ...], layer: LayerAttention,
+    rows: Part | None, runs: Mapping[int, Part], tiles: Tiles | None,
+) -> None:  # fmt: skip
+    """Fold the valid keys of each passing tile into the states of all queries that it names."""
+    assert tiles is not None, "a step with cold tiles needs someone to take them from"
+    assert inputs.cold
+    scale, window = layer.scale, layer.window
+    for tile in passing:
+        k, v = (x[: tile.keys] for x in tiles.take())
+        if rows and tile.rows:
+            _fold_into_rows(rows, q, k, v, tile, inputs.cold.positions, layer)
+        for index in tile.runs:
+            run = inputs.runs[index]
+            fold_past(runs[index], q[run.queries], k, v, scale, window, run.start - tile.start)
+        tiles.release()
+
+
+def _fold_into_rows(
+    state: Part,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: ColdTile,
+    positions: tuple[int, ...],
+    layer: LayerAttention,
+) -> None:
+    """Fold a tile into the rows that it names, stacked so that its keys are read once for all; one by one
+    where a window cuts it."""
+    out, lse = state
+    distances = [positions[row] - tile.start for row in tile.rows]
+    if layer.window is not None and max(distances) >= layer.window:
+        for row, distance in zip(tile.rows, distances, strict=True):
+            part = slice(row, row + 1)
+            fold_past((out[part], lse[part]), q[part], k, v, layer.scale, layer.window, distance)
+        return
+    first, count = tile.rows[0], len(tile.rows)
+    if tile.rows[-1] - first == count - 1:
+        part = slice(first, first + count)
+        fold((out[part], lse[part]), q[part], k, v, layer.scale)
+    else:
+        fold(state, q[: len(out)], k, v, layer.scale, tile.index)
+
+
+def _fold_chosen(
+    q: Tensor, inputs: AttentionInputs, cold: ColdInputs, layer: LayerAttention,
+    rows: Part | None, runs: Mapping[int, Part], tiles: Tiles | None,
+) -> None:  # fmt: skip
+    """Fold what policies choose into the states of the queries that it is chosen for."""
+    assert tiles is not None, "a step with a policy needs someone who chooses"
+    assert rows or not cold.choosing_rows
+    alone = [slice(row, row + 1) for row in cold.choosing_rows]
+    readers = [(part, (rows[0][part], rows[1][part])) for part in alone if rows]
+    readers += [(inputs.runs[index].queries, runs[index]) for index in cold.choosing_runs]
+    for number, (part, state) in enumerate(readers):
+        for k, v in tiles.choose(number, q[part], state[1], layer.scale):
+            fold(state, q[part], k, v, layer.scale)

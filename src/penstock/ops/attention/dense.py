@@ -1,0 +1,207 @@
+"""Attention over keys that lie one after the other, and the exact merge of its parts by log-sum-exp.
+
+Attention over disjoint sets of keys merges exactly: outputs are weighed by the exponentials of their
+log-sum-exp (flash-decoding; Dao et al. 2023). So every function here returns both, or folds both into a
+state. V may be wider or narrower than K, but for our own kernels.
+"""
+
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.ops.kernels import tile_kernels
+
+WINDOW_TILE = 512
+"""Queries of a run that share one mask, or one triangle, in layers with a sliding window."""
+
+_CUDNN_QUERIES = (1024, 2048, 4096, 8192, 16384)
+"""cuDNN plans once a shape, which takes 45 ms: it gets few shapes, and the ones where it is fastest."""
+_CUDNN_KEYS = (8192, 16384, 32768)
+
+Part = tuple[Tensor, Tensor]
+"""Attention over some of the keys: output `[queries, heads, dim_v]`, and log-sum-exp of the scaled scores,
+natural, float32 `[queries, heads]`. As a state, into which more is folded, the output is float32."""
+
+
+def _tile_kernels(x: Tensor) -> ModuleType | None:
+    """Return the kernels of states for tensors where `x` is, or None."""
+    return tile_kernels() if x.is_cuda else None
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Part:
+    """Attend with every query to every key, or causally to as many keys as there are queries.
+
+    It takes the fastest call that torch has for the device, dtype and shape and that returns a log-sum-exp.
+
+    q: `[queries, heads, dim]`.
+    k, v: `[keys, kv_heads, dim]` and `[keys, kv_heads, dim_v]`.
+    """
+    if not q.is_cuda:
+        out, lse = _on_cpu(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale=scale, causal=causal)
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    if q.dtype == torch.float32 or q.shape[2] % 8 or q.shape[2] > 256 or v.shape[2] != q.shape[2]:
+        return dense_reference(q, k, v, scale, causal=causal)
+    if q.shape[0] in _CUDNN_QUERIES and k.shape[0] in (q.shape[0], *_CUDNN_KEYS) and q.shape[2] in (64, 128):
+        batched = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *batched, None, True, is_causal=causal, scale=scale
+        )
+        return out[0].transpose(0, 1), lse.view(q.shape[1], -1).transpose(0, 1)
+    ends = (_ends(x.shape[0], x.device) for x in (q, k))
+    flash = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = flash(q, k, v, *ends, q.shape[0], k.shape[0], 0.0, causal, False, scale=scale)
+    return out, lse.transpose(0, 1)
+
+
+@lru_cache(maxsize=256)
+def _ends(length: int, device: torch.device) -> Tensor:
+    """Return where a lone sequence of this length, not 0, begins and ends; kept for the layers that
+    follow."""
+    return torch.arange(
+        0, length + 1, length, dtype=torch.int32, device=device
+    )  # Made there: what is sent is waited for.
+
+
+def dense_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Part:
+    """Compute `dense` in plain torch, scores, softmax and product, in float32 whatever the inputs are."""
+    parts = []
+    group = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    for first in range(0, q.shape[0], 1024):
+        piece = q[first : first + 1024].float().transpose(0, 1)
+        scores = piece @ wide_k.mT * scale
+        if causal:
+            later = (
+                torch.arange(k.shape[0], device=q.device)
+                > torch.arange(first, first + piece.shape[1], device=q.device)[:, None]
+            )
+            scores.masked_fill_(later, -torch.inf)
+        parts.append(
+            ((scores.softmax(-1) @ wide_v).transpose(0, 1).to(q.dtype), scores.logsumexp(-1).transpose(0, 1))
+        )
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend where `mask` is true: output `[batch, heads, queries, dim_v]`, log-sum-exp without the last dim.
+
+    q: `[batch, heads, queries, dim]`.
+    k, v: `[batch, kv_heads, keys, dim]` and `[batch, kv_heads, keys, dim_v]`.
+    mask: bool, `[queries, keys]` or with the dims of scores, where 1 is any; None sees all.
+    lse: whether the log-sum-exp is needed; else it may be None.
+    """
+    if not q.is_cuda:
+        return _on_cpu(q, k, v, scale=scale, mask=mask)
+    if (group := q.shape[1] // k.shape[1]) > 1:
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    if not lse:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), None
+    scores = q.float() @ k.float().mT * scale
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+def _on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+) -> Part:
+    """Call torch's flash attention for CPUs; shapes are those of `masked`."""
+    bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    dim, dim_v = q.shape[3], v.shape[3]
+    if dim != dim_v:  # It wants one width. Zeros add nothing to a score, nor to the part of V that is kept.
+        wide = max(dim, dim_v)
+        q, k, v = (F.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=causal, attn_mask=bias, scale=scale
+    )
+    return out[..., :dim_v], lse
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Fold attention over other keys into `out` (float32) and `lse`, in place and exactly; shapes as in
+    Part."""
+    if kernels := _tile_kernels(out):
+        kernels.merge_states(out, lse, other_out, other_lse)
+        return
+    share = torch.sigmoid(other_lse - lse)[..., None]
+    out.add_(share * (other_out.float() - out))
+    torch.logaddexp(lse, other_lse, out=lse)
+
+
+def fold(state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, index: Tensor | None = None) -> None:
+    """Fold into `state` what every query sees of all keys.
+
+    A few queries go to a kernel that spreads the keys over the whole device.
+
+    index: int64, the queries that look, if not all do.
+    """
+    few = len(q if index is None else index)
+    if (kernels := _tile_kernels(q)) and kernels.fits_tile(q, k, v, few):
+        kernels.fold_tile(*state, q, k, v, index, scale=scale)
+    elif index is None:
+        merge(*state, *dense(q, k, v, scale, causal=False))
+    else:
+        out, lse = state[0][index], state[1][index]
+        merge(out, lse, *dense(q[index], k, v, scale, causal=False))
+        state[0][index], state[1][index] = out, lse
+
+
+def fold_past(
+    state: Part, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, distance: int
+) -> None:
+    """Fold into `state` what consecutive queries see of keys that all come before them.
+
+    A window makes of the keys that query i sees those from i + shift on: a triangle that is causal when
+    queries and keys are turned round, and a rectangle behind it. So no mask is needed, and each part has its
+    log-sum-exp.
+
+    distance: position of the first query less that of the first key.
+    """
+    count, keys = len(q), len(k)
+    if window is None or distance + count <= window:
+        fold(state, q, k, v, scale)
+        return
+    shift = distance - window + 1
+    whole, stop = min(max(1 - shift, 0), count), min(count, keys - shift)
+    if not whole and stop <= 0:
+        return
+
+    def fold_part(begin: int, end: int, oldest: int, newest: int, triangle: bool = False) -> None:
+        parts = q[begin:end], k[oldest:newest], v[oldest:newest]
+        some = state[0][begin:end], state[1][begin:end]
+        if not triangle:
+            fold(some, *parts, scale)
+            return
+        mirrored_q, mirrored_k, mirrored_v = (x.flip(0) for x in parts)
+        merge(*some, *(x.flip(0) for x in dense(mirrored_q, mirrored_k, mirrored_v, scale, causal=True)))
+
+    if whole:
+        fold_part(0, whole, 0, keys)
+    for begin in range(whole, stop, WINDOW_TILE):
+        end = min(begin + WINDOW_TILE, stop)
+        if end - begin == 1:
+            fold_part(begin, end, begin + shift, keys)
+            continue
+        fold_part(begin, end, begin + shift, end + shift, triangle=True)
+        if end + shift < keys:
+            fold_part(begin, end, end + shift, keys)
+
+
+def attend_itself(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Part:
+    """Attend with a run to itself alone, causally; shapes are those of `dense`, with a key for each query."""
+    if window is None or len(q) <= window:
+        return dense(q, k, v, scale, causal=True)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    piece = min(WINDOW_TILE, window)
+    for first in range(0, len(q), piece):
+        part = slice(first, first + piece)
+        out[part], lse[part] = dense(q[part], k[part], v[part], scale, causal=True)
+        if first:
+            fold_past((out[part], lse[part]), q[part], k[:first], v[:first], scale, window, first)
+    return out, lse

@@ -1,0 +1,222 @@
+"""What attention reads of a step besides queries, keys and values: where its tokens are and what they see."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """LayerAttention says what a layer does with its scores, the same for every step.
+
+    scale: factor of each score.
+    window: tokens that a query sees, itself included; None is all of them.
+    lse: whether the caller needs the log-sum-exp, as where sinks or other keys are merged to the output.
+    """
+
+    scale: float
+    window: int | None = None
+    lse: bool = False
+
+
+class Scratch:
+    """Scratch is memory that one layer after the other gathers K and V into, kept from step to step.
+
+    Pages that are new to the process cost more than what is written into them. One step at a time may use it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Lend an uninitialized tensor of this shape and of `like`'s dtype and device.
+
+        It is the same memory as was last lent by that name, if that is large enough.
+        """
+        size = math.prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size or kept.dtype != like.dtype or kept.device != like.device:
+            kept = self._kept[name] = torch.empty(size * 5 // 4, dtype=like.dtype, device=like.device)
+        return kept[:size].view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A RowGroup holds rows of similar length, padded to one, for devices without a paged kernel.
+
+    A row longer than PAST_TILE is alone in its group, without masks.
+
+    rows: int64 indices of the rows.
+    blocks: int64 `[rows, blocks]`.
+    keys: tokens that are gathered for each row.
+    masks: by window, bool `[rows, 1, 1, keys]`, or None if none is needed.
+    shortest: tokens of the shortest row.
+    beyond: bool `[rows, keys - shortest, 1, 1]`, which keys from the shortest row's end on lie behind their
+        row's end; or None.
+    cold: whether this is one row, alone and without masks, that also attends to tiles. `keys` then counts its
+        tail, perhaps 0.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    keys: int
+    masks: Mapping[int | None, Tensor | None]
+    shortest: int
+    beyond: Tensor | None
+    cold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows are the first `count` queries of a step: each is the newest token of another sequence.
+
+    For a row that also attends to tiles, table and length speak of its tail alone: the table begins with the
+    tail's first block, and the length, which may be 0, counts the tail's tokens. A row of length 0 that
+    attends to nothing answers 0, with a log-sum-exp of -inf.
+
+    table: block table, int32 `[count, blocks]`.
+    lengths: int32 `[count]`, the newest token included.
+    max_length: bound of all lengths.
+    groups: the rows for devices without a paged kernel.
+    arrivals: int32 zeros, at least `[count * kv_heads]`, in which the paged kernel counts and leaves zeros.
+        Without them it needs a second launch. One step at a time may use them.
+    scratch: memory into which groups are gathered.
+    """
+
+    count: int
+    table: Tensor
+    lengths: Tensor
+    max_length: int
+    groups: tuple[RowGroup, ...] = ()
+    arrivals: Tensor | None = None
+    scratch: Scratch = field(default_factory=Scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A Run is a chunk: queries [first, first + count) of a step, at consecutive positions of one sequence.
+
+    start: position of the first query.
+    blocks: int64, the sequence's blocks.
+    paged: whether all of its past is in pages. If not, only the positions from `near` on are, in these
+        blocks. The run then sees these, the tiles that name it, and itself, by k and v, not by pages.
+    near: position of the first token in `blocks`.
+    """
+
+    first: int
+    count: int
+    start: int
+    blocks: Tensor
+    paged: bool = True
+    near: int = 0
+
+    @property
+    def queries(self) -> slice:
+        """Return which of the step's queries the run's are."""
+        return slice(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRun:
+    """A PlacedRun is a run in pages that is all of its step; its place is read on the device.
+
+    blocks: int32 `[blocks]`, the sequence's.
+    where: int32 `[2]`, the position of the first token and the number of tokens. The step's other tokens are
+        padding.
+    max_length: bound of where the run ends.
+    """
+
+    blocks: Tensor
+    where: Tensor
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ColdTile:
+    """A ColdTile is keys at positions [start, start + keys) of all sequences that share them.
+
+    rows: indices of the step's rows that attend to it, ascending.
+    index: the same as int64 on the device.
+    runs: indices of the step's runs that attend to it. They are not paged and begin at or after its end.
+    """
+
+    start: int
+    keys: int
+    rows: tuple[int, ...]
+    index: Tensor
+    runs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ColdInputs:
+    """ColdInputs say which KV outside the pages a step attends to, the same for all layers.
+
+    tiles: in the order in which layers take them.
+    positions: position of each of the step's rows, whether it attends to tiles or not.
+    paged: int64, which of the step's tokens have a place in pages; None if all do. The `blocks` and `offsets`
+        of AttentionInputs are then those tokens' alone, while `slots` keeps one entry a token, -1 for others.
+    seen: by window, the indices of the tiles that a layer with that window takes, ascending. A window that is
+        not here takes all.
+    choosing_rows: indices of rows that attend to what a policy chooses instead of to tiles; only without
+        windows.
+    choosing_runs: indices of such runs.
+    """
+
+    tiles: tuple[ColdTile, ...]
+    positions: tuple[int, ...]
+    paged: Tensor | None = None
+    seen: Mapping[int | None, tuple[int, ...]] = field(default_factory=dict)
+    choosing_rows: tuple[int, ...] = ()
+    choosing_runs: tuple[int, ...] = ()
+
+    def of(self, window: int | None) -> tuple[ColdTile, ...]:
+        """Return the tiles that a layer with this window takes."""
+        seen = self.seen.get(window)
+        return self.tiles if seen is None else tuple(self.tiles[index] for index in seen)
+
+
+class Tiles(Protocol):
+    """Tiles lend a layer its tiles in ColdInputs' order, to be read on the compute stream until `release`.
+
+    K `[keys, kv_heads, dim]` and V have the same strides. There may be more keys than are valid.
+    """
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Lend the next tile."""
+
+    def release(self) -> None:
+        """Give the lent tile back."""
+
+    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
+        """Yield what a policy chooses for these queries, tile after tile; each is lent until the next is.
+
+        reader: number of who looks: `choosing_rows` first, then `choosing_runs`.
+        q: `[queries, heads, dim]`.
+        lse: log-sum-exp of all that they have seen, float32 `[queries, heads]`. The caller keeps it up to
+            date.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """AttentionInputs say where a step's tokens are written and what they see.
+
+    blocks, offsets: int64 `[tokens]`, block and offset in it of each token's KV.
+    slots: the slot mapping, int64 `[tokens]`: block * block_size + offset.
+    rows: sequences of one new token, if any.
+    runs: chunks of sequences.
+    cold: KV outside the pages, if the step reads any.
+    placed: one run instead of rows and runs.
+    """
+
+    blocks: Tensor
+    offsets: Tensor
+    slots: Tensor
+    rows: Rows | None
+    runs: tuple[Run, ...]
+    cold: ColdInputs | None = None
+    placed: PlacedRun | None = None

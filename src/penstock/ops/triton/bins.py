@@ -1,0 +1,132 @@
+"""What the kernels that draw tokens share: their notes of a row, and likelihoods as whole numbers and bins.
+
+`sampling` describes the whole algorithm.
+"""
+
+import triton
+import triton.language as tl
+
+UNITS = tl.constexpr(2.0**42)
+"""Of likelihood, in that of the likeliest token."""
+REACH = tl.constexpr(29.2)
+"""Nats below the likeliest token: from there on it is less than a unit, since 42 * ln 2 is less."""
+NONE = tl.constexpr(-(1 << 31))
+"""Below the integers of all numbers."""
+
+# Of a row, in the order of its tally: the integers of its likeliest token and of the bound, and all its
+# likelihood; the bin that top-k ends in, the tokens in the bins above it, and their likelihood; the bins that
+# top-p may end in, and the likelihood above them; how many tokens are listed, and how many programs have
+# ended each look. Behind these each chunk's likelihood, each chunk's tokens that are at the threshold, each
+# bin's likelihood and each bin's tokens.
+PEAK, BOUND, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+CUT, CUT_COUNT, CUT_MASS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+FIRST, LAST, FIRST_MASS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+COUNT, ENDED, SUMS = tl.constexpr(9), tl.constexpr(10), tl.constexpr(13)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_wish(asked, draw, VOCAB, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a draw's row, temperature, top-k (0 where it leaves all) and top-p."""
+    of = asked + draw * FIELDS
+    most = tl.load(of + 2)
+    most = tl.where((most > 0) & (most < VOCAB), most, 0.0).to(tl.int32)
+    return tl.load(of).to(tl.int64), tl.load(of + 1).to(tl.float32), most, tl.load(of + 3)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_least(asked, draw, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a draw's min-p: the first float32 number that is not below it."""
+    wish = tl.load(asked + draw * FIELDS + 4)
+    least = wish.to(tl.float32)
+    return tl.where(least.to(tl.float64) < wish, number_of(order_of(least) + 1), least)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tally_of(tally, draw, chunks, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where a draw's tally begins."""
+    return tally + draw.to(tl.int64) * (SUMS + 2 * chunks + 2 * BINS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def notes_of(notes, draw, chunks, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where a draw's notes begin.
+
+    They are each chunk's likeliest logit, its least likely, and its likelihood relative to the likeliest;
+    then the likeliest of EACH groups.
+    """
+    return notes + draw.to(tl.int64) * chunks * (3 + EACH)
+
+
+@triton.jit
+def is_last(counter, programs):  # type: ignore[no-untyped-def]
+    """Tell whether all other programs of the row have been here before."""
+    tl.debug_barrier()  # all threads' stores before the count of one
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
+
+
+@triton.jit
+def load_logits(row, ids, VOCAB):  # type: ignore[no-untyped-def]
+    """Load logits; one that is not a number is impossible, since its bin would be anywhere."""
+    each = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf"))
+    return tl.where(each == each, each, float("-inf"))
+
+
+@triton.jit
+def load_warm(row, heat, ids, VOCAB):  # type: ignore[no-untyped-def]
+    """Load logits divided by the temperature."""
+    return tl.div_rn(load_logits(row, ids, VOCAB), heat)
+
+
+@triton.jit
+def order_of(warm):  # type: ignore[no-untyped-def]
+    """Return float32 numbers as integers in the same order; the two zeros are one."""
+    bits = tl.where(warm == 0.0, 0.0, warm).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def number_of(order):  # type: ignore[no-untyped-def]
+    """Return the number that `order_of` makes this integer of."""
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mass_of(warm, peak, least):  # type: ignore[no-untyped-def]
+    """Return likelihoods in units; 0 where they are below `least`."""
+    likelihood = tl.where(warm == peak, 1.0, tl.exp(warm - peak))  # The likeliest may be infinite.
+    return tl.where(likelihood >= least, likelihood * UNITS, 0.0).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bin_of(warm, order, peak, bound, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return in which of the equal parts between the likeliest token and the bound it is; BINS if beyond."""
+    width = peak - number_of(bound)
+    scale = tl.div_rn(
+        tl.full((), BINS - 0.5, tl.float32), tl.maximum(width, 1e-30)
+    )  # The last is half as wide, lest there be one more.
+    place = tl.minimum(peak - warm, width) * scale
+    place = tl.where(
+        place > 0.0, place, 0.0
+    )  # What is infinitely below an infinite one is in the first bin too, not in none.
+    return tl.where(order >= bound, place.to(tl.int32), BINS)
+
+
+@triton.jit
+def goal_of(nucleus, mass):  # type: ignore[no-untyped-def]
+    """Return the likelihood, in units, that top-p asks for at least."""
+    return tl.maximum(tl.minimum(tl.ceil(nucleus * mass.to(tl.float64)).to(tl.int64), mass), 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_ends(known, most, nucleus, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what is known of a row before the third look.
+
+    It is the likeliest token by the temperature, the integer of the bound, the bin that top-k ends in, and
+    the first and last that top-p may end in.
+    """
+    ends = (most > 0) | (nucleus < 1)
+    cut = tl.load(known + CUT, mask=ends, other=BINS).to(tl.int32)
+    first = tl.load(known + FIRST, mask=ends, other=BINS).to(tl.int32)
+    last = tl.load(known + LAST, mask=ends, other=BINS).to(tl.int32)
+    return number_of(tl.load(known + PEAK)), tl.load(known + BOUND).to(tl.int32), cut, first, last

@@ -1,0 +1,417 @@
+"""The kernels of split-K attention over pages: `decode` attends, `join` merges what its workers have found.
+
+The visible keys of all sequences are cut into tiles. The tiles of the whole batch are laid in one row, and
+that row is cut into equal runs, one for each worker and KV head. So one sequence of a million tokens and a
+batch of ragged ones keep every multiprocessor busy for the same time. The grid depends on no length: between
+two steps only a tensor of lengths changes. Cuts are moved to where sequences end if that is nearly as even,
+since each sequence that a worker begins costs it the time of some tiles. A sequence inside one run is
+finished by its worker. A sequence that crosses runs leaves a partial output and log-sum-exp in each. `join`
+merges these, or, where the caller lends counters, the last of its workers to arrive does, which saves a
+launch.
+
+Why this is safe. A worker has at most two unfinished sequences, the one it continues and the one that goes on
+after it: partial 0 of a worker is the sequence that its run opens with, partial 1 one that begins inside.
+Each is written by one program. The join reads only those that the same arithmetic over the same lengths says
+were written. The second kernel comes after the first in stream order. Within a launch each worker counts
+itself in after a barrier behind its partial, by an atomic addition that releases and acquires; the one that
+finds all others counted sees what they wrote, is alone, and sets the counter back. No program waits for
+another. Where launches may be early (`kernels.early_launches`), lengths are read before what came before
+this has ended: they belong to the step, and the last launch that was not early came after them. All else is
+read, and everything written, behind `gdc_wait`.
+
+A chunk of one sequence is divided the same way: every few of its tokens are a sequence that ends with the
+last of them, their query heads stand where one token's do, and each sees what comes up to its own position.
+All have one row of the table.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_tile(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tile of the oldest visible key."""
+    return tl.maximum(length - window, 0) // TILE if WINDOWED else length * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiles(length, window, TILE: tl.constexpr, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles that hold at least one visible key."""
+    return (length + TILE - 1) // TILE - _first_tile(length, window, TILE, WINDOWED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles of a run, and of a piece. All tiles are laid in a row so that every sequence takes whole pieces,
+    the last of which may lack some tiles, and runs are whole pieces.
+
+    Sequences of about one length, one or two for a worker, are in pieces that fill the workers nearly as well
+    as equal runs do: then no run holds the end of one and the beginning of another. Else a piece is a tile:
+    with many sequences for each worker, all would begin one at the same moments, and none read meanwhile.
+    """
+    run = tl.maximum((total + workers - 1) // workers, LEAST)
+    there = tl.maximum(tl.sum((spans > 0).to(tl.int32), 0), 1)
+    each = tl.maximum(workers // there, 1)  # Workers for a sequence.
+    piece = tl.maximum((tl.max(spans, 0) + each - 1) // each, LEAST)
+    pieces = tl.sum((spans + piece - 1) // piece, 0)
+    even = piece * tl.maximum((pieces + workers - 1) // workers, 1)
+    aligned = (even <= run + 2 + run // 16) & (even <= 2 * piece)
+    return tl.where(aligned, even, run), tl.where(aligned, piece, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _joined(  # type: ignore[no-untyped-def]
+    part_out,
+    part_lse,
+    first,
+    last,
+    opens,
+    heads,
+    head_in,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLIND: tl.constexpr = False,
+):
+    """A sequence's partials of workers [first, last], of ROWS heads, PARTS at a time: their output and
+    log-sum-exp.
+
+    opens: 1 if the sequence begins inside the first worker's run. With STAGES above 1 that many less one are
+    on their way at a time. BLIND: whether there may be partials of no key, whose log-sum-exp is -inf.
+    """
+    cols = tl.arange(0, COLS)
+    inside = head_in[None, :, None] & (cols < DIM)[None, None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    for start in tl.range(first, last + 1, PARTS, num_stages=STAGES):
+        worker = start + tl.arange(0, PARTS)
+        there = worker <= last
+        slot = tl.where(worker == first, opens, 0)
+        part = ((worker * 2 + slot) * HEADS)[:, None] + heads[None, :]
+        level = tl.load(
+            part_lse + part, mask=there[:, None] & head_in[None, :], other=float("-inf"), cache_modifier=".cg"
+        )
+        level = tl.where(head_in[None, :], level, 0.0)
+        at = part_out + part[:, :, None] * COLS + cols[None, None, :]
+        piece = tl.load(at, mask=there[:, None, None] & inside, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(level, 0))
+        floor = tl.where(higher == float("-inf"), 0.0, higher) if BLIND else higher
+        share = tl.where(there[:, None], tl.exp(level - floor[None, :]), 0.0)
+        fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - floor))
+        weight = weight * fade + tl.sum(share, 0)
+        acc = acc * fade[:, None] + tl.sum(share[:, :, None] * piece, 0)
+        top = higher
+    return acc / weight[:, None], top + tl.log(weight)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["window", "batch", "workers", "s_table", "begins", "queries"],
+    do_not_specialize_on_alignment=["table", "lengths", "arrivals"],
+)
+def decode(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    table,
+    lengths,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    ends,
+    arrivals,
+    scale_log2,
+    window,
+    batch,
+    workers,
+    s_q,
+    s_q_head,
+    s_block,
+    s_token,
+    s_kv_head,
+    s_table,
+    s_out,
+    s_out_head,
+    begins,
+    queries,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    BATCH: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+    LEAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
+    JOINS: tl.constexpr,
+    JOIN_ROWS: tl.constexpr,
+    JOIN_PARTS: tl.constexpr,
+    LSE: tl.constexpr,
+) -> None:
+    """Attend with one worker's run of tiles for one KV head. Grid [kv_heads, workers].
+
+    Neighbours read neighbouring bytes of the same blocks.
+
+    RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
+        lengths are read then. If it is 2, both numbers are read where lengths would be.
+    LSE: whether the log-sum-exp is written.
+    """
+    if OVERLAP or EARLY:
+        gdc_launch_dependents()
+    kv_head, worker = tl.program_id(0), tl.program_id(1)
+    rows, cols, keys = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, TILE)
+    col_in = cols < DIM
+    token = rows // GROUP  # Of a sequence that ends with several tokens: which of them.
+    row_in = rows < GROUP * TOKENS
+    heads = kv_head * GROUP + rows - token * GROUP
+    part_heads = heads + token * HEADS
+    inside = row_in[:, None] & col_in[None, :]
+    seqs = tl.arange(0, BATCH)
+    reach = window + TOKENS - 1
+    if RUN:
+        if RUN == 2:
+            begins, queries = tl.load(lengths), tl.load(lengths + 1)
+        spans = _tiles(begins + tl.minimum((seqs + 1) * TOKENS, queries), reach, TILE, WINDOWED)
+        spans = tl.where((seqs < batch) & (seqs * TOKENS < queries), spans, 0)
+    else:
+        spans = _tiles(
+            tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED
+        )
+    run, piece = _divided(spans, tl.sum(spans, 0), workers, LEAST)
+    places = (spans + piece - 1) // piece * piece
+    stops = tl.cumsum(places, 0)
+    total = tl.sum(places, 0)
+    at = tl.minimum(worker * run, total)
+    stop = tl.minimum(at + run, total)
+    seq = tl.sum((stops <= at).to(tl.int32), 0)
+    count = tl.sum((stops < stop).to(tl.int32), 0) - seq + 1
+    begin = tl.sum(
+        tl.where(stops <= at, places, 0), 0
+    )  # where the sequence at hand starts in the row of all tiles
+    if EARLY:
+        gdc_wait()
+    if JOINS:
+        if tl.sum(((spans == 0) & (seqs < batch)).to(tl.int32), 0) > 0:
+            for turn in tl.range(0, (batch - worker + workers - 1) // workers):
+                empty = worker + turn * workers
+                if tl.load(lengths + empty) <= 0:
+                    blank = out + empty.to(tl.int64) * s_out + heads[:, None] * s_out_head + cols[None, :]
+                    tl.store(blank, tl.zeros([ROWS, COLS], out.dtype.element_ty), mask=inside)
+                    if LSE:
+                        nothing = tl.full([ROWS], float("-inf"), tl.float32)
+                        tl.store(lse + empty * HEADS + heads, nothing, mask=row_in)
+    elif (kv_head == 0) & (worker == 0):
+        tl.store(ends + seqs, stops, mask=seqs < batch)
+        tl.store(ends + batch, run)
+    opened_at = at
+    if at < stop:
+        k_base = k_cache + kv_head * s_kv_head
+        v_base = v_cache + kv_head * s_kv_head
+        inner = keys[:, None] * s_token + cols[None, :]
+        for _ in tl.range(0, count, num_stages=1):
+            if RUN:
+                length = begins + tl.minimum((seq + 1) * TOKENS, queries)
+                own = tl.minimum(TOKENS, queries - seq * TOKENS)
+                row_in = rows < GROUP * own
+                limit = length - own + 1 + token
+            else:
+                length = tl.maximum(tl.load(lengths + seq), 0)
+            first_seq = seq.to(tl.int64) * TOKENS  # Its first query's place among all.
+            span = _tiles(length, reach, TILE, WINDOWED)
+            end = begin + (span + piece - 1) // piece * piece
+            upto = tl.minimum(begin + span, stop)
+            if upto > at:  # an empty sequence between two others has no tiles
+                oldest = tl.maximum(length - window, 0) if WINDOWED else 0
+                shift = _first_tile(length, reach, TILE, WINDOWED) - begin
+                row = table + seq.to(tl.int64) * s_table
+                query = tl.load(
+                    q + first_seq * s_q + (heads * s_q_head + token * s_q)[:, None] + cols[None, :],
+                    mask=row_in[:, None] & col_in[None, :],
+                    other=0.0,
+                )
+                if WIDEN:
+                    query = query.to(tl.float32)
+                top = tl.full([ROWS], float("-inf"), tl.float32)
+                weight = tl.zeros([ROWS], tl.float32)
+                acc = tl.zeros([ROWS, COLS], tl.float32)
+                # a table entry must arrive before the address of its keys is known: the compiler gives each
+                # of the two loads DEPTH stages
+                for tile in tl.range(at + shift, upto + shift, num_stages=2 * DEPTH + 1):
+                    pos = tile * TILE + keys
+                    seen = pos < length
+                    if TILE > BLOCK:  # a tile of several blocks: one table entry per key
+                        block = tl.load(row + pos // BLOCK, mask=seen, other=0).to(tl.int64)
+                        place = (block * s_block + (pos % BLOCK) * s_token)[:, None] + cols[None, :]
+                        k_at, v_at = k_base + place, v_base + place
+                    else:  # a tile inside one block: one address, and offsets that do not change
+                        block = tl.load(row + tile * TILE // BLOCK).to(tl.int64)
+                        start = block * s_block + tile * TILE % BLOCK * s_token
+                        k_at, v_at = k_base + start + inner, v_base + start + inner
+                    here = seen[:, None] if COLS == DIM else seen[:, None] & col_in[None, :]
+                    k = tl.load(k_at, mask=here, other=0.0)
+                    v = tl.load(v_at, mask=here, other=0.0)
+                    if WIDEN:  # the interpreter cannot multiply bf16; the products are the same
+                        k, v = k.to(tl.float32), v.to(tl.float32)
+                    score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
+                    if RUN:
+                        visible = pos[None, :] < limit[:, None]
+                        if WINDOWED:
+                            visible = visible & (pos[None, :] >= (limit - window)[:, None])
+                        score = tl.where(visible, score, float("-inf"))
+                        higher = tl.maximum(top, tl.max(score, 1))
+                        floor = tl.where(
+                            higher == float("-inf"), 0.0, higher
+                        )  # A tile may lie beyond some of the tokens.
+                    else:
+                        if WINDOWED:
+                            seen = seen & (pos >= oldest)
+                        score = tl.where(seen[None, :], score, float("-inf"))
+                        higher = tl.maximum(top, tl.max(score, 1))
+                        floor = higher
+                    p = tl.exp2(score - floor[:, None])
+                    fade = tl.exp2(top - floor)
+                    weight = weight * fade + tl.sum(p, 1)
+                    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+                    top = higher
+                if RUN:
+                    weight = tl.where(weight > 0.0, weight, 1.0)
+                acc = acc / weight[:, None]
+                level = (top + tl.log2(weight)) * LN_2
+                inside = row_in[:, None] & col_in[None, :]
+                if (at == begin) & (upto == begin + span):
+                    answer = (
+                        out
+                        + first_seq * s_out
+                        + (heads * s_out_head + token * s_out)[:, None]
+                        + cols[None, :]
+                    )
+                    tl.store(answer, acc.to(out.dtype.element_ty), mask=inside)
+                    if LSE:
+                        tl.store(lse + first_seq * HEADS + part_heads, level, mask=row_in)
+                else:
+                    part = (worker * 2 + (at > opened_at).to(tl.int32)) * (HEADS * TOKENS) + part_heads
+                    tl.store(part_out + part[:, None] * COLS + cols[None, :], acc, mask=inside)
+                    tl.store(part_lse + part, level, mask=row_in)
+                    if JOINS:
+                        first, last = begin // run, (end - 1) // run
+                        counter = arrivals + seq * tl.num_programs(0) + kv_head
+                        tl.debug_barrier()  # all threads' stores before the count of one
+                        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last - first:
+                            few = tl.arange(0, JOIN_ROWS)
+                            some = kv_head * GROUP + few
+                            opens = (begin > first * run).to(tl.int32)
+                            whole, peak = _joined(
+                                part_out,
+                                part_lse,
+                                first,
+                                last,
+                                opens,
+                                some,
+                                few < GROUP,
+                                HEADS,
+                                DIM,
+                                COLS,
+                                JOIN_ROWS,
+                                JOIN_PARTS,
+                                4,
+                            )
+                            target = (
+                                out + seq.to(tl.int64) * s_out + some[:, None] * s_out_head + cols[None, :]
+                            )
+                            tl.store(
+                                target,
+                                whole.to(out.dtype.element_ty),
+                                mask=(few < GROUP)[:, None] & col_in[None, :],
+                            )
+                            if LSE:
+                                tl.store(lse + seq * HEADS + some, peak, mask=few < GROUP)
+                            tl.store(counter, 0)
+            at = tl.minimum(end, stop)
+            begin = end
+            seq += 1
+
+
+@triton.jit(do_not_specialize=["batch", "queries"])  # type: ignore[untyped-decorator]
+def join(  # type: ignore[no-untyped-def]
+    out,
+    lse,
+    part_out,
+    part_lse,
+    ends,
+    lengths,
+    batch,
+    s_out,
+    s_out_head,
+    queries,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RUN: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WAITS: tl.constexpr,
+    LSE: tl.constexpr,
+) -> None:
+    """Join the partials of one sequence for ROWS heads; an empty sequence gets its empty answer.
+
+    Grid [heads / ROWS, batch]. Where sequences end with several tokens there are so many times the heads, one
+    token's behind another's.
+    """
+    heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    seq = tl.program_id(1)
+    cols = tl.arange(0, COLS)
+    if WAITS:
+        gdc_launch_dependents()
+        gdc_wait()
+    if RUN == 2:
+        queries = tl.load(lengths + 1)
+    begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
+    end = tl.load(ends + seq)
+    run = tl.load(ends + batch)
+    first = begin // run
+    last = (end - 1) // run
+    if (end == begin) | (first < last):
+        token = heads // HEADS
+        head_in = (heads < HEADS * TOKENS) & (seq * TOKENS + token < queries)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        if end > begin:
+            opens = (begin > first * run).to(tl.int32)
+            wide: tl.constexpr = HEADS * TOKENS
+            acc, top = _joined(
+                part_out,
+                part_lse,
+                first,
+                last,
+                opens,
+                heads,
+                head_in,
+                wide,
+                DIM,
+                COLS,
+                ROWS,
+                PARTS,
+                1,
+                TOKENS > 1,
+            )
+        query = seq.to(tl.int64) * TOKENS + token
+        where = out + (query * s_out + (heads - token * HEADS) * s_out_head)[:, None] + cols[None, :]
+        tl.store(where, acc.to(out.dtype.element_ty), mask=head_in[:, None] & (cols < DIM)[None, :])
+        if LSE:
+            tl.store(lse + query * HEADS + heads - token * HEADS, top, mask=head_in)

@@ -1,0 +1,51 @@
+"""How attention kernels are cut for a device: keys a tile, warps a program, programs a multiprocessor."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """DecodeTuning says how decode attention is cut for a device.
+
+    tile: keys of a tile.
+    warps: of a program.
+    depth: tiles in flight in a program.
+    workers_per_sm: programs of a multiprocessor.
+    overlap: whether the join is launched while decode still runs, and waits on the device.
+    least: tiles of a run, at least. A run of one tile is over before it is under way, and makes one more part
+        to join.
+    """
+
+    tile: int
+    warps: int
+    depth: int
+    workers_per_sm: int
+    overlap: bool = False
+    least: int = 1
+
+
+def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
+    """Choose the tuning for heads of `head_dim` numbers of `itemsize` bytes: the one place for constants.
+
+    32 KiB of K and V a tile keep enough bytes in flight. A tile inside one block needs one table entry.
+    """
+    row = max(16, triton.next_power_of_2(head_dim)) * itemsize
+    tile = min(64, max(16, 16384 // row))
+    if itemsize > 2:  # exact fp32 products go through plain registers
+        tile = min(tile, 32)
+    if block_size >= 32:
+        tile = min(tile, block_size)
+    whole = tile * row >= 16384
+    return DecodeTuning(
+        tile=tile, warps=4, depth=2 if whole else 3, workers_per_sm=2 if whole else 4, least=2
+    )
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; on the CPU, where kernels are interpreted, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

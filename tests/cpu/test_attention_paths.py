@@ -1,0 +1,284 @@
+"""Every path of attention answers output and log-sum-exp, against float64; without kernels also where V is
+wider or narrower than K, and on both, where there is an interpreter, by the kernels."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import penstock.ops.attention.attend
+import penstock.ops.attention.dense
+import penstock.ops.attention.gathered
+from paged import TOLERANCE
+from paged import attend as attend_exactly
+from penstock.ops.attention.attend import Attended, attend, write
+from penstock.ops.attention.dense import dense_reference, masked, merge
+from penstock.ops.attention.inputs import (
+    AttentionInputs,
+    ColdInputs,
+    ColdTile,
+    LayerAttention,
+    PlacedRun,
+    RowGroup,
+    Rows,
+    Run,
+)
+from penstock.ops.kernels import attention_kernels, tile_kernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HEADS, KV_HEADS, DIM, BLOCK, SCALE = 4, 2, 16, 4, 0.3
+WIDTHS = [DIM, 24, 8]
+"""Of V."""
+
+
+@dataclass
+class Step:
+    """One step of one layer: its queries, a cache that is full of NaN elsewhere, and what each query sees."""
+
+    inputs: AttentionInputs
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache: tuple[Tensor, Tensor]
+    seen: list[tuple[Tensor, Tensor]]
+    """K and V of all that comes up to each query, itself included."""
+    tiles: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    chosen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def attend(self, layer: LayerAttention) -> Attended:
+        write(self.k, self.v, self.cache, self.inputs)
+        return attend(self.q, self.k, self.v, self.cache, self.inputs, layer, self)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        return self.tiles[0]
+
+    def release(self) -> None:
+        pass
+
+    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+        assert reader == 0
+        yield from self.chosen
+
+
+def step(
+    sequences: list[tuple[int, int, int]], dim_v: int, dtype: torch.dtype = torch.float32
+) -> tuple[Step, list[list[int]]]:
+    """Each sequence has so many cold tokens, so many in pages, and so many that are computed; in pages unless
+    it has cold ones. Also the blocks of each, which hold all behind the cold ones."""
+    rng = torch.Generator().manual_seed(1)
+    k_cache = torch.full((64, BLOCK, KV_HEADS, DIM), math.nan, dtype=dtype)
+    v_cache = torch.full((64, BLOCK, KV_HEADS, dim_v), math.nan, dtype=dtype)
+    free = torch.randperm(64, generator=rng).tolist()
+    slots, seen, new, blocks, qs = list[int](), [], [], [], []
+    for cold, paged, count in sequences:
+        stop = cold + paged + count
+        k = torch.randn(stop, KV_HEADS, DIM, generator=rng).to(dtype)
+        v = torch.randn(stop, KV_HEADS, dim_v, generator=rng).to(dtype)
+        mine = [free.pop() for _ in range(-(-(paged + count) // BLOCK))]
+        where = [mine[at // BLOCK] * BLOCK + at % BLOCK for at in range(paged + count)]
+        for at, slot in enumerate(where[:paged]):
+            k_cache[slot // BLOCK, slot % BLOCK] = k[cold + at]
+            v_cache[slot // BLOCK, slot % BLOCK] = v[cold + at]
+        slots += where[paged:]
+        seen += [(k[: at + 1], v[: at + 1]) for at in range(stop - count, stop)]
+        new.append((k[stop - count :], v[stop - count :]))
+        blocks.append(mine)
+        qs.append(torch.randn(count, HEADS, DIM, generator=rng).to(dtype))
+    at = torch.tensor(slots)
+    k, v = (torch.cat(each) for each in zip(*new, strict=True))
+    inputs = AttentionInputs(at // BLOCK, at % BLOCK, at, None, ())
+    return Step(inputs, torch.cat(qs), k, v, (k_cache, v_cache), seen), blocks
+
+
+def changed(made: Step, **inputs: object) -> Step:
+    return replace(made, inputs=replace(made.inputs, **inputs))  # type: ignore[arg-type]
+
+
+def rows_of(blocks: list[list[int]], lengths: list[int], window: int | None, *, cold: bool = False) -> Rows:
+    """One group of all rows, padded, or, if cold, one of each."""
+    longest = max(lengths)
+    table = torch.tensor([one + [0] * (longest - len(one)) for one in blocks])[:, : -(-longest // BLOCK)]
+    visible = torch.tensor(lengths, dtype=torch.int32)
+    if cold:
+        groups = tuple(
+            RowGroup(torch.tensor([at]), table[at : at + 1], length, {}, length, None, cold=True)
+            for at, length in enumerate(lengths)
+        )
+    else:
+        at, shortest = torch.arange(longest), min(lengths)
+        mask = at < visible[:, None]
+        if window is not None:
+            mask &= at >= visible[:, None] - window
+        beyond = ~(at < visible[:, None])[:, shortest:, None, None]
+        groups = (
+            RowGroup(
+                torch.arange(len(blocks)), table, longest, {window: mask[:, None, None]}, shortest, beyond
+            ),
+        )
+    return Rows(len(blocks), table.int(), visible, longest, groups)
+
+
+def rows(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    made, blocks = step([(0, 9, 1), (0, 4, 1), (0, 17, 1)], dim_v, dtype)
+    return changed(made, rows=rows_of(blocks, [10, 5, 18], window))
+
+
+def long_rows(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """Each alone, in parts of PAST_TILE."""
+    made, blocks = step([(0, 29, 1), (0, 48, 1)], dim_v, dtype)
+    return changed(made, rows=rows_of(blocks, [30, 49], window, cold=True))
+
+
+def chunk(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """Over itself alone."""
+    made, [blocks] = step([(0, 0, 11)], dim_v, dtype)
+    return changed(made, runs=(Run(0, 11, 0, torch.tensor(blocks)),))
+
+
+def chunk_with_past(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    made, [blocks] = step([(0, 50, 7)], dim_v, dtype)
+    return changed(made, runs=(Run(0, 7, 50, torch.tensor(blocks)),))
+
+
+def mixed(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """A row, and two chunks."""
+    made, (one, two, three) = step([(0, 6, 1), (0, 0, 5), (0, 29, 4)], dim_v, dtype)
+    runs = Run(1, 5, 0, torch.tensor(two)), Run(6, 4, 29, torch.tensor(three))
+    return changed(made, rows=rows_of([one], [7], window), runs=runs)
+
+
+def tiles(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """A chunk behind a cold tile and tokens in pages."""
+    made, [blocks] = step([(8, 4, 5)], dim_v, dtype)
+    k, v = made.seen[0]
+    made.tiles = [(k[:8], v[:8])]
+    tile = ColdTile(0, 8, (), torch.empty(0, dtype=torch.int64), (0,))
+    run = Run(0, 5, 12, torch.tensor(blocks[:1]), paged=False, near=8)
+    return changed(made, runs=(run,), cold=ColdInputs((tile,), ()))
+
+
+def rows_with_tiles(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """A row with a tile between two without."""
+    made, blocks = step([(0, 6, 1), (8, 2, 1), (0, 3, 1)], dim_v, dtype)
+    k, v = made.seen[1]
+    made.tiles = [(k[:8], v[:8])]
+    tile = ColdTile(0, 8, (1,), torch.tensor([1]), ())
+    given = rows_of(blocks, [7, 3, 4], window, cold=True)
+    return changed(made, rows=given, cold=ColdInputs((tile,), (6, 10, 3)))
+
+
+def chosen(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """Everything, in two parts."""
+    made, [blocks] = step([(12, 0, 5)], dim_v, dtype)
+    k, v = made.seen[0]
+    made.chosen = [(k[:4], v[:4]), (k[4:12], v[4:12])]
+    run = Run(0, 5, 12, torch.tensor(blocks[:0], dtype=torch.int64), paged=False, near=12)
+    return changed(made, runs=(run,), cold=ColdInputs((), (), choosing_runs=(0,)))
+
+
+def placed(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    made, [blocks] = step([(0, 10, 7)], dim_v, dtype)
+    where = torch.tensor([10, 7], dtype=torch.int32)
+    return changed(made, placed=PlacedRun(torch.tensor(blocks, dtype=torch.int32), where, 40))
+
+
+Path = Callable[[int, int | None, torch.dtype], Step]
+PATHS: list[Path] = [rows, long_rows, chunk, chunk_with_past, mixed, tiles, rows_with_tiles, chosen]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.ops.attention.dense, "WINDOW_TILE", 3)
+    monkeypatch.setattr(penstock.ops.attention.gathered, "PAST_TILE", 20)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not INTERPRETED:
+        pytest.skip("kernels are interpreted where there is no GPU")
+    monkeypatch.setattr(penstock.ops.attention.attend, "_kernels", lambda x: attention_kernels())
+    monkeypatch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: tile_kernels())
+
+
+def exact(made: Step, window: int | None) -> tuple[Tensor, Tensor]:
+    wanted = [attend_exactly(q, k, v, SCALE, window) for q, (k, v) in zip(made.q, made.seen, strict=True)]
+    want, want_lse = zip(*wanted, strict=True)
+    return torch.stack(want), torch.stack(want_lse)
+
+
+def check(path: Path, dim_v: int, window: int | None, dtype: torch.dtype = torch.float32) -> None:
+    """Output and log-sum-exp; the same output where no log-sum-exp is asked for, to rounding; and with sinks
+    merged to it (one more logit a head, of no value) what a softmax over one more logit gives."""
+    made = path(dim_v, window, dtype)
+    want, want_lse = exact(made, window)
+    room = TOLERANCE[dtype] * float(want.abs().max())
+    out, lse = made.attend(LayerAttention(SCALE, window, lse=True))
+    alone = made.attend(LayerAttention(SCALE, window))
+    assert alone.lse is None
+    assert lse is not None
+    assert (lse.dtype, lse.shape, out.dtype) == (torch.float32, made.q.shape[:2], dtype)
+    for one in (out, alone.out):
+        torch.testing.assert_close(one.double(), want, rtol=0, atol=room)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+    sinks = torch.linspace(-1, 2, HEADS).expand_as(lse).contiguous()
+    wide = out.float()
+    merge(wide, lse, torch.zeros_like(wide), sinks)
+    share = torch.sigmoid(want_lse - sinks.double())[..., None]
+    torch.testing.assert_close(wide.double(), want * share, rtol=0, atol=room)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+@pytest.mark.parametrize("dim_v", WIDTHS)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_without_kernels(path: Path, dim_v: int, window: int | None) -> None:
+    if path is chosen and window is not None:
+        pytest.skip("a policy chooses where there is no window")
+    check(path, dim_v, window)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("path", [*PATHS, placed])
+def test_every_path_with_kernels(path: Path, window: int | None) -> None:
+    if path is chosen and window is not None:
+        pytest.skip("a policy chooses where there is no window")
+    check(path, DIM, window)
+
+
+@pytest.mark.parametrize("path", [rows, chunk_with_past, tiles])
+def test_half_precision(path: Path) -> None:
+    check(path, 24, None, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_kernels_say_that_they_read_one_width() -> None:
+    made = rows(24, None, torch.float32)
+    with pytest.raises(AssertionError, match="V as wide as K, not 24 beside 16"):
+        attend(made.q, made.k, made.v, made.cache, made.inputs, LayerAttention(SCALE))
+
+
+@pytest.mark.parametrize("dim_v", WIDTHS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_is_its_reference(dim_v: int, causal: bool) -> None:
+    rng = torch.Generator().manual_seed(2)
+    q, k = torch.randn(9, HEADS, DIM, generator=rng), torch.randn(9, KV_HEADS, DIM, generator=rng)
+    v = torch.randn(9, KV_HEADS, dim_v, generator=rng)
+    found = penstock.ops.attention.dense.dense(q, k, v, SCALE, causal=causal)
+    for one, other in zip(found, dense_reference(q, k, v, SCALE, causal=causal), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_what_torch_computes_bit_for_bit() -> None:
+    """By the call that also returns the log-sum-exp."""
+    rng = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(3, 2, tokens, DIM, generator=rng) for tokens in (4, 37, 37))
+    mask = torch.rand(3, 1, 1, 37, generator=rng) > 0.3
+    for seen in (None, mask):
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=SCALE)
+        assert torch.equal(masked(q, k, v, scale=SCALE, mask=seen, lse=False)[0], want)
