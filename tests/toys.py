@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,9 +18,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny
+from penstock.arch import families
 from penstock.arch.formats import methods
 from penstock.arch.formats.dense import DENSE
-from penstock.arch.formats.format import Format, Source, Stored, stacked
+from penstock.arch.formats.format import Format, Source, Stored, matrix, stacked
+from penstock.arch.layout import group_layouts
+from penstock.arch.mixers.mixer import Mixer, Plane
+from penstock.arch.shards import Shard, share_heads
+from penstock.arch.spec import LayerSpec, ModelSpec, Norms
+from penstock.models import mixers
+from penstock.models.inputs import ColdCache
+from penstock.models.mixers import Mixing
+from penstock.ops.attention.attend import attend
+from penstock.ops.attention.inputs import LayerAttention
+from penstock.ops.linear import linear
+from penstock.ops.matrix import GroupViews
+from penstock.ops.rope import rotate
+from penstock.weights.checkpoint.shape import Shape
 
 METHOD = "toy_int8"
 SUFFIX = "_inverse_scale"
@@ -100,3 +114,133 @@ def checkpoints(name: str, folder: Path, dense: Sequence[str] = ()) -> tuple[Pat
             config["quantization_config"] = {"quant_method": METHOD, "dense": list(dense)}
         (path / "config.json").write_text(json.dumps(config))
     return few, same
+
+
+# ---- a mixer
+
+
+@dataclass(frozen=True)
+class Tilted(Mixer):
+    """Attention whose values are wider than keys, and which keeps one plane more: its `tilt`, which is
+    attended to as values are, and whose mean scales the output."""
+
+    width: int = 20
+    tilt: int = 3
+
+    @property
+    def output_size(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (
+            Plane("k", self.kv_heads, self.head_dim, scored=True),
+            Plane("v", self.kv_heads, self.width),
+            Plane("tilt", self.kv_heads, self.tilt),
+        )
+
+    def weights(self, at: str, hidden: int, shard: Shard) -> dict[str, Sequence[Source]]:
+        heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
+        parts = {"q": (self.heads, self.head_dim, heads), "k": (self.kv_heads, self.head_dim, kv_heads)}
+        parts |= {"v": (self.kv_heads, self.width, kv_heads), "tilt": (self.kv_heads, self.tilt, kv_heads)}
+        fused = [
+            matrix(f"{at}.tilted.{name}.weight", count * dim, hidden, rows=rows_of(part, dim))
+            for name, (count, dim, part) in parts.items()
+        ]
+        out = matrix(f"{at}.tilted.out.weight", hidden, self.output_size, columns=rows_of(heads, self.width))
+        return {"fused": fused, "out": [out]}
+
+    def local(self, shard: Shard) -> "Tilted":
+        heads, kv_heads = share_heads(self.heads // self.kv_heads, self.kv_heads, shard)
+        return replace(self, heads=len(heads), kv_heads=len(kv_heads))
+
+
+def rows_of(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
+
+
+class Joined:
+    """Lends tiles with values and tilt beside each other, as attention wants them."""
+
+    def __init__(self, cold: ColdCache) -> None:
+        self._cold, self.release = cold, cold.release
+
+    def take(self) -> tuple[Tensor, ...]:
+        k, v, tilt = self._cold.take()
+        return k, torch.cat((v, tilt), -1)
+
+    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
+        for k, v, tilt in self._cold.choose(reader, q, lse, scale):
+            yield k, torch.cat((v, tilt), -1)
+
+
+def tilted(mixer: Mixer, x: Tensor, weights: GroupViews, cache: tuple[Tensor, ...], mixing: Mixing) -> Tensor:
+    assert isinstance(mixer, Tilted)
+    inputs, attention = mixing.inputs, mixing.inputs.attention
+    sizes = [mixer.query_size, *(plane.numbers for plane in mixer.planes)]
+    q, k, v, tilt = linear(x, weights.matrices["fused"]).split(sizes, -1)
+    q = rotate(q.view(len(x), mixer.heads, mixer.head_dim), inputs.cos, inputs.sin)
+    k = rotate(k.view(len(x), mixer.kv_heads, mixer.head_dim), inputs.cos, inputs.sin)
+    v, tilt = (one.reshape(len(x), mixer.kv_heads, -1) for one in (v, tilt))
+    paged = slice(None) if attention.cold is None or attention.cold.paged is None else attention.cold.paged
+    for plane, values in zip(cache, (k, v, tilt), strict=True):
+        plane[attention.blocks, attention.offsets] = values[paged]
+    if mixing.cold is not None:
+        mixing.cold.send(mixing.layer, (k, v, tilt))
+    pages = cache[0], torch.cat((cache[1], cache[2]), -1)
+    layer, tiles = LayerAttention(mixer.head_dim**-0.5), None if mixing.cold is None else Joined(mixing.cold)
+    seen = attend(q, k, torch.cat((v, tilt), -1), pages, attention, layer, tiles).out
+    seen = seen if mixing.wanted is None else seen[mixing.wanted]
+    values, tilts = seen[..., : mixer.width], seen[..., mixer.width :]
+    return (values * (1 + tilts.mean(-1, keepdim=True))).flatten(1)
+
+
+def read_tilted(config: families._Reader) -> ModelSpec:
+    """A llama of which the layers from the second on are tilted and normalised after their blocks, too."""
+    spec = families.FAMILIES["llama"].read(config)
+    first, *others = spec.stack
+    norms = Norms("input_layernorm", "after_mixer"), Norms(None, "after_feed_forward")
+    stack = [
+        LayerSpec(Tilted(spec.heads, spec.kv_heads, spec.head_dim), one.feed_forward, *norms)
+        for one in others
+    ]
+    return replace(spec, stack=(first, *stack))
+
+
+@contextmanager
+def tilted_known() -> Iterator[None]:
+    """Penstock runs models of the family `tilted`."""
+    with (
+        patch.dict(families.FAMILIES, {"tilted": families.Family(read_tilted)}),
+        patch.dict(mixers.FORWARD, {Tilted: tilted}),
+    ):
+        yield
+
+
+def tilted_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny checkpoint of that family."""
+    source = tiny.checkpoint("llama")
+    folder.mkdir()
+    for file in source.glob("*.json"):
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "tilted"}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: one for file in source.glob("*.safetensors") for name, one in load_file(file).items()}
+    with tilted_known():
+        shape = Shape.of(config)
+        wanted = {
+            one.tensor: one.shape
+            for group in group_layouts(shape.spec, shape.names, "float32")
+            for field in group.fields
+            for one in field.sources
+        }
+    random = torch.Generator().manual_seed(3)
+    made = {}
+    for name, extents in wanted.items():
+        scale = 1.0 if len(extents) == 1 else 2 / extents[-1] ** 0.5
+        drawn = torch.randn(extents, generator=random) * scale
+        made[name] = (
+            tensors[name] if name in tensors else drawn.abs() + 0.5 if len(extents) == 1 else drawn
+        ).to(dtype)
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    return folder

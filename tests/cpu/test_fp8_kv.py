@@ -5,6 +5,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from unittest.mock import patch
@@ -213,12 +214,7 @@ def ids(blocks: Sequence[int]) -> tuple[HostBlockId, ...]:
 def test_blocks_come_back_rounded_once(dtype: str, seed: int, tmp_path: Path) -> None:
     """Chunks sent layer by layer from fused projections, and blocks demoted from pages, to host and disk,
     whatever is late; pages and projections are written over at once."""
-    exact = kv_of_heads(
-        **{
-            **{name: getattr(EXACT, name) for name in ("layers", "block_size", "kv_heads", "head_dim")},
-            "dtype": dtype,
-        }
-    )
+    exact = replace(EXACT, dtype=dtype)
     size, rng = exact.block_size, np.random.default_rng(seed)
     truth = noise(
         NEAR + FAR,
@@ -251,7 +247,7 @@ def test_blocks_come_back_rounded_once(dtype: str, seed: int, tmp_path: Path) ->
             orders = [Order(BlockId(page), HostBlockId(block)) for page, block in enumerate(demoted)]
             every = [range(len(tiles))] * exact.layers
             carrier.begin(orders, pages, [Send(0, ids(new))], tiles, range(exact.layers), every)
-            pages._pool.fill_(torch.nan)
+            pages.bytes.fill_(255)  # not a number, in any dtype
             for layer in range(exact.layers):
                 for target, half in ((k, 0), (v, 1)):
                     target[: len(new) * size].copy_(truth[new, layer, half].flatten(0, 1))
@@ -273,7 +269,8 @@ def test_blocks_come_back_rounded_once(dtype: str, seed: int, tmp_path: Path) ->
 def test_the_device_memory_is_what_is_counted(tmp_path: Path) -> None:
     for layout in (EXACT, EXACT.in_fp8):
         with carrying(layout, tmp_path, Gates()) as carrier:
-            tensors = [*carrier.ring._slots, *carrier.ring._views, *carrier.outbox._slots]
+            planes = [plane for layers in carrier.ring._views for layer in layers for plane in layer]
+            tensors = [*carrier.ring._slots, *planes, *carrier.outbox._slots]
             held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
             assert sum(held.values()) == carrier_bytes(
                 layout, TILE * layout.block_size, CHUNK * layout.block_size
@@ -414,17 +411,17 @@ def room(layout: KVLayout = LAYOUT, **settings: object) -> LongRoom:
 
 
 def test_host_memory_is_halved_and_the_scratch_is_counted() -> None:
-    per_token = SPEC.layers * 2 * (SPEC.kv_size + SPEC.kv_heads * 4 / 32)
+    per_token = SPEC.layers * 2 * SPEC.kv_heads * (SPEC.head_dim + 4 / 32)
     exact, fp8 = (room(max_length=1500, kv_tile=96, host_kv_dtype=kind) for kind in ("auto", "fp8"))
     assert exact.layout is LAYOUT
     assert fp8.layout.exact == LAYOUT
     assert exact.blocks == fp8.blocks == 47
-    assert exact.host_bytes == 47 * 32 * SPEC.layers * 2 * SPEC.kv_size * 2
+    assert exact.host_bytes == 47 * 32 * SPEC.layers * 2 * SPEC.kv_heads * SPEC.head_dim * 2
     assert fp8.host_bytes == 47 * 32 * per_token
     assert 0.5 < fp8.host_bytes / exact.host_bytes < 0.505
     slots = (3 * 96 + 2 * 512) * per_token / SPEC.layers
-    assert fp8.device_bytes == slots + 96 * 2 * SPEC.kv_size * 2
-    assert exact.device_bytes == (3 * 96 + 2 * 512) * 2 * SPEC.kv_size * 2
+    assert fp8.device_bytes == slots + 96 * 2 * SPEC.kv_heads * SPEC.head_dim * 2
+    assert exact.device_bytes == (3 * 96 + 2 * 512) * 2 * SPEC.kv_heads * SPEC.head_dim * 2
     asked = [room(host_kv_memory="32MiB", host_kv_dtype=kind).blocks for kind in ("auto", "fp8")]
     assert asked == [32 * MIB // LAYOUT.block_bytes, 32 * MIB // LAYOUT.in_fp8.block_bytes]
     assert "hold KV in fp8 for" in str(fp8)
@@ -491,9 +488,11 @@ def test_an_engine_computes_with_what_was_rounded_and_nothing_else(dtype: str) -
     """As one does to whose exact host memory everything goes rounded: to the last bit."""
     send, demote = Outbox.send, Outbox.demote
 
-    def send_rounded(self: Outbox, layer: int, k: Tensor, v: Tensor, blocks: Sequence[HostBlockId]) -> None:
-        both = (rounded(x.unflatten(0, (len(blocks), -1))).flatten(0, 1) for x in (k, v))
-        send(self, layer, *both, blocks)
+    def send_rounded(
+        self: Outbox, layer: int, planes: Sequence[Tensor], blocks: Sequence[HostBlockId]
+    ) -> None:
+        both = [rounded(x.unflatten(0, (len(blocks), -1))).flatten(0, 1) for x in planes]
+        send(self, layer, both, blocks)
 
     def demote_rounded(self: Outbox, block: Tensor, target: HostBlockId) -> None:
         layout = self._pool.layout

@@ -1,0 +1,250 @@
+"""A mixer is a declaration and a function: one that penstock does not have, with values wider than keys and a
+plane more, in layers that are normalised after their blocks, is added from outside, and whatever moves KV
+moves it."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+import tiny
+import toys
+from members import CPU, pass_of
+from penstock.api.llm import LLM
+from penstock.api.outputs import Completion
+from penstock.arch import bounds
+from penstock.arch.layout import KVLayout, group_layouts, kv_layout
+from penstock.arch.mixers.mixer import Plane
+from penstock.arch.rope import inverse_frequencies
+from penstock.cli.main import main
+from penstock.kv.movement.carrier import Carrier, Streams
+from penstock.kv.movement.pool import KVPool
+from penstock.kv.movement.tiles import Tile, as_rested
+from penstock.kv.store.diskpool import record_bytes
+from penstock.memory.streams import CallerStream
+from penstock.step.params import SamplingParams
+from penstock.step.plan import BlockId, HostBlockId
+from penstock.weights.checkpoint.reader import Checkpoint
+
+LIMIT = 1e-4
+"""How far log-probabilities in float32 may lie apart."""
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+BLOCK = 8
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_length": 200, "block_size": BLOCK, "check": True}
+
+
+@pytest.fixture(autouse=True)
+def known() -> Iterator[None]:
+    with toys.tilted_known():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toys.tilted_checkpoint(tmp_path_factory.mktemp("tilted") / "model")
+
+
+def reference(path: Path, tokens: list[int]) -> Tensor:
+    """Logits of all positions, step by step, from the checkpoint alone, in float64."""
+    with Checkpoint.open(path) as checkpoint:
+        spec = checkpoint.spec
+    t = {name: one.double() for name, one in load_file(path / "model.safetensors").items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * t[f"{name}.weight"]
+
+    frequencies = torch.tensor(inverse_frequencies(spec.rope), dtype=torch.float64)
+    angles = torch.arange(len(tokens))[:, None] * frequencies
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def heads(x: Tensor, name: str, count: int) -> Tensor:
+        return (x @ t[f"{name}.weight"].T).view(len(x), count, -1)
+
+    def attention(x: Tensor, at: str, mixer: object) -> Tensor:
+        wide = isinstance(mixer, toys.Tilted)
+        names = [f"{at}.tilted.{one}" if wide else f"{at}.self_attn.{one}_proj" for one in ("q", "k", "v")]
+        q, k, v = (
+            heads(x, name, count)
+            for name, count in zip(names, (spec.heads, spec.kv_heads, spec.kv_heads), strict=True)
+        )
+        more = [heads(x, f"{at}.tilted.tilt", spec.kv_heads)] if wide else []
+        group = spec.heads // spec.kv_heads
+        k, *values = (one.repeat_interleave(group, 1) for one in (turned(k), v, *more))
+        scores = torch.einsum("qhd,khd->hqk", turned(q), k) * spec.head_dim**-0.5
+        scores += torch.full((len(x), len(x)), -math.inf).triu(1)
+        out, *tilts = (torch.einsum("hqk,khd->qhd", scores.softmax(-1), one) for one in values)
+        for tilt in tilts:
+            out = out * (1 + tilt.mean(-1, keepdim=True))
+        return out.flatten(1) @ t[f"{at}.tilted.out.weight" if wide else f"{at}.self_attn.o_proj.weight"].T
+
+    x = t["model.embed_tokens.weight"][tokens]
+    for number, layer in enumerate(spec.stack):
+        at = f"model.layers.{number}"
+        wide = isinstance(layer.mixer, toys.Tilted)
+        out = attention(norm(x, f"{at}.input_layernorm"), at, layer.mixer)
+        x = x + (norm(out, f"{at}.after_mixer") if wide else out)
+        inner = x if wide else norm(x, f"{at}.post_attention_layernorm")
+        gate, up, down = (t[f"{at}.mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
+        out = (F.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
+        x = x + (norm(out, f"{at}.after_feed_forward") if wide else out)
+    return norm(x, "model.norm") @ t["lm_head.weight"].T
+
+
+def prompts() -> list[list[int]]:
+    random = torch.Generator().manual_seed(5)
+    return [torch.randint(tiny.VOCAB, (length,), generator=random).tolist() for length in (5, 120, 61)]
+
+
+def outputs(path: Path, **settings: object) -> list[tuple[list[int], list[float]]]:
+    with LLM(path, **SETTINGS | settings) as llm:  # type: ignore[arg-type]
+        return drawn(llm)
+
+
+def drawn(llm: LLM) -> list[tuple[list[int], list[float]]]:
+    found = []
+    for one in llm.generate(prompts(), GREEDY):
+        scores = [entry.logprob for entry in (*(one.prompt_logprobs or ())[1:], *(one.logprobs or ()))]
+        found.append((list(one.tokens), scores))
+    return found
+
+
+def close(found: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]) -> bool:
+    return all(
+        tokens == others and torch.allclose(torch.tensor(scores), torch.tensor(wanted), atol=LIMIT, rtol=0)
+        for (tokens, scores), (others, wanted) in zip(found, expected, strict=True)
+    )
+
+
+def host(path: Path, blocks: int) -> int:
+    with Checkpoint.open(path) as checkpoint:
+        return blocks * kv_layout(checkpoint.spec, "float32", BLOCK).block_bytes
+
+
+def test_logits_are_those_of_the_reference(model: Path) -> None:
+    for prompt, (tokens, scores) in zip(prompts(), outputs(model), strict=True):
+        logits = reference(model, [*prompt, *tokens])
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+        expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor([*prompt, *tokens])[1:, None])[:, 0]
+        assert torch.allclose(torch.tensor(scores).double(), expected, atol=LIMIT, rtol=0)
+
+
+def test_contexts_longer_than_the_device_give_the_same(model: Path) -> None:
+    long = {"kv_blocks": 6, "max_step_tokens": 24, "kv_tile": 32, "host_kv_memory": host(model, 60)}
+    with LLM(model, **SETTINGS | long) as llm:  # type: ignore[arg-type]
+        found = drawn(llm)
+        assert llm.booted.engine.scheduler.host.blocks == 60
+    assert close(found, outputs(model))
+
+
+def test_contexts_on_disk_give_the_same(model: Path, tmp_path: Path) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        layout = kv_layout(checkpoint.spec, "float32", BLOCK)
+    disk = 40 * layout.layers * record_bytes(layout)
+    long = {
+        "kv_blocks": 6,
+        "max_step_tokens": 24,
+        "kv_tile": 32,
+        "host_kv_memory": host(model, 4),
+        "kv_store": "off",
+    }
+    assert close(outputs(model, **long, disk_kv_memory=disk, kv_directory=tmp_path), outputs(model))
+
+
+def test_prefixes_that_were_kept_give_the_same(model: Path, tmp_path: Path) -> None:
+    """Through the store on disk, in an engine that has never seen them."""
+    kept = {
+        "host_kv_memory": "8MiB",
+        "disk_kv_memory": "32MiB",
+        "kv_directory": tmp_path / "kv",
+        "block_size": 16,
+    }
+    plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    first, *others = (kept_by(model, plain, kept) for _ in range(2))
+    while others[-1][1].cached_disk < 112 and len(others) < 6:  # where computing was thought to be faster
+        others.append(kept_by(model, plain, kept))
+    assert first[1].cached_tokens == 0
+    assert others[-1][1].cached_disk == 112
+    for again in others:
+        assert [one.tokens for one in again] == [one.tokens for one in first]
+
+
+def kept_by(model: Path, params: SamplingParams, kept: dict[str, object]) -> list[Completion]:
+    with LLM(model, **SETTINGS | kept) as llm:  # type: ignore[arg-type]
+        return llm.generate(prompts(), params)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_planes_come_back_from_the_host(rounded: bool) -> None:
+    """Of chunks that were sent and of blocks that were demoted, layers of two kinds in each."""
+    plain = Plane("k", 2, 6, scored=True), Plane("v", 2, 6)
+    exact = KVLayout(
+        (plain, (*plain, Plane("more", 1, 4), Plane("index", 1, 2, "int32")), plain), 4, "bfloat16"
+    )
+    layout, blocks = exact.in_fp8 if rounded else exact, 5
+    streams = Streams(CallerStream(), CallerStream(), CallerStream())
+    carrier, pages = Carrier(layout, blocks, 16, 16, CPU, streams, None), KVPool(exact, blocks, CPU)
+    pages.bytes.random_(0, 120)  # bytes of which no two make a number that is infinite or none
+    order = [3, 0, 4, 1, 2]
+    sent, demoted = order[:3], order[3:]
+    try:
+        for page in demoted:
+            carrier.outbox.demote(pages.block(BlockId(page)), HostBlockId(page))
+        tiles = [Tile(tuple(map(HostBlockId, part)), 4 * len(part) - 1) for part in (order[:4], order[4:])]
+        for layer, planes in enumerate(pages.layers):
+            carrier.outbox.send(layer, [plane[sent].flatten(0, 1) for plane in planes], sent)
+        carrier.ring.begin(tiles, range(3), carrier.outbox.landed())
+        for layer, planes in enumerate(pages.layers):
+            for tile in tiles:
+                lent = carrier.ring.take()
+                assert len(lent) == len(planes) == len(exact.planes[layer])
+                for plane, found in zip(planes, lent, strict=True):
+                    some = plane[list(tile.blocks)]
+                    wanted = as_rested(some) if rounded and plane.is_floating_point() else some
+                    assert torch.equal(found, wanted.flatten(0, 1)[: tile.keys])
+                carrier.ring.release()
+    finally:
+        carrier.close()
+
+
+def test_an_engine_with_kv_in_fp8(model: Path) -> None:
+    long = {"kv_blocks": 6, "max_step_tokens": 24, "kv_tile": 32, "host_kv_memory": host(model, 60)}
+    found, expected = outputs(model, **long, host_kv_dtype="fp8"), outputs(model)
+    apart = [
+        (torch.tensor(scores[:110]) - torch.tensor(others[:110])).abs().mean()
+        for (_, scores), (_, others) in zip(found, expected, strict=True)
+    ]
+    assert apart[0] < LIMIT < max(apart) < 1
+
+
+def test_ranks_and_weights_that_stream(model: Path) -> None:
+    alone = pass_of(model, 0)
+    for one, other in zip(pass_of(model, 0, part=0.5), alone, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(pass_of(model, 2), alone, strict=True):
+        assert tiny.distance(one, other) < 1e-5
+
+
+def test_layouts_bounds_and_plans(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        spec, names = checkpoint.spec, checkpoint.names
+    layout = kv_layout(spec, "float32", BLOCK)
+    plain = 2 * spec.kv_heads * spec.head_dim
+    tilted = spec.kv_heads * (spec.head_dim + 20 + 3)
+    assert layout.layer_sizes == tuple(4 * BLOCK * one for one in (plain, tilted, tilted))
+    assert bounds.kv_bytes_read(spec, "float32", 10) == 4 * 10 * (plain + 2 * tilted)
+    pairs = 10 * 11 // 2
+    assert bounds.attention_operations(spec, pairs, 1) == 2 * pairs * spec.heads * (spec.head_dim + 20)
+    assert bounds.parameters(group_layouts(spec, names, "float32")) == sum(
+        one.numel() for one in load_file(model / "model.safetensors").values()
+    )
+    assert main(["plan", str(model), "--machine", "cpu", "--dtype", "float32", "--context", "64"]) == 0
+    assert "tilted" in capsys.readouterr().out
