@@ -13,7 +13,9 @@ import pytest
 
 from penstock.arch.families import FAMILIES
 from penstock.arch.spec import DTYPE_BYTES, RopeKind
+from penstock.base.config import Config
 from penstock.base.errors import ConfigError
+from penstock.base.setting import settings_of
 from penstock.base.units import parse_size
 from penstock.cli.main import COMMANDS
 
@@ -115,7 +117,8 @@ def known(token: str, document: Path) -> bool:
     if token.startswith("penstock "):
         return token.split()[1] in COMMANDS
     if token.startswith("--"):
-        return any(token in string.split("/") for string in names().strings)
+        declared = (f"--{one.name.replace('_', '-')}" for one in settings_of(Config))
+        return token in declared or any(token in string.split("/") for string in names().strings)
     if token[0].isdigit():
         return is_size(token)
     if called := CALL.fullmatch(token):

@@ -264,7 +264,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class MeterSample:
     """What was counted at a moment, in seconds of perf_counter. `kv`: of long contexts, if there is room for
     any."""
 
@@ -273,7 +273,7 @@ class Counts:
     kv: KVStats | None
 
 
-class Prompt:
+class PromptProgress:
     """A prompt of `length` tokens under way: when it came how far."""
 
     def __init__(self, length: int, begin: float, computed: int) -> None:
@@ -298,7 +298,7 @@ class Prompt:
         return max((self.length - self.reached) / self.rate - (now - self._steps[-1][0]), 0.0)
 
 
-def pass_seconds(seen: Iterable[Counts]) -> float:
+def pass_seconds(seen: Iterable[MeterSample]) -> float:
     """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not
     two."""
     begun = [later for earlier, later in pairwise(seen) if later.weights.passes > earlier.weights.passes]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes 1.2 s
 
 
 @dataclass(slots=True)
-class Output:
+class TimedOutput:
     """One of the continuations."""
 
     text: str = ""
@@ -35,7 +35,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request.
 
     weights: where they are, and what was streamed of them for the answer. kv: the same of long contexts, if
@@ -43,7 +43,7 @@ class Answer:
     """
 
     prompt_tokens: int
-    outputs: list[Output]
+    outputs: list[TimedOutput]
     weights: WeightStats
     kv: KVStats | None = None
     tiers: TierStats | None = None
@@ -95,7 +95,7 @@ def follow(
     params: SamplingParams,
     show: Callable[["Delta"], None],
     interrupted: Callable[[], bool] = lambda: False,
-) -> Answer:
+) -> TimedAnswer:
     """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends with the step under
     way."""
     weights, engine = llm.booted.weights, llm.booted.engine
@@ -106,7 +106,7 @@ def follow(
         perf_counter(),
     )
     with llm.stream(prompt, params, until=interrupted) as stream:
-        answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before)
+        answer = TimedAnswer(len(stream.prompt_tokens), [TimedOutput() for _ in range(params.n)], before)
         for delta in stream:
             answer.end = perf_counter() - begin
             answer.first = answer.first or answer.end
@@ -128,7 +128,7 @@ def follow(
     return answer
 
 
-def remark(answer: Answer) -> None:
+def remark(answer: TimedAnswer) -> None:
     """Statistics on stderr: of the answer, and of weights and KV if they stream."""
     say(answer.statistics(), faint=True)
     if answer.weights.streams:
@@ -142,7 +142,7 @@ def remark(answer: Answer) -> None:
 
 
 def record(
-    llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer
+    llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: TimedAnswer
 ) -> dict[str, object]:
     """What --json writes of an answer to `prompt`, as the user gave it."""
     booted, outputs = llm.booted, [_output(llm, output, params) for output in answer.outputs]
@@ -193,7 +193,7 @@ def json_line(entries: dict[str, object]) -> str:
     return json.dumps(entries, allow_nan=False) + "\n"
 
 
-def _output(llm: "LLM", output: Output, params: SamplingParams) -> dict[str, object]:
+def _output(llm: "LLM", output: TimedOutput, params: SamplingParams) -> dict[str, object]:
     entries: dict[str, object] = {
         "text": output.text,
         "tokens": output.tokens,

@@ -34,11 +34,11 @@ from unicodedata import category, east_asian_width
 
 from penstock.base.config import terminal_kind
 from penstock.base.meter import (
-    Counts,
     Flow,
     KVStats,
+    MeterSample,
     MissedStats,
-    Prompt,
+    PromptProgress,
     TierStats,
     WeightStats,
     pass_seconds,
@@ -104,9 +104,9 @@ class LiveLine:
         self._text = ""
         """Of the line that the cursor is in."""
         self._writing = False
-        self._prompt: Prompt | None = None
+        self._prompt: PromptProgress | None = None
         self._begun: KVStats | None = None
-        self._seen = deque[Counts]()
+        self._seen = deque[MeterSample]()
         self._before: dict[signal.Signals, object] = {}
         self._end = Event()
         self._thread: Thread | None = None
@@ -146,7 +146,7 @@ class LiveLine:
         """From now on, until the next text is written, a prompt of `length` tokens is computed."""
         if self._progress is not None:
             with self._lock:
-                self._prompt = Prompt(length, perf_counter(), self._progress().computed)
+                self._prompt = PromptProgress(length, perf_counter(), self._progress().computed)
 
     def write(self, text: str, *, bold: bool = False) -> None:
         """terminal.write, for all text to stdout within the block."""
@@ -184,11 +184,11 @@ class LiveLine:
                 self._reserved = size
                 self._put(f"{begin}\x1b[{size.lines};1H\x1b[0;2m{shown}\x1b[0m\x1b[K{_RESTORE}")
 
-    def _count(self) -> Counts:
+    def _count(self) -> MeterSample:
         weights, kv = self._weights(), self._kv()
-        return Counts(perf_counter(), weights, kv)
+        return MeterSample(perf_counter(), weights, kv)
 
-    def _shown(self, now: Counts, width: int) -> str:
+    def _shown(self, now: MeterSample, width: int) -> str:
         """The line now, empty if there is nothing to show. What was seen is kept for as long as it takes to
         tell what happens in a WINDOW, and in a pass of weights that stream."""
         seen = self._seen
@@ -262,7 +262,7 @@ class LiveLine:
                 data = data[os.write(self._fd, data) :]
 
 
-def _kv_rate(seen: Sequence[Counts]) -> float:
+def _kv_rate(seen: Sequence[MeterSample]) -> float:
     """Bytes a second to DEVICE."""
     first, last = seen[0], seen[-1]
     moved = last.kv.copied - first.kv.copied if last.kv and first.kv else 0
@@ -307,7 +307,7 @@ def kv_forms(kv: KVStats, rate: float) -> list[str]:
     ]
 
 
-def bar(prompt: Prompt, now: float, width: int) -> str:
+def bar(prompt: PromptProgress, now: float, width: int) -> str:
     """How far a prompt is, with a bar as wide as there is room for; cut where there is too little even
     without."""
     text = f"{prompt.reached:,} of {prompt.length:,} tokens"

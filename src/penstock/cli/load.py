@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -64,9 +63,8 @@ def load(config: Config, *, quiet: bool, trace: Trace | None = None) -> "LLM":
     compute_with()
     from penstock.api.llm import LLM
 
-    settings = {field.name: getattr(config, field.name) for field in fields(Config)}
     with loading_bar(quiet) as loading:
-        return LLM(**settings, progress=False, trace=trace, loading=loading)
+        return LLM.from_config(config, progress=False, trace=trace, loading=loading)
 
 
 @contextmanager

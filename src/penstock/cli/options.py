@@ -1,16 +1,21 @@
-"""Flags that several commands share, in tables, and the settings that come of them. All values are checked
-before torch is imported."""
+"""The flags that several commands share, and what is made of them: a Config and SamplingParams.
 
+Flags of the engine come from the fields of Config (see base.setting). All values are checked before torch is
+imported, which takes 1.2 s.
+"""
+
+import re
 from collections.abc import Callable
 from dataclasses import fields
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import click
 
-from penstock.base.config import CACHE, Config
+from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
+from penstock.base.setting import UNKNOWN_WHOLE, SettingField, ValueKind, settings_of
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
 from penstock.step.params import SamplingParams
@@ -20,16 +25,68 @@ PROMPT, SAMPLING, OUTPUT, ENGINE = "Prompt", "Sampling", "Output", "Engine"
 
 
 def size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Check that a flag's value is a size, which it is returned as. Raises click.BadParameter."""
+    return _checked_size(lambda text: parse_size(text, whole=UNKNOWN_WHOLE), ctx, parameter, value)
+
+
+def _checked_size(
+    check: Callable[[str], object], ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> str | None:
     try:
         if value is not None:
-            parse_size(value, whole=2**50)  # of which machine a share is meant is known later
+            check(value)
     except ConfigError as error:
         raise click.BadParameter(str(error), ctx, parameter) from error
     return value
 
 
-def size_or_nothing(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    return value if value == "0" else size(ctx, parameter, value)
+def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorator:
+    """Return the flag of a declared setting.
+
+    instead: `help` and `usual` of a command for which the setting means something else, and attributes of the
+    click option in place of those that follow from the declaration.
+    """
+    name = f"--{one.name.replace('_', '-')}"
+    usual = instead.pop("usual", one.shown_default)
+    attributes: dict[str, object] = {"default": one.default, "metavar": _METAVARS.get(one.kind)}
+    match one.kind:
+        case ValueKind.FLAG if one.default:
+            name = f"{name}/--no-{name[2:]}"
+        case ValueKind.FLAG:
+            attributes["is_flag"] = True
+        case ValueKind.SIZE:
+            attributes["callback"] = partial(_checked_size, one.check_size)
+        case ValueKind.PATH:
+            attributes["type"] = click.Path(path_type=Path)
+        case ValueKind.WHOLE if not one.choices:
+            attributes["type"] = click.IntRange(min=int(one.low))
+        case ValueKind.WHOLE | ValueKind.NUMBER:
+            attributes["type"] = int if one.kind is ValueKind.WHOLE else float
+        case ValueKind.TEXT:
+            attributes["metavar"] = one.name.rpartition("_")[2].upper()
+    said = str(instead.pop("help", one.sentence))
+    silent = one.kind is ValueKind.FLAG and not one.default
+    attributes["help"] = as_flags(said if silent else f"{said} [{usual}]")
+    return option(section, name, **attributes | instead)
+
+
+def as_flags(text: str) -> str:
+    """Return a text in which settings that it names are written as flags: max_length as --max-length."""
+    return re.sub(
+        r"\b[a-z]+_[a-z_]+\b",
+        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in ENGINE_SETTINGS else name[0],
+        text,
+    )
+
+
+_METAVARS = {ValueKind.SIZE: "SIZE", ValueKind.PATH: "DIR", ValueKind.WHOLE: "N", ValueKind.NUMBER: "F"}
+ENGINE_SETTINGS = {one.name: one for one in settings_of(Config) if one.name != "model"}
+"""The settings that are flags, by name; the model is an argument of most commands."""
+
+
+def engine_flags(*names: str) -> tuple[Decorator, ...]:
+    """Return the flags of some settings of the engine."""
+    return tuple(flag(ENGINE_SETTINGS[name]) for name in names)
 
 
 def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
@@ -176,183 +233,31 @@ _REPORT = (
         OUTPUT, "--verbose", "-v", is_flag=True, help="Print statistics also where stderr is not a terminal."
     ),
 )
-_COUNT = click.IntRange(min=1)
-DEVICE = (
-    option(
-        ENGINE,
-        "--device",
-        default="auto",
-        metavar="NAME",
-        help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]",
-    ),
-    option(
-        ENGINE,
-        "--dtype",
-        default="auto",
-        metavar="TYPE",
-        help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]",
-    ),
-    option(
-        ENGINE,
-        "--device-memory",
-        callback=size,
-        metavar="SIZE",
-        help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]",
-    ),
-    option(
-        ENGINE,
-        "--host-memory",
-        callback=size,
-        metavar="SIZE",
-        help="Most to take in host memory. [CUDA 80% of free]",
-    ),
-)
-BEYOND_TRAINED = option(
-    ENGINE,
-    "--beyond-trained",
-    is_flag=True,
-    help="Allow contexts beyond the positions that the model was trained for.",
-)
-MAX_STEP_TOKENS = option(
-    ENGINE,
-    "--max-step-tokens",
-    type=_COUNT,
-    metavar="N",
-    help="Most tokens computed in one step. [CUDA 8192, 16384 from 64 GiB; CPU 512]",
-)
-BLOCKS = (
-    option(
-        ENGINE,
-        "--block-size",
-        type=_COUNT,
-        default=64,
-        metavar="N",
-        help="Tokens in a KV block, a power of two. [64]",
-    ),
-    option(
-        ENGINE,
-        "--kv-blocks",
-        type=_COUNT,
-        metavar="N",
-        help="KV blocks on the device. [as many as are useful and fit]",
-    ),
-)
+DEVICE = engine_flags("device", "dtype", "device_memory", "host_memory")
+[BEYOND_TRAINED, MAX_STEP_TOKENS] = engine_flags("beyond_trained", "max_step_tokens")
+BLOCKS = engine_flags("block_size", "kv_blocks")
 THREADS = option(
     ENGINE,
     "--threads",
     type=click.IntRange(1, 1024),
     metavar="N",
-    help="Threads of the CPU to compute with. [one for each core]",
+    help="CPU threads to compute with. [one for each core]",
 )
-_POLICY = "What new tokens read of KV beyond the device: full, window:SINKS,RECENT or topk:BLOCKS. [full]"
-_STORE = "When KV blocks are kept there for later requests: eager, lazy, off. [eager]"
-_PREFILL = "What prompts read of it: also vertical_slash:COLUMNS,SLASH. [full]"
-_SKETCH = "Bits of the keys' copy by which policies choose and bound what they miss: 0, 4, 8. [4]"
-_MISSED = "Read everything where a policy might miss more than this fraction."
 
 
-def far_kv(
-    usual: str, host: str = "Host memory for KV of contexts longer than the device holds; 0: none."
-) -> tuple[Decorator, ...]:
-    """The flags for KV beyond the device. `usual`: how much of host memory it gets where none of `host` is
-    asked for."""
+def far_kv(usual: str, host: str = ENGINE_SETTINGS["host_kv_memory"].help) -> tuple[Decorator, ...]:
+    """Return the flags for KV beyond the device.
+
+    usual: how much of host memory it gets by default. host: the help of --host-kv-memory.
+    """
     return (
-        option(
-            ENGINE, "--host-kv-memory", callback=size_or_nothing, metavar="SIZE", help=f"{host} [{usual}]"
-        ),
-        option(
-            ENGINE,
-            "--disk-kv-memory",
-            callback=size,
-            metavar="SIZE",
-            help="Disk for KV that host memory does not hold, also of later runs. [none]",
-        ),
-        option(
-            ENGINE,
-            "--kv-directory",
-            type=click.Path(path_type=Path),
-            default=CACHE,
-            metavar="DIR",
-            help=f"Where that is. [{CACHE}]",
-        ),
-        option(
-            ENGINE,
-            "--host-kv-dtype",
-            default="auto",
-            metavar="TYPE",
-            help="Of KV that rests there: auto, as on the device; fp8. [auto]",
-        ),
-        option(ENGINE, "--kv-store", default="eager", metavar="HOW", help=_STORE),
-        option(
-            ENGINE,
-            "--kv-tile",
-            type=_COUNT,
-            metavar="N",
-            help="Tokens of such a context that are on the device at a time. [64 MiB's]",
-        ),
-        option(ENGINE, "--attention-policy", default="full", metavar="P", help=_POLICY),
-        option(ENGINE, "--prefill-policy", default="full", metavar="P", help=_PREFILL),
-        option(ENGINE, "--sketch-bits", type=int, default=4, metavar="N", help=_SKETCH),
-        option(ENGINE, "--missed-limit", type=float, metavar="F", help=_MISSED),
+        flag(ENGINE_SETTINGS["host_kv_memory"], usual=usual, help=host),
+        *engine_flags("disk_kv_memory", "kv_directory", "host_kv_dtype", "kv_store", "kv_tile"),
+        *engine_flags("attention_policy", "prefill_policy", "sketch_bits", "missed_limit"),
     )
 
 
-_ENGINE = (
-    *DEVICE,
-    *far_kv("what --max-length needs"),
-    option(
-        ENGINE,
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="Most tokens of prompt and output together. [the model's]",
-    ),
-    BEYOND_TRAINED,
-    MAX_STEP_TOKENS,
-    option(
-        ENGINE,
-        "--max-sequences",
-        type=int,
-        metavar="N",
-        help="Most sequences in one step. [run: its outputs; else 64, on a GPU 256]",
-    ),
-    *BLOCKS,
-    option(
-        ENGINE,
-        "--prefix-cache/--no-prefix-cache",
-        default=True,
-        help="Reuse the KV of equal beginnings. [on]",
-    ),
-    option(
-        ENGINE,
-        "--tensor-parallel",
-        type=click.IntRange(min=1),
-        default=1,
-        metavar="N",
-        help="Divide the model among N devices. [1]",
-    ),
-    option(
-        ENGINE,
-        "--graphs/--no-graphs",
-        default=True,
-        help="Replay decode steps as CUDA graphs, on a GPU. [on]",
-    ),
-    option(
-        ENGINE,
-        "--kernels/--no-kernels",
-        default=True,
-        help="Compute by kernels of our own, on a GPU; else by plain torch. [on]",
-    ),
-    option(
-        ENGINE,
-        "--cache",
-        type=click.Path(path_type=Path),
-        default=CACHE,
-        metavar="DIR",
-        help=f"Where packs and digests of weights are kept. [{CACHE}]",
-    ),
-    option(ENGINE, "--check", is_flag=True, help="Prove the KV ledger's invariants at every step (slow)."),
-)
+_ENGINE = engine_flags(*ENGINE_SETTINGS)
 
 
 def engine_options(function: Callable[..., object]) -> Callable[..., object]:
@@ -410,12 +315,12 @@ def _text(file: Path) -> str:
 
 
 def engine_config(ctx: click.Context, model: Path, sequences: int | None) -> Config:
-    """The command's engine flags. `sequences`: how many there will ever be at once, if that is known, which
-    bounds the useful KV.
+    """Return the Config of a command's engine flags. Raises ConfigError.
 
-    Raises ConfigError."""
-    values = {field.name: ctx.params[field.name] for field in fields(Config) if field.name in ctx.params}
+    sequences: how many there will ever be at once, if that is known. It bounds the KV that is useful.
+    """
+    values = {name: ctx.params[name] for name in ENGINE_SETTINGS if name in ctx.params}
     if sequences is not None and values["max_sequences"] is None:
         few = min(sequences, values["max_step_tokens"] or sequences)
         values["max_sequences"] = few if few <= _FEW else None
-    return Config(**values | {"model": model})
+    return Config(model, **values)

@@ -7,22 +7,19 @@ from pathlib import Path
 
 import click
 
-import penstock
+from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.cli.terminal import is_terminal, say
 
-SHIPPED_MODEL = Path(penstock.__file__).parent / "shipped"
-"""The same as penstock.api.llm.SHIPPED_MODEL, which cannot be had without torch."""
-
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptText:
     text: str
     typed: bool
     """On the command line, and not read from a file or from stdin."""
 
 
-def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, Prompt]:
+def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, PromptText]:
     """What `run [MODEL] PROMPT` means. Raises click.UsageError, CheckpointError and RequestError."""
     if len(arguments) > 2:
         raise click.UsageError(
@@ -83,7 +80,7 @@ def _doubt(argument: str) -> None:
         )
 
 
-def _prompt(argument: str) -> Prompt:
+def _prompt(argument: str) -> PromptText:
     if argument != "-":
         return _checked(argument, typed=True)
     if sys.stdin is None:
@@ -123,10 +120,10 @@ def _text(data: bytes, what: str) -> str:
     return text[:-1].removesuffix("\r") if text.endswith("\n") else text
 
 
-def _checked(text: str, *, typed: bool) -> Prompt:
+def _checked(text: str, *, typed: bool) -> PromptText:
     decode(
         text.encode(errors="surrogateescape"), "the prompt"
     )  # bytes that are no UTF-8 arrive as lone surrogates
     if not text:
         raise RequestError("the prompt is empty; give at least one character")
-    return Prompt(text, typed)
+    return PromptText(text, typed)

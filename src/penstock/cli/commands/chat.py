@@ -10,7 +10,7 @@ import click
 
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
-from penstock.cli.answer import Answer, follow, json_line, record, remark
+from penstock.cli.answer import TimedAnswer, follow, json_line, record, remark
 from penstock.cli.command import Command, option
 from penstock.cli.conversation import Conversation
 from penstock.cli.live import LiveLine
@@ -75,7 +75,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if typed := is_terminal(sys.stdin):
             say("/help lists the commands, Ctrl-D leaves", faint=True)
         flags = {name: asked[name] for name in ("json", "quiet", "verbose")}
-        Chat(llm, config, params, conversation, typed=typed, **flags).talk()
+        ChatSession(llm, config, params, conversation, typed=typed, **flags).talk()
 
 
 class Leave(Exception):
@@ -83,7 +83,7 @@ class Leave(Exception):
 
 
 @dataclass(slots=True)
-class Chat:
+class ChatSession:
     """The loop: a line in, an answer out."""
 
     llm: "LLM"
@@ -193,7 +193,7 @@ class Chat:
             self.conversation.turns.append((line, output.text))
         self._remark(answer, full=not stopped and answer.tokens >= room)
 
-    def _remark(self, answer: Answer, *, full: bool) -> None:
+    def _remark(self, answer: TimedAnswer, *, full: bool) -> None:
         if self.verbose:
             remark(answer)
         if full and answer.outputs[0].finish is FinishReason.LENGTH:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -11,8 +10,8 @@ from penstock.base.config import Config
 from penstock.base.errors import PenstockError
 from penstock.cli.command import USUAL_CONFIG, Command, Session, debug_option, option
 from penstock.cli.commands.serve import KEYS, api_keys, keys_in_environment
-from penstock.cli.configfile import MODEL, Commands, ConfigFile, all_commands, read, settable
-from penstock.cli.options import sampling_params
+from penstock.cli.configfile import Commands, ConfigFile, all_commands, read, settable
+from penstock.cli.options import ENGINE_SETTINGS, sampling_params
 from penstock.cli.terminal import one_line, say
 
 _SHOWN = "Output"
@@ -106,13 +105,9 @@ def _made(name: str, one: click.Command, root: click.Context) -> click.Context:
 
 def _joint(name: str, made: click.Context) -> Iterator[str]:
     """What is wrong with values that their flags alone do not refuse."""
-    told = {
-        field.name: value
-        for field in fields(Config)
-        if field.name != MODEL and (value := made.params.get(field.name)) is not None
-    }
+    told = {name: value for name in ENGINE_SETTINGS if (value := made.params.get(name)) is not None}
     try:
-        Config(Path(), **told)
+        Config(**told)
         if "temperature" in made.params and "verbose" in made.params:
             sampling_params(made)
         if name == _USUAL:

@@ -2,7 +2,7 @@
 it is right."""
 
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -171,9 +171,8 @@ def _evaluate(
     work = Work(name, tasks, lengths, depths, samples, seed, raw)
     if text is not None:
         work = replace(work, source=str(text), text=text_of(text))
-    settings = {field.name: getattr(config, field.name) for field in fields(Config)}
     with loading_bar(json) as loading:
-        llm = LLM(**settings, progress=False if json else None, loading=loading)
+        llm = LLM.from_config(config, progress=False if json else None, loading=loading)
     with llm:
         tell: Callable[[str], None] = (lambda _: None) if json else (lambda line: say(line, faint=True))
         report = evaluate(llm, work, str(model) if model else "shipped", tell)

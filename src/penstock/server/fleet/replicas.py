@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import ceil, floor
 from pathlib import Path
 from threading import Event
@@ -83,11 +83,7 @@ class Replica:
         settings = _within(config, neighbours)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._metrics = Metrics()
-        self._llm = await asyncio.to_thread(
-            lambda: LLM(
-                **{field.name: getattr(settings, field.name) for field in fields(Config)}, progress=False
-            )
-        )
+        self._llm = await asyncio.to_thread(LLM.from_config, settings, progress=False)
         self._desk = Desk(self._llm, self._metrics, queue=sys.maxsize)  # Those who wait are counted in front.
         self._metrics.watch(self._llm, self._desk)
         self._watch = Watch(self._llm, self._desk, model)
