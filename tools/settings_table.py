@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from penstock.base.config import Config
-from penstock.base.setting import SettingField, ValueKind, settings_of
+from penstock.base.setting import MOST, SettingField, settings_of
 from penstock.cli.options import as_flags
+from penstock.server.fleet.scale import Scale
+from penstock.server.settings import AnswerSettings, Listening
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
@@ -28,12 +30,20 @@ ENGINE = """
 `LLM`, `penstock run`, `chat`, `serve` and `batch` have all of these; `bench`, `eval` and `doctor` some.
 
 """
+SERVER = """
+## The server
+
+`penstock serve` has these beside the ones above. Its `--help` has the rest: names, keys, replicas, logs.
+
+"""
 ROWS = "| setting | value | default | meaning |\n|---|---|---|---|\n"
 
 
 def page() -> str:
     """Return the text of docs/settings.md."""
-    return HEAD + ENGINE + ROWS + "".join(map(row, settings_of(Config)))
+    server = [one for kind in (Listening, AnswerSettings, Scale) for one in settings_of(kind)]
+    tables = [ROWS + "".join(map(row, settings)) for settings in (settings_of(Config), server)]
+    return HEAD + ENGINE + tables[0] + SERVER + tables[1]
 
 
 def row(one: SettingField) -> str:
@@ -47,9 +57,8 @@ def value(one: SettingField) -> str:
     """Return what a setting may be, in words."""
     if one.choices:
         return ", ".join(f"`{choice}`" for choice in one.choices)
-    if one.kind is ValueKind.NUMBER:
-        return f"number from {one.low:g} to {one.high:g}"
-    return f"{one.kind.value} of {one.unit}" if one.unit else one.kind.value
+    bounds = f" from {one.low:g} to {one.high:g}" if one.high < MOST else ""
+    return one.kind.value + (f" of {one.unit}" if one.unit else "") + bounds
 
 
 def main() -> int:

@@ -18,6 +18,8 @@ from penstock.base.errors import ConfigError
 from penstock.base.setting import settings_of
 from penstock.base.units import parse_size
 from penstock.cli.main import COMMANDS
+from penstock.server.fleet.scale import Scale
+from penstock.server.settings import AnswerSettings, Listening
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "penstock"
@@ -117,7 +119,8 @@ def known(token: str, document: Path) -> bool:
     if token.startswith("penstock "):
         return token.split()[1] in COMMANDS
     if token.startswith("--"):
-        declared = (f"--{one.name.replace('_', '-')}" for one in settings_of(Config))
+        kinds = (Config, Listening, AnswerSettings, Scale)
+        declared = (f"--{one.name.replace('_', '-')}" for kind in kinds for one in settings_of(kind))
         return token in declared or any(token in string.split("/") for string in names().strings)
     if token[0].isdigit():
         return is_size(token)

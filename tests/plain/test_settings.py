@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -15,7 +16,9 @@ from penstock.base.config import CACHE, SHIPPED_MODEL, Config
 from penstock.base.errors import ConfigError
 from penstock.base.setting import AnyPath, check_settings, described, keywords_of, setting, settings_of
 from penstock.cli.main import root
-from penstock.cli.options import ENGINE_SETTINGS, as_flags, engine_config
+from penstock.cli.options import as_flags, engine_config, settings_from
+from penstock.server.fleet.scale import Scale
+from penstock.server.settings import AnswerSettings, Listening
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
@@ -49,7 +52,7 @@ HEAVY = (
         ("max_length", 0, "max_length 0 must be a whole number above zero"),
         ("max_length", 1.0, "max_length 1.0 must be a whole number above zero"),
         ("kv_blocks", True, "kv_blocks True must be a whole number above zero"),
-        ("kv_tile", 2**31, "kv_tile 2147483648 is more than any machine can do; give 2,147,483,647 or less"),
+        ("kv_tile", 2**31, "kv_tile 2147483648 is too large; give 2,147,483,647 or less"),
         ("block_size", None, "block_size None must be a whole number above zero"),
         ("tensor_parallel", "2", "tensor_parallel '2' must be a whole number above zero"),
         ("attention_policy", 3, "attention_policy 3 must be text"),
@@ -93,6 +96,10 @@ def test_flags_without_a_value_are_the_defaults(name: str, tmp_path: Path) -> No
         patch.chdir(tmp_path)
         made = command.make_context(name, needed, parent=context)
     assert engine_config(made, SHIPPED_MODEL, None) == Config()
+    if name == "serve":
+        assert settings_from(Listening, made.params) == Listening()
+        assert settings_from(AnswerSettings, made.params) == AnswerSettings()
+        assert settings_from(Scale, made.params, least=1, most=2) == Scale(1, 2)
 
 
 def test_every_flag_says_what_it_does_and_its_default() -> None:
@@ -100,15 +107,33 @@ def test_every_flag_says_what_it_does_and_its_default() -> None:
     command = root.get_command(context, "serve")
     assert command is not None
     flags = {one.name: one for one in command.params}
-    for one in settings_of(Config):
+    server = [one for kind in (Listening, AnswerSettings, Scale) for one in settings_of(kind)]
+    for one in (*settings_of(Config), *server):
         assert re.fullmatch(r"[A-Z].*\.", one.help)
         assert re.fullmatch(r"([A-Za-z0-9].*\.)?", one.details)
         assert one.shown_default != "None"
-        if one.name in ENGINE_SETTINGS:
+        if one.name != "model":
             flag = flags[one.name]
             assert isinstance(flag, click.Option)
             assert (flag.help or "").startswith(as_flags(one.sentence))
             assert one.default is False or as_flags(f"[{one.shown_default}]") in (flag.help or "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"port": 70000}, "port 70000 is too large; give 65,535 or less"),
+        ({"port": -1}, "port -1 must be a whole number from 0 on"),
+        ({"request_timeout": 0}, "request_timeout 0 must be a number from 0.001 on"),
+        ({"patience": float("nan")}, "patience nan must be a number from 0 on"),
+        ({"host": None}, "host None must be text"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Listening(**settings)
+    with pytest.raises(ConfigError, match="tool_parser 'x' is not known; choose one of auto, none"):
+        AnswerSettings(tool_parser="x")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
+from math import inf
 from pathlib import Path
 from textwrap import fill
 from types import NoneType
@@ -102,8 +103,9 @@ class SettingField:
     @property
     def shown_default(self) -> str:
         """Return the default in words."""
-        flag = "on" if self.default else "off"
-        return self.usual or (flag if self.kind is ValueKind.FLAG else str(self.default))
+        if self.kind is ValueKind.FLAG:
+            return self.usual or ("on" if self.default else "off")
+        return self.usual or str(self.default).removesuffix(".0")
 
     def checked(self, value: Any) -> object:
         """Return `value` as the settings hold it: text that is a path as a Path, None as the default.
@@ -143,13 +145,14 @@ class SettingField:
                 return "" if isinstance(value, Path) and "\0" not in str(value) else "must be a path"
             case ValueKind.TEXT:
                 return "" if isinstance(value, str) else "must be text"
-            case ValueKind.NUMBER:
-                inside = number and self.low <= value <= self.high
-                return "" if inside else f"must be a number from {self.low:g} to {self.high:g}"
+            case ValueKind.NUMBER if not number or not self.low <= value <= self.high:
+                return (
+                    f"must be a number from {self.low:g} {'on' if self.high == inf else f'to {self.high:g}'}"
+                )
             case ValueKind.WHOLE if not number or not isinstance(value, int) or value < self.low:
                 return f"must be a whole number {'above zero' if self.low == 1 else f'from {self.low} on'}"
             case ValueKind.WHOLE if value > self.high:
-                return f"is more than any machine can do; give {self.high:,} or less"
+                return f"is too large; give {self.high:,} or less"
         return ""
 
 

@@ -5,33 +5,30 @@ imported, which takes 1.2 s.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial, reduce
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
-from penstock.base.setting import UNKNOWN_WHOLE, SettingField, ValueKind, settings_of
+from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, ValueKind, settings_of
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure
 
+T = TypeVar("T")
+Made = TypeVar("Made")
 PROMPT, SAMPLING, OUTPUT, ENGINE = "Prompt", "Sampling", "Output", "Engine"
 
 
-def size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Check that a flag's value is a size, which it is returned as. Raises click.BadParameter."""
-    return _checked_size(lambda text: parse_size(text, whole=UNKNOWN_WHOLE), ctx, parameter, value)
-
-
-def _checked_size(
-    check: Callable[[str], object], ctx: click.Context, parameter: click.Parameter, value: str | None
-) -> str | None:
+def _checked(check: Callable[[Any], object], ctx: click.Context, parameter: click.Parameter, value: T) -> T:
+    """Return a flag's value if `check` has nothing against it. Raises click.BadParameter."""
     try:
         if value is not None:
             check(value)
@@ -40,34 +37,41 @@ def _checked_size(
     return value
 
 
+size = partial(_checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
+"""The callback of a flag that takes a size, and is no setting of the engine."""
+
+
 def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorator:
     """Return the flag of a declared setting.
 
     instead: `help` and `usual` of a command for which the setting means something else, and attributes of the
     click option in place of those that follow from the declaration.
     """
-    name = f"--{one.name.replace('_', '-')}"
-    usual = instead.pop("usual", one.shown_default)
-    attributes: dict[str, object] = {"default": one.default, "metavar": _METAVARS.get(one.kind)}
-    match one.kind:
-        case ValueKind.FLAG if one.default:
-            name = f"{name}/--no-{name[2:]}"
-        case ValueKind.FLAG:
-            attributes["is_flag"] = True
-        case ValueKind.SIZE:
-            attributes["callback"] = partial(_checked_size, one.check_size)
-        case ValueKind.PATH:
-            attributes["type"] = click.Path(path_type=Path)
-        case ValueKind.WHOLE if not one.choices:
-            attributes["type"] = click.IntRange(min=int(one.low))
-        case ValueKind.WHOLE | ValueKind.NUMBER:
-            attributes["type"] = int if one.kind is ValueKind.WHOLE else float
-        case ValueKind.TEXT:
-            attributes["metavar"] = one.name.rpartition("_")[2].upper()
-    said = str(instead.pop("help", one.sentence))
-    silent = one.kind is ValueKind.FLAG and not one.default
-    attributes["help"] = as_flags(said if silent else f"{said} [{usual}]")
+    dashed, switch = one.name.replace("_", "-"), one.kind is ValueKind.FLAG
+    usual, said = instead.pop("usual", one.shown_default), instead.pop("help", one.sentence)
+    silent = switch and not one.default
+    attributes: dict[str, object] = {
+        "default": one.default,
+        "type": _click_type(one),
+        "is_flag": switch,
+        "callback": partial(_checked, one.check_size if one.kind is ValueKind.SIZE else one.checked),
+        "metavar": _METAVARS.get(one.kind, one.name.rpartition("_")[2].upper()),
+        "help": as_flags(f"{said}" if silent else f"{said} [{usual}]"),
+    }
+    name = f"--{dashed}/--no-{dashed}" if switch and one.default else f"--{dashed}"
     return option(section, name, **attributes | instead)
+
+
+def _click_type(one: SettingField) -> object:
+    match one.kind:
+        case ValueKind.PATH:
+            return click.Path(path_type=Path)
+        case ValueKind.WHOLE:
+            most = None if one.high >= MOST else int(one.high)
+            return click.INT if one.choices else click.IntRange(int(one.low), most)
+        case ValueKind.NUMBER:
+            return click.FloatRange(one.low, None if one.high == inf else one.high)
+    return None
 
 
 def as_flags(text: str) -> str:
@@ -79,7 +83,13 @@ def as_flags(text: str) -> str:
     )
 
 
-_METAVARS = {ValueKind.SIZE: "SIZE", ValueKind.PATH: "DIR", ValueKind.WHOLE: "N", ValueKind.NUMBER: "F"}
+_METAVARS = {
+    ValueKind.FLAG: None,
+    ValueKind.SIZE: "SIZE",
+    ValueKind.PATH: "DIR",
+    ValueKind.WHOLE: "N",
+    ValueKind.NUMBER: "X",
+}
 ENGINE_SETTINGS = {one.name: one for one in settings_of(Config) if one.name != "model"}
 """The settings that are flags, by name; the model is an argument of most commands."""
 
@@ -87,6 +97,12 @@ ENGINE_SETTINGS = {one.name: one for one in settings_of(Config) if one.name != "
 def engine_flags(*names: str) -> tuple[Decorator, ...]:
     """Return the flags of some settings of the engine."""
     return tuple(flag(ENGINE_SETTINGS[name]) for name in names)
+
+
+def settings_from(kind: type[Made], params: Mapping[str, object], **more: object) -> Made:
+    """Return the settings that a command's flags give, with `more` that are no flags. Raises ConfigError."""
+    flags = {one.name: params[one.name] for one in settings_of(kind) if one.name in params}
+    return kind(**flags | more)
 
 
 def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
@@ -319,8 +335,9 @@ def engine_config(ctx: click.Context, model: Path, sequences: int | None) -> Con
 
     sequences: how many there will ever be at once, if that is known. It bounds the KV that is useful.
     """
-    values = {name: ctx.params[name] for name in ENGINE_SETTINGS if name in ctx.params}
-    if sequences is not None and values["max_sequences"] is None:
-        few = min(sequences, values["max_step_tokens"] or sequences)
-        values["max_sequences"] = few if few <= _FEW else None
-    return Config(model, **values)
+    asked = ctx.params
+    most = asked["max_sequences"]
+    if sequences is not None and most is None:
+        few = min(sequences, asked["max_step_tokens"] or sequences)
+        most = few if few <= _FEW else None
+    return settings_from(Config, asked, model=model, max_sequences=most)
