@@ -57,7 +57,7 @@ def value(one: SettingField) -> str:
     """Return what a setting may be, in words."""
     if one.choices:
         return ", ".join(f"`{choice}`" for choice in one.choices)
-    bounds = f" from {one.low:g} to {one.high:g}" if one.high < MOST else ""
+    bounds = " from {:g} to {:g}".format(*one.limits) if one.limits[1] < MOST else ""
     return one.kind.value + (f" of {one.unit}" if one.unit else "") + bounds
 
 

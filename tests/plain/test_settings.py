@@ -52,7 +52,7 @@ HEAVY = (
         ("max_length", 0, "max_length 0 must be a whole number above zero"),
         ("max_length", 1.0, "max_length 1.0 must be a whole number above zero"),
         ("kv_blocks", True, "kv_blocks True must be a whole number above zero"),
-        ("kv_tile", 2**31, "kv_tile 2147483648 is too large; give 2,147,483,647 or less"),
+        ("kv_tile", 2**31, "kv_tile 2147483648 must be a whole number above zero, at most 2,147,483,647"),
         ("block_size", None, "block_size None must be a whole number above zero"),
         ("tensor_parallel", "2", "tensor_parallel '2' must be a whole number above zero"),
         ("attention_policy", 3, "attention_policy 3 must be text"),
@@ -122,8 +122,8 @@ def test_every_flag_says_what_it_does_and_its_default() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"port": 70000}, "port 70000 is too large; give 65,535 or less"),
-        ({"port": -1}, "port -1 must be a whole number from 0 on"),
+        ({"port": 70000}, "port 70000 must be a whole number from 0 to 65,535"),
+        ({"port": -1}, "port -1 must be a whole number from 0 to 65,535"),
         ({"request_timeout": 0}, "request_timeout 0 must be a number from 0.001 on"),
         ({"patience": float("nan")}, "patience nan must be a number from 0 on"),
         ({"host": None}, "host None must be text"),
@@ -160,7 +160,7 @@ class Held:
 
 def test_a_constructor_takes_the_keywords_of_a_declaration_and_says_so() -> None:
     assert Held("there", size=4, noted=5).toy == Toy(Path("there"), size=4, noted=5)
-    with pytest.raises(ConfigError, match="size 1 must be a whole number from 2 on"):
+    with pytest.raises(ConfigError, match="size 1 must be a whole number from 2 to 9"):
         Held(size=1)
     with pytest.raises(TypeError, match="sise"):
         Held(sise=1)  # type: ignore[call-arg]

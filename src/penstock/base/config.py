@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from penstock.base.errors import ConfigError
-from penstock.base.setting import MOST, AnyPath, OptionalPath, changed_settings, check_settings, setting
+from penstock.base.setting import MOST, AnyPath, OptionalPath, check_settings, setting, settings_of
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = {"window": range(2, 3), "topk": range(1, 3), "vertical_slash": range(1, 65)}
@@ -192,7 +192,9 @@ class Config:
 
     def changed(self) -> dict[str, object]:
         """Return the settings that are not the defaults, without the model, for a report in JSON."""
-        return {name: value for name, value in changed_settings(self).items() if name != "model"}
+        values = {one.name: (getattr(self, one.name), one.default) for one in settings_of(Config)[1:]}
+        changed = {name: value for name, (value, default) in values.items() if value != default}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in changed.items()}
 
 
 def peers_disabled() -> bool:

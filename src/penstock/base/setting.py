@@ -7,7 +7,7 @@ docs/settings.md (tools/settings_table.py).
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from math import inf
@@ -65,6 +65,14 @@ _KINDS = {
     str: ValueKind.TEXT,
 }
 """The kind of a field by the first of these types that its annotation names; text or a number is a size."""
+_TYPES: Mapping[ValueKind, Any] = {
+    ValueKind.FLAG: bool,
+    ValueKind.PATH: Path,
+    ValueKind.NUMBER: int | float,
+    ValueKind.WHOLE: int,
+    ValueKind.TEXT: str,
+}
+"""The types of values by kind; the others have rules of their own, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,9 @@ class SettingField:
     name: of the field, and with dashes of the flag.
     kind, optional: from the field's annotation. optional: None is allowed, and means the default.
     help: one sentence for --help and the docs. details: more sentences for the docs and help(LLM).
-    usual: what None does, in words. choices: the values that are allowed, if they can be listed.
-    low, high: the least and the largest number that is allowed; low 0 also allows a size of 0.
+    usual: what the default does, in words, where it does not say so itself.
+    choices: the values that are allowed, if they can be listed.
+    limits: the least and the largest number that is allowed; from 0 on also a size of 0.
     unit: what a number counts. check: raises ConfigError for text that is not allowed.
     """
 
@@ -87,25 +96,33 @@ class SettingField:
     details: str
     usual: str
     choices: tuple[object, ...]
-    low: float
-    high: float
+    limits: tuple[float, float]
     unit: str
-    check: Callable[[str], object]
+    check: Callable[[Any], object]
 
     @property
     def sentence(self) -> str:
         """Return the help, with the choices if there are any."""
-        if not self.choices:
-            return self.help
-        *most, last = map(str, self.choices)
-        return f"{self.help.removesuffix('.')}: {', '.join(most)} or {last}."
+        *most, last = map(str, self.choices or ("",))
+        return f"{self.help[:-1]}: {', '.join(most)} or {last}." if self.choices else self.help
 
     @property
     def shown_default(self) -> str:
         """Return the default in words."""
-        if self.kind is ValueKind.FLAG:
-            return self.usual or ("on" if self.default else "off")
-        return self.usual or str(self.default).removesuffix(".0")
+        said = str(self.default).removesuffix(".0")
+        return self.usual or {"True": "on", "False": "off"}.get(said, said)
+
+    @property
+    def allowed(self) -> str:
+        """Return what a value must be, in words."""
+        least, most = self.limits
+        span = f"from {least:g} on" if most == inf else f"from {least:g} to {most:,g}"
+        if self.kind in (ValueKind.NUMBER, ValueKind.WHOLE):
+            return (
+                f"a {self.kind.value} {f'above zero, at most {MOST:,}' if self.limits == (1, MOST) else span}"
+            )
+        words = {ValueKind.FLAG: "True or False", ValueKind.PATH: "a path"}
+        return words.get(self.kind, str(self.kind.value))
 
     def checked(self, value: Any) -> object:
         """Return `value` as the settings hold it: text that is a path as a Path, None as the default.
@@ -116,44 +133,22 @@ class SettingField:
             return self.default
         if self.kind is ValueKind.PATH and isinstance(value, str):
             value = Path(value)
-        if wanted := self._wanted(value):
-            raise ConfigError(f"{self.name} {value!r} {wanted}")
-        if self.kind is ValueKind.TEXT:
-            self.check(value)
-        if self.kind is ValueKind.SIZE:
-            try:
-                self.check_size(value)
-            except ConfigError as error:
-                raise ConfigError(f"{self.name}: {error}") from error
+        misplaced = isinstance(value, bool) and self.kind is not ValueKind.FLAG  # True is an int to Python.
+        if self.choices and (misplaced or value not in self.choices):
+            listed = ", ".join(map(str, self.choices))
+            raise ConfigError(f"{self.name} {value!r} is not known; choose one of {listed}")
+        right = not misplaced and isinstance(value, _TYPES.get(self.kind, object)) and "\0" not in str(value)
+        if self.kind in (ValueKind.NUMBER, ValueKind.WHOLE) and right and not self.choices:
+            right = self.limits[0] <= value <= self.limits[1]
+        if not right:
+            raise ConfigError(f"{self.name} {value!r} must be {self.allowed}")
+        try:
+            if self.kind is ValueKind.SIZE and not (self.limits[0] == 0 and value in (0, "0")):
+                parse_size(value, whole=UNKNOWN_WHOLE)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
+        self.check(value)
         return value
-
-    def check_size(self, value: Any) -> None:
-        """Raise ConfigError, without the setting's name, for what is not a size."""
-        if self.low != 0 or value not in (0, "0"):
-            parse_size(value, whole=UNKNOWN_WHOLE)
-
-    def _wanted(self, value: Any) -> str:
-        """Return what is wrong with a value, and what is allowed; empty if nothing is wrong."""
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if self.choices:
-            listed = f"is not known; choose one of {', '.join(map(str, self.choices))}"
-            return "" if value in self.choices and not isinstance(value, bool) else listed
-        match self.kind:
-            case ValueKind.FLAG:
-                return "" if isinstance(value, bool) else "must be True or False"
-            case ValueKind.PATH:
-                return "" if isinstance(value, Path) and "\0" not in str(value) else "must be a path"
-            case ValueKind.TEXT:
-                return "" if isinstance(value, str) else "must be text"
-            case ValueKind.NUMBER if not number or not self.low <= value <= self.high:
-                return (
-                    f"must be a number from {self.low:g} {'on' if self.high == inf else f'to {self.high:g}'}"
-                )
-            case ValueKind.WHOLE if not number or not isinstance(value, int) or value < self.low:
-                return f"must be a whole number {'above zero' if self.low == 1 else f'from {self.low} on'}"
-            case ValueKind.WHOLE if value > self.high:
-                return f"is too large; give {self.high:,} or less"
-        return ""
 
 
 def setting(
@@ -169,10 +164,10 @@ def setting(
 ) -> Any:
     """Return a dataclass field that declares a setting; `SettingField` says what the arguments are.
 
-    limits: the least and the largest number. The type is Any so that a checker takes the field's annotation.
+    The type is Any so that a checker takes the field's annotation.
     """
-    declared = {"help": help, "details": details, "usual": usual, "choices": choices, "unit": unit}
-    return field(default=default, metadata={**declared, "low": limits[0], "high": limits[1], "check": check})
+    words = {"help": help, "details": details, "usual": usual, "unit": unit}
+    return field(default=default, metadata=words | {"choices": choices, "limits": limits, "check": check})
 
 
 def settings_of(kind: type) -> tuple[SettingField, ...]:
@@ -194,16 +189,6 @@ def check_settings(made: Any) -> None:
     """
     for one in settings_of(type(made)):
         object.__setattr__(made, one.name, one.checked(getattr(made, one.name)))
-
-
-def changed_settings(made: Any) -> dict[str, object]:
-    """Return the settings of a dataclass that are not the defaults, by name, as JSON takes them."""
-    values = {one.name: getattr(made, one.name) for one in settings_of(type(made))}
-    return {
-        one.name: str(value) if isinstance(value := values[one.name], Path) else value
-        for one in settings_of(type(made))
-        if values[one.name] != one.default
-    }
 
 
 def described(kind: type) -> str:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial, reduce
-from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,8 @@ def _checked(check: Callable[[Any], object], ctx: click.Context, parameter: clic
         if value is not None:
             check(value)
     except ConfigError as error:
-        raise click.BadParameter(str(error), ctx, parameter) from error
+        said = str(error).removeprefix(f"{parameter.name}: ")
+        raise click.BadParameter(said, ctx, parameter) from error
     return value
 
 
@@ -54,7 +54,7 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
         "default": one.default,
         "type": _click_type(one),
         "is_flag": switch,
-        "callback": partial(_checked, one.check_size if one.kind is ValueKind.SIZE else one.checked),
+        "callback": partial(_checked, one.checked),
         "metavar": _METAVARS.get(one.kind, one.name.rpartition("_")[2].upper()),
         "help": as_flags(f"{said}" if silent else f"{said} [{usual}]"),
     }
@@ -63,15 +63,14 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
 
 
 def _click_type(one: SettingField) -> object:
-    match one.kind:
-        case ValueKind.PATH:
-            return click.Path(path_type=Path)
-        case ValueKind.WHOLE:
-            most = None if one.high >= MOST else int(one.high)
-            return click.INT if one.choices else click.IntRange(int(one.low), most)
-        case ValueKind.NUMBER:
-            return click.FloatRange(one.low, None if one.high == inf else one.high)
-    return None
+    least, most = one.limits
+    highest = int(most) if most < MOST else None
+    types = {
+        ValueKind.PATH: click.Path(path_type=Path),
+        ValueKind.WHOLE: click.INT if one.choices else click.IntRange(int(least), highest),
+        ValueKind.NUMBER: click.FloatRange(least, highest),
+    }
+    return types.get(one.kind)
 
 
 def as_flags(text: str) -> str:
