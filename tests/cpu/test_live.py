@@ -32,23 +32,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forks
-from penstock.base.meter import KVStats, WeightStats
+from penstock.base.meter import KVStats, MeterSample, PromptProgress, WeightStats, pass_seconds
 from penstock.cli import live as module
-from penstock.cli.live import (
-    LiveLine,
-    MeterSample,
-    PromptProgress,
-    at_edge,
-    bar,
-    beside,
-    fitting,
-    kv_forms,
-    kv_summary,
-    pass_seconds,
-    summary,
-    weight_forms,
-)
+from penstock.cli.live import LiveLine, at_edge
 from penstock.cli.main import main
+from penstock.cli.summaries import bar, beside, fitting, kv_forms, kv_summary, summary, weight_forms
 from penstock.engine.engine import Progress
 
 GIB = 1 << 30

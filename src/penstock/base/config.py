@@ -23,8 +23,11 @@ def check_device(text: str) -> None:
 
 
 def policy_numbers(text: str) -> tuple[str, tuple[int, ...]]:
-    """Read an attention policy's name and numbers: `full`, `window:SINKS,RECENT`, `topk:BLOCKS` or
-    `topk:BLOCKS,DENSE_LAYERS`, and `vertical_slash:COLUMNS,SLASH,...`. Raises ConfigError."""
+    """Read an attention policy's name and numbers.
+
+    The forms are `full`, `window:SINKS,RECENT`, `topk:BLOCKS`, `topk:BLOCKS,DENSE_LAYERS` and
+    `vertical_slash:COLUMNS,SLASH,...`. Raises ConfigError.
+    """
     name, _, numbers = text.partition(":")
     if text == "full":
         return name, ()
@@ -198,26 +201,29 @@ class Config:
 
 
 def peers_disabled() -> bool:
-    """Whether NCCL is told that GPUs do not reach each other's memory, which then holds for everybody."""
+    """Tell whether NCCL_P2P_DISABLE keeps GPUs from reaching each other's memory, in all of this program."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
 
 
 def debug_requested() -> bool:
-    """Whether PENSTOCK_DEBUG asks for tracebacks. The environment is read here and below, and nowhere else in
-    the package."""
+    """Tell whether PENSTOCK_DEBUG asks for tracebacks.
+
+    The environment is read in this file, and nowhere else in the package.
+    """
     return os.environ.get("PENSTOCK_DEBUG", "") not in ("", "0")
 
 
 def terminal_kind() -> str:
-    """What TERM says of the terminal; "dumb", which can only be written to line by line, where it says
-    nothing."""
+    """Return the terminal's kind by TERM; "dumb", which is written line by line, if TERM is not set."""
     return os.environ.get("TERM") or "dumb"
 
 
 def source_commit() -> str | None:
-    """The commit of these sources that PENSTOCK_COMMIT names, for a copy of them without git's history; a
-    plus sign behind it says that files differ. None if it is not set. Raises ConfigError if it is no
-    commit."""
+    """Return the commit that PENSTOCK_COMMIT names, for a copy of the sources without git's history.
+
+    A plus sign behind it says that files differ. None if it is not set. Raises ConfigError if it is no
+    commit.
+    """
     said = os.environ.get("PENSTOCK_COMMIT", "").strip()
     if said and not re.fullmatch(r"[0-9a-f]{7,40}\+?", said):
         raise ConfigError(
@@ -229,7 +235,11 @@ def source_commit() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A process that torchrun has started: which it is of how many, and which of those on its machine."""
+    """A process that torchrun has started knows its place among the others.
+
+    rank: its number, of `ranks` in all. local: its number on its machine. one_machine: whether all of
+    them are known to be on this machine.
+    """
 
     rank: int
     ranks: int
@@ -239,8 +249,10 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """What torchrun says of this process; None where it has not started it. Raises ConfigError if that is no
-    number."""
+    """Return the place that torchrun gave this process; None if torchrun did not start it.
+
+    Raises ConfigError if the environment has no numbers.
+    """
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
     if not all(name in os.environ for name in (*names, "MASTER_ADDR", "MASTER_PORT")):
         return None

@@ -34,8 +34,10 @@ _Placed = tuple[int, int, str, dict[str, _Argument]]
 
 
 class Trace:
-    """Spans and counters from any thread, in seconds of perf_counter. Of more than `most` the later ones are
-    only counted."""
+    """A record of spans and counters from any thread, in seconds of perf_counter.
+
+    Of more than `most` events the later ones are only counted.
+    """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -46,8 +48,10 @@ class Trace:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Raises ConfigError if a trace could not be written to `path`: said early, it costs nobody a run.
-        What is there stays as it is."""
+        """Raise ConfigError if a trace could not be written to `path`, before a run that would be lost.
+
+        A file that is there stays as it is.
+        """
         folder = path.parent
         try:
             if not folder.is_dir():
@@ -62,15 +66,18 @@ class Trace:
             raise _refusal(path, error.strerror or str(error)) from error
 
     def span(self, track: str, name: str, begin: float, end: float, **args: str | int | float) -> None:
-        """Something that went on from `begin` to `end`. Spans of a track that overlap are shown in lanes, one
-        below the other, never as parts of each other: what is part of something belongs on another track."""
+        """Record something that went on from `begin` to `end`.
+
+        Spans of a track that overlap are shown in lanes, one below the other, never as parts of each
+        other: what is part of something belongs on another track.
+        """
         if len(self._events) < self._most:
             self._events.append((track, name, begin, end, args))
         else:
             self._drop()
 
     def counter(self, name: str, at: float, **values: int | float) -> None:
-        """Values that hold from `at` on, shown as a graph."""
+        """Record values that hold from `at` on; they are shown as a graph."""
         if len(self._events) < self._most:
             self._events.append((None, name, at, at, dict(values)))
         else:
@@ -78,11 +85,14 @@ class Trace:
 
     @property
     def empty(self) -> bool:
+        """Tell whether nothing was recorded."""
         return not self._events
 
     def write(self, path: Path) -> None:
-        """Everything up to now, as Chrome trace JSON: microseconds since the trace was begun. Raises
-        ConfigError."""
+        """Write everything up to now as Chrome trace JSON, in microseconds since the trace began.
+
+        Raises ConfigError.
+        """
         events, dropped = self._events.copy(), self._dropped
         try:
             with path.open("w", encoding="utf-8") as file:

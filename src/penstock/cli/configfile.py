@@ -30,7 +30,10 @@ Commands = Mapping[str, tuple[click.Command, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A setting as the file has it. table: that it stands in, empty at the top. key: with - for _."""
+    """A setting as the file has it.
+
+    table: the table that it stands in, empty at the top. key: with - for _.
+    """
 
     table: str
     key: str
@@ -42,12 +45,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
+    """A file of settings, as it was read."""
+
     path: Path
     entries: tuple[Entry, ...]
     tables: tuple[str, ...]
 
     def faults(self, commands: Commands) -> Iterator[str]:
-        """What is wrong with tables and keys."""
+        """Yield what is wrong with tables and keys."""
         for table in self.tables:
             if table not in commands:
                 yield f"there is no command for [{table}]{_nearest(table, commands, '[{}]')}"
@@ -63,8 +68,10 @@ class ConfigFile:
             seen.add((entry.table, entry.key))
 
     def of(self, name: str, command: click.Command) -> dict[str, Entry]:
-        """What the command `name` is told, by the names of its parameters: what stands in its own table
-        before what stands at the top."""
+        """Return the settings of the command `name`, by the names of its parameters.
+
+        What stands in the command's own table wins over what stands at the top.
+        """
         known = settable(name, command)
         told = [
             entry
@@ -75,16 +82,17 @@ class ConfigFile:
         return {known[entry.key].name or "": entry for entry in told}
 
     def defaults(self, name: str, context: click.Context) -> dict[str, object]:
-        """The same for click's default_map. Raises click.UsageError for a value that its flag would
-        refuse."""
+        """Return the settings of a command for click's default_map.
+
+        Raises click.UsageError for a value that its flag would refuse.
+        """
         return {
             parameter: self.value(entry, name, context)
             for parameter, entry in self.of(name, context.command).items()
         }
 
     def value(self, entry: Entry, name: str, context: click.Context) -> object:
-        """Of an entry for the command `name`, as click has it from the command line. Raises
-        click.UsageError."""
+        """Return an entry's value as click has it from the command line. Raises click.UsageError."""
         parameter = settable(name, context.command)[entry.key]
         try:
             typed = _typed(parameter, entry.value)
@@ -97,7 +105,7 @@ class ConfigFile:
 
 
 def read(path: Path) -> ConfigFile:
-    """Raises ConfigError if it cannot be read as TOML."""
+    """Read a file of settings. Raises ConfigError if it cannot be read as TOML."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST + 1)
@@ -124,8 +132,10 @@ def read(path: Path) -> ConfigFile:
 
 
 def settable(name: str, command: click.Command) -> dict[str, click.Parameter]:
-    """What a file may set for the command `name`, by its keys: flags by their long names, or by the only one
-    they have."""
+    """Return what a file may set for the command `name`, by its keys.
+
+    A flag's key is its long name, or the only one it has.
+    """
     found: dict[str, click.Parameter] = {}
     for parameter in command.params:
         if isinstance(parameter, click.Option):
@@ -141,6 +151,7 @@ def settable(name: str, command: click.Command) -> dict[str, click.Parameter]:
 
 
 def all_commands(root: click.Group, context: click.Context) -> Commands:
+    """Return every command that may have a table, by its name."""
     found = {}
     for name in root.list_commands(context):
         command = root.get_command(context, name)

@@ -276,24 +276,24 @@ _ENGINE = engine_flags(*ENGINE_SETTINGS)
 
 
 def engine_options(function: Callable[..., object]) -> Callable[..., object]:
-    """What a command takes that keeps a model for a while, without any sampling of its own."""
+    """Add the flags of a command that keeps a model for a while, and has no sampling of its own."""
     return with_options(*_ENGINE, debug_option)(function)
 
 
 def with_options(*options: Decorator) -> Decorator:
-    """All of them, in this order in the help."""
+    """Return a decorator that adds options, in this order in the help."""
     return lambda function: reduce(
         lambda inner, one: one(inner), reversed(options), function
     )  # click lists the last applied first
 
 
 def common_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Everything that `run` and `chat` take alike; to stand below their own options."""
+    """Add everything that `run` and `chat` take alike; it stands below their own options."""
     return with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)(function)
 
 
 def sampling_params(ctx: click.Context) -> SamplingParams:
-    """The command's sampling flags. Raises RequestError."""
+    """Return the SamplingParams of a command's flags. Raises RequestError."""
     values = {
         field.name: ctx.params[field.name] for field in fields(SamplingParams) if field.name in ctx.params
     }
@@ -329,7 +329,7 @@ def _text(file: Path) -> str:
         ) from error
 
 
-def engine_config(ctx: click.Context, model: Path, sequences: int | None) -> Config:
+def engine_config(ctx: click.Context, model: Path | None, sequences: int | None) -> Config:
     """Return the Config of a command's engine flags. Raises ConfigError.
 
     sequences: how many there will ever be at once, if that is known. It bounds the KV that is useful.

@@ -14,13 +14,18 @@ from penstock.cli.terminal import is_terminal, say
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
+    """A prompt as it was given."""
+
     text: str
     typed: bool
     """On the command line, and not read from a file or from stdin."""
 
 
 def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, PromptText]:
-    """What `run [MODEL] PROMPT` means. Raises click.UsageError, CheckpointError and RequestError."""
+    """Return what `run [MODEL] PROMPT` means.
+
+    file: the prompt's, if it is not an argument. Raises click.UsageError, CheckpointError and RequestError.
+    """
     if len(arguments) > 2:
         raise click.UsageError(
             f"there are {len(arguments)} arguments, but run takes a model and a prompt; put the prompt in "
@@ -47,8 +52,10 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
 
 
 def model_path(argument: str | None) -> Path:
-    """The model's directory. Raises CheckpointError if there is none; whether it holds a model is found out
-    on loading."""
+    """Return the model's directory; whether it holds a model is found out on loading.
+
+    Raises CheckpointError if there is none.
+    """
     if argument is None:
         return SHIPPED_MODEL
     path = Path(argument)
@@ -104,7 +111,7 @@ def _read_file(name: str) -> str:
 
 
 def decode(data: bytes, what: str) -> str:
-    """Raises RequestError, saying where, for what is not UTF-8."""
+    """Return bytes as text. Raises RequestError, which says where, for what is not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -79,12 +79,12 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
 
 class Leave(Exception):
-    """/exit was said."""
+    """Raised when /exit was typed."""
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """The loop: a line in, an answer out."""
+    """The loop of a chat: a line in, an answer out."""
 
     llm: "LLM"
     config: Config
@@ -99,6 +99,7 @@ class ChatSession:
     """Ctrl-C was pressed, and nothing was said since: once more leaves."""
 
     def talk(self) -> None:
+        """Answer lines until the user leaves, or stdin ends."""
         for line in self._typed_lines() if self.typed else _piped_lines():
             try:
                 self._take(line)

@@ -11,7 +11,6 @@ import click
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.cli.command import CONTEXT, Command, debug_option, option
-from penstock.cli.live import kv_summary
 from penstock.cli.load import compute_with, loading_bar
 from penstock.cli.options import (
     BEYOND_TRAINED,
@@ -24,6 +23,7 @@ from penstock.cli.options import (
     settings_from,
     with_options,
 )
+from penstock.cli.summaries import kv_summary
 from penstock.cli.terminal import say
 
 WORK = "Work"

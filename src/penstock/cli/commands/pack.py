@@ -13,6 +13,7 @@ from penstock.base.config import CACHE
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
+from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
 
 PACK = "Pack"
@@ -107,17 +108,6 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
     if not is_terminal(sys.stderr):
         yield None
         return
-    from rich.console import Console  # 40 ms, and only a terminal wants it
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
+    with progress_bar(what, total) as bar:
+        [task] = bar.task_ids
         yield lambda done: bar.advance(task, done)

@@ -37,8 +37,10 @@ EXAMPLES = r"""
 
 
 class Screen:
-    """Writes outputs one below the other, the first as it grows. What later ones say before their turn is
-    held back."""
+    """The outputs on stdout, one below the other, the first as it grows.
+
+    Pieces of later outputs are held back until their turn.
+    """
 
     def __init__(self, outputs: int, echo: str = "", put: Callable[..., None] = write) -> None:
         """echo: the prompt that the outputs continue, to be written before them. put: writes, as
@@ -52,6 +54,7 @@ class Screen:
         self._head()
 
     def show(self, delta: "Delta") -> None:
+        """Write a piece, or hold it back."""
         self._ended[delta.index] = delta.finish_reason is not None
         if delta.index != self._turn:
             self._held[delta.index].append(delta.text)
@@ -64,6 +67,7 @@ class Screen:
                 self._write("".join(self._held[self._turn]))
 
     def end(self) -> None:
+        """End the last line."""
         if self._line_open:
             self._write("\n")
 

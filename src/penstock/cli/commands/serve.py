@@ -133,11 +133,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         raise ConfigError(
             f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
-    from penstock.api.llm import SHIPPED_MODEL  # torch, after what could be checked without it
-
-    model = SHIPPED_MODEL if asked["model"] is None else asked["model"]
-    config = engine_config(ctx, model, None)
-    names = asked["names"] or (model.resolve().name,)
+    config = engine_config(ctx, asked["model"], None)
+    names = asked["names"] or (config.model.resolve().name,)
     there = settings_from(
         Settings, asked, names=tuple(names), keys=api_keys(ctx), allow_hosts=asked["allow_hosts"]
     )
@@ -212,14 +209,15 @@ def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
 
 
 def keys_in_environment() -> tuple[Key, ...]:
+    """Return the keys in PENSTOCK_API_KEYS."""
     return tuple(Key(key.strip().encode()) for key in os.environ.get(KEYS, "").split(",") if key.strip())
 
 
 def api_keys(ctx: click.Context) -> tuple[Key, ...]:
-    """Of which a client must send one: from the file that was typed, else from the environment, else from the
-    file that settings name.
+    """Return the keys of which a client must send one. Raises ConfigError.
 
-    Raises ConfigError."""
+    They are from the file that was typed, else from the environment, else from the file that settings name.
+    """
     file: Path | None = ctx.params["api_keys"]
     typed = ctx.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE
     if file is None or (not typed and keys_in_environment()):
