@@ -224,7 +224,7 @@ class TierStats:
     """Blocks that were waited for in vain."""
     cached_host: int
     cached_disk: int
-    """Blocks that are there and in use by nobody, and records on disk."""
+    """Blocks that are there and not in use, and records on disk."""
     disk_bytes: int
     checksum_failures: int
     io_failures: int

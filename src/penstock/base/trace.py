@@ -1,7 +1,7 @@
 """What ran when, on every link and stream, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing
 open.
 
-Why this is safe from any thread: an event is a tuple of values that nobody changes, and recording it is one
+Why this is safe from any thread: an event is a tuple of values that never change, and recording it is one
 append to a list, which Python makes whole. Several threads that see the last free place at once may each take
 it, so the bound is kept to within an event per thread. Beyond it, dropped events are counted under a lock.
 `write` works on a copy, taken at once, so recording may go on.

@@ -26,8 +26,8 @@ class Session:
     read: Path | None = None
     """That settings come from."""
     report: Callable[[str, str | None], None] | None = None
-    """Is told what has ended the command, and the traceback if one is wanted, where that is not for a person
-    to read."""
+    """Takes the error that ends the command, and the traceback if one is wanted, where stderr is not for a
+    person to read."""
 
     def wants_traceback(self) -> bool:
         """Tell whether errors are shown with a traceback."""

@@ -73,13 +73,13 @@ class ConfigFile:
         What stands in the command's own table wins over what stands at the top.
         """
         known = settable(name, command)
-        told = [
+        found = [
             entry
             for table in ("", name)
             for entry in self.entries
             if entry.table == table and entry.key in known
         ]
-        return {known[entry.key].name or "": entry for entry in told}
+        return {known[entry.key].name or "": entry for entry in found}
 
     def defaults(self, name: str, context: click.Context) -> dict[str, object]:
         """Return the settings of a command for click's default_map.
@@ -191,7 +191,7 @@ def _typed(parameter: click.Parameter, value: object) -> object:
 
 
 def _text(parameter: click.Parameter, value: object) -> str:
-    """The value is not told: it may be a key that somebody has written where its file is to be named."""
+    """Return a value as text. Errors do not show it: it may be a key, written in place of its file."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kinds = {bool: "true or false", list: "a list", dict: "a table"}
         raise click.BadParameter(

@@ -1,4 +1,4 @@
-"""What happens while text is generated: a line at the bottom of the terminal tells how far a long prompt is
+"""What happens while text is generated: a line at the bottom of the terminal shows how far a long prompt is
 computed and how weights and KV stream, and a line for each of these what it came to at the end of a run.
 
 Why the text above stays whole. The bottom row is taken out of the region that scrolls, so text never reaches
@@ -57,7 +57,7 @@ _ASIDE = (signal.SIGTERM, signal.SIGTSTP)
 _DISPUTED = re.compile("[\xad\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 """Characters whose width terminals do not agree about."""
 _UNKNOWN = "\u200d"
-"""Stands for the text of a line of which nobody can tell how much is there."""
+"""Stands for the text of a line if it is not known how much of it is there."""
 
 
 class LiveLine:
@@ -66,7 +66,7 @@ class LiveLine:
 
     weights, kv, progress: called from a thread of this object, and while a step runs, so they must not wait
     for the step. There is no line, and `write` only writes, where `quiet`, where stderr is no terminal or a
-    dumb one, where stdout goes into a pipe (whose reader may use the terminal too), and while nothing streams
+    dumb one, where stdout goes into a pipe (its reader may use the terminal too), and while nothing streams
     and no prompt takes long.
     """
 
@@ -248,7 +248,7 @@ class LiveLine:
 
     def _put(self, sequence: str) -> None:
         data = sequence.encode(sys.stderr.encoding, "replace")
-        with suppress(OSError):  # The terminal is gone, and with it whoever would look.
+        with suppress(OSError):  # The terminal is gone.
             while data:
                 data = data[os.write(self._fd, data) :]
 
@@ -280,7 +280,7 @@ def at_edge(text: str, columns: int) -> bool:
 
 
 def _usable() -> bool:
-    """Whether the terminal behind stderr can have a line that nobody else draws over."""
+    """Tell whether the terminal behind stderr can have a line that nothing else draws over."""
     if not terminal.is_terminal(sys.stderr) or terminal_kind() == "dumb":
         return False
     if sys.stdout is None or terminal.is_terminal(sys.stdout):

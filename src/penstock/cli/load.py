@@ -115,7 +115,7 @@ class _Bar:
         self._bar: Progress | None = None
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """Of several threads, one may be told late of less than another."""
+        """Note what is done. Of several threads, one may come late with less than another."""
         with self._lock:
             now = perf_counter()
             if what != self._what:

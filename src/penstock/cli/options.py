@@ -127,21 +127,21 @@ _SAMPLING = (
         "--temperature",
         type=float,
         metavar="T",
-        help="0: always the likeliest token; 0.7 is usual. [the model's, or 1]",
+        help="Divide logits by T; 0 always takes the likeliest token. [the model's, or 1]",
     ),
     option(
         SAMPLING,
         "--top-k",
         type=int,
         metavar="K",
-        help="Choose among the K likeliest tokens; 0: all. [the model's, or 0]",
+        help="Sample from the K likeliest tokens; 0 for all. [the model's, or 0]",
     ),
     option(
         SAMPLING,
         "--top-p",
         type=float,
         metavar="P",
-        help="Choose among the likeliest that reach P together. [the model's, or 1]",
+        help="Sample from the likeliest tokens that reach probability P. [the model's, or 1]",
     ),
     option(
         SAMPLING,
@@ -155,14 +155,14 @@ _SAMPLING = (
         "--seed",
         type=int,
         metavar="N",
-        help="The same seed gives the same text. [a new one each time]",
+        help="Seed for sampling; the same seed gives the same text. [a new one each time]",
     ),
     option(
         SAMPLING,
         "--repetition-penalty",
         type=float,
         metavar="R",
-        help="Above 1: avoid tokens that were there. [the model's, or 1]",
+        help="Above 1, tokens of prompt and output are less likely. [the model's, or 1]",
     ),
     option(
         SAMPLING,
@@ -170,7 +170,7 @@ _SAMPLING = (
         type=float,
         default=0.0,
         metavar="R",
-        help="Above 0: avoid tokens of the output. [0]",
+        help="Subtract R from the logits of tokens in the output. [0]",
     ),
     option(
         SAMPLING,
@@ -178,7 +178,7 @@ _SAMPLING = (
         type=float,
         default=0.0,
         metavar="R",
-        help="The same, for each time it is there. [0]",
+        help="Subtract R from a token's logit each time it is in the output. [0]",
     ),
     option(
         SAMPLING,
@@ -186,7 +186,7 @@ _SAMPLING = (
         callback=_biases,
         multiple=True,
         metavar="ID=B",
-        help="Add B to the logit of ID; may be repeated.",
+        help="Add B to the logit of token ID; may be repeated.",
     ),
     option(SAMPLING, "--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
     option(SAMPLING, "--include-stop", is_flag=True, help="Keep the stop text in the output."),
@@ -201,31 +201,34 @@ _SAMPLING = (
     ),
     option(SAMPLING, "--ignore-eos", is_flag=True, help="Go on after the model's end token."),
     option(
-        SAMPLING, "--min-tokens", type=int, default=0, metavar="N", help="No end token before N tokens. [0]"
+        SAMPLING,
+        "--min-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Sample no end token before N tokens. [0]",
     ),
     option(
         SAMPLING,
         "--json-schema",
         type=_FILE,
         metavar="FILE",
-        help="The output is JSON of the schema in this file.",
+        help="Hold the output to JSON of the schema in this file.",
     ),
-    option(
-        SAMPLING, "--regex", metavar="TEXT", help="The output as a whole matches this regular expression."
-    ),
+    option(SAMPLING, "--regex", metavar="TEXT", help="Hold the whole output to this regular expression."),
     option(
         SAMPLING,
         "--choice",
         multiple=True,
         metavar="TEXT",
-        help="The output is this, or another such text; may be repeated.",
+        help="Hold the output to this text, or to one of several; may be repeated.",
     ),
     option(
         SAMPLING,
         "--grammar",
         type=_FILE,
         metavar="FILE",
-        help="The output follows the Lark grammar in this file.",
+        help="Hold the output to the Lark grammar in this file.",
     ),
 )
 _REPORT = (
@@ -234,7 +237,7 @@ _REPORT = (
         "--logprobs",
         type=int,
         metavar="K",
-        help="With --json: log-probability of each token and of the K likeliest; -1: all.",
+        help="With --json: log-probabilities of each token and of the K likeliest; -1 for all.",
     ),
     option(
         OUTPUT,

@@ -71,7 +71,7 @@ class AnswerSettings:
     )
     share_prefixes: bool = setting(
         False,
-        help="Share cached prefixes between keys; the time to an answer then tells of others' prompts.",
+        help="Share cached prefixes between keys; how fast an answer comes then shows what others sent.",
     )
 
     def __post_init__(self) -> None:

@@ -68,8 +68,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         batch = Batch(
             llm, asked["requests"], asked["answers"], asked["names"] or (config.model.resolve().name,)
         )
-        with _bar(asked["quiet"]) as told:
-            tally = batch.run(told)
+        with _bar(asked["quiet"]) as show:
+            tally = batch.run(show)
     if not asked["quiet"]:
         say(
             f"{tally.lines} requests, {tally.answered - tally.failed} answered, {tally.failed} refused: "

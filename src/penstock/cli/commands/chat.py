@@ -91,7 +91,7 @@ class ChatSession:
     params: SamplingParams
     conversation: Conversation
     typed: bool
-    """By a person, whose mistakes end nothing; from a pipe they end the chat."""
+    """Whether a person types the lines. Mistakes then end nothing; from a pipe they end the chat."""
     json: bool = False
     quiet: bool = False
     verbose: bool = False

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from penstock.base.config import Config
 from penstock.base.errors import PenstockError
 from penstock.cli.command import USUAL_CONFIG, Command, Session, debug_option, option
 from penstock.cli.commands.serve import KEYS, api_keys, keys_in_environment
 from penstock.cli.configfile import Commands, ConfigFile, all_commands, read, settable
-from penstock.cli.options import ENGINE_SETTINGS, sampling_params
+from penstock.cli.options import sampling_params
 from penstock.cli.terminal import one_line, say
 
 _SHOWN = "Output"
@@ -104,10 +103,8 @@ def _made(name: str, one: click.Command, root: click.Context) -> click.Context:
 
 
 def _joint(name: str, made: click.Context) -> Iterator[str]:
-    """What is wrong with values that their flags alone do not refuse."""
-    told = {name: value for name in ENGINE_SETTINGS if (value := made.params.get(name)) is not None}
+    """Yield what is wrong with values that their flags alone do not refuse."""
     try:
-        Config(**told)
         if "temperature" in made.params and "verbose" in made.params:
             sampling_params(made)
         if name == _USUAL:
@@ -120,16 +117,16 @@ def _joint(name: str, made: click.Context) -> Iterator[str]:
 
 def _lines(given: ConfigFile, name: str, made: click.Context) -> Iterator[str]:
     """A setting each, as TOML, with where it is from."""
-    told = given.of(name, made.command)
+    found = given.of(name, made.command)
     rows = dict[str, tuple[str, str]]()
     for key, parameter in settable(name, made.command).items():
         known = parameter.name or ""
         if name == _USUAL and known == "api_keys" and (keys := keys_in_environment()):
             rows[known] = "", f"{len(keys)} in {KEYS}"
-        elif known in told:
-            table = told[known].table
+        elif known in found:
+            table = found[known].table
             rows[known] = (
-                _toml(key, told[known].value),
+                _toml(key, found[known].value),
                 f"[{table}] in {given.path}" if table else str(given.path),
             )
         elif known not in rows and known in made.params:

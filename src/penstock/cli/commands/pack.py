@@ -104,7 +104,7 @@ def _verify(path: Path) -> None:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar of `total` bytes on a terminal, to be told of the bytes that are done."""
+    """Show a bar of `total` bytes on a terminal. Yields what is called with bytes as they are done."""
     if not is_terminal(sys.stderr):
         yield None
         return

@@ -61,15 +61,15 @@ def _flags(section: str, *names: str) -> Decorator:
     "names",
     multiple=True,
     metavar="NAME",
-    help="What clients call the model; may be repeated. [its directory's]",
+    help="Name of the model for clients; may be repeated. [its directory's]",
 )
 @option(
     SERVER,
     "--api-keys",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"Keys, one a line, of which a client must send one. [{KEYS}, with commas between; else anybody "
-    "may ask]",
+    help="File of keys, one a line; a client must send one of them. "
+    f"[{KEYS}, with commas between; without keys all may ask]",
 )
 @option(
     SERVER,
@@ -77,13 +77,13 @@ def _flags(section: str, *names: str) -> Decorator:
     "allow_hosts",
     multiple=True,
     metavar="NAME",
-    help="Without keys: a name to answer to, beside addresses and localhost; may be repeated.",
+    help="Name that this machine answers to without keys, beside its addresses; may be repeated.",
 )
 @option(
     SERVER,
     "--without-keys",
     is_flag=True,
-    help="Let anybody who reaches --host use this server, though there are no keys.",
+    help="Serve all who reach --host, though there are no keys.",
 )
 @_flags(SERVER, "share_prefixes")
 @_flags(LIMITS, "queue", "max_body", "request_timeout", "patience", "max_kept")
@@ -93,7 +93,7 @@ def _flags(section: str, *names: str) -> Decorator:
     "--replicas",
     callback=_replicas,
     metavar="N",
-    help="So many engines, on Ray; MIN:MAX: as there is work. [one, without]",
+    help="Engines to start on Ray; MIN:MAX for as many as there is work for. [one engine, without Ray]",
 )
 @_flags(REPLICAS, "ray_address", "replica_cpus", "scale_up_after", "scale_down_after")
 @option(
@@ -108,10 +108,13 @@ def _flags(section: str, *names: str) -> Decorator:
     "--log-format",
     type=click.Choice(FORMATS),
     default="text",
-    help="A line of text or a JSON object for each event. [text]",
+    help="Format of the log: a line of text or a JSON object an event. [text]",
 )
 @option(
-    LOG, "--log-level", type=click.Choice(LEVELS), help="What to tell at least. [info; with --quiet warning]"
+    LOG,
+    "--log-level",
+    type=click.Choice(LEVELS),
+    help="Least level of events in the log. [info; with --quiet warning]",
 )
 @engine_options
 @click.pass_context
@@ -214,7 +217,7 @@ def keys_in_environment() -> tuple[Key, ...]:
 
 
 def api_keys(ctx: click.Context) -> tuple[Key, ...]:
-    """Return the keys of which a client must send one. Raises ConfigError.
+    """Return the keys; a client must send one of them. Raises ConfigError.
 
     They are from the file that was typed, else from the environment, else from the file that settings name.
     """
