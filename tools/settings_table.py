@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from penstock.base.config import Config
-from penstock.base.setting import MOST, SettingField, settings_of
+from penstock.base.setting import MOST, WORDS, SettingField, settings_of
 from penstock.cli.options import as_flags
 from penstock.server.fleet.scale import Scale
 from penstock.server.settings import AnswerSettings, Listening
@@ -58,7 +58,7 @@ def value(one: SettingField) -> str:
     if one.choices:
         return ", ".join(f"`{choice}`" for choice in one.choices)
     bounds = " from {:g} to {:g}".format(*one.limits) if one.limits[1] < MOST else ""
-    return one.kind.value + (f" of {one.unit}" if one.unit else "") + bounds
+    return WORDS[one.kind] + (f" of {one.unit}" if one.unit else "") + bounds
 
 
 def main() -> int:

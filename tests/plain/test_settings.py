@@ -14,7 +14,7 @@ import pytest
 
 from penstock.base.config import CACHE, SHIPPED_MODEL, Config
 from penstock.base.errors import ConfigError
-from penstock.base.setting import AnyPath, check_settings, described, keywords_of, setting, settings_of
+from penstock.base.setting import AnyPath, Declared, described, keywords_of, setting, settings_of
 from penstock.cli.main import root
 from penstock.cli.options import as_flags, engine_config, settings_from
 from penstock.server.fleet.scale import Scale
@@ -137,7 +137,7 @@ def test_what_a_server_cannot_do_is_refused(settings: dict[str, Any], message: s
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Declared):
     """A toy's settings."""
 
     model: AnyPath = setting(Path("here"), help="Where it is.")
@@ -145,9 +145,6 @@ class Toy:
     size: int = setting(3, help="How large it is.", details="In cubits.", limits=(2, 9))
     kind: str = setting("a", help="What it is.", choices=("a", "b"))
     noted: int = 0
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
 
 class Held:

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from penstock.base.errors import ConfigError
-from penstock.base.setting import MOST, AnyPath, OptionalPath, check_settings, setting, settings_of
+from penstock.base.setting import MOST, AnyPath, Declared, OptionalPath, Size, setting, settings_of
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POLICIES = {"window": range(2, 3), "topk": range(1, 3), "vertical_slash": range(1, 65)}
@@ -44,7 +44,7 @@ def policy_numbers(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(Declared):
     """The settings of an engine. Each field declares one; penstock.base.setting says what comes of that.
 
     Sizes are text (16GiB, 80%) or bytes; a share is of the memory that is named. What depends on the model or
@@ -69,20 +69,20 @@ class Config:
         usual="auto: the model's, if fast here",
         choices=DTYPES,
     )
-    device_memory: str | int | None = setting(
+    device_memory: Size | None = setting(
         None,
         help="Most memory to take on the device: 16GiB, 80%.",
         details="Weights, activations and KV count. On a CPU this is host memory.",
         usual="CUDA 90%, CPU 50% of what is free",
     )
-    host_memory: str | int | None = setting(
+    host_memory: Size | None = setting(
         None,
         help="Most host memory for the process to take (RSS): 100GiB, 80%.",
         details="On a CPU it is the most that the engine takes in all: what it allows beyond device_memory "
         "holds weights that stream.",
         usual="CUDA 80% of what is free",
     )
-    host_kv_memory: str | int | None = setting(
+    host_kv_memory: Size | None = setting(
         None,
         help="Host memory for KV of contexts longer than the device holds; 0 for none.",
         details="By default it is what a sequence of max_length takes, if max_length is given and the device "
@@ -90,7 +90,7 @@ class Config:
         usual="what max_length needs",
         limits=(0, MOST),
     )
-    disk_kv_memory: str | int | None = setting(
+    disk_kv_memory: Size | None = setting(
         None,
         help="Disk space for KV that host memory does not hold, also of earlier runs.",
         usual="none",
@@ -189,9 +189,6 @@ class Config:
     )
     cache: AnyPath = setting(CACHE, help="Directory for packs, and for digests of weight files.")
     check: bool = setting(False, help="Check the KV ledger's invariants after every step (slow; for tests).")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def changed(self) -> dict[str, object]:
         """Return the settings that are not the defaults, without the model, for a report in JSON."""

@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from enum import Enum
 from math import inf
 from pathlib import Path
 from textwrap import fill
@@ -45,34 +44,17 @@ else:
     AnyPath, OptionalPath = str | Path, str | Path | None
 
 
-class ValueKind(Enum):
-    """The kinds of values that settings have, in words for the docs."""
-
-    FLAG = "on or off"
-    PATH = "path"
-    SIZE = "size"
-    NUMBER = "number"
-    WHOLE = "whole number"
-    TEXT = "text"
-    OBJECT = "object"
-
-
-_KINDS = {
-    bool: ValueKind.FLAG,
-    Path: ValueKind.PATH,
-    float: ValueKind.NUMBER,
-    int: ValueKind.WHOLE,
-    str: ValueKind.TEXT,
+Size = str | int
+"""The type of a size: text such as 16GiB or 80%, or bytes."""
+WORDS: Mapping[object, str] = {
+    Size: "size",
+    Path: "path",
+    bool: "on or off",
+    float: "number",
+    int: "whole number",
+    str: "text",
 }
-"""The kind of a field by the first of these types that its annotation names; text or a number is a size."""
-_TYPES: Mapping[ValueKind, Any] = {
-    ValueKind.FLAG: bool,
-    ValueKind.PATH: Path,
-    ValueKind.NUMBER: int | float,
-    ValueKind.WHOLE: int,
-    ValueKind.TEXT: str,
-}
-"""The types of values by kind; the others have rules of their own, or none."""
+"""The kinds of settings, in words for the docs. A setting is of the first kind that its annotation names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +62,8 @@ class SettingField:
     """One declared setting.
 
     name: of the field, and with dashes of the flag.
-    kind, optional: from the field's annotation. optional: None is allowed, and means the default.
+    kind: the one of WORDS that the annotation names; object for what only a program can give.
+    optional: whether None is allowed, which means the default.
     help: one sentence for --help and the docs. details: more sentences for the docs and help(LLM).
     usual: what the default does, in words, where it does not say so itself.
     choices: the values that are allowed, if they can be listed.
@@ -89,7 +72,7 @@ class SettingField:
     """
 
     name: str
-    kind: ValueKind
+    kind: Any
     optional: bool
     default: object
     help: str
@@ -116,13 +99,15 @@ class SettingField:
     def allowed(self) -> str:
         """Return what a value must be, in words."""
         least, most = self.limits
-        span = f"from {least:g} on" if most == inf else f"from {least:g} to {most:,g}"
-        if self.kind in (ValueKind.NUMBER, ValueKind.WHOLE):
-            return (
-                f"a {self.kind.value} {f'above zero, at most {MOST:,}' if self.limits == (1, MOST) else span}"
-            )
-        words = {ValueKind.FLAG: "True or False", ValueKind.PATH: "a path"}
-        return words.get(self.kind, str(self.kind.value))
+        start = "above zero, at most" if least == 1 else f"from {least:g} to"
+        span = f"from {least:g} on" if most == inf else f"{start} {most:,}"
+        words = {
+            bool: "True or False",
+            Path: "a path",
+            int: f"a whole number {span}",
+            float: f"a number {span}",
+        }
+        return words.get(self.kind, str(WORDS.get(self.kind)))
 
     def checked(self, value: Any) -> object:
         """Return `value` as the settings hold it: text that is a path as a Path, None as the default.
@@ -131,24 +116,29 @@ class SettingField:
         """
         if value is None and self.optional:
             return self.default
-        if self.kind is ValueKind.PATH and isinstance(value, str):
+        if self.kind is Path and isinstance(value, str):
             value = Path(value)
-        misplaced = isinstance(value, bool) and self.kind is not ValueKind.FLAG  # True is an int to Python.
+        if self.kind == Size:
+            self._check_size(value)
+            return value
+        misplaced = isinstance(value, bool) and self.kind is not bool  # True is an int to Python.
         if self.choices and (misplaced or value not in self.choices):
             listed = ", ".join(map(str, self.choices))
             raise ConfigError(f"{self.name} {value!r} is not known; choose one of {listed}")
-        right = not misplaced and isinstance(value, _TYPES.get(self.kind, object)) and "\0" not in str(value)
-        if self.kind in (ValueKind.NUMBER, ValueKind.WHOLE) and right and not self.choices:
+        right = not misplaced and isinstance(value, float | int if self.kind is float else self.kind)
+        if self.kind in (int, float) and right and not self.choices:
             right = self.limits[0] <= value <= self.limits[1]
-        if not right:
+        if not right or (self.kind is Path and "\0" in str(value)):
             raise ConfigError(f"{self.name} {value!r} must be {self.allowed}")
+        self.check(value)
+        return value
+
+    def _check_size(self, value: Any) -> None:
         try:
-            if self.kind is ValueKind.SIZE and not (self.limits[0] == 0 and value in (0, "0")):
+            if self.limits[0] != 0 or value not in (0, "0"):
                 parse_size(value, whole=UNKNOWN_WHOLE)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
-        self.check(value)
-        return value
 
 
 def setting(
@@ -170,25 +160,25 @@ def setting(
     return field(default=default, metadata=words | {"choices": choices, "limits": limits, "check": check})
 
 
-def settings_of(kind: type) -> tuple[SettingField, ...]:
+def settings_of(declared: Any) -> tuple[SettingField, ...]:
     """Return the settings that a dataclass declares, in their order; other fields are left out."""
 
     def made(one: Field[Any]) -> SettingField:
-        types = get_args(one.type) or (one.type,)
-        known = [of for name, of in _KINDS.items() if name in types] or [ValueKind.OBJECT]
-        own = ValueKind.SIZE if {str, int} <= {*types} else known[0]
-        return SettingField(one.name, own, NoneType in types, one.default, **one.metadata)
+        types = {*get_args(one.type)} or {one.type}
+        kind = next((kind for kind in WORDS if ({*get_args(kind)} or {kind}) <= types), object)
+        return SettingField(one.name, kind, NoneType in types, one.default, **one.metadata)
 
-    return tuple(made(one) for one in fields(kind) if "help" in one.metadata)
+    return tuple(made(one) for one in fields(declared) if "help" in one.metadata)
 
 
-def check_settings(made: Any) -> None:
-    """Check each setting of a frozen dataclass, and put it into the form that `checked` gives it.
+class Declared:
+    """The base of dataclasses that declare settings. Raises ConfigError for values that are not allowed."""
 
-    To be called by __post_init__. Raises ConfigError.
-    """
-    for one in settings_of(type(made)):
-        object.__setattr__(made, one.name, one.checked(getattr(made, one.name)))
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for one in settings_of(type(self)):
+            object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
 
 
 def described(kind: type) -> str:

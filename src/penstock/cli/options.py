@@ -15,7 +15,7 @@ import click
 
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
-from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, ValueKind, settings_of
+from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
 from penstock.step.params import SamplingParams
@@ -47,7 +47,7 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
     instead: `help` and `usual` of a command for which the setting means something else, and attributes of the
     click option in place of those that follow from the declaration.
     """
-    dashed, switch = one.name.replace("_", "-"), one.kind is ValueKind.FLAG
+    dashed, switch = one.name.replace("_", "-"), one.kind is bool
     usual, said = instead.pop("usual", one.shown_default), instead.pop("help", one.sentence)
     silent = switch and not one.default
     attributes: dict[str, object] = {
@@ -64,11 +64,11 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
 
 def _click_type(one: SettingField) -> object:
     least, most = one.limits
-    highest = int(most) if most < MOST else None
+    highest = most if most < MOST else None
     types = {
-        ValueKind.PATH: click.Path(path_type=Path),
-        ValueKind.WHOLE: click.INT if one.choices else click.IntRange(int(least), highest),
-        ValueKind.NUMBER: click.FloatRange(least, highest),
+        Path: click.Path(path_type=Path),
+        int: click.INT if one.choices else click.IntRange(int(least), None if highest is None else int(most)),
+        float: click.FloatRange(least, highest),
     }
     return types.get(one.kind)
 
@@ -82,13 +82,7 @@ def as_flags(text: str) -> str:
     )
 
 
-_METAVARS = {
-    ValueKind.FLAG: None,
-    ValueKind.SIZE: "SIZE",
-    ValueKind.PATH: "DIR",
-    ValueKind.WHOLE: "N",
-    ValueKind.NUMBER: "X",
-}
+_METAVARS = {bool: None, Size: "SIZE", Path: "DIR", int: "N", float: "X"}
 ENGINE_SETTINGS = {one.name: one for one in settings_of(Config) if one.name != "model"}
 """The settings that are flags, by name; the model is an argument of most commands."""
 

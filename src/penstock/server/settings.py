@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from math import inf
 
-from penstock.base.setting import MOST, check_settings, setting
+from penstock.base.setting import MOST, Declared, setting
 from penstock.server.parsing.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 LEAST_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class Listening(Declared):
     """Where a server listens, and how long requests may wait and take. Raises ConfigError."""
 
     host: str = setting("127.0.0.1", help="Address to listen at; 0.0.0.0 is every one of this machine.")
@@ -35,12 +35,9 @@ class Listening:
         unit="seconds",
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerSettings:
+class AnswerSettings(Declared):
     """How requests are read and answers written. Raises ConfigError."""
 
     max_body: int = setting(
@@ -73,6 +70,3 @@ class AnswerSettings:
         False,
         help="Share cached prefixes between keys; how fast an answer comes then shows what others sent.",
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.base.errors import ConfigError
-from penstock.base.setting import check_settings, setting
+from penstock.base.setting import Declared, setting
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(Declared):
     """The replicas of a server: at least `least`, and up to `most` as there is work. Raises ConfigError."""
 
     least: int
@@ -37,9 +37,6 @@ class Scale:
         limits=(0, inf),
         unit="seconds",
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def __str__(self) -> str:
         if self.least < self.most:
