@@ -22,7 +22,7 @@ class WeightStats:
     host_ring: int
     """Bytes of the rings."""
     passes: int
-    """Begun."""
+    """Passes that have begun."""
     copied: int
     """Bytes HOST to DEVICE, loading not counted."""
     read: int
@@ -37,7 +37,7 @@ class WeightStats:
     """Seconds of a pass that decodes one sequence. A pass with some of a prompt takes longer; of those
     nothing is predicted."""
     binding: str
-    """What bounds a pass: "disk", "link" or "compute"."""
+    """The bottleneck of a pass: "disk", "link" or "compute"."""
 
     @property
     def streams(self) -> bool:
@@ -96,7 +96,7 @@ class KVStats:
 
     host: int
     disk: int
-    """Of the requests of the last step, on each tier: what is kept for later ones is not counted."""
+    """Bytes of the requests of the last step, on each tier; what is kept for later ones is not counted."""
     room: int
     """In host memory."""
     copied: int
@@ -142,7 +142,7 @@ class MissedStats:
     """Choices that might have missed more than the limit: everything was read."""
     blocks_read: int = 0
     blocks: int = 0
-    """That were read, and that there were to choose from, of all choices."""
+    """Blocks that were read, and that there were to choose from, of all choices."""
     most: float = 0.0
     """The largest bound, of any head and query."""
     worst_total: float = 0.0
@@ -190,7 +190,7 @@ class Direction:
 
     bytes: int
     seconds: float
-    """That it was under way."""
+    """Seconds that bytes were under way."""
     lost: int
     """Blocks that did not get there."""
 
@@ -322,5 +322,8 @@ def pass_seconds(seen: Iterable[MeterSample]) -> float:
 
 
 def _share(waited: float, seconds: float) -> float:
-    """A wait is counted when it is over, and may have begun before the interval."""
+    """Return the share of an interval that was waited.
+
+    A wait is counted when it is over, and may have begun before the interval.
+    """
     return min(waited / seconds, 1.0)

@@ -7,6 +7,7 @@ docs/settings.md (tools/settings_table.py).
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from math import inf
@@ -116,7 +117,7 @@ class SettingField:
         """
         if value is None and self.optional:
             return self.default
-        if self.kind is Path and isinstance(value, str):
+        if self.kind is Path and isinstance(value, str | os.PathLike):
             value = Path(value)
         if self.kind == Size:
             self._check_size(value)

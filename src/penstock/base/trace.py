@@ -30,7 +30,7 @@ _Event = tuple[str | None, str, float, float, dict[str, _Argument]]
 """Track (None: a counter), name, begin, end, arguments. A tuple, because most of the cost of a span would be
 a class around it."""
 _Placed = tuple[int, int, str, dict[str, _Argument]]
-"""Of a track: begin and end in nanoseconds, name, arguments."""
+"""An event of a track: begin and end in nanoseconds, name, arguments."""
 
 
 class Trace:
@@ -145,15 +145,18 @@ class Trace:
 
 
 def _make_and_remove(path: Path) -> None:
-    """A new file, for what permissions do not tell: names that are too long, file systems that make none.
-    Raises OSError."""
+    """Make a new file and remove it, for what permissions do not show: names that are too long, read-only
+    file systems. Raises OSError.
+    """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     path.unlink()
 
 
 def _lanes(spans: list[_Placed]) -> list[list[_Placed]]:
-    """The same spans in as few rows as possible, none of which has two at a time; each goes to the first row
-    that is free."""
+    """Return the spans in as few rows as possible, so that none overlap in a row.
+
+    Each goes to the first row that is free.
+    """
     lanes = list[list[_Placed]]()
     busy, free = list[tuple[int, int]](), list[int]()
     for span in sorted(spans, key=_begin_and_end):
@@ -172,7 +175,7 @@ def _begin_and_end(span: _Placed) -> tuple[int, int]:
 
 
 def _rank(track: str) -> tuple[int, list[tuple[int, str]]]:
-    """Known tracks first, "disk read 2" before "disk read 10"."""
+    """Return a track's place: known tracks first, "disk read 2" before "disk read 10"."""
     known = re.sub(r" \d+$", "", track)
     parts = [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", track)]
     return TRACKS.index(known) if known in TRACKS else len(TRACKS), parts

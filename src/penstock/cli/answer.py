@@ -47,9 +47,9 @@ class TimedAnswer:
     weights: WeightStats
     kv: KVStats | None = None
     tiers: TierStats | None = None
-    """Since the engine started."""
+    """The tiers of prefixes, since the engine started."""
     missed: MissedStats = field(default_factory=MissedStats)
-    """By attention policies, for this answer."""
+    """The attention that policies missed, for this answer."""
     cached_tokens: int = 0
     cached_host: int = 0
     cached_disk: int = 0
@@ -181,7 +181,7 @@ def record(
 
 
 def _missed(missed: MissedStats) -> dict[str, object]:
-    """All 0 where everything is read."""
+    """Return what policies have left out; all 0 where everything is read."""
     return {
         "choices": missed.choices,
         "fallbacks": missed.fallbacks,

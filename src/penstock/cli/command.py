@@ -24,7 +24,7 @@ class Session:
     config: Path | None = None
     """The file of settings that was named before the command."""
     read: Path | None = None
-    """That settings come from."""
+    """The file that settings come from."""
     report: Callable[[str, str | None], None] | None = None
     """Takes the error that ends the command, and the traceback if one is wanted, where stderr is not for a
     person to read."""
@@ -123,7 +123,7 @@ def debug_option(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def _configure(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
-    """Settings that are neither typed nor in the environment come from the file, if there is one."""
+    """Take settings that are neither typed nor in the environment from the file, if there is one."""
     session = ctx.find_object(Session) or Session()
     named = value or session.config
     if ctx.resilient_parsing or (named is None and not USUAL_CONFIG.is_file()):

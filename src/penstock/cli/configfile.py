@@ -15,17 +15,17 @@ import click
 from penstock.base.errors import ConfigError
 
 MODEL = "model"
-"""What is an argument to most commands, and may be set all the same."""
+"""The argument of most commands that may be set all the same."""
 _MOST = 1 << 20
 """Bytes of such a file."""
 _OWN = ("help", "config", "version", "yes")
 """Flags that are not settings: what is asked for once, and what is agreed to."""
 _RUN = "run"
-"""Whose arguments are a model, which may be set, and a prompt."""
+"""The command with two arguments: a model, which may be set, and a prompt."""
 _FEW = 12
 """Names that a message may list."""
 Commands = Mapping[str, tuple[click.Command, ...]]
-"""What may have a table, each with what runs by its name: itself, or all of its own commands."""
+"""The commands that may have a table, each with what runs by its name: itself, or its own commands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def all_commands(root: click.Group, context: click.Context) -> Commands:
 
 
 def _known(table: str, commands: Commands) -> list[str]:
-    """Keys that a table may have."""
+    """Return the keys that a table may have."""
     of = {table: commands[table]} if table else commands
     return list(
         dict.fromkeys(key for name, some in of.items() for command in some for key in settable(name, command))
@@ -180,7 +180,10 @@ def _nearest(name: str, known: Iterable[str], form: str) -> str:
 
 
 def _typed(parameter: click.Parameter, value: object) -> object:
-    """As click has it from the command line. Raises click.BadParameter for what cannot be typed there."""
+    """Return a value as click has it from the command line.
+
+    Raises click.BadParameter for what cannot be typed there.
+    """
     if isinstance(parameter, click.Option) and parameter.is_flag:
         if not isinstance(value, bool):
             raise click.BadParameter("it is true or false, without quotes")

@@ -20,7 +20,7 @@ class Conversation:
     template: bool
     system: str | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)
-    """What the user said and what the model answered."""
+    """The user's messages, each with the model's answer."""
 
     def request(self, line: str) -> tuple[str | list[int], int]:
         """Return the prompt after which the engine goes on, and its length in tokens.

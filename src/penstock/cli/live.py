@@ -88,11 +88,11 @@ class LiveLine:
         )
         self._lock = RLock()
         self._fd = -1
-        """Of the terminal while there may be a line."""
+        """File descriptor of the terminal while there may be a line."""
         self._reserved: os.terminal_size | None = None
         """The size for which the bottom row is taken."""
         self._text = ""
-        """Of the line that the cursor is in."""
+        """Text of the line that the cursor is in."""
         self._writing = False
         self._prompt: PromptProgress | None = None
         self._begun: KVStats | None = None
@@ -180,8 +180,10 @@ class LiveLine:
         return MeterSample(perf_counter(), weights, kv)
 
     def _shown(self, now: MeterSample, width: int) -> str:
-        """The line now, empty if there is nothing to show. What was seen is kept for as long as it takes to
-        tell what happens in a WINDOW, and in a pass of weights that stream."""
+        """Return the line now, empty if there is nothing to show.
+
+        Samples are kept for a WINDOW, and for a pass of weights that stream.
+        """
         seen = self._seen
         seen.append(now)
         while (
@@ -237,8 +239,10 @@ class LiveLine:
             self._thread = None
 
     def _step_aside(self, number: int, frame: FrameType | None) -> None:
-        """Before the process ends or stops. Continued, it goes on here, at the beginning of a row, and the
-        thread draws again."""
+        """Give the row back before the process ends or stops.
+
+        Continued, it goes on here, at the beginning of a row, and the thread draws again.
+        """
         with self._lock:
             self._leave()
             signal.signal(number, signal.SIG_DFL)
@@ -254,7 +258,7 @@ class LiveLine:
 
 
 def _kv_rate(seen: Sequence[MeterSample]) -> float:
-    """Bytes a second to DEVICE."""
+    """Return bytes of KV a second to DEVICE."""
     first, last = seen[0], seen[-1]
     moved = last.kv.copied - first.kv.copied if last.kv and first.kv else 0
     return moved / (last.when - first.when) if last.when > first.when else 0.0
@@ -297,8 +301,10 @@ def _size(fd: int) -> os.terminal_size:
 
 
 def _in_foreground(fd: int) -> bool:
-    """Whether a shell would let the process have the terminal. One that is not the process's own, or not
-    known here, has no such shell."""
+    """Tell whether a shell would let the process have the terminal.
+
+    A terminal that is not the process's own, or is not known here, has no such shell.
+    """
     try:
         return os.tcgetpgrp(fd) in (0, os.getpgrp())
     except OSError:

@@ -24,7 +24,7 @@ PATIENCE = 0.5
 PERIOD = 0.1
 """Seconds between two updates."""
 Loading = Callable[[str, int, int], None]
-"""What is being done, bytes done and bytes in all; called from any thread."""
+"""Called from any thread with the work under way, bytes done and bytes in all."""
 _WRITTEN = "a trace, to be opened in ui.perfetto.dev"
 _EMPTY = "a trace with nothing in it: all weights are on the device, nothing streamed"
 
@@ -107,7 +107,7 @@ def loading_bar(quiet: bool) -> Iterator[Loading | None]:
 
 
 class _Bar:
-    """A bar for as long as something takes long, then for the next."""
+    """A bar that is shown while something takes long, and then again for the next."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -90,7 +90,7 @@ class Root(click.Group):
 
 
 def _silence() -> None:
-    """Python flushes once more when it ends, and would complain."""
+    """Send stdout nowhere: Python flushes once more when it ends, and would complain."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: click.ClickException) -> str:
-    """What click found wrong, worded like errors of our own. Those say themselves what to try."""
+    """Return what click found wrong, worded like errors of our own, which say what to try."""
     text = error.format_message().rstrip(".")
     if not text[1:2].isupper():
         text = f"{text[:1].lower()}{text[1:]}"
@@ -159,7 +159,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _report(session: Session, text: str, code: int) -> int:
-    """To be called while the exception is handled."""
+    """Print an error while its exception is handled, and return the exit code."""
     trace = None
     if session.wants_traceback():
         import traceback  # 5 ms, for those who asked

@@ -303,7 +303,7 @@ def sampling_params(ctx: click.Context) -> SamplingParams:
 
 
 def _structure(ctx: click.Context) -> Structure | None:
-    """What the command's flags say of the output as a whole. Raises RequestError."""
+    """Return what the command's flags ask of the output as a whole. Raises RequestError."""
     made: dict[str, Callable[[Any], Structure]] = {
         "json_schema": lambda file: Structure.json_schema(_text(file)),
         "regex": Structure.regex,

@@ -79,7 +79,7 @@ def _is_checkpoint(argument: str) -> bool:
 
 
 def _doubt(argument: str) -> None:
-    """A lone argument that looks like a path is probably meant as one."""
+    """Note that a lone argument looks like a path, and is probably meant as one."""
     if "/" in argument.strip("/") and not any(character.isspace() for character in argument):
         say(
             f"penstock: note: {argument!r} is no model directory (it has no config.json), so it is taken as "
@@ -122,7 +122,7 @@ def decode(data: bytes, what: str) -> str:
 
 
 def _text(data: bytes, what: str) -> str:
-    """Without the newline that editors and echo put at the end, and that would be a part of the prompt."""
+    """Return the text without the newline that editors and echo put at the end."""
     text = decode(data, what)
     return text[:-1].removesuffix("\r") if text.endswith("\n") else text
 

@@ -142,7 +142,7 @@ def _kv_homes(kv: KVStats) -> str:
 
 
 def _flows(stats: WeightStats, flow: Flow) -> list[str]:
-    """What each link carries, and for how much of the time arithmetic waited."""
+    """Return what each link carries, and for how much of the time arithmetic waited."""
     link, waits = (
         f"link {_of(flow.copied, stats.link_rate, flow.copied_share)}",
         f"link {flow.waited_link:.0%}",
@@ -157,7 +157,7 @@ def _flows(stats: WeightStats, flow: Flow) -> list[str]:
 
 
 def _of(rate: float, ceiling: float, share: float) -> str:
-    """`7.20 of 53.4 GB/s (13%)`."""
+    """Return a rate beside its ceiling: `7.20 of 53.4 GB/s (13%)`."""
     now, most = format_rate(rate), format_rate(ceiling)
     if not ceiling:
         return now

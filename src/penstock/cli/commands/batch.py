@@ -81,7 +81,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
 
 def _expect_files(requests: Path, answers: Path) -> None:
-    """Before a model is loaded, which may take minutes. Raises ConfigError."""
+    """Check both files before a model is loaded, which may take minutes. Raises ConfigError."""
     if not requests.exists() or requests.is_dir():
         what = "is a directory" if requests.is_dir() else "does not exist"
         raise ConfigError(f"{requests} cannot be read: it {what}; give a file of requests, one a line")

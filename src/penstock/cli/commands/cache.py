@@ -101,7 +101,7 @@ def _stat(paths: list[Path]) -> None:
 
 
 def _verify(path: Path, secret: bytes) -> bool:
-    """Whether anything is wrong."""
+    """Check a store, print what is wrong, and return whether anything is."""
     from penstock.kv.store.cachedir import survey, verify
 
     done, began = [0], time.perf_counter()

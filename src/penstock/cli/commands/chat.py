@@ -135,7 +135,7 @@ class ChatSession:
             yield line
 
     def _take(self, line: str) -> None:
-        """A message or a command."""
+        """Answer a message, or obey a command."""
         if line.startswith("//"):
             self._answer(line[1:])
         elif line.startswith("/"):
@@ -206,7 +206,7 @@ class ChatSession:
 
 
 def _ask() -> str:
-    """A line from the terminal. Raises EOFError and KeyboardInterrupt."""
+    """Read a line from the terminal. Raises EOFError and KeyboardInterrupt."""
     if is_terminal(sys.stdout):
         return input("> ")
     click.echo("> ", nl=False, err=True)  # input() would write it among the answers

@@ -73,7 +73,7 @@ def command(ctx: click.Context, /, action: str, file: Path | None, shown: str) -
 
 
 def _faults(given: ConfigFile, root: click.Context, commands: Commands) -> Iterator[str]:
-    """Of keys, and of each value for each command that it is for."""
+    """Yield what is wrong with keys, and with each value for each command that it is for."""
     for fault in given.faults(commands):
         yield f"{given.path}: {fault}"
     for name, some in commands.items():
@@ -87,7 +87,7 @@ def _faults(given: ConfigFile, root: click.Context, commands: Commands) -> Itera
 
 
 def _made(name: str, one: click.Command, root: click.Context) -> click.Context:
-    """The command, as if it were called with nothing but what it cannot do without."""
+    """Parse the command as if it were called with nothing but the arguments that it needs."""
     arguments = [
         parameter for parameter in one.params if isinstance(parameter, click.Argument) and parameter.required
     ]
@@ -116,7 +116,7 @@ def _joint(name: str, made: click.Context) -> Iterator[str]:
 
 
 def _lines(given: ConfigFile, name: str, made: click.Context) -> Iterator[str]:
-    """A setting each, as TOML, with where it is from."""
+    """Yield each setting as a line of TOML, with its source."""
     found = given.of(name, made.command)
     rows = dict[str, tuple[str, str]]()
     for key, parameter in settable(name, made.command).items():
@@ -139,7 +139,7 @@ def _lines(given: ConfigFile, name: str, made: click.Context) -> Iterator[str]:
 
 
 def _toml(key: str, value: object) -> str:
-    """A setting as it stands in a file; empty if there is none."""
+    """Return a setting as it stands in a file; empty if there is none."""
     if value is None or isinstance(value, dict):
         return ""
     return f"{key} = {_value(value)}"

@@ -166,8 +166,10 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:
-    """With the usual number of tokens where none was asked for, or fewer if a prompt of `length` tokens
-    leaves less room."""
+    """Return the params with the usual number of tokens if none was asked for.
+
+    There are fewer if a prompt of `length` tokens leaves less room.
+    """
     room = llm.booted.engine.scheduler.longest - length
     if (
         params.max_tokens is not None or room < 1

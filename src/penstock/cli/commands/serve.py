@@ -194,7 +194,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
 
 def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
-    """The replicas that were asked for. Raises ConfigError."""
+    """Return the replicas that were asked for. Raises ConfigError."""
     if launched() is not None:
         raise ConfigError(
             "replicas are started by Ray, and this process was by torchrun; start one penstock serve, "
@@ -237,7 +237,7 @@ def api_keys(ctx: click.Context) -> tuple[Key, ...]:
 
 
 def _key(line: str, file: Path) -> Key:
-    """A key, and what stands behind a tab: the least number that it may send for `priority`."""
+    """Read a line of the file: a key, and behind a tab the least number that it may send for `priority`."""
     text, tab, granted = line.partition("\t")
     name, _, number = granted.strip().partition("=")
     if tab and (name != "priority" or not re.fullmatch(r"-?\d{1,9}", number)):
