@@ -124,7 +124,7 @@ class Config(Declared):
     )
     prefill_policy: str = setting(
         "full",
-        help="KV beyond the device that prompts read: as above, or vertical_slash:COLUMNS,SLASH.",
+        help="KV beyond the device that prompts read: as attention_policy, or vertical_slash:COLUMNS,SLASH.",
         check=policy_numbers,
     )
     sketch_bits: int = setting(

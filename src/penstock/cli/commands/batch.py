@@ -35,14 +35,14 @@ EXAMPLES = """
     "--model",
     type=click.Path(path_type=Path),
     metavar="MODEL",
-    help="A checkpoint directory. [the model that comes along]",
+    help="Directory of the model. [the small model that comes with penstock]",
 )
 @click.option(
     "--name",
     "names",
     multiple=True,
     metavar="NAME",
-    help="What requests call the model; may be repeated. [its directory's]",
+    help="Name of the model in requests; may be repeated. [its directory's]",
 )
 @option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and progress.")
 @engine_options

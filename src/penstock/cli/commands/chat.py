@@ -54,7 +54,7 @@ EXAMPLES = r"""
     metavar="N",
     help="Most tokens of an answer. [what the context has room for]",
 )
-@option(OUTPUT, "--json", is_flag=True, help="One JSON object per answer, and nothing else, on stdout.")
+@option(OUTPUT, "--json", is_flag=True, help="Print one JSON object an answer, and nothing else, on stdout.")
 @common_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:

@@ -32,7 +32,7 @@ _EXAMPLES = """
     "shown",
     metavar="NAME",
     default=_USUAL,
-    help=f"Whose settings are printed. [{_USUAL}]",
+    help=f"Command to print the settings of. [{_USUAL}]",
 )
 @debug_option
 @click.pass_context

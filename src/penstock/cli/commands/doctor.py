@@ -20,8 +20,8 @@ _EXAMPLES = """
 @click.command(cls=Command, examples=_EXAMPLES)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @with_options(*DEVICE[:3], flag(ENGINE_SETTINGS["cache"], help="Directory for costs of steps."))
-@option(OUTPUT, "--quick", is_flag=True, help="Leave out the disk, and what steps cost.")
-@option(OUTPUT, "--again", is_flag=True, help="Measure what steps cost though it is kept.")
+@option(OUTPUT, "--quick", is_flag=True, help="Skip the disk and the costs of steps.")
+@option(OUTPUT, "--again", is_flag=True, help="Measure the costs of steps anew, though they are kept.")
 @option(OUTPUT, "--json", is_flag=True, help="Print one line of JSON instead.")
 @debug_option
 def command(**asked: Any) -> None:

@@ -27,22 +27,22 @@ EXAMPLES = """
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model", type=click.Path(path_type=Path))
 @option(
-    PACK, "--out", type=click.Path(path_type=Path), metavar="DIR", help="The pack's directory. [MODEL.pack]"
+    PACK, "--out", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the pack. [MODEL.pack]"
 )
 @option(
     PACK,
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="What to store weights as. [the model's]",
+    help="Data type to store weights in. [the model's]",
 )
 @option(
     PACK,
     "--store",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="Weights go to this file or block device. [DIR/weights.bin]",
+    help="File or block device for the weights. [DIR/weights.bin]",
 )
-@option(PACK, "--verify", is_flag=True, help="MODEL is a pack: check every byte of it.")
+@option(PACK, "--verify", is_flag=True, help="Check every byte of MODEL, a pack.")
 @debug_option
 def command(model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool) -> None:
     """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order of

@@ -106,12 +106,12 @@ class Screen:
     help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]",
 )
 @option(SAMPLING, "-n", "n", type=int, default=1, metavar="N", help="Independent outputs. [1]")
-@option(OUTPUT, "--json", is_flag=True, help="One JSON object at the end, and nothing else, on stdout.")
+@option(OUTPUT, "--json", is_flag=True, help="Print one JSON object at the end, and nothing else, on stdout.")
 @option(
     OUTPUT,
     "--echo/--no-echo",
     default=None,
-    help="The prompt before its continuation. [only if typed, and on a terminal]",
+    help="Write the prompt before its continuation. [if it is typed, on a terminal]",
 )
 @option(
     OUTPUT,
