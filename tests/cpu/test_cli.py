@@ -24,6 +24,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import MAGIC_NUMBER
+from inspect import signature
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Protocol
@@ -34,9 +35,10 @@ import torch
 from safetensors.torch import save_file
 
 import forks
-from penstock.api.llm import SHIPPED_MODEL
+from penstock.api.llm import LLM, SHIPPED_MODEL
 from penstock.base.config import Config
 from penstock.base.meter import WeightStats
+from penstock.base.setting import settings_of
 from penstock.cli import load, prompt
 from penstock.cli import main as entry
 from penstock.cli.commands.chat import HELP
@@ -353,6 +355,15 @@ def test_every_setting_has_a_flag() -> None:
     # A structure is what these make, and shown tokens are for who takes the text apart.
     assert {field.name for field in fields(SamplingParams)} - {"structure", "shown_tokens"} <= names
     assert {field.name for field in fields(Config)} - {"model"} <= names
+
+
+def test_every_setting_is_a_keyword_of_llm_with_its_help() -> None:
+    shown, explained = signature(LLM).parameters, LLM.__init__.__doc__ or ""
+    for one in settings_of(Config):
+        assert shown[one.name].default == one.default
+        assert f"{one.name}: {one.help.split()[0]}" in explained
+    assert next(iter(shown)) == "model"
+    assert {"progress", "trace", "loading"} < {*shown}
 
 
 def test_the_shipped_model_is_where_the_engine_looks_for_it() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from penstock.server.run import Listening, _bind
+from penstock.server.run import _bind
+from penstock.server.settings import Listening
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -32,23 +32,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forks
-from penstock.base.meter import KVStats, WeightStats
+from penstock.base.meter import KVStats, MeterSample, PromptProgress, WeightStats, pass_seconds
 from penstock.cli import live as module
-from penstock.cli.live import (
-    Counts,
-    LiveLine,
-    Prompt,
-    at_edge,
-    bar,
-    beside,
-    fitting,
-    kv_forms,
-    kv_summary,
-    pass_seconds,
-    summary,
-    weight_forms,
-)
+from penstock.cli.live import LiveLine, at_edge
 from penstock.cli.main import main
+from penstock.cli.summaries import bar, beside, fitting, kv_forms, kv_summary, summary, weight_forms
 from penstock.engine.engine import Progress
 
 GIB = 1 << 30
@@ -767,7 +755,7 @@ def test_the_line_of_kv_counts_from_where_it_began() -> None:
 
 
 def test_a_bar_tells_how_far_a_prompt_is_and_how_long_it_still_takes() -> None:
-    prompt = Prompt(65_536, begin=10.0, computed=500)
+    prompt = PromptProgress(65_536, begin=10.0, computed=500)
     prompt.see(11.0, reached=30_000, computed=500)  # of a prompt that was given up
     assert bar(prompt, 11.0, 79) == f"prompt {'─' * 30} 0 of 65,536 tokens"
     prompt.see(14.0, reached=24_576, computed=500 + 8192)  # 16,384 were found
@@ -782,7 +770,7 @@ def test_a_bar_tells_how_far_a_prompt_is_and_how_long_it_still_takes() -> None:
     assert bar(prompt, 14.0, 40) == "prompt 24,576 of 65,536 tokens, 2,048 to"
     prompt.see(15.0, reached=0, computed=500 + 8192 + 1)  # the last step of it is done
     assert prompt.reached == 24_576
-    slow = Prompt(10**6, begin=0.0, computed=0)
+    slow = PromptProgress(10**6, begin=0.0, computed=0)
     slow.see(3600.0, 10**5, 10**5)
     assert bar(slow, 3600.0, 99).endswith(" 28 tokens/s, 9:00:00 left")
 
@@ -804,9 +792,11 @@ def test_a_summary_has_the_whole_run_in_a_line() -> None:
     assert kv_summary(KV, 10.0) == told
 
 
-def seen(*passes: int) -> list[Counts]:
+def seen(*passes: int) -> list[MeterSample]:
     """What is seen every second, of so many passes begun."""
-    return [Counts(float(second), replace(STATS, passes=count), None) for second, count in enumerate(passes)]
+    return [
+        MeterSample(float(second), replace(STATS, passes=count), None) for second, count in enumerate(passes)
+    ]
 
 
 def test_a_pass_takes_from_one_beginning_to_another() -> None:

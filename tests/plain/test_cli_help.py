@@ -19,7 +19,7 @@ from penstock.base.errors import PenstockError
 from penstock.cli.commands import chat, pack, plan, run
 from penstock.cli.commands.run import Screen
 from penstock.cli.main import COMMANDS, main, root
-from penstock.cli.prompt import SHIPPED_MODEL, Prompt, model_and_prompt
+from penstock.cli.prompt import SHIPPED_MODEL, PromptText, model_and_prompt
 from penstock.step.request import FinishReason
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -168,8 +168,8 @@ def test_one_argument_is_the_prompt_for_the_shipped_model(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe(monkeypatch, b"not read")
-    assert model_and_prompt(("Once",), None) == (SHIPPED_MODEL, Prompt("Once", True))
-    assert model_and_prompt((str(model), "Once"), None) == (model, Prompt("Once", True))
+    assert model_and_prompt(("Once",), None) == (SHIPPED_MODEL, PromptText("Once", True))
+    assert model_and_prompt((str(model), "Once"), None) == (model, PromptText("Once", True))
 
 
 def test_a_prompt_that_is_left_out_is_read_from_a_pipe(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_prompt_that_is_left_out_is_read_from_a_pipe(model: Path, monkeypatch:
         ((str(model), "-"), model),
     ):
         pipe(monkeypatch, "Grüße\n\n".encode())
-        assert model_and_prompt(arguments, None) == (path, Prompt("Grüße\n", False))
+        assert model_and_prompt(arguments, None) == (path, PromptText("Grüße\n", False))
 
 
 def test_a_prompt_that_is_left_out_on_a_terminal_is_missing(
@@ -204,8 +204,8 @@ def test_a_prompt_that_is_left_out_on_a_terminal_is_missing(
 def test_a_prompt_from_a_file_is_for_the_model_in_the_argument(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_bytes(b"Once\r\n")
-    assert model_and_prompt((), str(file)) == (SHIPPED_MODEL, Prompt("Once", False))
-    assert model_and_prompt((str(model),), str(file)) == (model, Prompt("Once", False))
+    assert model_and_prompt((), str(file)) == (SHIPPED_MODEL, PromptText("Once", False))
+    assert model_and_prompt((str(model),), str(file)) == (model, PromptText("Once", False))
     with pytest.raises(PenstockError, match=f"{tmp_path}: Is a directory"):
         model_and_prompt((), str(tmp_path))
 

@@ -13,9 +13,13 @@ import pytest
 
 from penstock.arch.families import FAMILIES
 from penstock.arch.spec import DTYPE_BYTES, RopeKind
+from penstock.base.config import Config
 from penstock.base.errors import ConfigError
+from penstock.base.setting import settings_of
 from penstock.base.units import parse_size
 from penstock.cli.main import COMMANDS
+from penstock.server.fleet.scale import Scale
+from penstock.server.settings import AnswerSettings, Listening
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "penstock"
@@ -115,7 +119,9 @@ def known(token: str, document: Path) -> bool:
     if token.startswith("penstock "):
         return token.split()[1] in COMMANDS
     if token.startswith("--"):
-        return any(token in string.split("/") for string in names().strings)
+        kinds = (Config, Listening, AnswerSettings, Scale)
+        declared = (f"--{one.name.replace('_', '-')}" for kind in kinds for one in settings_of(kind))
+        return token in declared or any(token in string.split("/") for string in names().strings)
     if token[0].isdigit():
         return is_size(token)
     if called := CALL.fullmatch(token):

@@ -15,14 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from penstock.api.arguments import LLMArguments
 from penstock.api.detokenize import Detokenizer
 from penstock.api.jobs import Job, Ready, Sequel
 from penstock.api.outputs import Completion, Delta
 from penstock.api.structures import Structures
 from penstock.api.text import Tokenizer
 from penstock.arch.spec import ModelSpec
-from penstock.base.config import CACHE, Config
+from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
+from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, EngineClosedError, RequestError
+from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
 from penstock.engine.boot import Booted, boot
 from penstock.engine.engine import Stats
@@ -34,9 +37,6 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.cache import is_pack
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading
-
-SHIPPED_MODEL = Path(__file__).parent.parent / "shipped"
-"""The checkpoint that comes with the package."""
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -51,11 +51,8 @@ log = logging.getLogger("penstock")
 class LLM:
     """A loaded model.
 
-    model: a Hugging Face checkpoint directory; None is the small model that comes with the package. progress:
-    whether `generate` shows a bar; None shows it for several prompts on a terminal. loading: is told how far
-    packing and loading of weights are: what is being done, bytes done, bytes in all. trace: is told of every
-    read, copy, wait and use of weights that stream. Everything else is explained in base.config.Config. What
-    was decided (device, dtype, how memory is divided) is logged to the logger "penstock" at level INFO.
+    The arguments are those of `LLMArguments`: a model, the settings of `Config`, and how progress is shown.
+    What boot decides (device, dtype, how memory is divided) is logged to the logger "penstock" at level INFO.
 
     May be used from several threads; whichever waits for its own outputs drives the engine for all. Use it in
     a `with` block, or call `close`, to free the device.
@@ -63,69 +60,27 @@ class LLM:
     Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
+    @keywords_of(LLMArguments)
+    def __init__(self, arguments: LLMArguments) -> None:
+        self._open(arguments.config, arguments.progress, arguments.trace, arguments.loading)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        device_memory: str | int | None = None,
-        host_memory: str | int | None = None,
-        host_kv_memory: str | int | None = None,
-        disk_kv_memory: str | int | None = None,
-        kv_directory: str | Path = CACHE,
-        host_kv_dtype: str = "auto",
-        kv_store: str = "eager",
-        kv_tile: int | None = None,
-        attention_policy: str = "full",
-        prefill_policy: str = "full",
-        sketch_bits: int = 4,
-        missed_limit: float | None = None,
-        max_length: int | None = None,
-        beyond_trained: bool = False,
-        block_size: int = 64,
-        max_step_tokens: int | None = None,
-        max_sequences: int | None = None,
-        kv_blocks: int | None = None,
-        prefix_cache: bool = True,
-        graphs: bool = True,
-        kernels: bool = True,
-        tensor_parallel: int = 1,
-        cache: str | Path = CACHE,
-        check: bool = False,
         progress: bool | None = None,
         trace: Trace | None = None,
         loading: Loading | None = None,
+    ) -> Self:
+        """Return an LLM of settings that have been made already, as `LLM(...)` does of its arguments."""
+        llm = cls.__new__(cls)
+        llm._open(config, progress, trace, loading)
+        return llm
+
+    def _open(
+        self, config: Config, progress: bool | None, trace: Trace | None, loading: Loading | None
     ) -> None:
-        config = Config(
-            model=SHIPPED_MODEL if model is None else Path(model),
-            device=device,
-            dtype=dtype,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            host_kv_memory=host_kv_memory,
-            disk_kv_memory=disk_kv_memory,
-            kv_directory=Path(kv_directory) if isinstance(kv_directory, str) else kv_directory,
-            host_kv_dtype=host_kv_dtype,
-            kv_store=kv_store,
-            kv_tile=kv_tile,
-            attention_policy=attention_policy,
-            prefill_policy=prefill_policy,
-            sketch_bits=sketch_bits,
-            missed_limit=missed_limit,
-            max_length=max_length,
-            beyond_trained=beyond_trained,
-            block_size=block_size,
-            max_step_tokens=max_step_tokens,
-            max_sequences=max_sequences,
-            kv_blocks=kv_blocks,
-            prefix_cache=prefix_cache,
-            graphs=graphs,
-            kernels=kernels,
-            tensor_parallel=tensor_parallel,
-            cache=Path(cache),
-            check=check,
-        )
         self._process = os.getpid()
         self._progress = progress
         self._lock = threading.RLock()

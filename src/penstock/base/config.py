@@ -1,162 +1,33 @@
-"""Every setting of an engine, read once, checked, frozen. Derived numbers live in the budget, not here."""
+"""Every setting of an engine: declared once, checked, frozen. What follows from them is computed at boot."""
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from penstock.base.errors import ConfigError
+from penstock.base.setting import MOST, AnyPath, Declared, OptionalPath, Size, setting, settings_of
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_STORES = ("eager", "lazy", "off")
-HOST_KV_DTYPES = ("auto", "fp8")
-SKETCH_BITS = (0, 4, 8)
 POLICIES = {"window": range(2, 3), "topk": range(1, 3), "vertical_slash": range(1, 65)}
-"""Attention policies beside full, and how many numbers each may have."""
-
-MOST = (1 << 31) - 1
-"""Of tokens, blocks and the like: far beyond what any machine holds, and within what arithmetic on devices
-counts."""
+"""The attention policies beside full, each with how many numbers it may have."""
 CACHE = Path("~/.cache/penstock")
+SHIPPED_MODEL = Path(__file__).parent.parent / "shipped"
+"""The checkpoint that comes with the package."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """What an engine is asked to be. Sizes are text or bytes (see base.units); `auto` is decided at boot and
-    printed.
-
-    model: a Hugging Face checkpoint directory. device: auto, cpu, cuda or cuda:N. dtype: of weights,
-    activations and KV; auto is the checkpoint's on CUDA, and on a CPU the faster exact one (see boot).
-    device_memory: bytes the engine may take on the device in all: weights, activations and KV. host_memory:
-    bytes the process may take in host memory, its RSS. On a CPU, where the device is part of the host, bytes
-    the engine may
-        take in all; what is allowed beyond device_memory holds weights that stream.
-    host_kv_memory: bytes of host memory for KV of contexts longer than the device holds; 0 for none. By
-    default what a sequence of
-        `max_length` takes, if such a length was asked for and the device does not hold it beside the weights.
-    disk_kv_memory, kv_directory: bytes of disk for KV that host memory does not hold either, and where; none
-    if no size is given. host_kv_dtype: of KV in host memory and on disk: auto, as on the device, or fp8,
-    rounded to a sixteenth with a scale for each block and
-        head, in half the bytes of bfloat16.
-    kv_store: when full KV blocks go from the device to host memory, and from there to disk, where later
-    requests find them: eager, as they
-        are computed; lazy, before the device gives them up; or off. Without host_kv_memory nothing is kept.
-    kv_tile: tokens of such a context that pass through the device at a time; None is the usual.
-    attention_policy, prefill_policy: what new tokens, and chunks of a prompt, read of KV beyond the device:
-    full (exact),
-        window:SINKS,RECENT, topk:BLOCKS or vertical_slash:COLUMNS,SLASH (see ops.policies).
-    sketch_bits: bits of each number in the copy of keys by which a policy chooses, and from which follows how
-    much it may miss. 4: a
-        seventh of the KV, which is read beside what is chosen. 8: a quarter, which bounds more closely. 0: a
-        sixty-fourth; blocks are then chosen by their keys' extremes, and the bound says next to nothing.
-    missed_limit: the largest fraction of a token's attention that a policy may miss in a layer, as far as its
-    bounds can tell; above it
-        everything is read.
-    cache: directory where packs are kept, which are made of models that need the disk while they run, and
-    digests of weight files. max_length: longest sequence served; None is the model's. beyond_trained: allow a
-    max_length beyond the positions that the model was trained for. block_size: tokens in a KV block.
-    max_step_tokens, max_sequences: most tokens and most requests in one step; None is the device's usual.
-    kv_blocks: KV blocks to allocate instead of what the budget leaves. prefix_cache: share KV between
-    requests with equal prefixes. graphs: record decode steps as CUDA graphs when the engine starts, and
-    replay them; without, every kernel is launched by itself. kernels: compute by kernels of our own where
-    there are any, on a GPU with Triton; without, by plain torch, which is slower and needs no
-        graphs: rows of any length are padded on the host, which cannot be recorded.
-    tensor_parallel: devices among which the model is divided, a process for each; all of its ranks carry out
-    the same steps. check: prove the ledger's invariants after every step (slow; for tests and hunting
-    faults).
-    """
-
-    model: Path
-    device: str = "auto"
-    dtype: str = "auto"
-    device_memory: str | int | None = None
-    host_memory: str | int | None = None
-    host_kv_memory: str | int | None = None
-    disk_kv_memory: str | int | None = None
-    kv_directory: Path = CACHE
-    host_kv_dtype: str = "auto"
-    kv_store: str = "eager"
-    kv_tile: int | None = None
-    attention_policy: str = "full"
-    prefill_policy: str = "full"
-    sketch_bits: int = 4
-    missed_limit: float | None = None
-    max_length: int | None = None
-    beyond_trained: bool = False
-    block_size: int = 64
-    max_step_tokens: int | None = None
-    max_sequences: int | None = None
-    kv_blocks: int | None = None
-    prefix_cache: bool = True
-    graphs: bool = True
-    kernels: bool = True
-    tensor_parallel: int = 1
-    cache: Path = CACHE
-    check: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPES)}")
-        if self.kv_store not in KV_STORES:
-            raise ConfigError(
-                f"kv_store {self.kv_store!r} is not known; choose one of {', '.join(KV_STORES)}"
-            )
-        if self.host_kv_dtype not in HOST_KV_DTYPES:
-            raise ConfigError(
-                f"host_kv_dtype {self.host_kv_dtype!r} is not known; choose one of "
-                f"{', '.join(HOST_KV_DTYPES)}"
-            )
-        kind, _, index = self.device.partition(":")
-        if (
-            kind not in ("auto", "cpu", "cuda")
-            or (index and (kind != "cuda" or not index.isdecimal()))
-            or self.device.endswith(":")
-        ):
-            raise ConfigError(f"device {self.device!r} is not known; choose auto, cpu, cuda or cuda:N")
-        if self.missed_limit is not None and not (
-            isinstance(self.missed_limit, int | float) and 0 <= self.missed_limit <= 1
-        ):
-            raise ConfigError(f"missed_limit {self.missed_limit!r} must be a fraction, from 0 to 1")
-        if isinstance(self.sketch_bits, bool) or self.sketch_bits not in SKETCH_BITS:
-            raise ConfigError(
-                f"sketch_bits {self.sketch_bits!r} is not known; choose one of "
-                f"{', '.join(map(str, SKETCH_BITS))}"
-            )
-        for name in ("attention_policy", "prefill_policy"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} {getattr(self, name)!r} must be text, as full or window:4,1024")
-            policy_numbers(getattr(self, name))
-        for name in ("kv_directory", "cache"):
-            if not isinstance(value := getattr(self, name), Path) or "\0" in str(value):
-                raise ConfigError(f"{name} {value!r} must be a path")
-        for name in (
-            "max_length",
-            "block_size",
-            "max_step_tokens",
-            "max_sequences",
-            "kv_blocks",
-            "kv_tile",
-            "tensor_parallel",
-        ):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} {value!r} must be a whole number above zero")
-            if value is not None and value > MOST:
-                raise ConfigError(f"{name} {value:,} is more than any machine can do; give {MOST:,} or less")
-
-    def changed(self) -> dict[str, object]:
-        """The settings that are not the defaults, but the model, for a report in JSON."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)[1:]
-            if getattr(self, field.name) != field.default
-        }
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+def check_device(text: str) -> None:
+    """Raise ConfigError unless `text` is auto, cpu, cuda or cuda:N."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
+        raise ConfigError(f"device {text!r} is not known; choose auto, cpu, cuda or cuda:N")
 
 
 def policy_numbers(text: str) -> tuple[str, tuple[int, ...]]:
-    """Read an attention policy's name and numbers: `full`, `window:SINKS,RECENT`, `topk:BLOCKS` or
-    `topk:BLOCKS,DENSE_LAYERS`, and `vertical_slash:COLUMNS,SLASH,...`. Raises ConfigError."""
+    """Read an attention policy's name and numbers.
+
+    The forms are `full`, `window:SINKS,RECENT`, `topk:BLOCKS`, `topk:BLOCKS,DENSE_LAYERS` and
+    `vertical_slash:COLUMNS,SLASH,...`. Raises ConfigError.
+    """
     name, _, numbers = text.partition(":")
     if text == "full":
         return name, ()
@@ -172,27 +43,184 @@ def policy_numbers(text: str) -> tuple[str, tuple[int, ...]]:
     return name, values
 
 
+@dataclass(frozen=True, slots=True)
+class Config(Declared):
+    """The settings of an engine. Each field declares one; penstock.base.setting says what comes of that.
+
+    Sizes are text (16GiB, 80%) or bytes; a share is of the memory that is named. What depends on the model or
+    the machine is checked at boot. Raises ConfigError for a value that is not allowed.
+    """
+
+    model: OptionalPath = setting(
+        SHIPPED_MODEL,
+        help="Directory of the model: a Hugging Face checkpoint, or a pack.",
+        usual="the small model that comes with penstock",
+    )
+    _: KW_ONLY
+    device: str = setting(
+        "auto",
+        help="Device to compute on: cpu, cuda, cuda:N, or auto, which is CUDA if there is any.",
+        check=check_device,
+    )
+    dtype: str = setting(
+        "auto",
+        help="Data type of weights, activations and KV.",
+        details="auto is the checkpoint's on CUDA, and on a CPU the faster one of those that are exact.",
+        usual="auto: the model's, if fast here",
+        choices=DTYPES,
+    )
+    device_memory: Size | None = setting(
+        None,
+        help="Most memory to take on the device: 16GiB, 80%.",
+        details="Weights, activations and KV count. On a CPU this is host memory.",
+        usual="CUDA 90%, CPU 50% of what is free",
+    )
+    host_memory: Size | None = setting(
+        None,
+        help="Most host memory for the process to take (RSS): 100GiB, 80%.",
+        details="On a CPU it is the most that the engine takes in all: what it allows beyond device_memory "
+        "holds weights that stream.",
+        usual="CUDA 80% of what is free",
+    )
+    host_kv_memory: Size | None = setting(
+        None,
+        help="Host memory for KV of contexts longer than the device holds; 0 for none.",
+        details="By default it is what a sequence of max_length takes, if max_length is given and the device "
+        "does not hold it beside the weights. KV of earlier requests is kept there too, see kv_store.",
+        usual="what max_length needs",
+        limits=(0, MOST),
+    )
+    disk_kv_memory: Size | None = setting(
+        None,
+        help="Disk space for KV that host memory does not hold, also of earlier runs.",
+        usual="none",
+    )
+    kv_directory: AnyPath = setting(CACHE, help="Directory for KV on disk.")
+    host_kv_dtype: str = setting(
+        "auto",
+        help="Data type of KV in host memory and on disk.",
+        details="auto is that of the device. fp8 takes half the bytes of bfloat16: values are rounded to a "
+        "sixteenth, with a scale for each block and head.",
+        choices=("auto", "fp8"),
+    )
+    kv_store: str = setting(
+        "eager",
+        help="When full KV blocks are copied to host memory and disk, for later requests.",
+        details="eager copies them as they are computed, lazy before the device gives them up. Without "
+        "host_kv_memory nothing is kept.",
+        choices=("eager", "lazy", "off"),
+    )
+    kv_tile: int | None = setting(
+        None,
+        help="Tokens of KV beyond the device that are on the device at a time.",
+        usual="64 MiB of KV",
+        unit="tokens",
+    )
+    attention_policy: str = setting(
+        "full",
+        help="KV beyond the device that new tokens read: full, window:SINKS,RECENT or topk:BLOCKS.",
+        details="full is exact. ops/policies.py explains the others.",
+        check=policy_numbers,
+    )
+    prefill_policy: str = setting(
+        "full",
+        help="KV beyond the device that prompts read: as attention_policy, or vertical_slash:COLUMNS,SLASH.",
+        check=policy_numbers,
+    )
+    sketch_bits: int = setting(
+        4,
+        help="Bits a number in the sketch, the copy of keys by which policies choose blocks.",
+        details="The sketch bounds the attention that a policy misses. 4 bits take a seventh of the KV's "
+        "bytes. 8 take a quarter, and bound more closely. 0 take a sixty-fourth: blocks are chosen by the "
+        "extremes of their keys, and the bound says little.",
+        choices=(0, 4, 8),
+    )
+    missed_limit: float | None = setting(
+        None,
+        help="Fraction of a token's attention that a policy may miss in a layer; above it all KV is read.",
+        usual="no limit",
+        limits=(0, 1),
+    )
+    max_length: int | None = setting(
+        None,
+        help="Most tokens of prompt and output together.",
+        usual="the model's",
+        unit="tokens",
+    )
+    beyond_trained: bool = setting(
+        False,
+        help="Allow a max_length beyond the positions that the model was trained for.",
+    )
+    block_size: int = setting(64, help="Tokens in a KV block: a power of two, at most 256.", unit="tokens")
+    max_step_tokens: int | None = setting(
+        None,
+        help="Most tokens to compute in one step.",
+        usual="CUDA 8192, 16384 from 64 GiB; CPU 512",
+        unit="tokens",
+    )
+    max_sequences: int | None = setting(
+        None,
+        help="Most sequences in one step.",
+        usual="CUDA 256, CPU 64; run: its outputs",
+        unit="sequences",
+    )
+    kv_blocks: int | None = setting(
+        None,
+        help="KV blocks on the device, instead of what device_memory leaves room for.",
+        usual="as many as are useful and fit",
+        unit="blocks",
+    )
+    prefix_cache: bool = setting(True, help="Share the KV of requests with equal prefixes.")
+    graphs: bool = setting(
+        True,
+        help="Record decode steps as CUDA graphs at start and replay them, on a GPU.",
+        details="Without, every kernel is launched by itself.",
+    )
+    kernels: bool = setting(
+        True,
+        help="Compute by Triton kernels on a GPU, otherwise by plain torch.",
+        details="Plain torch is slower, and has no graphs: rows of any length are padded on the host, "
+        "which cannot be recorded.",
+    )
+    tensor_parallel: int = setting(
+        1,
+        help="Devices to divide the model among, with a process (rank) for each.",
+        unit="devices",
+    )
+    cache: AnyPath = setting(CACHE, help="Directory for packs, and for digests of weight files.")
+    check: bool = setting(False, help="Check the KV ledger's invariants after every step (slow; for tests).")
+
+    def changed(self) -> dict[str, object]:
+        """Return the settings that are not the defaults, without the model, for a report in JSON."""
+        values = {one.name: (getattr(self, one.name), one.default) for one in settings_of(Config)[1:]}
+        changed = {name: value for name, (value, default) in values.items() if value != default}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in changed.items()}
+
+
 def peers_disabled() -> bool:
-    """Whether NCCL is told that GPUs do not reach each other's memory, which then holds for everybody."""
+    """Tell whether NCCL_P2P_DISABLE keeps GPUs from reaching each other's memory, in all of this program."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
 
 
 def debug_requested() -> bool:
-    """Whether PENSTOCK_DEBUG asks for tracebacks. The environment is read here and below, and nowhere else in
-    the package."""
+    """Tell whether PENSTOCK_DEBUG asks for tracebacks.
+
+    The environment is read in this file, and nowhere else in the package.
+    """
     return os.environ.get("PENSTOCK_DEBUG", "") not in ("", "0")
 
 
 def terminal_kind() -> str:
-    """What TERM says of the terminal; "dumb", which can only be written to line by line, where it says
-    nothing."""
+    """Return the terminal's kind by TERM; "dumb", which is written line by line, if TERM is not set."""
     return os.environ.get("TERM") or "dumb"
 
 
 def source_commit() -> str | None:
-    """The commit of these sources that PENSTOCK_COMMIT names, for a copy of them without git's history; a
-    plus sign behind it says that files differ. None if it is not set. Raises ConfigError if it is no
-    commit."""
+    """Return the commit that PENSTOCK_COMMIT names, for a copy of the sources without git's history.
+
+    A plus sign behind it says that files differ. None if it is not set. Raises ConfigError if it is no
+    commit.
+    """
     said = os.environ.get("PENSTOCK_COMMIT", "").strip()
     if said and not re.fullmatch(r"[0-9a-f]{7,40}\+?", said):
         raise ConfigError(
@@ -204,7 +232,11 @@ def source_commit() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A process that torchrun has started: which it is of how many, and which of those on its machine."""
+    """A process that torchrun has started knows its place among the others.
+
+    rank: its number, of `ranks` in all. local: its number on its machine. one_machine: whether all of
+    them are known to be on this machine.
+    """
 
     rank: int
     ranks: int
@@ -214,8 +246,10 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """What torchrun says of this process; None where it has not started it. Raises ConfigError if that is no
-    number."""
+    """Return the place that torchrun gave this process; None if torchrun did not start it.
+
+    Raises ConfigError if the environment has no numbers.
+    """
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
     if not all(name in os.environ for name in (*names, "MASTER_ADDR", "MASTER_PORT")):
         return None

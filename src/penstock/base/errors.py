@@ -34,48 +34,51 @@ of these, or into an HTTP status, before anybody sees them.
 
 
 class PenstockError(Exception):
-    """Root of all errors raised on purpose. The message is one line, fit to be shown to a person."""
+    """The root of all errors raised on purpose. The message is one line, fit to be shown to a person."""
 
 
 class ConfigError(PenstockError):
-    """A setting that does not parse or cannot be honoured."""
+    """A setting does not parse or cannot be honoured."""
 
 
 class CheckpointError(PenstockError):
-    """A model directory, file, header or tensor that is missing, damaged or not what the config promises."""
+    """A model directory, file, header or tensor is missing, damaged or not what the config promises."""
 
 
 class UnsupportedModelError(PenstockError):
-    """A sound checkpoint of something this engine does not run. Names the config key and what is
-    supported."""
+    """The checkpoint is sound, but this engine does not run its kind. The message names the config key
+    and what is supported.
+    """
 
 
 class RequestError(PenstockError):
-    """A request that cannot be served as asked: sampling values, prompt, lengths. Other requests are not
+    """A request cannot be served as asked: sampling values, prompt, lengths. Other requests are not
     affected."""
 
 
 class LengthError(RequestError):
-    """A prompt that is too long, or too much output asked of it, for the context or the room for KV."""
+    """A prompt is too long, or too much output is asked of it, for the context or the room for KV."""
 
 
 class StructureError(RequestError):
-    """A schema, regex or grammar for an output that is none, asks for too much, or cannot be followed with
-    this model."""
+    """A schema, regex or grammar for an output is none, asks too much, or cannot be followed with this
+    model."""
 
 
 class BudgetError(PenstockError):
-    """A memory budget in which the model, or even one layer of it, does not fit."""
+    """The model, or even one layer of it, does not fit into a memory budget."""
 
 
 class DeviceError(PenstockError):
-    """A device that was asked for and is not there, or that failed."""
+    """A device was asked for and is not there, or it failed."""
 
 
 class StepMemoryError(PenstockError):
-    """A step that takes more memory than the device has. The engine tries smaller ones, and ends a request
-    that fits into none of them."""
+    """A step takes more memory than the device has.
+
+    The engine tries smaller steps, and ends a request that fits into none of them.
+    """
 
 
 class EngineClosedError(PenstockError):
-    """A call on an engine that has been closed or has failed."""
+    """An engine was called that has been closed or has failed."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Nothing is collected within. What is due meanwhile is collected afterwards."""
+    """Collect no garbage within this block. What is due meanwhile is collected afterwards."""
     enabled = gc.isenabled()
     gc.disable()
     try:

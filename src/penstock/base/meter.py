@@ -12,7 +12,7 @@ _STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class WeightStats:
-    """Where weights rest, and what streaming them has taken since the engine started."""
+    """The placement of weights, and the traffic that streaming them has caused since the engine started."""
 
     device: int
     host: int
@@ -22,7 +22,7 @@ class WeightStats:
     host_ring: int
     """Bytes of the rings."""
     passes: int
-    """Begun."""
+    """Passes that have begun."""
     copied: int
     """Bytes HOST to DEVICE, loading not counted."""
     read: int
@@ -37,16 +37,18 @@ class WeightStats:
     """Seconds of a pass that decodes one sequence. A pass with some of a prompt takes longer; of those
     nothing is predicted."""
     binding: str
-    """What bounds a pass: "disk", "link" or "compute"."""
+    """The bottleneck of a pass: "disk", "link" or "compute"."""
 
     @property
     def streams(self) -> bool:
-        """Whether anything does; what fits stays on the device."""
+        """Tell whether any weights stream; what fits stays on the device."""
         return self.device_ring > 0
 
     def since(self, before: "WeightStats") -> "WeightStats":
-        """The same, but counting only what came after `before`. Which link was late may be corrected later: a
-        wait taken back is none."""
+        """Return the same, counting only what came after `before`.
+
+        Which link was late may be corrected later: a wait taken back counts as none.
+        """
         return replace(
             self,
             passes=self.passes - before.passes,
@@ -57,7 +59,7 @@ class WeightStats:
         )
 
     def flow(self, seconds: float) -> "Flow":
-        """All that was counted, as spread over `seconds`."""
+        """Return all that was counted, as rates over `seconds`."""
         if seconds <= 0:
             return Flow(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         copied, read = self.copied / seconds, self.read / seconds
@@ -73,7 +75,7 @@ class WeightStats:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Streaming over an interval."""
+    """The rates of streaming over an interval."""
 
     copied: float
     read: float
@@ -89,12 +91,12 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """KV of contexts longer than the device holds: where it rests, and what has moved since the engine
-    started. Bytes."""
+    """The KV of contexts longer than the device holds: where it rests, and bytes moved since the engine
+    started."""
 
     host: int
     disk: int
-    """Of the requests of the last step, on each tier: what is kept for later ones is not counted."""
+    """Bytes of the requests of the last step, on each tier; what is kept for later ones is not counted."""
     room: int
     """In host memory."""
     copied: int
@@ -106,7 +108,7 @@ class KVStats:
     """DISK to HOST, and HOST to DISK."""
 
     def since(self, before: "KVStats") -> "KVStats":
-        """The same, but counting only what came after `before`."""
+        """Return the same, counting only what came after `before`."""
         return replace(
             self,
             copied=self.copied - before.copied,
@@ -117,7 +119,7 @@ class KVStats:
 
     @property
     def streams(self) -> bool:
-        """Whether anything rests beyond the device, or did."""
+        """Tell whether anything rests beyond the device, or did."""
         return self.host + self.disk + self.copied + self.sent > 0
 
 
@@ -127,12 +129,12 @@ SHARES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8
 
 @dataclass(frozen=True, slots=True)
 class MissedStats:
-    """What attention policies have left out since the engine started. A choice is a policy's, of the blocks
-    that queries read in a layer.
+    """Counts of what attention policies have left out since the engine started.
 
-    A bound is an upper one, of the share of a query's attention in a head that lies in blocks that were not
-    read. Of a run of a prompt it is of 16 of the queries, where no limit is set. What was read after all,
-    because a bound was above the limit, is not missed.
+    A policy chooses the blocks that queries read in a layer. A bound is an upper one, of the share of a
+    query's attention in a head that lies in blocks that were not read. For a run of a prompt it is of 16
+    of the queries, unless a limit is set. What was read after all, because a bound was above the limit,
+    is not missed.
     """
 
     choices: int = 0
@@ -140,7 +142,7 @@ class MissedStats:
     """Choices that might have missed more than the limit: everything was read."""
     blocks_read: int = 0
     blocks: int = 0
-    """That were read, and that there were to choose from, of all choices."""
+    """Blocks that were read, and that there were to choose from, of all choices."""
     most: float = 0.0
     """The largest bound, of any head and query."""
     worst_total: float = 0.0
@@ -152,21 +154,21 @@ class MissedStats:
 
     @property
     def worst(self) -> float:
-        """The largest bound of a choice, on average."""
+        """Return the largest bound of a choice, on average over choices."""
         return self.worst_total / self.choices if self.choices else 0.0
 
     @property
     def mean(self) -> float:
-        """The mean bound of a choice, on average."""
+        """Return the mean bound of a choice, on average over choices."""
         return self.mean_total / self.choices if self.choices else 0.0
 
     @property
     def read(self) -> float:
-        """The share of blocks that was read."""
+        """Return the share of blocks that was read."""
         return self.blocks_read / self.blocks if self.blocks else 1.0
 
     def since(self, before: "MissedStats") -> "MissedStats":
-        """The same, but counting only what came after `before`; `most` stays that of all, if anything
+        """Return the same, counting only what came after `before`; `most` stays that of all, if anything
         came."""
         chosen = self.choices - before.choices
         return MissedStats(
@@ -184,23 +186,23 @@ class MissedStats:
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """What has gone one way between two tiers."""
+    """The traffic one way between two tiers."""
 
     bytes: int
     seconds: float
-    """That it was under way."""
+    """Seconds that bytes were under way."""
     lost: int
     """Blocks that did not get there."""
 
     @property
     def rate(self) -> float:
-        """Bytes per second, 0 if nothing went."""
+        """Return bytes per second, 0 if nothing moved."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Where prompts were found and what was kept for later ones, since the engine started."""
+    """The tiers on which prompts were found, and what was kept for later ones, since the engine started."""
 
     prompt_tokens: int
     found_device: int
@@ -222,7 +224,7 @@ class TierStats:
     """Blocks that were waited for in vain."""
     cached_host: int
     cached_disk: int
-    """Blocks that are there and in use by nobody, and records on disk."""
+    """Blocks that are there and not in use, and records on disk."""
     disk_bytes: int
     checksum_failures: int
     io_failures: int
@@ -232,15 +234,17 @@ class TierStats:
 
     @property
     def moved(self) -> bool:
-        """Whether any block has gone anywhere."""
+        """Tell whether any block has moved between tiers."""
         return any(way.bytes or way.lost for way in (self.up, self.down, self.inward, self.outward))
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Steps of the engine since it started, each a pass over the model, and the seconds that they took. Those
-    in which every request adds a token are decode, and WeightStats.predicted is of them alone; the others
-    have some of a prompt, prefill."""
+    """The steps of the engine since it started, and their seconds. Each step is a pass over the model.
+
+    In a decode step every request adds a token; `WeightStats.predicted` is of these alone. The others compute
+    some of a prompt: prefill.
+    """
 
     decode: int = 0
     decode_seconds: float = 0.0
@@ -248,33 +252,36 @@ class Passes:
     prefill_seconds: float = 0.0
 
     def and_one(self, seconds: float, *, decode: bool) -> "Passes":
+        """Return the same with one more step, of so many seconds."""
         if decode:
             return replace(self, decode=self.decode + 1, decode_seconds=self.decode_seconds + seconds)
         return replace(self, prefill=self.prefill + 1, prefill_seconds=self.prefill_seconds + seconds)
 
     def decode_pass(self, before: "Passes") -> float:
-        """Mean seconds of a decode pass since `before`, 0 if there was none."""
+        """Return the mean seconds of a decode step since `before`, 0 if there was none."""
         count = self.decode - before.decode
         return (self.decode_seconds - before.decode_seconds) / count if count else 0.0
 
     def prefill_pass(self, before: "Passes") -> float:
-        """Mean seconds of a pass with some of a prompt since `before`, 0 if there was none."""
+        """Return the mean seconds of a step with some of a prompt since `before`, 0 if there was none."""
         count = self.prefill - before.prefill
         return (self.prefill_seconds - before.prefill_seconds) / count if count else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """What was counted at a moment, in seconds of perf_counter. `kv`: of long contexts, if there is room for
-    any."""
+class MeterSample:
+    """The counts at one moment.
+
+    when: seconds of perf_counter. kv: of long contexts; None if there is no room for any.
+    """
 
     when: float
     weights: WeightStats
     kv: KVStats | None
 
 
-class Prompt:
-    """A prompt of `length` tokens under way: when it came how far."""
+class PromptProgress:
+    """The progress of a prompt of `length` tokens, by the time."""
 
     def __init__(self, length: int, begin: float, computed: int) -> None:
         """computed: tokens by the engine until now, when the prompt begins."""
@@ -282,25 +289,31 @@ class Prompt:
         self._steps = deque([(begin, computed)], _STEPS)
 
     def see(self, now: float, reached: int, computed: int) -> None:
-        """reached: of the prompt, 0 if no step of it is done, or its last one is."""
+        """Note how far the prompt is.
+
+        now: seconds. reached: tokens of the prompt; 0 if no step of it is done, or its last one is.
+        computed: tokens by the engine since it started.
+        """
         if computed > self._steps[-1][1]:  # until then it is of an earlier prompt
             self.reached = max(self.reached, min(reached, self.length))
             self._steps.append((now, computed))
 
     @property
     def rate(self) -> float:
-        """Tokens a second; 0 if not known."""
+        """Return tokens a second; 0 if not known."""
         (first, least), (last, most) = self._steps[0], self._steps[-1]
         return (most - least) / (last - first) if last > first else 0.0
 
     def left(self, now: float) -> float:
-        """Seconds; `rate` is known."""
+        """Return the seconds until the prompt is computed, where `rate` is known."""
         return max((self.length - self.reached) / self.rate - (now - self._steps[-1][0]), 0.0)
 
 
-def pass_seconds(seen: Iterable[Counts]) -> float:
-    """Of a pass, from the first beginning of one that is noticed in `seen` to the last; 0 if there are not
-    two."""
+def pass_seconds(seen: Iterable[MeterSample]) -> float:
+    """Return the mean seconds of a pass in `seen`, from the first beginning of one to the last.
+
+    0 if fewer than two beginnings are seen.
+    """
     begun = [later for earlier, later in pairwise(seen) if later.weights.passes > earlier.weights.passes]
     if len(begun) < 2:
         return 0.0
@@ -309,5 +322,8 @@ def pass_seconds(seen: Iterable[Counts]) -> float:
 
 
 def _share(waited: float, seconds: float) -> float:
-    """A wait is counted when it is over, and may have begun before the interval."""
+    """Return the share of an interval that was waited.
+
+    A wait is counted when it is over, and may have begun before the interval.
+    """
     return min(waited / seconds, 1.0)

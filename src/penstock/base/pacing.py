@@ -13,8 +13,10 @@ model gives it away hundreds of times."""
 
 
 def paced(many: Sequence[T]) -> Iterator[T]:
-    """Yields them all, with a pause after every few hundred: what takes some microseconds each leaves most of
-    the time to others."""
+    """Yield all items, with a pause after every few hundred.
+
+    Work of some microseconds an item then leaves most of the time to other threads.
+    """
     for at, one in enumerate(many, 1):
         yield one
         if at % _FEW == 0:

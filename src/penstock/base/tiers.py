@@ -4,6 +4,8 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
+    """The places where bytes rest."""
+
     DISK = "disk"
     HOST = "host"
     DEVICE = "device"

@@ -1,7 +1,7 @@
 """What ran when, on every link and stream, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing
 open.
 
-Why this is safe from any thread: an event is a tuple of values that nobody changes, and recording it is one
+Why this is safe from any thread: an event is a tuple of values that never change, and recording it is one
 append to a list, which Python makes whole. Several threads that see the last free place at once may each take
 it, so the bound is kept to within an event per thread. Beyond it, dropped events are counted under a lock.
 `write` works on a copy, taken at once, so recording may go on.
@@ -30,12 +30,14 @@ _Event = tuple[str | None, str, float, float, dict[str, _Argument]]
 """Track (None: a counter), name, begin, end, arguments. A tuple, because most of the cost of a span would be
 a class around it."""
 _Placed = tuple[int, int, str, dict[str, _Argument]]
-"""Of a track: begin and end in nanoseconds, name, arguments."""
+"""An event of a track: begin and end in nanoseconds, name, arguments."""
 
 
 class Trace:
-    """Spans and counters from any thread, in seconds of perf_counter. Of more than `most` the later ones are
-    only counted."""
+    """A record of spans and counters from any thread, in seconds of perf_counter.
+
+    Of more than `most` events the later ones are only counted.
+    """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -46,8 +48,10 @@ class Trace:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Raises ConfigError if a trace could not be written to `path`: said early, it costs nobody a run.
-        What is there stays as it is."""
+        """Raise ConfigError if a trace could not be written to `path`, before a run that would be lost.
+
+        A file that is there stays as it is.
+        """
         folder = path.parent
         try:
             if not folder.is_dir():
@@ -62,15 +66,18 @@ class Trace:
             raise _refusal(path, error.strerror or str(error)) from error
 
     def span(self, track: str, name: str, begin: float, end: float, **args: str | int | float) -> None:
-        """Something that went on from `begin` to `end`. Spans of a track that overlap are shown in lanes, one
-        below the other, never as parts of each other: what is part of something belongs on another track."""
+        """Record something that went on from `begin` to `end`.
+
+        Spans of a track that overlap are shown in lanes, one below the other, never as parts of each
+        other: what is part of something belongs on another track.
+        """
         if len(self._events) < self._most:
             self._events.append((track, name, begin, end, args))
         else:
             self._drop()
 
     def counter(self, name: str, at: float, **values: int | float) -> None:
-        """Values that hold from `at` on, shown as a graph."""
+        """Record values that hold from `at` on; they are shown as a graph."""
         if len(self._events) < self._most:
             self._events.append((None, name, at, at, dict(values)))
         else:
@@ -78,11 +85,14 @@ class Trace:
 
     @property
     def empty(self) -> bool:
+        """Tell whether nothing was recorded."""
         return not self._events
 
     def write(self, path: Path) -> None:
-        """Everything up to now, as Chrome trace JSON: microseconds since the trace was begun. Raises
-        ConfigError."""
+        """Write everything up to now as Chrome trace JSON, in microseconds since the trace began.
+
+        Raises ConfigError.
+        """
         events, dropped = self._events.copy(), self._dropped
         try:
             with path.open("w", encoding="utf-8") as file:
@@ -135,15 +145,18 @@ class Trace:
 
 
 def _make_and_remove(path: Path) -> None:
-    """A new file, for what permissions do not tell: names that are too long, file systems that make none.
-    Raises OSError."""
+    """Make a new file and remove it, for what permissions do not show: names that are too long, read-only
+    file systems. Raises OSError.
+    """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     path.unlink()
 
 
 def _lanes(spans: list[_Placed]) -> list[list[_Placed]]:
-    """The same spans in as few rows as possible, none of which has two at a time; each goes to the first row
-    that is free."""
+    """Return the spans in as few rows as possible, so that none overlap in a row.
+
+    Each goes to the first row that is free.
+    """
     lanes = list[list[_Placed]]()
     busy, free = list[tuple[int, int]](), list[int]()
     for span in sorted(spans, key=_begin_and_end):
@@ -162,7 +175,7 @@ def _begin_and_end(span: _Placed) -> tuple[int, int]:
 
 
 def _rank(track: str) -> tuple[int, list[tuple[int, str]]]:
-    """Known tracks first, "disk read 2" before "disk read 10"."""
+    """Return a track's place: known tracks first, "disk read 2" before "disk read 10"."""
     known = re.sub(r" \d+$", "", track)
     parts = [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", track)]
     return TRACKS.index(known) if known in TRACKS else len(TRACKS), parts

@@ -15,10 +15,10 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
 def parse_size(text: str | int, *, whole: int | None = None) -> int:
-    """Bytes meant by `text`: `16GiB`, `1.5GB`, `800M` (binary), a plain number of bytes, or `80%` of `whole`
-    bytes.
+    """Return the bytes that `text` means.
 
-    Raises ConfigError when the text is not a size, is a share where no whole is known, or is not above zero.
+    text: `16GiB`, `1.5GB`, `800M` (binary), a number of bytes, or `80%` of `whole` bytes.
+    Raises ConfigError for what is not a size or not above zero, and for a share without a whole.
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise ConfigError(f"a size is text such as 16GiB or 80%, or a number of bytes; got {text!r}")
@@ -49,7 +49,7 @@ def parse_size(text: str | int, *, whole: int | None = None) -> int:
 
 
 def format_size(size: float) -> str:
-    """`size` bytes for a person, in binary units with three significant digits: `512 B`, `1.50 GiB`."""
+    """Return `size` bytes in binary units with three significant digits: `512 B`, `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
             break
@@ -60,7 +60,7 @@ def format_size(size: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A link's rate in decimal units, as links are sold: `53.4 GB/s`."""
+    """Return a link's rate in decimal units, as links are sold: `53.4 GB/s`."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(bytes_per_second) < 1000 or unit == "TB":
             break

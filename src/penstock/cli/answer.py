@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.config import Config
 from penstock.base.meter import KVStats, MissedStats, TierStats, WeightStats
-from penstock.cli.live import kv_summary, missed_summary, summary, tier_summary
+from penstock.cli.summaries import kv_summary, missed_summary, summary, tier_summary
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # torch takes 1.2 s
 
 
 @dataclass(slots=True)
-class Output:
-    """One of the continuations."""
+class TimedOutput:
+    """One continuation of a prompt."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """All continuations of a prompt of `prompt_tokens`, and when they came, in seconds after the request.
 
     weights: where they are, and what was streamed of them for the answer. kv: the same of long contexts, if
@@ -43,13 +43,13 @@ class Answer:
     """
 
     prompt_tokens: int
-    outputs: list[Output]
+    outputs: list[TimedOutput]
     weights: WeightStats
     kv: KVStats | None = None
     tiers: TierStats | None = None
-    """Since the engine started."""
+    """The tiers of prefixes, since the engine started."""
     missed: MissedStats = field(default_factory=MissedStats)
-    """By attention policies, for this answer."""
+    """The attention that policies missed, for this answer."""
     cached_tokens: int = 0
     cached_host: int = 0
     cached_disk: int = 0
@@ -60,22 +60,23 @@ class Answer:
 
     @property
     def tokens(self) -> int:
+        """Return the tokens of all outputs."""
         return sum(len(output.tokens) for output in self.outputs)
 
     @property
     def prefill_rate(self) -> float | None:
-        """Prompt tokens computed in a second, up to the first token."""
+        """Return the prompt tokens computed in a second, up to the first token."""
         computed = self.prompt_tokens - self.cached_tokens
         return computed / self.first if self.first > 0 else None
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens in a second after the first of each output; None if there were no more."""
+        """Return tokens a second after the first of each output; None if there were no more."""
         more = self.tokens - len(self.outputs)
         return more / (self.end - self.first) if more > 0 and self.end > self.first else None
 
     def statistics(self) -> str:
-        """One line for a person."""
+        """Return the statistics in one line."""
         prefill, decode = (
             f", {rate:,.0f} tokens/s" if rate else "" for rate in (self.prefill_rate, self.decode_rate)
         )
@@ -95,9 +96,12 @@ def follow(
     params: SamplingParams,
     show: Callable[["Delta"], None],
     interrupted: Callable[[], bool] = lambda: False,
-) -> Answer:
-    """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends with the step under
-    way."""
+) -> TimedAnswer:
+    """Return the answer to `prompt`, followed while it is made.
+
+    show: is called with each piece at once. interrupted: once it is true, the answer ends with the step
+    under way.
+    """
     weights, engine = llm.booted.weights, llm.booted.engine
     before, kv_before, missed_before, begin = (
         weights.stats(),
@@ -106,7 +110,7 @@ def follow(
         perf_counter(),
     )
     with llm.stream(prompt, params, until=interrupted) as stream:
-        answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before)
+        answer = TimedAnswer(len(stream.prompt_tokens), [TimedOutput() for _ in range(params.n)], before)
         for delta in stream:
             answer.end = perf_counter() - begin
             answer.first = answer.first or answer.end
@@ -128,8 +132,8 @@ def follow(
     return answer
 
 
-def remark(answer: Answer) -> None:
-    """Statistics on stderr: of the answer, and of weights and KV if they stream."""
+def remark(answer: TimedAnswer) -> None:
+    """Print statistics on stderr: of the answer, and of weights and KV if they stream."""
     say(answer.statistics(), faint=True)
     if answer.weights.streams:
         say(summary(answer.weights, answer.end), faint=True)
@@ -142,9 +146,9 @@ def remark(answer: Answer) -> None:
 
 
 def record(
-    llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer
+    llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: TimedAnswer
 ) -> dict[str, object]:
-    """What --json writes of an answer to `prompt`, as the user gave it."""
+    """Return what --json writes of an answer to `prompt`, which is as the user gave it."""
     booted, outputs = llm.booted, [_output(llm, output, params) for output in answer.outputs]
     budget = asdict(booted.budget) | {"kv": booted.budget.kv, "kv_tokens": booted.budget.kv_tokens}
     return {
@@ -177,7 +181,7 @@ def record(
 
 
 def _missed(missed: MissedStats) -> dict[str, object]:
-    """All 0 where everything is read."""
+    """Return what policies have left out; all 0 where everything is read."""
     return {
         "choices": missed.choices,
         "fallbacks": missed.fallbacks,
@@ -190,10 +194,11 @@ def _missed(missed: MissedStats) -> dict[str, object]:
 
 
 def json_line(entries: dict[str, object]) -> str:
+    """Return entries as a line of JSON."""
     return json.dumps(entries, allow_nan=False) + "\n"
 
 
-def _output(llm: "LLM", output: Output, params: SamplingParams) -> dict[str, object]:
+def _output(llm: "LLM", output: TimedOutput, params: SamplingParams) -> dict[str, object]:
     entries: dict[str, object] = {
         "text": output.text,
         "tokens": output.tokens,
@@ -205,7 +210,7 @@ def _output(llm: "LLM", output: Output, params: SamplingParams) -> dict[str, obj
 
 
 def logprob_entries(llm: "LLM", logprobs: Sequence[TokenLogprob | None]) -> list[dict[str, object] | None]:
-    """For JSON, which has no infinity: a probability of 0 becomes null."""
+    """Return log-probabilities for JSON, which has no infinity: a probability of 0 becomes null."""
     text = llm.tokenizer.token_text
 
     def entry(token: int, logprob: float) -> dict[str, object]:

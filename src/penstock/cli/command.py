@@ -18,25 +18,26 @@ OTHER = "Other options"
 
 @dataclass(slots=True)
 class Session:
-    """What was asked of the command line as a whole."""
+    """The options of the command line as a whole."""
 
     debug: bool = False
     config: Path | None = None
     """The file of settings that was named before the command."""
     read: Path | None = None
-    """That settings come from."""
+    """The file that settings come from."""
     report: Callable[[str, str | None], None] | None = None
-    """Is told what has ended the command, and the traceback if one is wanted, where that is not for a person
-    to read."""
+    """Takes the error that ends the command, and the traceback if one is wanted, where stderr is not for a
+    person to read."""
 
     def wants_traceback(self) -> bool:
+        """Tell whether errors are shown with a traceback."""
         from penstock.base.config import debug_requested  # only where something failed
 
         return self.debug or debug_requested()
 
 
 class Option(click.Option):
-    """An option with the section of the help that it belongs to."""
+    """A click option that knows its section of the help."""
 
     def __init__(self, *arguments: object, section: str = OTHER, **attributes: object) -> None:
         super().__init__(*arguments, **attributes)  # type: ignore[arg-type]  # click's own, which are many
@@ -44,8 +45,10 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help stands in sections, with `examples` as they are written at its end.
-    `configurable`: by a file of settings."""
+    """A click command with sections in its help and examples at its end.
+
+    examples: lines as they are printed. configurable: whether a file of settings may set its flags.
+    """
 
     def __init__(
         self, *arguments: object, examples: str = "", configurable: bool = True, **attributes: object
@@ -59,6 +62,7 @@ class Command(click.Command):
             )  # Before what it gives values to.
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments as click does, and name this command in errors."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
@@ -66,12 +70,14 @@ class Command(click.Command):
             raise
 
     def invoke(self, ctx: click.Context) -> object:
+        """Run the command, and say on stderr which file its settings come from."""
         session = ctx.find_object(Session)
         if session is not None and session.read is not None and ctx.params.get("log_format") != "json":
             say(f"settings from {session.read}", faint=True)
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, in sections."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for option in self.get_params(ctx):
             section = option.section if isinstance(option, Option) else OTHER
@@ -84,6 +90,7 @@ class Command(click.Command):
                 formatter.write_dl(records, col_max=26)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
         if self.examples:
             formatter.write(f"\nExamples:\n{self.examples.strip(chr(10))}\n")
 
@@ -92,7 +99,7 @@ Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
 
 def option(section: str, *names: str, **attributes: object) -> Decorator:
-    """A click option in a section of the help."""
+    """Return a click option in a section of the help."""
     return click.option(*names, cls=Option, section=section, **attributes)
 
 
@@ -103,7 +110,7 @@ def _note_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> 
 
 
 def debug_option(function: Callable[..., object]) -> Callable[..., object]:
-    """--debug, before a command or after it."""
+    """Add --debug, which may stand before a command or after it."""
     return option(
         OTHER,
         "--debug",
@@ -116,7 +123,7 @@ def debug_option(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def _configure(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> None:
-    """Settings that are neither typed nor in the environment come from the file, if there is one."""
+    """Take settings that are neither typed nor in the environment from the file, if there is one."""
     session = ctx.find_object(Session) or Session()
     named = value or session.config
     if ctx.resilient_parsing or (named is None and not USUAL_CONFIG.is_file()):
@@ -150,5 +157,5 @@ _CONFIG: dict[str, Any] = {
 
 
 def config_option(function: Callable[..., object]) -> Callable[..., object]:
-    """--config, before a command; every command has its own, too."""
+    """Add --config before a command; every command has its own, too."""
     return option(OTHER, "--config", callback=_note_config, **_CONFIG)(function)

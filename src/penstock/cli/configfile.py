@@ -15,22 +15,25 @@ import click
 from penstock.base.errors import ConfigError
 
 MODEL = "model"
-"""What is an argument to most commands, and may be set all the same."""
+"""The argument of most commands that may be set all the same."""
 _MOST = 1 << 20
 """Bytes of such a file."""
 _OWN = ("help", "config", "version", "yes")
 """Flags that are not settings: what is asked for once, and what is agreed to."""
 _RUN = "run"
-"""Whose arguments are a model, which may be set, and a prompt."""
+"""The command with two arguments: a model, which may be set, and a prompt."""
 _FEW = 12
 """Names that a message may list."""
 Commands = Mapping[str, tuple[click.Command, ...]]
-"""What may have a table, each with what runs by its name: itself, or all of its own commands."""
+"""The commands that may have a table, each with what runs by its name: itself, or its own commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A setting as the file has it. table: that it stands in, empty at the top. key: with - for _."""
+    """A setting as the file has it.
+
+    table: the table that it stands in, empty at the top. key: with - for _.
+    """
 
     table: str
     key: str
@@ -42,12 +45,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
+    """A file of settings, as it was read."""
+
     path: Path
     entries: tuple[Entry, ...]
     tables: tuple[str, ...]
 
     def faults(self, commands: Commands) -> Iterator[str]:
-        """What is wrong with tables and keys."""
+        """Yield what is wrong with tables and keys."""
         for table in self.tables:
             if table not in commands:
                 yield f"there is no command for [{table}]{_nearest(table, commands, '[{}]')}"
@@ -63,28 +68,31 @@ class ConfigFile:
             seen.add((entry.table, entry.key))
 
     def of(self, name: str, command: click.Command) -> dict[str, Entry]:
-        """What the command `name` is told, by the names of its parameters: what stands in its own table
-        before what stands at the top."""
+        """Return the settings of the command `name`, by the names of its parameters.
+
+        What stands in the command's own table wins over what stands at the top.
+        """
         known = settable(name, command)
-        told = [
+        found = [
             entry
             for table in ("", name)
             for entry in self.entries
             if entry.table == table and entry.key in known
         ]
-        return {known[entry.key].name or "": entry for entry in told}
+        return {known[entry.key].name or "": entry for entry in found}
 
     def defaults(self, name: str, context: click.Context) -> dict[str, object]:
-        """The same for click's default_map. Raises click.UsageError for a value that its flag would
-        refuse."""
+        """Return the settings of a command for click's default_map.
+
+        Raises click.UsageError for a value that its flag would refuse.
+        """
         return {
             parameter: self.value(entry, name, context)
             for parameter, entry in self.of(name, context.command).items()
         }
 
     def value(self, entry: Entry, name: str, context: click.Context) -> object:
-        """Of an entry for the command `name`, as click has it from the command line. Raises
-        click.UsageError."""
+        """Return an entry's value as click has it from the command line. Raises click.UsageError."""
         parameter = settable(name, context.command)[entry.key]
         try:
             typed = _typed(parameter, entry.value)
@@ -97,7 +105,7 @@ class ConfigFile:
 
 
 def read(path: Path) -> ConfigFile:
-    """Raises ConfigError if it cannot be read as TOML."""
+    """Read a file of settings. Raises ConfigError if it cannot be read as TOML."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST + 1)
@@ -124,8 +132,10 @@ def read(path: Path) -> ConfigFile:
 
 
 def settable(name: str, command: click.Command) -> dict[str, click.Parameter]:
-    """What a file may set for the command `name`, by its keys: flags by their long names, or by the only one
-    they have."""
+    """Return what a file may set for the command `name`, by its keys.
+
+    A flag's key is its long name, or the only one it has.
+    """
     found: dict[str, click.Parameter] = {}
     for parameter in command.params:
         if isinstance(parameter, click.Option):
@@ -141,6 +151,7 @@ def settable(name: str, command: click.Command) -> dict[str, click.Parameter]:
 
 
 def all_commands(root: click.Group, context: click.Context) -> Commands:
+    """Return every command that may have a table, by its name."""
     found = {}
     for name in root.list_commands(context):
         command = root.get_command(context, name)
@@ -150,7 +161,7 @@ def all_commands(root: click.Group, context: click.Context) -> Commands:
 
 
 def _known(table: str, commands: Commands) -> list[str]:
-    """Keys that a table may have."""
+    """Return the keys that a table may have."""
     of = {table: commands[table]} if table else commands
     return list(
         dict.fromkeys(key for name, some in of.items() for command in some for key in settable(name, command))
@@ -169,7 +180,10 @@ def _nearest(name: str, known: Iterable[str], form: str) -> str:
 
 
 def _typed(parameter: click.Parameter, value: object) -> object:
-    """As click has it from the command line. Raises click.BadParameter for what cannot be typed there."""
+    """Return a value as click has it from the command line.
+
+    Raises click.BadParameter for what cannot be typed there.
+    """
     if isinstance(parameter, click.Option) and parameter.is_flag:
         if not isinstance(value, bool):
             raise click.BadParameter("it is true or false, without quotes")
@@ -180,7 +194,7 @@ def _typed(parameter: click.Parameter, value: object) -> object:
 
 
 def _text(parameter: click.Parameter, value: object) -> str:
-    """The value is not told: it may be a key that somebody has written where its file is to be named."""
+    """Return a value as text. Errors do not show it: it may be a key, written in place of its file."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kinds = {bool: "true or false", list: "a list", dict: "a table"}
         raise click.BadParameter(

@@ -11,19 +11,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns of user and model. Without `template` they are one text that both write, each turn of the user's
-    on a new line."""
+    """A conversation: the turns of user and model.
+
+    Without `template` they are one text that both write, each turn of the user's on a new line.
+    """
 
     llm: "LLM"
     template: bool
     system: str | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)
-    """What the user said and what the model answered."""
+    """The user's messages, each with the model's answer."""
 
     def request(self, line: str) -> tuple[str | list[int], int]:
-        """What to give to the engine so that it goes on after the user's `line`, and how many tokens that is.
+        """Return the prompt after which the engine goes on, and its length in tokens.
 
-        Raises RequestError.
+        line: the user's next. Raises RequestError.
         """
         if not self.template:
             text = "\n".join([*(said + answer for said, answer in self.turns), line])
@@ -35,7 +37,7 @@ class Conversation:
         return tokens, len(tokens)
 
     def check(self) -> None:
-        """Raises RequestError if the model has no template, or one that refuses the system message."""
+        """Raise RequestError if the model has no template, or one that refuses the system message."""
         try:
             self.request("?")
         except RequestError as error:

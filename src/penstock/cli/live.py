@@ -1,4 +1,4 @@
-"""What happens while text is generated: a line at the bottom of the terminal tells how far a long prompt is
+"""What happens while text is generated: a line at the bottom of the terminal shows how far a long prompt is
 computed and how weights and KV stream, and a line for each of these what it came to at the end of a run.
 
 Why the text above stays whole. The bottom row is taken out of the region that scrolls, so text never reaches
@@ -33,18 +33,9 @@ from typing import TYPE_CHECKING, Self
 from unicodedata import category, east_asian_width
 
 from penstock.base.config import terminal_kind
-from penstock.base.meter import (
-    Counts,
-    Flow,
-    KVStats,
-    MissedStats,
-    Prompt,
-    TierStats,
-    WeightStats,
-    pass_seconds,
-)
-from penstock.base.units import format_rate, format_size
+from penstock.base.meter import KVStats, MeterSample, PromptProgress, WeightStats, pass_seconds
 from penstock.cli import terminal
+from penstock.cli.summaries import bar, beside, fitting, kv_forms, weight_forms
 
 if TYPE_CHECKING:  # torch takes 1.2 s
     from penstock.engine.boot import Booted
@@ -56,7 +47,6 @@ WINDOW = 2.0
 """Seconds over which rates are taken; a pass, where that is longer."""
 PATIENCE = 0.5
 """Seconds after which a prompt has a bar: what is computed sooner needs none."""
-_LEAST_BAR, _MOST_BAR = 5, 30
 
 _FEWEST_ROWS, _FEWEST_COLUMNS = 4, 20
 _SAVE, _RESTORE, _WHOLE = "\x1b7", "\x1b8", "\x1b[r"
@@ -67,7 +57,7 @@ _ASIDE = (signal.SIGTERM, signal.SIGTSTP)
 _DISPUTED = re.compile("[\xad\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 """Characters whose width terminals do not agree about."""
 _UNKNOWN = "\u200d"
-"""Stands for the text of a line of which nobody can tell how much is there."""
+"""Stands for the text of a line if it is not known how much of it is there."""
 
 
 class LiveLine:
@@ -76,7 +66,7 @@ class LiveLine:
 
     weights, kv, progress: called from a thread of this object, and while a step runs, so they must not wait
     for the step. There is no line, and `write` only writes, where `quiet`, where stderr is no terminal or a
-    dumb one, where stdout goes into a pipe (whose reader may use the terminal too), and while nothing streams
+    dumb one, where stdout goes into a pipe (its reader may use the terminal too), and while nothing streams
     and no prompt takes long.
     """
 
@@ -98,21 +88,22 @@ class LiveLine:
         )
         self._lock = RLock()
         self._fd = -1
-        """Of the terminal while there may be a line."""
+        """File descriptor of the terminal while there may be a line."""
         self._reserved: os.terminal_size | None = None
         """The size for which the bottom row is taken."""
         self._text = ""
-        """Of the line that the cursor is in."""
+        """Text of the line that the cursor is in."""
         self._writing = False
-        self._prompt: Prompt | None = None
+        self._prompt: PromptProgress | None = None
         self._begun: KVStats | None = None
-        self._seen = deque[Counts]()
+        self._seen = deque[MeterSample]()
         self._before: dict[signal.Signals, object] = {}
         self._end = Event()
         self._thread: Thread | None = None
 
     @classmethod
     def of(cls, booted: "Booted", *, quiet: bool) -> Self:
+        """Return the line for an engine."""
         engine = booted.engine
         return cls(booted.weights.stats, engine.kv_stats, lambda: engine.progress, quiet=quiet)
 
@@ -143,13 +134,13 @@ class LiveLine:
         self._close()
 
     def compute(self, length: int) -> None:
-        """From now on, until the next text is written, a prompt of `length` tokens is computed."""
+        """Show how far a prompt of `length` tokens is, until the next text is written."""
         if self._progress is not None:
             with self._lock:
-                self._prompt = Prompt(length, perf_counter(), self._progress().computed)
+                self._prompt = PromptProgress(length, perf_counter(), self._progress().computed)
 
     def write(self, text: str, *, bold: bool = False) -> None:
-        """terminal.write, for all text to stdout within the block."""
+        """Write text to stdout as terminal.write does; all text within the block goes this way."""
         with self._lock:
             if self._prompt is not None:
                 self._prompt = None
@@ -162,7 +153,7 @@ class LiveLine:
             self._writing = False
 
     def redraw(self) -> None:
-        """Bring the line up to date, unless the cursor is behind a full row or the terminal is another's just
+        """Bring the line up to date, unless the cursor is behind a full row or the terminal is another's
         now."""
         counts = self._count()
         with self._lock:
@@ -184,13 +175,15 @@ class LiveLine:
                 self._reserved = size
                 self._put(f"{begin}\x1b[{size.lines};1H\x1b[0;2m{shown}\x1b[0m\x1b[K{_RESTORE}")
 
-    def _count(self) -> Counts:
+    def _count(self) -> MeterSample:
         weights, kv = self._weights(), self._kv()
-        return Counts(perf_counter(), weights, kv)
+        return MeterSample(perf_counter(), weights, kv)
 
-    def _shown(self, now: Counts, width: int) -> str:
-        """The line now, empty if there is nothing to show. What was seen is kept for as long as it takes to
-        tell what happens in a WINDOW, and in a pass of weights that stream."""
+    def _shown(self, now: MeterSample, width: int) -> str:
+        """Return the line now, empty if there is nothing to show.
+
+        Samples are kept for a WINDOW, and for a pass of weights that stream.
+        """
         seen = self._seen
         seen.append(now)
         while (
@@ -246,8 +239,10 @@ class LiveLine:
             self._thread = None
 
     def _step_aside(self, number: int, frame: FrameType | None) -> None:
-        """Before the process ends or stops. Continued, it goes on here, at the beginning of a row, and the
-        thread draws again."""
+        """Give the row back before the process ends or stops.
+
+        Continued, it goes on here, at the beginning of a row, and the thread draws again.
+        """
         with self._lock:
             self._leave()
             signal.signal(number, signal.SIG_DFL)
@@ -257,132 +252,23 @@ class LiveLine:
 
     def _put(self, sequence: str) -> None:
         data = sequence.encode(sys.stderr.encoding, "replace")
-        with suppress(OSError):  # The terminal is gone, and with it whoever would look.
+        with suppress(OSError):  # The terminal is gone.
             while data:
                 data = data[os.write(self._fd, data) :]
 
 
-def _kv_rate(seen: Sequence[Counts]) -> float:
-    """Bytes a second to DEVICE."""
+def _kv_rate(seen: Sequence[MeterSample]) -> float:
+    """Return bytes of KV a second to DEVICE."""
     first, last = seen[0], seen[-1]
     moved = last.kv.copied - first.kv.copied if last.kv and first.kv else 0
     return moved / (last.when - first.when) if last.when > first.when else 0.0
 
 
-def fitting(forms: Sequence[str], width: int) -> str:
-    """The first that fits into `width`, else the last, cut; empty if there are none."""
-    return next((form for form in forms if len(form) <= width), forms[-1][:width] if forms else "")
-
-
-def beside(forms: Sequence[str], more: Sequence[str]) -> list[str]:
-    """What is shown of two things, in forms of which the first is the longest."""
-    if not forms or not more:
-        return [*forms, *more]
-    return [f"{one} | {more[0]}" for one in forms] + [f"{forms[-1]} | {more[-1]}"]
-
-
-def weight_forms(stats: WeightStats, flow: Flow, seconds: float) -> list[str]:
-    """Where weights are and how they flow, in ever shorter forms. `seconds`: of a pass, 0 if not known."""
-    took = f"pass {seconds:.3g} s" if seconds else "first pass"
-    flows = " | ".join(
-        [
-            *_flows(stats, flow),
-            f"{took} (decode predicted {stats.predicted:.3g})" if stats.predicted else took,
-        ]
-    )
-    brief = [f"link {format_rate(flow.copied)} {flow.copied_share:.0%}", took]
-    if stats.disk_rate:
-        brief.insert(1, f"disk {format_rate(flow.read)} {flow.read_share:.0%}")
-        brief.insert(2, f"waits disk {flow.waited_disk:.0%} link {flow.waited_link:.0%}")
-    else:
-        brief.insert(1, f"waits {flow.waited_link:.0%}")
-    return [f"{_homes(stats)} | {flows}", flows, " | ".join(brief)]
-
-
-def kv_forms(kv: KVStats, rate: float) -> list[str]:
-    """Where KV is and how it flows, in ever shorter forms. `rate`: bytes/s to the device."""
-    return [
-        f"KV {_kv_homes(kv)}, {format_size(kv.copied)} streamed, {format_rate(rate)}",
-        f"KV {format_size(kv.host)} {format_rate(rate)}",
-    ]
-
-
-def bar(prompt: Prompt, now: float, width: int) -> str:
-    """How far a prompt is, with a bar as wide as there is room for; cut where there is too little even
-    without."""
-    text = f"{prompt.reached:,} of {prompt.length:,} tokens"
-    if rate := prompt.rate:
-        minutes, seconds = divmod(round(prompt.left(now)), 60)
-        hours, minutes = divmod(minutes, 60)
-        left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-        text += f", {rate:,.0f} tokens/s, {left} left"
-    room = min(width - len(f"prompt  {text}"), _MOST_BAR)
-    if room < _LEAST_BAR:
-        return f"prompt {text}"[:width]
-    done = room * prompt.reached // prompt.length
-    return f"prompt {'━' * done}{'─' * (room - done)} {text}"
-
-
-def summary(stats: WeightStats, seconds: float) -> str:
-    """One line for the end of a run in which something streamed: what was counted in its `seconds`."""
-    passes = f"{stats.passes:,} {'pass' if stats.passes == 1 else 'passes'} in {seconds:.3g} s"
-    took = f"{seconds / stats.passes:.3g} s each" if stats.passes else "none begun"
-    predicted = f"decode predicted {stats.predicted:.3g}, " if stats.predicted else ""
-    took = f"{took} ({predicted}bound by {stats.binding})"
-    return " | ".join([f"weights: {_homes(stats)}", passes, *_flows(stats, stats.flow(seconds)), took])
-
-
-def kv_summary(kv: KVStats, seconds: float) -> str:
-    """The same of KV."""
-    rate = f" ({format_rate(kv.copied / seconds)})" if seconds > 0 else ""
-    disk = (
-        f" | from disk {format_size(kv.read)}, to disk {format_size(kv.written)}"
-        if kv.read or kv.written
-        else ""
-    )
-    moved = (
-        f"to the device {format_size(kv.copied)} in {seconds:.3g} s{rate} | from the device "
-        f"{format_size(kv.sent)}"
-    )
-    return f"KV: {_kv_homes(kv)} | {moved}{disk}"
-
-
-def missed_summary(missed: MissedStats) -> str:
-    """What attention policies have left out."""
-    again = (
-        f" | {missed.fallbacks:,} of {missed.choices:,} choices read everything after all"
-        if missed.fallbacks
-        else ""
-    )
-    return (
-        f"attention: {missed.read:.1%} of KV blocks read | at most {missed.mean:.2%} of attention missed on "
-        "average, "
-        f"{missed.worst:.2%} in a layer's worst head, {missed.most:.2%} in the worst of all{again}"
-    )
-
-
-def tier_summary(tiers: TierStats) -> str:
-    """Blocks of prompts that were kept, and that came back, since the engine started."""
-    ways = (
-        ("kept on the host", tiers.down),
-        ("on disk", tiers.outward),
-        ("brought to the device", tiers.up),
-        ("from disk", tiers.inward),
-    )
-    parts = [f"{name} {format_size(way.bytes)} ({format_rate(way.rate)})" for name, way in ways if way.bytes]
-    if tiers.disk_bytes:
-        parts.append(f"disk takes {format_size(tiers.disk_bytes)}")
-    parts += [
-        f"{count:,} {what}"
-        for count, what in ((tiers.quarantined, "damaged on disk"), (tiers.late, "too late"))
-        if count
-    ]
-    return f"prefixes: {' | '.join(parts)}"
-
-
 def at_edge(text: str, columns: int) -> bool:
-    """Whether a line of `text`, written from the first column on, leaves the cursor behind a full row; also
-    if nobody can tell."""
+    """Tell whether a line of `text` leaves the cursor behind a full row; also if that is not known.
+
+    The line begins in the first column.
+    """
     if text.isascii() and "\t" not in text:
         return bool(text) and len(text) % columns == 0
     if _DISPUTED.search(text):
@@ -397,49 +283,8 @@ def at_edge(text: str, columns: int) -> bool:
     return column == columns
 
 
-def _homes(stats: WeightStats) -> str:
-    homes = [f"device {format_size(stats.device)} + ring {format_size(stats.device_ring)}"]
-    if stats.host or stats.host_ring:
-        homes.append(
-            f"host {format_size(stats.host)}"
-            + (f" + ring {format_size(stats.host_ring)}" if stats.host_ring else "")
-        )
-    if stats.disk:
-        homes.append(f"disk {format_size(stats.disk)}")
-    return " · ".join(homes)
-
-
-def _kv_homes(kv: KVStats) -> str:
-    disk = f" · disk {format_size(kv.disk)}" if kv.disk else ""
-    return f"host {format_size(kv.host)} of {format_size(kv.room)}{disk}"
-
-
-def _flows(stats: WeightStats, flow: Flow) -> list[str]:
-    """What each link carries, and for how much of the time arithmetic waited."""
-    link, waits = (
-        f"link {_of(flow.copied, stats.link_rate, flow.copied_share)}",
-        f"link {flow.waited_link:.0%}",
-    )
-    if not stats.disk_rate:
-        return [link, f"waits: {waits}"]
-    return [
-        link,
-        f"disk {_of(flow.read, stats.disk_rate, flow.read_share)}",
-        f"waits: disk {flow.waited_disk:.0%}, {waits}",
-    ]
-
-
-def _of(rate: float, ceiling: float, share: float) -> str:
-    """`7.20 of 53.4 GB/s (13%)`."""
-    now, most = format_rate(rate), format_rate(ceiling)
-    if not ceiling:
-        return now
-    number, unit = now.split()
-    return f"{number if most.endswith(f' {unit}') else now} of {most} ({share:.0%})"
-
-
 def _usable() -> bool:
-    """Whether the terminal behind stderr can have a line that nobody else draws over."""
+    """Tell whether the terminal behind stderr can have a line that nothing else draws over."""
     if not terminal.is_terminal(sys.stderr) or terminal_kind() == "dumb":
         return False
     if sys.stdout is None or terminal.is_terminal(sys.stdout):
@@ -456,8 +301,10 @@ def _size(fd: int) -> os.terminal_size:
 
 
 def _in_foreground(fd: int) -> bool:
-    """Whether a shell would let the process have the terminal. One that is not the process's own, or not
-    known here, has no such shell."""
+    """Tell whether a shell would let the process have the terminal.
+
+    A terminal that is not the process's own, or is not known here, has no such shell.
+    """
     try:
         return os.tcgetpgrp(fd) in (0, os.getpgrp())
     except OSError:

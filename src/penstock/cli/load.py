@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.config import Config, terminal_kind
 from penstock.base.trace import Trace
+from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say, undisturbed
 
 if TYPE_CHECKING:
@@ -24,14 +24,16 @@ PATIENCE = 0.5
 PERIOD = 0.1
 """Seconds between two updates."""
 Loading = Callable[[str, int, int], None]
-"""What is being done, bytes done and bytes in all; called from any thread."""
+"""Called from any thread with the work under way, bytes done and bytes in all."""
 _WRITTEN = "a trace, to be opened in ui.perfetto.dev"
 _EMPTY = "a trace with nothing in it: all weights are on the device, nothing streamed"
 
 
 def compute_with(threads: int | None = None) -> None:
-    """Load torch, which takes 1.2 s on two cores, so that whatever can be checked before should be.
-    `threads`: of the CPU, if not all."""
+    """Load torch. That takes 1.2 s on two cores, so what can be checked before should be.
+
+    threads: of the CPU, if not all.
+    """
     with undisturbed():
         import torch
 
@@ -45,8 +47,8 @@ class _Remarks(logging.Handler):
 
 
 @contextmanager
-def told(quiet: bool) -> Iterator[None]:
-    """Unless `quiet`, what is decided goes to stderr: device, dtype, memory sizing."""
+def boot_log(quiet: bool) -> Iterator[None]:
+    """Print on stderr what boot decides, unless `quiet`: device, dtype, memory sizing."""
     log, remarks = logging.getLogger("penstock"), _Remarks(logging.INFO)
     before = log.level
     if not quiet:
@@ -60,26 +62,25 @@ def told(quiet: bool) -> Iterator[None]:
 
 
 def load(config: Config, *, quiet: bool, trace: Trace | None = None) -> "LLM":
-    """The model, to be closed by the caller. Raises PenstockErrors."""
+    """Load a model, which the caller closes. Raises PenstockErrors."""
     compute_with()
     from penstock.api.llm import LLM
 
-    settings = {field.name: getattr(config, field.name) for field in fields(Config)}
     with loading_bar(quiet) as loading:
-        return LLM(**settings, progress=False, trace=trace, loading=loading)
+        return LLM.from_config(config, progress=False, trace=trace, loading=loading)
 
 
 @contextmanager
 def loaded(config: Config, *, quiet: bool, trace: Path | None = None) -> Iterator["LLM"]:
-    """The model, closed at the end. Unless `quiet`, device, dtype and memory sizing go to stderr. Raises
-    PenstockErrors.
+    """Load a model for a `with` block. Raises PenstockErrors.
 
-    `trace`: a file that is written after the model has been used, also if an error or Ctrl-C ended that.
+    quiet: do not print what boot decides. trace: a file that is written after the model has been used,
+    also if an error or Ctrl-C ended that.
     """
     if trace is not None:
         Trace.check(trace)
     spans = None if trace is None else Trace()
-    with told(quiet):
+    with boot_log(quiet):
         llm = load(config, quiet=quiet, trace=spans)
         try:
             with llm:
@@ -94,7 +95,7 @@ def loaded(config: Config, *, quiet: bool, trace: Path | None = None) -> Iterato
 
 @contextmanager
 def loading_bar(quiet: bool) -> Iterator[Loading | None]:
-    """Shows on a terminal how far loading and packing are. None where nobody wants to see it."""
+    """Show on a terminal how far loading and packing are. Yields None where nothing is to be shown."""
     if quiet or not is_terminal(sys.stderr) or terminal_kind() == "dumb":
         yield None
         return
@@ -106,7 +107,7 @@ def loading_bar(quiet: bool) -> Iterator[Loading | None]:
 
 
 class _Bar:
-    """A bar for as long as something takes long, then for the next."""
+    """A bar that is shown while something takes long, and then again for the next."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -114,7 +115,7 @@ class _Bar:
         self._bar: Progress | None = None
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """Of several threads, one may be told late of less than another."""
+        """Note what is done. Of several threads, one may come late with less than another."""
         with self._lock:
             now = perf_counter()
             if what != self._what:
@@ -126,34 +127,11 @@ class _Bar:
             elif now >= self._due:
                 self._due = now + PERIOD
                 if self._bar is None:
-                    self._bar = _shown(what, self._done, total)
+                    self._bar = progress_bar(what, total, transient=True)
+                    self._bar.start()
                 self._bar.update(self._bar.task_ids[0], completed=self._done)
 
     def end(self) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.stop()
-
-
-def _shown(what: str, done: int, total: int) -> "Progress":
-    from rich.console import Console  # 40 ms, and only a terminal wants it
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    bar.add_task(what, total=total, completed=done)
-    bar.start()
-    return bar

@@ -48,12 +48,14 @@ OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF
 
 
 class Root(click.Group):
-    """The group, without any command until one is asked for."""
+    """The group of commands; a command is imported when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands' names."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
         command = import_module(f"penstock.cli.commands.{cmd_name}").command
@@ -61,13 +63,16 @@ class Root(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, each with its purpose."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
         formatter.write(f"\nExamples:{EXAMPLES}")
 
     def invoke(self, ctx: click.Context) -> object:
+        """Run the command, and return its exit code where click would take the wrong one."""
         try:
             result: object = super().invoke(ctx)
             if sys.stdout is not None:
@@ -85,7 +90,7 @@ class Root(click.Group):
 
 
 def _silence() -> None:
-    """Python flushes once more when it ends, and would complain."""
+    """Send stdout nowhere: Python flushes once more when it ends, and would complain."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -139,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: click.ClickException) -> str:
-    """What click found wrong, worded like errors of our own. Those say themselves what to try."""
+    """Return what click found wrong, worded like errors of our own, which say what to try."""
     text = error.format_message().rstrip(".")
     if not text[1:2].isupper():
         text = f"{text[:1].lower()}{text[1:]}"
@@ -154,7 +159,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _report(session: Session, text: str, code: int) -> int:
-    """To be called while the exception is handled."""
+    """Print an error while its exception is handled, and return the exit code."""
     trace = None
     if session.wants_traceback():
         import traceback  # 5 ms, for those who asked

@@ -1,35 +1,101 @@
-"""Flags that several commands share, in tables, and the settings that come of them. All values are checked
-before torch is imported."""
+"""The flags that several commands share, and what is made of them: a Config and SamplingParams.
 
-from collections.abc import Callable
+Flags of the engine come from the fields of Config (see base.setting). All values are checked before torch is
+imported, which takes 1.2 s.
+"""
+
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from penstock.base.config import CACHE, Config
+from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
+from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
 from penstock.base.units import parse_size
 from penstock.cli.command import Decorator, debug_option, option
 from penstock.step.params import SamplingParams
 from penstock.step.structure import Structure
 
+T = TypeVar("T")
+Made = TypeVar("Made")
 PROMPT, SAMPLING, OUTPUT, ENGINE = "Prompt", "Sampling", "Output", "Engine"
 
 
-def size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def _checked(check: Callable[[Any], object], ctx: click.Context, parameter: click.Parameter, value: T) -> T:
+    """Return a flag's value if `check` has nothing against it. Raises click.BadParameter."""
     try:
         if value is not None:
-            parse_size(value, whole=2**50)  # of which machine a share is meant is known later
+            check(value)
     except ConfigError as error:
-        raise click.BadParameter(str(error), ctx, parameter) from error
+        said = str(error).removeprefix(f"{parameter.name}: ")
+        raise click.BadParameter(said, ctx, parameter) from error
     return value
 
 
-def size_or_nothing(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    return value if value == "0" else size(ctx, parameter, value)
+size = partial(_checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
+"""The callback of a flag that takes a size, and is no setting of the engine."""
+
+
+def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorator:
+    """Return the flag of a declared setting.
+
+    instead: `help` and `usual` of a command for which the setting means something else, and attributes of the
+    click option in place of those that follow from the declaration.
+    """
+    dashed, switch = one.name.replace("_", "-"), one.kind is bool
+    usual, said = instead.pop("usual", one.shown_default), instead.pop("help", one.sentence)
+    silent = switch and not one.default
+    attributes: dict[str, object] = {
+        "default": one.default,
+        "type": _click_type(one),
+        "is_flag": switch,
+        "callback": partial(_checked, one.checked),
+        "metavar": _METAVARS.get(one.kind, one.name.rpartition("_")[2].upper()),
+        "help": as_flags(f"{said}" if silent else f"{said} [{usual}]"),
+    }
+    name = f"--{dashed}/--no-{dashed}" if switch and one.default else f"--{dashed}"
+    return option(section, name, **attributes | instead)
+
+
+def _click_type(one: SettingField) -> object:
+    least, most = one.limits
+    highest = most if most < MOST else None
+    types = {
+        Path: click.Path(path_type=Path),
+        int: click.INT if one.choices else click.IntRange(int(least), None if highest is None else int(most)),
+        float: click.FloatRange(least, highest),
+    }
+    return types.get(one.kind)
+
+
+def as_flags(text: str) -> str:
+    """Return a text in which settings that it names are written as flags: max_length as --max-length."""
+    return re.sub(
+        r"\b[a-z]+_[a-z_]+\b",
+        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in ENGINE_SETTINGS else name[0],
+        text,
+    )
+
+
+_METAVARS = {bool: None, Size: "SIZE", Path: "DIR", int: "N", float: "X"}
+ENGINE_SETTINGS = {one.name: one for one in settings_of(Config) if one.name != "model"}
+"""The settings that are flags, by name; the model is an argument of most commands."""
+
+
+def engine_flags(*names: str) -> tuple[Decorator, ...]:
+    """Return the flags of some settings of the engine."""
+    return tuple(flag(ENGINE_SETTINGS[name]) for name in names)
+
+
+def settings_from(kind: type[Made], params: Mapping[str, object], **more: object) -> Made:
+    """Return the settings that a command's flags give, with `more` that are no flags. Raises ConfigError."""
+    flags = {one.name: params[one.name] for one in settings_of(kind) if one.name in params}
+    return kind(**flags | more)
 
 
 def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
@@ -55,21 +121,21 @@ _SAMPLING = (
         "--temperature",
         type=float,
         metavar="T",
-        help="0: always the likeliest token; 0.7 is usual. [the model's, or 1]",
+        help="Divide logits by T; 0 always takes the likeliest token. [the model's, or 1]",
     ),
     option(
         SAMPLING,
         "--top-k",
         type=int,
         metavar="K",
-        help="Choose among the K likeliest tokens; 0: all. [the model's, or 0]",
+        help="Sample from the K likeliest tokens; 0 for all. [the model's, or 0]",
     ),
     option(
         SAMPLING,
         "--top-p",
         type=float,
         metavar="P",
-        help="Choose among the likeliest that reach P together. [the model's, or 1]",
+        help="Sample from the likeliest tokens that reach probability P. [the model's, or 1]",
     ),
     option(
         SAMPLING,
@@ -83,14 +149,14 @@ _SAMPLING = (
         "--seed",
         type=int,
         metavar="N",
-        help="The same seed gives the same text. [a new one each time]",
+        help="Seed for sampling; the same seed gives the same text. [a new one each time]",
     ),
     option(
         SAMPLING,
         "--repetition-penalty",
         type=float,
         metavar="R",
-        help="Above 1: avoid tokens that were there. [the model's, or 1]",
+        help="Above 1, tokens of prompt and output are less likely. [the model's, or 1]",
     ),
     option(
         SAMPLING,
@@ -98,7 +164,7 @@ _SAMPLING = (
         type=float,
         default=0.0,
         metavar="R",
-        help="Above 0: avoid tokens of the output. [0]",
+        help="Subtract R from the logits of tokens in the output. [0]",
     ),
     option(
         SAMPLING,
@@ -106,7 +172,7 @@ _SAMPLING = (
         type=float,
         default=0.0,
         metavar="R",
-        help="The same, for each time it is there. [0]",
+        help="Subtract R from a token's logit each time it is in the output. [0]",
     ),
     option(
         SAMPLING,
@@ -114,7 +180,7 @@ _SAMPLING = (
         callback=_biases,
         multiple=True,
         metavar="ID=B",
-        help="Add B to the logit of ID; may be repeated.",
+        help="Add B to the logit of token ID; may be repeated.",
     ),
     option(SAMPLING, "--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
     option(SAMPLING, "--include-stop", is_flag=True, help="Keep the stop text in the output."),
@@ -129,31 +195,34 @@ _SAMPLING = (
     ),
     option(SAMPLING, "--ignore-eos", is_flag=True, help="Go on after the model's end token."),
     option(
-        SAMPLING, "--min-tokens", type=int, default=0, metavar="N", help="No end token before N tokens. [0]"
+        SAMPLING,
+        "--min-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Sample no end token before N tokens. [0]",
     ),
     option(
         SAMPLING,
         "--json-schema",
         type=_FILE,
         metavar="FILE",
-        help="The output is JSON of the schema in this file.",
+        help="Hold the output to JSON of the schema in this file.",
     ),
-    option(
-        SAMPLING, "--regex", metavar="TEXT", help="The output as a whole matches this regular expression."
-    ),
+    option(SAMPLING, "--regex", metavar="TEXT", help="Hold the whole output to this regular expression."),
     option(
         SAMPLING,
         "--choice",
         multiple=True,
         metavar="TEXT",
-        help="The output is this, or another such text; may be repeated.",
+        help="Hold the output to this text, or to one of several; may be repeated.",
     ),
     option(
         SAMPLING,
         "--grammar",
         type=_FILE,
         metavar="FILE",
-        help="The output follows the Lark grammar in this file.",
+        help="Hold the output to the Lark grammar in this file.",
     ),
 )
 _REPORT = (
@@ -162,7 +231,7 @@ _REPORT = (
         "--logprobs",
         type=int,
         metavar="K",
-        help="With --json: log-probability of each token and of the K likeliest; -1: all.",
+        help="With --json: log-probabilities of each token and of the K likeliest; -1 for all.",
     ),
     option(
         OUTPUT,
@@ -176,204 +245,52 @@ _REPORT = (
         OUTPUT, "--verbose", "-v", is_flag=True, help="Print statistics also where stderr is not a terminal."
     ),
 )
-_COUNT = click.IntRange(min=1)
-DEVICE = (
-    option(
-        ENGINE,
-        "--device",
-        default="auto",
-        metavar="NAME",
-        help="cpu, cuda, cuda:N, or auto: CUDA if there is any. [auto]",
-    ),
-    option(
-        ENGINE,
-        "--dtype",
-        default="auto",
-        metavar="TYPE",
-        help="auto, float32, float16 or bfloat16. [auto: the model's, if fast here]",
-    ),
-    option(
-        ENGINE,
-        "--device-memory",
-        callback=size,
-        metavar="SIZE",
-        help="Most to take there: 16GiB, 80%. [CUDA 90%, CPU 50% of free]",
-    ),
-    option(
-        ENGINE,
-        "--host-memory",
-        callback=size,
-        metavar="SIZE",
-        help="Most to take in host memory. [CUDA 80% of free]",
-    ),
-)
-BEYOND_TRAINED = option(
-    ENGINE,
-    "--beyond-trained",
-    is_flag=True,
-    help="Allow contexts beyond the positions that the model was trained for.",
-)
-MAX_STEP_TOKENS = option(
-    ENGINE,
-    "--max-step-tokens",
-    type=_COUNT,
-    metavar="N",
-    help="Most tokens computed in one step. [CUDA 8192, 16384 from 64 GiB; CPU 512]",
-)
-BLOCKS = (
-    option(
-        ENGINE,
-        "--block-size",
-        type=_COUNT,
-        default=64,
-        metavar="N",
-        help="Tokens in a KV block, a power of two. [64]",
-    ),
-    option(
-        ENGINE,
-        "--kv-blocks",
-        type=_COUNT,
-        metavar="N",
-        help="KV blocks on the device. [as many as are useful and fit]",
-    ),
-)
+DEVICE = engine_flags("device", "dtype", "device_memory", "host_memory")
+[BEYOND_TRAINED, MAX_STEP_TOKENS] = engine_flags("beyond_trained", "max_step_tokens")
+BLOCKS = engine_flags("block_size", "kv_blocks")
 THREADS = option(
     ENGINE,
     "--threads",
     type=click.IntRange(1, 1024),
     metavar="N",
-    help="Threads of the CPU to compute with. [one for each core]",
+    help="CPU threads to compute with. [one for each core]",
 )
-_POLICY = "What new tokens read of KV beyond the device: full, window:SINKS,RECENT or topk:BLOCKS. [full]"
-_STORE = "When KV blocks are kept there for later requests: eager, lazy, off. [eager]"
-_PREFILL = "What prompts read of it: also vertical_slash:COLUMNS,SLASH. [full]"
-_SKETCH = "Bits of the keys' copy by which policies choose and bound what they miss: 0, 4, 8. [4]"
-_MISSED = "Read everything where a policy might miss more than this fraction."
 
 
-def far_kv(
-    usual: str, host: str = "Host memory for KV of contexts longer than the device holds; 0: none."
-) -> tuple[Decorator, ...]:
-    """The flags for KV beyond the device. `usual`: how much of host memory it gets where none of `host` is
-    asked for."""
+def far_kv(usual: str, host: str = ENGINE_SETTINGS["host_kv_memory"].help) -> tuple[Decorator, ...]:
+    """Return the flags for KV beyond the device.
+
+    usual: how much of host memory it gets by default. host: the help of --host-kv-memory.
+    """
     return (
-        option(
-            ENGINE, "--host-kv-memory", callback=size_or_nothing, metavar="SIZE", help=f"{host} [{usual}]"
-        ),
-        option(
-            ENGINE,
-            "--disk-kv-memory",
-            callback=size,
-            metavar="SIZE",
-            help="Disk for KV that host memory does not hold, also of later runs. [none]",
-        ),
-        option(
-            ENGINE,
-            "--kv-directory",
-            type=click.Path(path_type=Path),
-            default=CACHE,
-            metavar="DIR",
-            help=f"Where that is. [{CACHE}]",
-        ),
-        option(
-            ENGINE,
-            "--host-kv-dtype",
-            default="auto",
-            metavar="TYPE",
-            help="Of KV that rests there: auto, as on the device; fp8. [auto]",
-        ),
-        option(ENGINE, "--kv-store", default="eager", metavar="HOW", help=_STORE),
-        option(
-            ENGINE,
-            "--kv-tile",
-            type=_COUNT,
-            metavar="N",
-            help="Tokens of such a context that are on the device at a time. [64 MiB's]",
-        ),
-        option(ENGINE, "--attention-policy", default="full", metavar="P", help=_POLICY),
-        option(ENGINE, "--prefill-policy", default="full", metavar="P", help=_PREFILL),
-        option(ENGINE, "--sketch-bits", type=int, default=4, metavar="N", help=_SKETCH),
-        option(ENGINE, "--missed-limit", type=float, metavar="F", help=_MISSED),
+        flag(ENGINE_SETTINGS["host_kv_memory"], usual=usual, help=host),
+        *engine_flags("disk_kv_memory", "kv_directory", "host_kv_dtype", "kv_store", "kv_tile"),
+        *engine_flags("attention_policy", "prefill_policy", "sketch_bits", "missed_limit"),
     )
 
 
-_ENGINE = (
-    *DEVICE,
-    *far_kv("what --max-length needs"),
-    option(
-        ENGINE,
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="Most tokens of prompt and output together. [the model's]",
-    ),
-    BEYOND_TRAINED,
-    MAX_STEP_TOKENS,
-    option(
-        ENGINE,
-        "--max-sequences",
-        type=int,
-        metavar="N",
-        help="Most sequences in one step. [run: its outputs; else 64, on a GPU 256]",
-    ),
-    *BLOCKS,
-    option(
-        ENGINE,
-        "--prefix-cache/--no-prefix-cache",
-        default=True,
-        help="Reuse the KV of equal beginnings. [on]",
-    ),
-    option(
-        ENGINE,
-        "--tensor-parallel",
-        type=click.IntRange(min=1),
-        default=1,
-        metavar="N",
-        help="Divide the model among N devices. [1]",
-    ),
-    option(
-        ENGINE,
-        "--graphs/--no-graphs",
-        default=True,
-        help="Replay decode steps as CUDA graphs, on a GPU. [on]",
-    ),
-    option(
-        ENGINE,
-        "--kernels/--no-kernels",
-        default=True,
-        help="Compute by kernels of our own, on a GPU; else by plain torch. [on]",
-    ),
-    option(
-        ENGINE,
-        "--cache",
-        type=click.Path(path_type=Path),
-        default=CACHE,
-        metavar="DIR",
-        help=f"Where packs and digests of weights are kept. [{CACHE}]",
-    ),
-    option(ENGINE, "--check", is_flag=True, help="Prove the KV ledger's invariants at every step (slow)."),
-)
+_ENGINE = engine_flags(*ENGINE_SETTINGS)
 
 
 def engine_options(function: Callable[..., object]) -> Callable[..., object]:
-    """What a command takes that keeps a model for a while, without any sampling of its own."""
+    """Add the flags of a command that keeps a model for a while, and has no sampling of its own."""
     return with_options(*_ENGINE, debug_option)(function)
 
 
 def with_options(*options: Decorator) -> Decorator:
-    """All of them, in this order in the help."""
+    """Return a decorator that adds options, in this order in the help."""
     return lambda function: reduce(
         lambda inner, one: one(inner), reversed(options), function
     )  # click lists the last applied first
 
 
 def common_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Everything that `run` and `chat` take alike; to stand below their own options."""
+    """Add everything that `run` and `chat` take alike; it stands below their own options."""
     return with_options(*_SAMPLING, *_REPORT, *_ENGINE, debug_option)(function)
 
 
 def sampling_params(ctx: click.Context) -> SamplingParams:
-    """The command's sampling flags. Raises RequestError."""
+    """Return the SamplingParams of a command's flags. Raises RequestError."""
     values = {
         field.name: ctx.params[field.name] for field in fields(SamplingParams) if field.name in ctx.params
     }
@@ -386,7 +303,7 @@ def sampling_params(ctx: click.Context) -> SamplingParams:
 
 
 def _structure(ctx: click.Context) -> Structure | None:
-    """What the command's flags say of the output as a whole. Raises RequestError."""
+    """Return what the command's flags ask of the output as a whole. Raises RequestError."""
     made: dict[str, Callable[[Any], Structure]] = {
         "json_schema": lambda file: Structure.json_schema(_text(file)),
         "regex": Structure.regex,
@@ -409,13 +326,14 @@ def _text(file: Path) -> str:
         ) from error
 
 
-def engine_config(ctx: click.Context, model: Path, sequences: int | None) -> Config:
-    """The command's engine flags. `sequences`: how many there will ever be at once, if that is known, which
-    bounds the useful KV.
+def engine_config(ctx: click.Context, model: Path | None, sequences: int | None) -> Config:
+    """Return the Config of a command's engine flags. Raises ConfigError.
 
-    Raises ConfigError."""
-    values = {field.name: ctx.params[field.name] for field in fields(Config) if field.name in ctx.params}
-    if sequences is not None and values["max_sequences"] is None:
-        few = min(sequences, values["max_step_tokens"] or sequences)
-        values["max_sequences"] = few if few <= _FEW else None
-    return Config(**values | {"model": model})
+    sequences: how many there will ever be at once, if that is known. It bounds the KV that is useful.
+    """
+    asked = ctx.params
+    most = asked["max_sequences"]
+    if sequences is not None and most is None:
+        few = min(sequences, asked["max_step_tokens"] or sequences)
+        most = few if few <= _FEW else None
+    return settings_from(Config, asked, model=model, max_sequences=most)

@@ -7,23 +7,25 @@ from pathlib import Path
 
 import click
 
-import penstock
+from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.cli.terminal import is_terminal, say
 
-SHIPPED_MODEL = Path(penstock.__file__).parent / "shipped"
-"""The same as penstock.api.llm.SHIPPED_MODEL, which cannot be had without torch."""
-
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptText:
+    """A prompt as it was given."""
+
     text: str
     typed: bool
     """On the command line, and not read from a file or from stdin."""
 
 
-def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, Prompt]:
-    """What `run [MODEL] PROMPT` means. Raises click.UsageError, CheckpointError and RequestError."""
+def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path, PromptText]:
+    """Return what `run [MODEL] PROMPT` means.
+
+    file: the prompt's, if it is not an argument. Raises click.UsageError, CheckpointError and RequestError.
+    """
     if len(arguments) > 2:
         raise click.UsageError(
             f"there are {len(arguments)} arguments, but run takes a model and a prompt; put the prompt in "
@@ -50,8 +52,10 @@ def model_and_prompt(arguments: tuple[str, ...], file: str | None) -> tuple[Path
 
 
 def model_path(argument: str | None) -> Path:
-    """The model's directory. Raises CheckpointError if there is none; whether it holds a model is found out
-    on loading."""
+    """Return the model's directory; whether it holds a model is found out on loading.
+
+    Raises CheckpointError if there is none.
+    """
     if argument is None:
         return SHIPPED_MODEL
     path = Path(argument)
@@ -75,7 +79,7 @@ def _is_checkpoint(argument: str) -> bool:
 
 
 def _doubt(argument: str) -> None:
-    """A lone argument that looks like a path is probably meant as one."""
+    """Note that a lone argument looks like a path, and is probably meant as one."""
     if "/" in argument.strip("/") and not any(character.isspace() for character in argument):
         say(
             f"penstock: note: {argument!r} is no model directory (it has no config.json), so it is taken as "
@@ -83,7 +87,7 @@ def _doubt(argument: str) -> None:
         )
 
 
-def _prompt(argument: str) -> Prompt:
+def _prompt(argument: str) -> PromptText:
     if argument != "-":
         return _checked(argument, typed=True)
     if sys.stdin is None:
@@ -107,7 +111,7 @@ def _read_file(name: str) -> str:
 
 
 def decode(data: bytes, what: str) -> str:
-    """Raises RequestError, saying where, for what is not UTF-8."""
+    """Return bytes as text. Raises RequestError, which says where, for what is not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -118,15 +122,15 @@ def decode(data: bytes, what: str) -> str:
 
 
 def _text(data: bytes, what: str) -> str:
-    """Without the newline that editors and echo put at the end, and that would be a part of the prompt."""
+    """Return the text without the newline that editors and echo put at the end."""
     text = decode(data, what)
     return text[:-1].removesuffix("\r") if text.endswith("\n") else text
 
 
-def _checked(text: str, *, typed: bool) -> Prompt:
+def _checked(text: str, *, typed: bool) -> PromptText:
     decode(
         text.encode(errors="surrogateescape"), "the prompt"
     )  # bytes that are no UTF-8 arrive as lone surrogates
     if not text:
         raise RequestError("the prompt is empty; give at least one character")
-    return Prompt(text, typed)
+    return PromptText(text, typed)

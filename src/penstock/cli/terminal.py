@@ -19,13 +19,12 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n
 
 
 def one_line(text: str) -> str:
-    """`text` as a single line without control characters."""
+    """Return `text` as a single line without control characters."""
     return " ".join(text.split()).translate(_PICTURES)
 
 
 def say(text: str, *, faint: bool = False) -> None:
-    """A line to the person at the terminal, on stderr. Where that cannot be written to, there is nobody to
-    read it."""
+    """Print a line on stderr, if stderr can be written to."""
     with suppress(OSError):
         click.echo(
             click.style(text, dim=True) if faint else text, err=True
@@ -33,13 +32,15 @@ def say(text: str, *, faint: bool = False) -> None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person is at the other end. A standard stream can be None: closed before the process
-    began."""
+    """Tell whether a person is at the other end.
+
+    A standard stream can be None: closed before the process began.
+    """
     return stream is not None and stream.isatty()
 
 
 def write(text: str, *, bold: bool = False) -> None:
-    """Text to stdout at once; on a terminal without control characters."""
+    """Write text to stdout at once; on a terminal without control characters."""
     if is_terminal(sys.stdout):
         text = text.translate(_PICTURES)
         text = click.style(text, bold=True) if text and bold else text
@@ -54,7 +55,7 @@ def write(text: str, *, bold: bool = False) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C inside this `with` block comes behind it: for what is not made to be interrupted."""
+    """Hold Ctrl-C back until the end of this `with` block, for what is not made to be interrupted."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -63,7 +64,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class Interrupt:
-    """Ctrl-C inside this `with` block: the first is only noted in `asked`, the second raises
+    """A `with` block in which the first Ctrl-C is only noted in `asked`, and the second raises
     KeyboardInterrupt."""
 
     def __init__(self) -> None:

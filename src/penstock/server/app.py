@@ -31,6 +31,7 @@ from penstock.server.parsing.dialects import AUTO, Dialect, dialect_of
 from penstock.server.prompts import Telling, chat_tokens, read
 from penstock.server.responses import Told, read_response
 from penstock.server.sending import GONE, completed, json_response, responded, said
+from penstock.server.settings import AnswerSettings
 from penstock.server.tenants import NOBODY, Key, Refusals, owner_of, salt_of
 from penstock.server.uploads import Uploads
 from penstock.server.watching.accounts import Accounts, Teller, account_of
@@ -52,22 +53,17 @@ _LOG = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """names: by which clients ask for the model, the first is told. keys: one of which a client must send, if
-    there are any. most_body: bytes of a request. tool_parser, reasoning_parser: as `dialect_of` takes them.
-    most_kept: bytes of responses that clients may come back to. allow_hosts: names by which this machine is
-    asked, if there are no keys; see Doors."""
+class Settings(AnswerSettings):
+    """The settings of a server.
+
+    names: names by which clients ask for the model; the first is the one that answers give.
+    keys: a client must send one of them, if there are any.
+    allow_hosts: names by which this machine is asked, if there are no keys; see Doors.
+    """
 
     names: tuple[str, ...]
     keys: tuple[Key, ...] = ()
-    most_body: int = 32 << 20
-    tool_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    most_kept: int = 64 << 20
     allow_hosts: tuple[str, ...] = ()
-    share_prefixes: bool = False
-    """Whether prefixes that one key has sent are found by others too, who can tell by the time that it
-    takes."""
 
 
 @dataclass(slots=True)
@@ -91,8 +87,8 @@ class House:
     uploads: Uploads = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kept = Kept(self.settings.most_kept)
-        self.uploads = Uploads(self.settings.most_body, keys=len(self.settings.keys))
+        self.kept = Kept(self.settings.max_kept)
+        self.uploads = Uploads(self.settings.max_body, keys=len(self.settings.keys))
 
     def open(self, llm: LLM, desk: Desk) -> None:
         self.llm, self.desk, self.loaded = llm, desk, int(time())

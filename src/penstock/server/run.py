@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import uvicorn
@@ -21,24 +20,13 @@ from penstock.server.connection import Connection, room
 from penstock.server.desk import Desk
 from penstock.server.doors import CLOSED
 from penstock.server.metrics import Metrics
+from penstock.server.settings import Listening
 from penstock.server.watching.accounts import Teller
 from penstock.server.watching.logs import note
 
 _LOG = logging.getLogger("penstock")
 _LAST = 5
 """Seconds in which the last answers must have been read, at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """queue: outputs that may wait. patience: seconds that requests under way are given when the server is
-    told to end. most_seconds: that a request may take."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    queue: int = 256
-    patience: float = 30.0
-    most_seconds: float | None = None
 
 
 class NewDesk(Protocol):
@@ -142,7 +130,7 @@ class _Life:
             desk = self._desk(
                 llm, self._house.metrics, queue=self._listening.queue, keys=len(self._house.settings.keys)
             )
-            desk.most_seconds = self._listening.most_seconds
+            desk.most_seconds = self._listening.request_timeout
             failed = asyncio.ensure_future(desk.failure())
             try:
                 if not self._enough.is_set():

@@ -13,6 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.cli.command import Command, option
 from penstock.cli.load import loaded
 from penstock.cli.options import OUTPUT, engine_config, engine_options
+from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ EXAMPLES = """
     "--model",
     type=click.Path(path_type=Path),
     metavar="MODEL",
-    help="A checkpoint directory. [the model that comes along]",
+    help="Directory of the model. [the small model that comes with penstock]",
 )
 @click.option(
     "--name",
     "names",
     multiple=True,
     metavar="NAME",
-    help="What requests call the model; may be repeated. [its directory's]",
+    help="Name of the model in requests; may be repeated. [its directory's]",
 )
 @option(OUTPUT, "--quiet", "-q", is_flag=True, help="Do not print device, memory sizing and progress.")
 @engine_options
@@ -62,14 +63,13 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         raise ConfigError(
             f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
-    from penstock.api.llm import SHIPPED_MODEL  # torch, after what could be checked without it
-
-    model = SHIPPED_MODEL if asked["model"] is None else asked["model"]
-    config = engine_config(ctx, model, None)
+    config = engine_config(ctx, asked["model"], None)
     with loaded(config, quiet=asked["quiet"]) as llm:
-        batch = Batch(llm, asked["requests"], asked["answers"], asked["names"] or (model.resolve().name,))
-        with _bar(asked["quiet"]) as told:
-            tally = batch.run(told)
+        batch = Batch(
+            llm, asked["requests"], asked["answers"], asked["names"] or (config.model.resolve().name,)
+        )
+        with _bar(asked["quiet"]) as show:
+            tally = batch.run(show)
     if not asked["quiet"]:
         say(
             f"{tally.lines} requests, {tally.answered - tally.failed} answered, {tally.failed} refused: "
@@ -81,7 +81,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
 
 def _expect_files(requests: Path, answers: Path) -> None:
-    """Before a model is loaded, which may take minutes. Raises ConfigError."""
+    """Check both files before a model is loaded, which may take minutes. Raises ConfigError."""
     if not requests.exists() or requests.is_dir():
         what = "is a directory" if requests.is_dir() else "does not exist"
         raise ConfigError(f"{requests} cannot be read: it {what}; give a file of requests, one a line")
@@ -99,10 +99,6 @@ def _bar(quiet: bool) -> "Iterator[Callable[[Tally], None]]":
     if quiet or not is_terminal(sys.stderr):
         yield lambda tally: None
         return
-    from rich.console import Console  # 40 ms, and only a terminal wants it
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with progress_bar("requests", None, count=True, transient=True) as bar:
+        [task] = bar.task_ids
         yield lambda tally: bar.update(task, completed=tally.answered, total=tally.lines)

@@ -28,14 +28,14 @@ EXAMPLES = """
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("action", type=click.Choice(["ls", "stat", "verify", "clear"]))
 @click.argument("directory", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
-@option(CLEAR, "--yes", is_flag=True, help="Do not ask.")
+@option(CLEAR, "--yes", is_flag=True, help="Remove without asking.")
 @option(
     VERIFY,
     "--cache",
     type=click.Path(path_type=Path),
     default=CACHE,
     metavar="DIR",
-    help=f"Where the key of records is. [{CACHE}]",
+    help=f"Directory of the key that seals records. [{CACHE}]",
 )
 @debug_option
 def command(action: str, directory: Path | None, yes: bool, cache: Path) -> int:
@@ -101,7 +101,7 @@ def _stat(paths: list[Path]) -> None:
 
 
 def _verify(path: Path, secret: bytes) -> bool:
-    """Whether anything is wrong."""
+    """Check a store, print what is wrong, and return whether anything is."""
     from penstock.kv.store.cachedir import survey, verify
 
     done, began = [0], time.perf_counter()

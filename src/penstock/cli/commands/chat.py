@@ -10,7 +10,7 @@ import click
 
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
-from penstock.cli.answer import Answer, follow, json_line, record, remark
+from penstock.cli.answer import TimedAnswer, follow, json_line, record, remark
 from penstock.cli.command import Command, option
 from penstock.cli.conversation import Conversation
 from penstock.cli.live import LiveLine
@@ -54,7 +54,7 @@ EXAMPLES = r"""
     metavar="N",
     help="Most tokens of an answer. [what the context has room for]",
 )
-@option(OUTPUT, "--json", is_flag=True, help="One JSON object per answer, and nothing else, on stdout.")
+@option(OUTPUT, "--json", is_flag=True, help="Print one JSON object an answer, and nothing else, on stdout.")
 @common_options
 @click.pass_context
 def command(ctx: click.Context, /, **settings: object) -> None:
@@ -75,23 +75,23 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         if typed := is_terminal(sys.stdin):
             say("/help lists the commands, Ctrl-D leaves", faint=True)
         flags = {name: asked[name] for name in ("json", "quiet", "verbose")}
-        Chat(llm, config, params, conversation, typed=typed, **flags).talk()
+        ChatSession(llm, config, params, conversation, typed=typed, **flags).talk()
 
 
 class Leave(Exception):
-    """/exit was said."""
+    """Raised when /exit was typed."""
 
 
 @dataclass(slots=True)
-class Chat:
-    """The loop: a line in, an answer out."""
+class ChatSession:
+    """The loop of a chat: a line in, an answer out."""
 
     llm: "LLM"
     config: Config
     params: SamplingParams
     conversation: Conversation
     typed: bool
-    """By a person, whose mistakes end nothing; from a pipe they end the chat."""
+    """Whether a person types the lines. Mistakes then end nothing; from a pipe they end the chat."""
     json: bool = False
     quiet: bool = False
     verbose: bool = False
@@ -99,6 +99,7 @@ class Chat:
     """Ctrl-C was pressed, and nothing was said since: once more leaves."""
 
     def talk(self) -> None:
+        """Answer lines until the user leaves, or stdin ends."""
         for line in self._typed_lines() if self.typed else _piped_lines():
             try:
                 self._take(line)
@@ -134,7 +135,7 @@ class Chat:
             yield line
 
     def _take(self, line: str) -> None:
-        """A message or a command."""
+        """Answer a message, or obey a command."""
         if line.startswith("//"):
             self._answer(line[1:])
         elif line.startswith("/"):
@@ -193,7 +194,7 @@ class Chat:
             self.conversation.turns.append((line, output.text))
         self._remark(answer, full=not stopped and answer.tokens >= room)
 
-    def _remark(self, answer: Answer, *, full: bool) -> None:
+    def _remark(self, answer: TimedAnswer, *, full: bool) -> None:
         if self.verbose:
             remark(answer)
         if full and answer.outputs[0].finish is FinishReason.LENGTH:
@@ -205,7 +206,7 @@ class Chat:
 
 
 def _ask() -> str:
-    """A line from the terminal. Raises EOFError and KeyboardInterrupt."""
+    """Read a line from the terminal. Raises EOFError and KeyboardInterrupt."""
     if is_terminal(sys.stdout):
         return input("> ")
     click.echo("> ", nl=False, err=True)  # input() would write it among the answers

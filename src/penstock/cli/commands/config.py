@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import click
 
-from penstock.base.config import Config
 from penstock.base.errors import PenstockError
 from penstock.cli.command import USUAL_CONFIG, Command, Session, debug_option, option
 from penstock.cli.commands.serve import KEYS, api_keys, keys_in_environment
-from penstock.cli.configfile import MODEL, Commands, ConfigFile, all_commands, read, settable
+from penstock.cli.configfile import Commands, ConfigFile, all_commands, read, settable
 from penstock.cli.options import sampling_params
 from penstock.cli.terminal import one_line, say
 
@@ -34,7 +32,7 @@ _EXAMPLES = """
     "shown",
     metavar="NAME",
     default=_USUAL,
-    help=f"Whose settings are printed. [{_USUAL}]",
+    help=f"Command to print the settings of. [{_USUAL}]",
 )
 @debug_option
 @click.pass_context
@@ -75,7 +73,7 @@ def command(ctx: click.Context, /, action: str, file: Path | None, shown: str) -
 
 
 def _faults(given: ConfigFile, root: click.Context, commands: Commands) -> Iterator[str]:
-    """Of keys, and of each value for each command that it is for."""
+    """Yield what is wrong with keys, and with each value for each command that it is for."""
     for fault in given.faults(commands):
         yield f"{given.path}: {fault}"
     for name, some in commands.items():
@@ -89,7 +87,7 @@ def _faults(given: ConfigFile, root: click.Context, commands: Commands) -> Itera
 
 
 def _made(name: str, one: click.Command, root: click.Context) -> click.Context:
-    """The command, as if it were called with nothing but what it cannot do without."""
+    """Parse the command as if it were called with nothing but the arguments that it needs."""
     arguments = [
         parameter for parameter in one.params if isinstance(parameter, click.Argument) and parameter.required
     ]
@@ -105,14 +103,8 @@ def _made(name: str, one: click.Command, root: click.Context) -> click.Context:
 
 
 def _joint(name: str, made: click.Context) -> Iterator[str]:
-    """What is wrong with values that their flags alone do not refuse."""
-    told = {
-        field.name: value
-        for field in fields(Config)
-        if field.name != MODEL and (value := made.params.get(field.name)) is not None
-    }
+    """Yield what is wrong with values that their flags alone do not refuse."""
     try:
-        Config(Path(), **told)
         if "temperature" in made.params and "verbose" in made.params:
             sampling_params(made)
         if name == _USUAL:
@@ -124,17 +116,17 @@ def _joint(name: str, made: click.Context) -> Iterator[str]:
 
 
 def _lines(given: ConfigFile, name: str, made: click.Context) -> Iterator[str]:
-    """A setting each, as TOML, with where it is from."""
-    told = given.of(name, made.command)
+    """Yield each setting as a line of TOML, with its source."""
+    found = given.of(name, made.command)
     rows = dict[str, tuple[str, str]]()
     for key, parameter in settable(name, made.command).items():
         known = parameter.name or ""
         if name == _USUAL and known == "api_keys" and (keys := keys_in_environment()):
             rows[known] = "", f"{len(keys)} in {KEYS}"
-        elif known in told:
-            table = told[known].table
+        elif known in found:
+            table = found[known].table
             rows[known] = (
-                _toml(key, told[known].value),
+                _toml(key, found[known].value),
                 f"[{table}] in {given.path}" if table else str(given.path),
             )
         elif known not in rows and known in made.params:
@@ -147,7 +139,7 @@ def _lines(given: ConfigFile, name: str, made: click.Context) -> Iterator[str]:
 
 
 def _toml(key: str, value: object) -> str:
-    """A setting as it stands in a file; empty if there is none."""
+    """Return a setting as it stands in a file; empty if there is none."""
     if value is None or isinstance(value, dict):
         return ""
     return f"{key} = {_value(value)}"

@@ -1,16 +1,16 @@
 """`penstock eval`: hides things in long texts, asks a model for them, and shows by length and depth how often
 it is right."""
 
-from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.cli.command import CONTEXT, Command, debug_option, option
-from penstock.cli.live import kv_summary
 from penstock.cli.load import compute_with, loading_bar
 from penstock.cli.options import (
     BEYOND_TRAINED,
@@ -20,9 +20,10 @@ from penstock.cli.options import (
     OUTPUT,
     THREADS,
     far_kv,
+    settings_from,
     with_options,
 )
-from penstock.cli.prompt import SHIPPED_MODEL
+from penstock.cli.summaries import kv_summary
 from penstock.cli.terminal import say
 
 WORK = "Work"
@@ -111,10 +112,10 @@ def command() -> None:
 @command.command(cls=Command, examples=_NEEDLE, short_help="One fact in a long text.")
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @_shared
-def needle(**given: object) -> None:
+def needle(**asked: Any) -> None:
     """Hide one fact in a long text and ask for it. MODEL is a checkpoint directory; left out, it is the small
     model that comes with penstock. Answers are greedy."""
-    _evaluate("needle", ("single",), **given)  # type: ignore[arg-type]  # click's names are the parameters'
+    _evaluate("needle", ("single",), asked)
 
 
 @command.command(
@@ -129,54 +130,38 @@ def needle(**given: object) -> None:
     callback=_tasks,
     default=",".join(TASKS),
     metavar="NAMES",
-    help=f"Some of them. [{','.join(TASKS)}]",
+    help=f"Tasks to run, with commas between. [{','.join(TASKS)}]",
 )
 @_shared
-def ruler(tasks: tuple[str, ...], **given: object) -> None:
+def ruler(**asked: Any) -> None:
     """Four tasks over a long text. single: find one fact; keys: find one fact among many of its kind;
     variables: name all that have one value, directly or through others; words: name the most frequent words
     of a list. MODEL is a checkpoint directory; left out, it is the small model that comes with penstock,
     which was trained for the first two. Answers are greedy."""
-    _evaluate("ruler", tasks, **given)  # type: ignore[arg-type]
+    _evaluate("ruler", asked["tasks"], asked)
 
 
-def _evaluate(
-    name: str,
-    tasks: tuple[str, ...],
-    *,
-    model: Path | None,
-    lengths: tuple[int, ...] | None,
-    depths: int,
-    samples: int,
-    text: Path | None,
-    seed: int,
-    raw: bool,
-    json: bool,
-    out: Path | None,
-    picture: Path | None,
-    threads: int | None,
-    **engine: object,
-) -> None:
-    config = Config(model or SHIPPED_MODEL, max_length=max(lengths) if lengths else None, **engine)  # type: ignore[arg-type]
+def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> None:
+    lengths, out, picture, json = (asked[flag] for flag in ("lengths", "out", "picture", "json"))
+    config = settings_from(Config, asked, model=asked["model"], max_length=max(lengths) if lengths else None)
     for file in (out, picture):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {file}: its directory does not exist")
 
-    compute_with(threads)
+    compute_with(asked["threads"])
     from penstock.api.llm import LLM
     from penstock.bench.machine import machine
     from penstock.evals.prompts import text_of
     from penstock.evals.run import Work, evaluate
 
-    work = Work(name, tasks, lengths, depths, samples, seed, raw)
-    if text is not None:
-        work = replace(work, source=str(text), text=text_of(text))
-    settings = {field.name: getattr(config, field.name) for field in fields(Config)}
+    work = Work(name, tasks, lengths, *(asked[flag] for flag in ("depths", "samples", "seed", "raw")))
+    if asked["text"] is not None:
+        work = replace(work, source=str(asked["text"]), text=text_of(asked["text"]))
     with loading_bar(json) as loading:
-        llm = LLM(**settings, progress=False if json else None, loading=loading)
+        llm = LLM.from_config(config, progress=False if json else None, loading=loading)
     with llm:
         tell: Callable[[str], None] = (lambda _: None) if json else (lambda line: say(line, faint=True))
-        report = evaluate(llm, work, str(model) if model else "shipped", tell)
+        report = evaluate(llm, work, str(asked["model"] or "shipped"), tell)
         kv = llm.booted.engine.kv_stats()
     if kv is not None and kv.streams:
         tell(kv_summary(kv, report.seconds))

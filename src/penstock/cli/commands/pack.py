@@ -13,6 +13,7 @@ from penstock.base.config import CACHE
 from penstock.base.errors import CheckpointError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
+from penstock.cli.progress import progress_bar
 from penstock.cli.terminal import is_terminal, say
 
 PACK = "Pack"
@@ -26,22 +27,22 @@ EXAMPLES = """
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model", type=click.Path(path_type=Path))
 @option(
-    PACK, "--out", type=click.Path(path_type=Path), metavar="DIR", help="The pack's directory. [MODEL.pack]"
+    PACK, "--out", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the pack. [MODEL.pack]"
 )
 @option(
     PACK,
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="What to store weights as. [the model's]",
+    help="Data type to store weights in. [the model's]",
 )
 @option(
     PACK,
     "--store",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="Weights go to this file or block device. [DIR/weights.bin]",
+    help="File or block device for the weights. [DIR/weights.bin]",
 )
-@option(PACK, "--verify", is_flag=True, help="MODEL is a pack: check every byte of it.")
+@option(PACK, "--verify", is_flag=True, help="Check every byte of MODEL, a pack.")
 @debug_option
 def command(model: Path, out: Path | None, dtype: str | None, store: Path | None, verify: bool) -> None:
     """Write the weights of MODEL, a checkpoint directory, as one run of bytes for each group, in the order of
@@ -103,21 +104,10 @@ def _verify(path: Path) -> None:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar of `total` bytes on a terminal, to be told of the bytes that are done."""
+    """Show a bar of `total` bytes on a terminal. Yields what is called with bytes as they are done."""
     if not is_terminal(sys.stderr):
         yield None
         return
-    from rich.console import Console  # 40 ms, and only a terminal wants it
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
+    with progress_bar(what, total) as bar:
+        [task] = bar.task_ids
         yield lambda done: bar.advance(task, done)

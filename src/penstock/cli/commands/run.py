@@ -37,8 +37,10 @@ EXAMPLES = r"""
 
 
 class Screen:
-    """Writes outputs one below the other, the first as it grows. What later ones say before their turn is
-    held back."""
+    """The outputs on stdout, one below the other, the first as it grows.
+
+    Pieces of later outputs are held back until their turn.
+    """
 
     def __init__(self, outputs: int, echo: str = "", put: Callable[..., None] = write) -> None:
         """echo: the prompt that the outputs continue, to be written before them. put: writes, as
@@ -52,6 +54,7 @@ class Screen:
         self._head()
 
     def show(self, delta: "Delta") -> None:
+        """Write a piece, or hold it back."""
         self._ended[delta.index] = delta.finish_reason is not None
         if delta.index != self._turn:
             self._held[delta.index].append(delta.text)
@@ -64,6 +67,7 @@ class Screen:
                 self._write("".join(self._held[self._turn]))
 
     def end(self) -> None:
+        """End the last line."""
         if self._line_open:
             self._write("\n")
 
@@ -102,12 +106,12 @@ class Screen:
     help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]",
 )
 @option(SAMPLING, "-n", "n", type=int, default=1, metavar="N", help="Independent outputs. [1]")
-@option(OUTPUT, "--json", is_flag=True, help="One JSON object at the end, and nothing else, on stdout.")
+@option(OUTPUT, "--json", is_flag=True, help="Print one JSON object at the end, and nothing else, on stdout.")
 @option(
     OUTPUT,
     "--echo/--no-echo",
     default=None,
-    help="The prompt before its continuation. [only if typed, and on a terminal]",
+    help="Write the prompt before its continuation. [if it is typed, on a terminal]",
 )
 @option(
     OUTPUT,
@@ -162,8 +166,10 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:
-    """With the usual number of tokens where none was asked for, or fewer if a prompt of `length` tokens
-    leaves less room."""
+    """Return the params with the usual number of tokens if none was asked for.
+
+    There are fewer if a prompt of `length` tokens leaves less room.
+    """
     room = llm.booted.engine.scheduler.longest - length
     if (
         params.max_tokens is not None or room < 1

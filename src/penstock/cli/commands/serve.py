@@ -13,11 +13,13 @@ from click.core import ParameterSource
 
 from penstock.base.config import Config, launched
 from penstock.base.errors import ConfigError
-from penstock.cli.command import Command, Session, option
+from penstock.base.setting import settings_of
+from penstock.cli.command import Command, Decorator, Session, option
 from penstock.cli.load import load
-from penstock.cli.options import engine_config, engine_options
+from penstock.cli.options import engine_config, engine_options, flag, settings_from, with_options
 from penstock.cli.terminal import say
-from penstock.server.parsing.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
+from penstock.server.fleet.scale import Scale, bounds
+from penstock.server.settings import AnswerSettings, Listening
 from penstock.server.tenants import Key
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ SERVER, REPLICAS, LIMITS, LOG = "Server options", "Replicas", "Limits", "Log"
 FORMATS, LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 KEYS = "PENSTOCK_API_KEYS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_DECLARED = {one.name: one for kind in (Listening, AnswerSettings, Scale) for one in settings_of(kind)}
 _LOG = logging.getLogger("penstock")
 EXAMPLES = """
   penstock serve                                         the model that comes with penstock, at http://127.0.0.1:8000
@@ -38,46 +41,35 @@ EXAMPLES = """
 
 
 def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    from penstock.server.fleet.scale import bounds
-
     try:
         return None if value is None else bounds(value)
     except ConfigError as error:
         raise click.BadParameter(str(error), ctx, parameter) from error
 
 
+def _flags(section: str, *names: str) -> Decorator:
+    """Return the flags of settings that a server, its answers or its replicas declare."""
+    return with_options(*(flag(_DECLARED[name], section) for name in names))
+
+
 @click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model", required=False, type=click.Path(path_type=Path))
-@option(
-    SERVER,
-    "--host",
-    default="127.0.0.1",
-    metavar="ADDRESS",
-    help="Where to listen; 0.0.0.0 is everywhere. [127.0.0.1]",
-)
-@option(
-    SERVER,
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    metavar="N",
-    help="Where to listen; 0 is any free one. [8000]",
-)
+@_flags(SERVER, "host", "port")
 @option(
     SERVER,
     "--name",
     "names",
     multiple=True,
     metavar="NAME",
-    help="What clients call the model; may be repeated. [its directory's]",
+    help="Name of the model for clients; may be repeated. [its directory's]",
 )
 @option(
     SERVER,
     "--api-keys",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"Keys, one a line, of which a client must send one. [{KEYS}, with commas between; else anybody "
-    "may ask]",
+    help="File of keys, one a line; a client must send one of them. "
+    f"[{KEYS}, with commas between; without keys all may ask]",
 )
 @option(
     SERVER,
@@ -85,109 +77,25 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
     "allow_hosts",
     multiple=True,
     metavar="NAME",
-    help="Without keys: a name to answer to, beside addresses and localhost; may be repeated.",
+    help="Name that this machine answers to without keys, beside its addresses; may be repeated.",
 )
 @option(
     SERVER,
     "--without-keys",
     is_flag=True,
-    help="Let anybody who reaches --host use this server, though there are no keys.",
+    help="Serve all who reach --host, though there are no keys.",
 )
-@option(
-    SERVER,
-    "--share-prefixes",
-    is_flag=True,
-    help="Let clients of all keys find each other's prefixes; how fast tells of them.",
-)
-@option(
-    LIMITS,
-    "--queue",
-    type=click.IntRange(min=0),
-    default=256,
-    metavar="N",
-    help="Outputs that may wait; beyond it is 429. [256]",
-)
-@option(
-    LIMITS,
-    "--max-body",
-    type=click.IntRange(min=1024),
-    default=32 << 20,
-    metavar="BYTES",
-    help="Of a request. [32 MiB]",
-)
-@option(
-    LIMITS,
-    "--request-timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="S",
-    help="Seconds a request may take. [any]",
-)
-@option(
-    LIMITS,
-    "--patience",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    metavar="S",
-    help="Seconds for requests to end at the end. [30]",
-)
-@option(
-    LIMITS,
-    "--max-kept",
-    type=click.IntRange(min=0),
-    default=64 << 20,
-    metavar="BYTES",
-    help="Of responses to go on with. [64 MiB]",
-)
-@option(
-    SERVER,
-    "--tool-parser",
-    type=click.Choice(TOOL_PARSERS),
-    default=AUTO,
-    help="How the model writes tool calls. [as its template]",
-)
-@option(
-    SERVER,
-    "--reasoning-parser",
-    type=click.Choice(REASONING_PARSERS),
-    default=AUTO,
-    help="And its reasoning. [as its template]",
-)
+@_flags(SERVER, "share_prefixes")
+@_flags(LIMITS, "queue", "max_body", "request_timeout", "patience", "max_kept")
+@_flags(SERVER, "tool_parser", "reasoning_parser")
 @option(
     REPLICAS,
     "--replicas",
     callback=_replicas,
     metavar="N",
-    help="So many engines, on Ray; MIN:MAX: as there is work. [one, without]",
+    help="Engines to start on Ray; MIN:MAX for as many as there is work for. [one engine, without Ray]",
 )
-@option(
-    REPLICAS,
-    "--ray-address",
-    metavar="ADDRESS",
-    help="Of a cluster, on a machine of it; auto finds it. [a new one, here]",
-)
-@option(
-    REPLICAS,
-    "--replica-cpus",
-    type=click.FloatRange(0, min_open=True),
-    metavar="N",
-    help="CPUs of each. [equal parts; 1 with GPUs]",
-)
-@option(
-    REPLICAS,
-    "--scale-up-after",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    metavar="S",
-    help="Seconds with work for more. [30]",
-)
-@option(
-    REPLICAS,
-    "--scale-down-after",
-    type=click.FloatRange(min=0),
-    default=600.0,
-    metavar="S",
-    help="Seconds with too little. [600]",
-)
+@_flags(REPLICAS, "ray_address", "replica_cpus", "scale_up_after", "scale_down_after")
 @option(
     SERVER,
     "--quiet",
@@ -200,10 +108,13 @@ def _replicas(ctx: click.Context, parameter: click.Parameter, value: str | None)
     "--log-format",
     type=click.Choice(FORMATS),
     default="text",
-    help="A line of text or a JSON object for each event. [text]",
+    help="Format of the log: a line of text or a JSON object an event. [text]",
 )
 @option(
-    LOG, "--log-level", type=click.Choice(LEVELS), help="What to tell at least. [info; with --quiet warning]"
+    LOG,
+    "--log-level",
+    type=click.Choice(LEVELS),
+    help="Least level of events in the log. [info; with --quiet warning]",
 )
 @engine_options
 @click.pass_context
@@ -218,27 +129,17 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     asked = ctx.params
     try:
         from penstock.server.app import Settings
-        from penstock.server.run import Listening, serve
+        from penstock.server.run import serve
         from penstock.server.watching.logs import last_line, logged, note
         from penstock.server.watching.telemetry import traced
     except ModuleNotFoundError as missing:
         raise ConfigError(
             f"serving needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
         ) from missing
-    from penstock.api.llm import SHIPPED_MODEL  # torch, after what could be checked without it
-
-    model = SHIPPED_MODEL if asked["model"] is None else asked["model"]
-    config = engine_config(ctx, model, None)
-    names = asked["names"] or (model.resolve().name,)
-    parsers = asked["tool_parser"], asked["reasoning_parser"]
-    there = Settings(
-        tuple(names),
-        api_keys(ctx),
-        asked["max_body"],
-        *parsers,
-        asked["max_kept"],
-        asked["allow_hosts"],
-        asked["share_prefixes"],
+    config = engine_config(ctx, asked["model"], None)
+    names = asked["names"] or (config.model.resolve().name,)
+    there = settings_from(
+        Settings, asked, names=tuple(names), keys=api_keys(ctx), allow_hosts=asked["allow_hosts"]
     )
     if not (there.keys or asked["without_keys"] or asked["host"] in LOOPBACK):
         raise ConfigError(
@@ -246,9 +147,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
             "them with --api-keys, or say "
             "--without-keys if anybody may use this server"
         )
-    listening = Listening(
-        asked["host"], asked["port"], asked["queue"], asked["patience"], asked["request_timeout"]
-    )
+    listening = settings_from(Listening, asked)
     quiet, as_json = asked["quiet"], asked["log_format"] == "json"
     session = ctx.find_object(Session)
     if session is not None and as_json:
@@ -295,7 +194,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
 
 
 def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
-    """The replicas that were asked for. Raises ConfigError."""
+    """Return the replicas that were asked for. Raises ConfigError."""
     if launched() is not None:
         raise ConfigError(
             "replicas are started by Ray, and this process was by torchrun; start one penstock serve, "
@@ -307,29 +206,21 @@ def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":
         raise ConfigError(
             "replicas need ray, which is not installed; pip install 'penstock[ray]'"
         ) from missing
-    from penstock.server.fleet.scale import Scale
-
     least, most = asked["replicas"]
-    scale = Scale(
-        least,
-        most,
-        asked["ray_address"],
-        asked["replica_cpus"],
-        asked["scale_up_after"],
-        asked["scale_down_after"],
-    )
+    scale = settings_from(Scale, asked, least=least, most=most)
     return Replicas(config, scale, name, asked["patience"])
 
 
 def keys_in_environment() -> tuple[Key, ...]:
+    """Return the keys in PENSTOCK_API_KEYS."""
     return tuple(Key(key.strip().encode()) for key in os.environ.get(KEYS, "").split(",") if key.strip())
 
 
 def api_keys(ctx: click.Context) -> tuple[Key, ...]:
-    """Of which a client must send one: from the file that was typed, else from the environment, else from the
-    file that settings name.
+    """Return the keys; a client must send one of them. Raises ConfigError.
 
-    Raises ConfigError."""
+    They are from the file that was typed, else from the environment, else from the file that settings name.
+    """
     file: Path | None = ctx.params["api_keys"]
     typed = ctx.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE
     if file is None or (not typed and keys_in_environment()):
@@ -346,7 +237,7 @@ def api_keys(ctx: click.Context) -> tuple[Key, ...]:
 
 
 def _key(line: str, file: Path) -> Key:
-    """A key, and what stands behind a tab: the least number that it may send for `priority`."""
+    """Read a line of the file: a key, and behind a tab the least number that it may send for `priority`."""
     text, tab, granted = line.partition("\t")
     name, _, number = granted.strip().partition("=")
     if tab and (name != "priority" or not re.fullmatch(r"-?\d{1,9}", number)):

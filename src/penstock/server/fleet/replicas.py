@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import ceil, floor
 from pathlib import Path
 from threading import Event
@@ -83,11 +83,7 @@ class Replica:
         settings = _within(config, neighbours)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._metrics = Metrics()
-        self._llm = await asyncio.to_thread(
-            lambda: LLM(
-                **{field.name: getattr(settings, field.name) for field in fields(Config)}, progress=False
-            )
-        )
+        self._llm = await asyncio.to_thread(LLM.from_config, settings, progress=False)
         self._desk = Desk(self._llm, self._metrics, queue=sys.maxsize)  # Those who wait are counted in front.
         self._metrics.watch(self._llm, self._desk)
         self._watch = Watch(self._llm, self._desk, model)
@@ -200,9 +196,9 @@ class Replicas:
             logging.getLogger(name).setLevel(logging.ERROR)
         quiet = {"log_to_driver": False, "configure_logging": False, "namespace": "penstock"}
         try:
-            if self._scale.address is not None:
-                _knock(self._scale.address)
-                ray.init(address=self._scale.address, **quiet)
+            if self._scale.ray_address is not None:
+                _knock(self._scale.ray_address)
+                ray.init(address=self._scale.ray_address, **quiet)
             else:
                 # Nothing is told to anybody outside, and how much memory replicas take has been decided.
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -216,7 +212,7 @@ class Replicas:
                     **quiet,
                 )
         except (OSError, RayError, RuntimeError, ValueError) as fault:
-            what = "started" if self._scale.address is None else f"reached at {self._scale.address}"
+            what = "started" if self._scale.ray_address is None else f"reached at {self._scale.ray_address}"
             raise ConfigError(f"Ray cannot be {what}: {_line(str(fault))}; see docs/scale-out.md") from fault
 
     def _deploy(self) -> None:
@@ -228,7 +224,7 @@ class Replicas:
                 f"{_counted(self._scale.least, 'replica')} were asked for, each with {asked}, but there is "
                 f"room for {sum(room)}"
             )
-            if self._scale.address is None:
+            if self._scale.ray_address is None:
                 raise ConfigError(
                     f"{what} on this machine; ask for fewer, or name a cluster with --ray-address"
                 )
@@ -275,10 +271,10 @@ class Replicas:
                 min_replicas=scale.least,
                 max_replicas=scale.most,
                 target_ongoing_requests=rows,
-                upscale_delay_s=scale.up,
-                downscale_delay_s=scale.down,
+                upscale_delay_s=scale.scale_up_after,
+                downscale_delay_s=scale.scale_down_after,
                 metrics_interval_s=_PERIOD,
-                look_back_period_s=min(max(2 * _PERIOD, scale.up), _LONGEST_PERIOD),
+                look_back_period_s=min(max(2 * _PERIOD, scale.scale_up_after), _LONGEST_PERIOD),
             )
         }
 
@@ -292,14 +288,14 @@ class Replicas:
                 f"{device.partition(':')[0]}"
             )
         if device != "cpu" and any(node.get("GPU", 0) for node in nodes):
-            return {"GPU": ranks, "CPU": self._scale.cpus or 1}
+            return {"GPU": ranks, "CPU": self._scale.replica_cpus or 1}
         if device not in ("auto", "cpu"):
             raise DeviceError(
                 f"device {device} was asked for, but Ray knows of no GPUs; ask for the CPU, or start Ray "
                 "where they are"
             )
-        if self._scale.cpus:
-            return {"CPU": self._scale.cpus}
+        if self._scale.replica_cpus:
+            return {"CPU": self._scale.replica_cpus}
         cpus = [node["CPU"] for node in nodes if node.get("CPU", 0)]
         if not cpus:
             raise ConfigError(

@@ -1,22 +1,42 @@
 """How many replicas there are to be, and where."""
 
 from dataclasses import dataclass
+from math import inf
 
 from penstock.base.errors import ConfigError
+from penstock.base.setting import Declared, setting
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """least, most: replicas; between them there are as many as there is work for. address: of a Ray cluster;
-    None is one of its own, on this machine. cpus: CPUs for each, None is an equal part of the machine, or one
-    beside GPUs. up, down: seconds for which there must be work for more, or for fewer, before there are."""
+class Scale(Declared):
+    """The replicas of a server: at least `least`, and up to `most` as there is work. Raises ConfigError."""
 
     least: int
     most: int
-    address: str | None = None
-    cpus: float | None = None
-    up: float = 30.0
-    down: float = 600.0
+    ray_address: str | None = setting(
+        None,
+        help="Address of a Ray cluster, on a machine of it; auto finds it.",
+        usual="a new cluster, on this machine",
+    )
+    replica_cpus: float | None = setting(
+        None,
+        help="CPUs of each replica.",
+        usual="equal parts; 1 beside GPUs",
+        limits=(0.001, inf),
+        unit="CPUs",
+    )
+    scale_up_after: float = setting(
+        30.0,
+        help="Seconds with work for more replicas after which there are more.",
+        limits=(0, inf),
+        unit="seconds",
+    )
+    scale_down_after: float = setting(
+        600.0,
+        help="Seconds with too little work after which there are fewer.",
+        limits=(0, inf),
+        unit="seconds",
+    )
 
     def __str__(self) -> str:
         if self.least < self.most:
@@ -25,7 +45,7 @@ class Scale:
 
 
 def bounds(text: str) -> tuple[int, int]:
-    """The least and the most that are meant by `N` or `MIN:MAX`. Raises ConfigError."""
+    """Return the least and the most that are meant by `N` or `MIN:MAX`. Raises ConfigError."""
     least, colon, most = text.partition(":")
     numbers = (least, most if colon else least)
     if not all(number.isascii() and number.isdigit() and int(number[:9]) > 0 for number in numbers) or int(

@@ -8,7 +8,15 @@ from time import perf_counter
 import torch
 
 from penstock.api.llm import LLM
-from penstock.base.meter import Counts, KVStats, MissedStats, Passes, Prompt, TierStats, WeightStats
+from penstock.base.meter import (
+    KVStats,
+    MeterSample,
+    MissedStats,
+    Passes,
+    PromptProgress,
+    TierStats,
+    WeightStats,
+)
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
 from penstock.server.desk import Call, Desk
@@ -137,7 +145,7 @@ class State:
 class _Look:
     """What was counted at a moment."""
 
-    counts: Counts
+    counts: MeterSample
     stats: Stats
 
 
@@ -150,12 +158,12 @@ class Watch:
         self._device = device_name(llm.booted.device)
         self._longest = llm.booted.engine.scheduler.longest
         self._seen = deque[_Look]()
-        self._prompt: tuple[Call, Prompt] | None = None
+        self._prompt: tuple[Call, PromptProgress] | None = None
 
     def look(self) -> State:
         booted, stats = self._llm.booted, self._desk.stats
         weights, kv = booted.weights.stats(), booted.engine.kv_stats()
-        now = _Look(Counts(perf_counter(), weights, kv), stats)
+        now = _Look(MeterSample(perf_counter(), weights, kv), stats)
         first = self._since(now)
         seconds = now.counts.when - first.counts.when
 
@@ -207,7 +215,7 @@ class Watch:
             self._prompt = None
             return None
         if self._prompt is None or self._prompt[0] is not call:
-            self._prompt = call, Prompt(len(call.ready.tokens), now, progress.computed)
+            self._prompt = call, PromptProgress(len(call.ready.tokens), now, progress.computed)
         prompt = self._prompt[1]
         prompt.see(now, progress.reached, progress.computed)
         if now - prompt.begin < _PATIENCE:

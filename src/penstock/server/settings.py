@@ -1,0 +1,72 @@
+"""The settings of `penstock serve`, declared once: checks, flags and docs/settings.md come from here."""
+
+from dataclasses import dataclass
+from math import inf
+
+from penstock.base.setting import MOST, Declared, setting
+from penstock.server.parsing.dialects import AUTO, REASONING_PARSERS, TOOL_PARSERS
+
+LEAST_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Listening(Declared):
+    """Where a server listens, and how long requests may wait and take. Raises ConfigError."""
+
+    host: str = setting("127.0.0.1", help="Address to listen at; 0.0.0.0 is every one of this machine.")
+    port: int = setting(8000, help="Port to listen at; 0 is any that is free.", limits=(0, 65535))
+    queue: int = setting(
+        256,
+        help="Outputs that may wait; a request beyond them gets status 429.",
+        limits=(0, MOST),
+        unit="outputs",
+    )
+    request_timeout: float | None = setting(
+        None,
+        help="Seconds that a request may take.",
+        usual="no limit",
+        limits=(LEAST_SECONDS, inf),
+        unit="seconds",
+    )
+    patience: float = setting(
+        30.0,
+        help="Seconds that requests have to end when the server is stopped.",
+        limits=(0, inf),
+        unit="seconds",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSettings(Declared):
+    """How requests are read and answers written. Raises ConfigError."""
+
+    max_body: int = setting(
+        32 << 20,
+        help="Most bytes in a request.",
+        usual="32 MiB",
+        limits=(1024, inf),
+        unit="bytes",
+    )
+    max_kept: int = setting(
+        64 << 20,
+        help="Most bytes of responses to keep, for clients that go on with them.",
+        usual="64 MiB",
+        limits=(0, inf),
+        unit="bytes",
+    )
+    tool_parser: str = setting(
+        AUTO,
+        help="Format in which the model writes tool calls.",
+        details="auto reads it from the chat template.",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        AUTO,
+        help="Format in which the model writes its reasoning.",
+        details="auto reads it from the chat template.",
+        choices=REASONING_PARSERS,
+    )
+    share_prefixes: bool = setting(
+        False,
+        help="Share cached prefixes between keys; how fast an answer comes then shows what others sent.",
+    )
