@@ -185,13 +185,13 @@ class Tiles(Protocol):
     K `[keys, kv_heads, dim]` and V have the same strides. There may be more keys than are valid.
     """
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def take(self) -> tuple[Tensor, ...]:
         """Lend the next tile."""
 
     def release(self) -> None:
         """Give the lent tile back."""
 
-    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def choose(self, reader: int, q: Tensor, lse: Tensor, scale: float) -> Iterator[tuple[Tensor, ...]]:
         """Yield what a policy chooses for these queries, tile after tile; each is lent until the next is.
 
         reader: number of who looks: `choosing_rows` first, then `choosing_runs`.
