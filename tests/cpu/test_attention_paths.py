@@ -274,11 +274,13 @@ def test_dense_is_its_reference(dim_v: int, causal: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_are_what_torch_computes_bit_for_bit() -> None:
-    """By the call that also returns the log-sum-exp."""
+@pytest.mark.parametrize("heads", [2, 4])
+def test_the_output_is_the_same_bits_with_and_without_log_sum_exp(heads: int) -> None:
     rng = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(3, 2, tokens, DIM, generator=rng) for tokens in (4, 37, 37))
+    q, k, v = (torch.randn(3, each, 37, DIM, generator=rng) for each in (heads, 2, 2))
     mask = torch.rand(3, 1, 1, 37, generator=rng) > 0.3
     for seen in (None, mask):
-        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=SCALE)
-        assert torch.equal(masked(q, k, v, scale=SCALE, mask=seen, lse=False)[0], want)
+        out, lse = masked(q, k, v, scale=SCALE, mask=seen, lse=True)
+        assert torch.equal(masked(q, k, v, scale=SCALE, mask=seen, lse=False)[0], out)
+        assert lse is not None
+        assert lse.shape == q.shape[:3]

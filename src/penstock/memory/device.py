@@ -22,25 +22,26 @@ from penstock.base.errors import DeviceError
 from penstock.base.units import format_size
 
 _MOST_OUTSIDE = 1 << 30
-"""What a CUDA context takes at most; what is missing beyond that belongs to other processes."""
+"""Bytes that a CUDA context takes at most; what is missing beyond that belongs to other processes."""
 _TABLES = 512
-"""Host memory is mapped for the device in pages of 4096 bytes, each of which takes 8 there."""
+"""Bytes of host memory for each byte of the device's page tables: a page of 4096 takes 8 there."""
 _SHORT = (
     "DefaultCPUAllocator",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""How torch says that memory has run out where it raises no error of its own for that."""
+"""Texts by which torch says that memory has run out where it raises no error of its own for that."""
 _PACKED = 5 << 20
-"""What MKL takes for each thread, measured: 4.7 MiB for products in float32; oneDNN takes 0.4 for those in
-bfloat16."""
+"""Bytes that MKL takes for each thread, measured: 4.7 MiB for products in float32; oneDNN takes 0.4 for those
+in bfloat16."""
 _MODULES = 256 << 20
-"""Kernels that are loaded later."""
+"""Bytes of kernels that are loaded later."""
 _SMALL = 1 << 20
 """Bytes up to which torch allocates tensors from segments for small ones."""
 _SEGMENTS = 22 << 20
-"""What torch takes from CUDA at a time: 20 MiB for tensors of 1 to 10 MiB, and 2 MiB for smaller ones."""
+"""Bytes that torch takes from CUDA at a time: 20 MiB for tensors of 1 to 10 MiB, and 2 MiB for smaller
+ones."""
 
 
 def choose_device(asked: str) -> torch.device:
@@ -229,7 +230,7 @@ def _cgroup_limit() -> int:
 
 
 def _cgroup_usage() -> int:
-    """What the container's processes take, without the file cache, which makes room when it must."""
+    """Return the bytes that the container's processes take, without the file cache."""
     try:
         cached = sum(
             int(line.split()[1])
@@ -315,9 +316,9 @@ def library_buffers(device: torch.device) -> int:
 
 
 def _tensors_at_peak(work: Callable[[], object]) -> int:
-    """What torch's allocator for CPUs gave this thread and has not got back, at most.
+    """Return the most bytes that torch's CPU allocator gave this thread and had not got back.
 
-    torch tells each allocation to a profiler alone. This one is older than torch.profiler; that takes two
+    torch reports each allocation to a profiler alone. This one is older than torch.profiler; that takes two
     seconds and 150 MiB to load.
     """
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())

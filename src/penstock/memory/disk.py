@@ -20,19 +20,20 @@ from typing import NamedTuple, Self
 from penstock.base.errors import PenstockError
 
 REQUEST_BYTES = 8 << 20
-"""Most bytes asked of the kernel at once: few calls per byte, yet enough pieces for several threads to share
-a tensor."""
+"""Bytes asked of the kernel at once, at most: few calls a byte, yet enough pieces for several threads to
+share a tensor."""
 DIRECT_BYTES = 16 << 20
-"""As much past the page cache, where the disk itself gains by large requests."""
+"""Bytes asked at once past the page cache, where the disk itself gains by large requests."""
 DIRECT_ALIGNMENT = 4096
-"""Of addresses, offsets and lengths past the page cache. Many disks would do with 512; none in use wants more
-than a page."""
+"""Bytes to which addresses, offsets and lengths past the page cache are aligned. Many disks would do with
+512; none in use wants more than a page."""
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
-"""What file systems answer that cannot read past the page cache, or not into memory that a driver has
+"""Errors of file systems that cannot read past the page cache, or not into memory that a driver has
 mapped."""
 
 _AT_EMPTY_PATH, _MNT_ID_UNIQUE = 0x1000, 0x4000
-"""Of statx: the file that the descriptor is of; the mount's number, which is never given twice."""
+"""Flags of statx: take the file that the descriptor is of; return the mount's number, which is never given
+twice."""
 
 
 class ReadError(PenstockError):
@@ -249,8 +250,7 @@ class DirectFile(DiskFile):
         super().close()
 
     def _past_cache(self, buffer: memoryview, offset: int) -> int:
-        """How many bytes of `buffer` could be filled directly: fewer than all before the file's end, or where
-        that is refused."""
+        """Fill `buffer` directly; return how many bytes were, fewer at the file's end or if refused."""
         done = 0
         while done < len(buffer):
             try:

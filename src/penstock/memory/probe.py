@@ -30,9 +30,9 @@ _DISK_REQUEST = 16 << 20
 _DISK_THREADS = 8
 _PAGE = 4096
 _DISK_BYTES = 256 << 20
-"""Of a temporary file; an existing one is used from a quarter of this size on."""
+"""Bytes of a temporary file; an existing one is used from a quarter of this size on."""
 _SECONDS = 0.4
-"""How long a measurement is repeated."""
+"""Seconds for which a measurement is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,7 @@ class DiskRate:
     read: float
     file: Path
     temporary: bool
-    """Whether `file` was written for this and is gone again."""
     direct: bool
-    """Whether the page cache was bypassed. If not, it was asked to forget the file first, and may not
-    have."""
 
 
 def memory_read(device: torch.device, most: int | None = None, seconds: float = _SECONDS) -> float:

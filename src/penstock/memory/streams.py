@@ -21,8 +21,8 @@ from penstock.base.errors import DeviceError
 from penstock.memory.runtime import cuda_function
 
 Pieces = NDArray[np.int64]
-"""`[pieces, 3]`: of each its place in the target, its place in the source, and how many bytes it is. None
-overlap in the target."""
+"""int64 `[pieces, 3]`: offset in the target, offset in the source, and bytes of each piece. None overlap in
+the target."""
 
 
 class Ticket(Protocol):

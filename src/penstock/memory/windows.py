@@ -36,7 +36,6 @@ class Window:
             self.close()
             raise
         self.handle = bytes(handle)
-        """By which another process sees it."""
 
     @property
     def address(self) -> int:

@@ -124,9 +124,11 @@ def draw_reference(logits: Tensor, asked: Tensor, *, sorts: bool = True) -> Tens
 
 
 def _draw_among_few(logits: Tensor, asked: Tensor, tokens: Tensor) -> Tensor:
-    """As `draw_reference`, bit for bit, among the likeliest tokens of each row, if what top-k and top-p leave
-    is there; what was asked of the rows where it is not. Sums are over the same numbers in the same order,
-    but for zeros."""
+    """Draw as `draw_reference`, bit for bit, among each row's likeliest tokens, if they are enough.
+
+    Returns the part of `asked` for which they are not. Sums are over the same numbers in the same order, but
+    for zeros.
+    """
     warm, likelihood = _likelihoods(logits[asked[:, 0].long()], asked)
     everything = (
         likelihood.double().cumsum(-1)[:, -1:] if (asked[:, 2] == 0).any() else torch.ones_like(asked[:, :1])

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 _ROUNDING = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
-"""One step of what products of float32 are computed in, by torch's setting: bounds are widened by what the
-arithmetic may have lost."""
+"""Relative rounding step of float32 products, by torch's setting: bounds are widened by what the arithmetic
+may have lost."""
 _ALIGNMENT = 16
 """Bytes of a sketch are a multiple of it, so that its parts can be read as numbers of any size."""
 _QUERIES = 8
-"""Scored at a time: what is held meanwhile is some times so many numbers for each key and head."""
+"""Queries scored at a time: meanwhile some times so many numbers are held for each key and head."""
 
 
 _BLOCKS = 64
-"""Sketched at a time, for the same reason."""
+"""Blocks sketched at a time, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ FIELDS = 6
 """Numbers that describe a row: its number, position and token; and the row and column of a block table that
 has a new block, and that block."""
 LEAST = torch.iinfo(torch.int64).min
-"""What `likeliest` starts from."""
+"""The number that `best` of `likeliest` starts from."""
 NO_TOKEN = -1
-"""In the place of a token, where there is none to take: a logit is not a number."""
+"""The token of a row with a logit that is not a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,10 @@ def masked(
     mask: bool, `[queries, keys]` or with the dims of scores, where 1 is any; None sees all.
     lse: whether the log-sum-exp is needed; else it may be None.
     """
-    if not q.is_cuda:
+    group = q.shape[1] // k.shape[1]
+    if not q.is_cuda and (lse or group > 1):
         return _on_cpu(q, k, v, scale=scale, mask=mask)
-    if (group := q.shape[1] // k.shape[1]) > 1:
+    if group > 1:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     if not lse:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), None

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 UNITS = tl.constexpr(2.0**42)
-"""Of likelihood, in that of the likeliest token."""
+"""Likelihood of the likeliest token, in units."""
 REACH = tl.constexpr(29.2)
 """Nats below the likeliest token: from there on it is less than a unit, since 42 * ln 2 is less."""
 NONE = tl.constexpr(-(1 << 31))
-"""Below the integers of all numbers."""
+"""An integer below those of all numbers."""
 
 # Of a row, in the order of its tally: the integers of its likeliest token and of the bound, and all its
 # likelihood; the bin that top-k ends in, the tokens in the bins above it, and their likelihood; the bins that

@@ -62,19 +62,20 @@ from penstock.ops.triton.threshold import draw_tokens
 _CHUNK = 4096
 """Tokens of a program."""
 _GROUP = 64
-"""Of a chunk, of which the first look notes the likeliest token."""
+"""Tokens of a group, of which the first look notes the likeliest."""
 _BINS = 1024
 _LISTED = 4096
 """Tokens of a row that may be listed."""
 _PART = 1024
-"""Of a list, looked at at a time."""
+"""Tokens of a list that are looked at at a time."""
 _REGISTERS = 64
-"""Of a thread, at most, of the second and the third look: four programs on a multiprocessor, and nothing
-spilt."""
+"""Registers of a thread, at most, in the second and the third look: four programs on a multiprocessor, and
+nothing spilt."""
 _FIELDS = 6
-"""Of a draw: row, temperature, top-k, top-p, min-p and the number that decides."""
+"""Numbers that describe a draw: row, temperature, top-k, top-p, min-p and the random number."""
 _LARGEST = 1 << 20
-"""Of vocabularies: were all tokens as likely as the likeliest, their sum would still be an int64 number."""
+"""Tokens of a vocabulary, at most: were all as likely as the likeliest, their sum would still be an int64
+number."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -14,12 +14,12 @@ from penstock.ops.steps import LEAST, NO_TOKEN
 from penstock.ops.triton.pointwise import in_turn
 
 _CHUNK = 8192
-"""Of a vocabulary, looked at by a program."""
+"""Tokens of the vocabulary that a program looks at."""
 _PAGES = 256
-"""Of a row's table, copied at a time."""
+"""Blocks of a row's table that are copied at a time."""
 _LEAST = tl.constexpr(LEAST)
 _NOT_A_NUMBER = tl.constexpr((1 << 63) - 1)
-"""Above what is made of any number."""
+"""A key above those of all numbers."""
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 

@@ -32,7 +32,7 @@ from penstock.ops.triton.tuning import multiprocessors
 
 _MOST = 256
 _LOOKS = tl.constexpr(256)
-"""Between two looks at the host's word: those are slow."""
+"""Polls between two looks at the host's word, which are slow."""
 _TIMED = not triton.knobs.runtime.interpret
 """The interpreter has no clock."""
 
@@ -75,8 +75,10 @@ def _words(dim: int, dtype: torch.dtype) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What words hold, in float32: their lower halves and their upper ones, or, of float32, themselves
-    twice."""
+    """Return what words hold, in float32: their lower halves and their upper ones.
+
+    Of float32 both are the words themselves.
+    """
     if tl.float32 == KIND:
         low = words.to(tl.float32, bitcast=True)
         high = low

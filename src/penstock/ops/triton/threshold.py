@@ -66,7 +66,7 @@ def draw_tokens(  # type: ignore[no-untyped-def]
 def _edge(  # type: ignore[no-untyped-def]
     of, known, most, nucleus, cut, first, last, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr
 ):
-    """What is left: all beyond the first of two integers, and at it as many tokens as the second says."""
+    """Return two integers: what is left is all beyond the first, and at it as many tokens as the second."""
     _, _, peak, bound, _, _, _ = of
     edge, few, none = bound.to(tl.int64) - 1, tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     left = tl.load(known + CUT_MASS)
@@ -101,8 +101,7 @@ def _add(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """To each chunk's likelihood that of its tokens that were unsure and are beyond the edge, and to its ties
-    those that are at it."""
+    """Add to each chunk's likelihood that of its unsure tokens beyond the edge; count those at it."""
     _, _, peak, _, _, count, VOCAB = of
     for at in range(0, tl.where(count > LISTED, VOCAB, count), PART):
         ids, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
@@ -115,7 +114,7 @@ def _add(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _token(of, sums, chunks, least, number, edge, few, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of what is left the token at which the number falls."""
+    """Return the token of what is left at which the number falls."""
     row, heat, peak, _, _, _, VOCAB = of
     each = tl.arange(0, CHUNKS)
     masses = tl.load(sums + each, mask=each < chunks, other=0, cache_modifier=".cg")
@@ -155,8 +154,10 @@ def _unsure(of, at, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _concerned(of, first, last, below, at, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of these, those in bins [first, last] and beyond `below`: as integers, and in units of likelihood; the
-    others NONE and nothing."""
+    """Return those of PART tokens in bins [first, last] and beyond `below`: integers and likelihood.
+
+    The others are NONE and 0.
+    """
     _, warm, order, bins = _unsure(of, at, BINS, LISTED, PART)
     inside = (bins >= first) & (bins <= last) & (bins < BINS) & (order > below)
     return tl.where(inside, order, NONE), tl.where(inside, mass_of(warm, of[2], 0.0), 0)
@@ -166,9 +167,12 @@ def _concerned(of, first, last, below, at, BINS: tl.constexpr, LISTED: tl.conste
 def _threshold(  # type: ignore[no-untyped-def]
     of, first, last, below, most, goal, BINS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr
 ):
-    """Of the integers beyond `below` the last from which on there are `most` tokens and `goal` of likelihood
-    in bins [first, last]: itself, the tokens beyond it, their likelihood, that with all that are at it, and
-    whether this is but one token; then that may also be anywhere between the integer and the next token."""
+    """Find the last integer beyond `below` from which on are `most` tokens and `goal` of likelihood.
+
+    They are counted in bins [first, last]. Returns the integer, the tokens beyond it, their likelihood, that
+    with all that are at it, and whether this is but one token; then that may also be anywhere between the
+    integer and the next token.
+    """
     _, _, _, _, _, count, VOCAB = of
     stop = tl.where(count > LISTED, VOCAB, count)
     highest, lowest = tl.full([PART], NONE, tl.int32), tl.full([PART], 0x7FFFFFFF, tl.int32)
