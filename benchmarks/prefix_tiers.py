@@ -33,7 +33,7 @@ from weight_streaming import GREEDY, disk_ceiling, link_ceiling, row, sync
 
 from penstock.arch.layout import KVLayout, kv_layout
 from penstock.base.units import format_rate, format_size
-from penstock.bench.measure import EDGE_STEPS, Laps
+from penstock.bench.speed.measure import EDGE_STEPS, Laps
 from penstock.engine.boot import Booted
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.kv.ledger.keys import block_key, root_key

@@ -41,9 +41,9 @@ from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.config import Config
 from penstock.base.meter import WeightStats
 from penstock.base.units import format_rate, format_size, parse_size
-from penstock.bench.measure import Laps
 from penstock.bench.shapes import SHAPES
-from penstock.bench.streaming import scratch
+from penstock.bench.speed.measure import Laps
+from penstock.bench.speed.streaming import scratch
 from penstock.bench.warming import BRIEF, RULE, Rule, Timed, timed
 from penstock.engine.boot import Booted, boot
 from penstock.engine.forecast import CONTEXT, FIXED, PROCESS, Machine, Work, forecast

@@ -65,6 +65,7 @@ class TestFinds:
                 "To be read.",
             ),
             ('def _f():\n    """A block of tokens."""\n', "verb", "A block of tokens."),
+            ('def _f():\n    """Reads a file."""\n', "verb", "Reads a file."),
         ],
     )
     def test_what_is_over_a_limit(self, tmp_path: Path, table: Path, text: str, rule: str, name: str) -> None:
@@ -99,6 +100,7 @@ class TestFinds:
             'class A:\n    """Hold."""\n\n    def f(self, a, b):\n        """Return it."""\n',
             'def _f():\n    """`x` holds: A block that is read is What Of."""\n',
             'def _f():\n    """Blocks hold it. Of blocks."""\n',
+            'class _A:\n    """Reads a file."""\n',
         ],
     )
     def test_nothing_where_limits_are_kept(self, tmp_path: Path, table: Path, text: str) -> None:
@@ -148,7 +150,7 @@ class TestLists:
         before, findings = table.read_text(), list(house.find(project, House.read(table)))
         refusal = house.write(table, findings, 2, grow=False)
         assert refusal is not None
-        assert "parameters from 0 to 1" in refusal
+        assert "parameters: src/one.py: _f" in refusal
         assert table.read_text() == before
         assert house.write(table, findings, 2, grow=True) is None
         assert House.read(table).debts == {("parameters", "src/one.py", "_f")}

@@ -80,7 +80,7 @@ def command(
     from penstock.api.llm import (
         SHIPPED_MODEL,
     )  # torch: 1.2 s on two cores; whatever could be checked before has been
-    from penstock.bench.checkup import checkup, describe
+    from penstock.bench.doctor.checkup import checkup, describe
 
     found = checkup(
         config if model else replace(config, model=SHIPPED_MODEL),

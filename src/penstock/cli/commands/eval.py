@@ -166,9 +166,9 @@ def _evaluate(
     from penstock.api.llm import LLM
     from penstock.bench.machine import machine
     from penstock.evals.prompts import text_of
-    from penstock.evals.run import Work, evaluate
+    from penstock.evals.run import EvalWork, evaluate
 
-    work = Work(name, tasks, lengths, depths, samples, seed, raw)
+    work = EvalWork(name, tasks, lengths, depths, samples, seed, raw)
     if text is not None:
         work = replace(work, source=str(text), text=text_of(text))
     settings = {field.name: getattr(config, field.name) for field in fields(Config)}

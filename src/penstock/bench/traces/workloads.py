@@ -1,4 +1,4 @@
-"""Generated workloads for prefix caches, in the format of recorded traces: the same name and seed give the
+"""Generates workloads for prefix caches, in the format of recorded traces: the same name and seed give the
 same requests.
 
 The eviction policy is tuned on the recorded trace and on `TUNED`; what is said of it is measured on
@@ -23,16 +23,21 @@ Keys = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """`keys`: the chained hashes of its blocks. Lengths are in tokens, `timestamp` is in milliseconds."""
+class TraceRequest:
+    """Holds a request of a trace. A fact that the trace does not say is None.
+
+    keys: the chained hashes of its blocks.
+    timestamp: when it came, in milliseconds.
+    input_length, output_length: tokens.
+    """
 
     keys: Keys
-    timestamp: int
-    input_length: int
-    output_length: int
+    timestamp: float | None
+    input_length: int | None
+    output_length: int | None
 
     def line(self) -> str:
-        """The request as a line of a trace file, without its end."""
+        """Return the request as a line of a trace file, without its end."""
         return json.dumps(
             {
                 "timestamp": self.timestamp,
@@ -44,7 +49,7 @@ class Request:
 
 
 class _Tree:
-    """Names blocks: a block's hash stands for its content and for all blocks before it."""
+    """Gives blocks their hashes: one stands for a block's content and for all blocks before it."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, int], int] = {}
@@ -58,7 +63,7 @@ class _Tree:
         return keys
 
     def fresh(self, blocks: int) -> Keys:
-        """Contents that nobody has used."""
+        """Return contents that have not been used."""
         start = self._fresh
         self._fresh += blocks
         return [-1 - content for content in range(start, self._fresh)]
@@ -99,7 +104,8 @@ def _scans(rng: Random, tree: _Tree) -> Contents:
 
 
 def _loops(rng: Random, tree: _Tree) -> Contents:
-    """Evaluation suites that are run again and again, each a loop over its prompts, one beside the other."""
+    """Yield evaluation suites that are run again and again, each a loop over its prompts, one beside the
+    other."""
     suites = [[tree.fresh(rng.randint(3, 12)) for _ in range(size)] for size in (60, 240, 700)]
     at = [0] * len(suites)
     while True:
@@ -142,8 +148,8 @@ def _bursts(rng: Random, tree: _Tree) -> Contents:
 
 
 def _drift(rng: Random, tree: _Tree) -> Contents:
-    """As `zipf`, but what is popular changes a little with each request: documents sink in rank, new ones
-    come in at random ranks."""
+    """Yield requests as `zipf` does, but popularity changes a little with each request: documents sink in
+    rank, new ones come in at random ranks."""
     documents = [tree.fresh(rng.randint(4, 24)) for _ in range(1000)]
     popular = _Popular(len(documents), 1.0)
     while True:
@@ -154,7 +160,7 @@ def _drift(rng: Random, tree: _Tree) -> Contents:
 
 
 def _mixture(rng: Random, tree: _Tree) -> Contents:
-    """Popular documents, a loop, conversations and prompts that never return, all at once."""
+    """Yield popular documents, a loop, conversations and prompts that never return, all at once."""
     parts = [_zipf(rng, tree), _loops(rng, tree), _sessions(rng, tree)]
     while True:
         one = rng.randrange(len(parts) + 1)
@@ -162,8 +168,8 @@ def _mixture(rng: Random, tree: _Tree) -> Contents:
 
 
 def _phases(rng: Random, tree: _Tree) -> Contents:
-    """A loop, then popular documents, then conversations, then bursts, one after the other, for some hundreds
-    of requests each."""
+    """Yield a loop, then popular documents, then conversations, then bursts, one after the other, for some
+    hundreds of requests each."""
     parts = [_loops(rng, tree), _zipf(rng, tree), _sessions(rng, tree), _bursts(rng, tree)]
     while True:
         for part in parts:
@@ -272,8 +278,8 @@ def _batches(rng: Random, tree: _Tree) -> Contents:
 
 
 def _nights(rng: Random, tree: _Tree) -> Contents:
-    """By day questions about one collection, by night about another, with long prompts that never return at
-    any time."""
+    """Yield questions about one collection by day and about another by night, with long prompts that never
+    return at any time."""
     halves = [[tree.fresh(rng.randint(4, 16)) for _ in range(400)] for _ in range(2)]
     popular = _Popular(400, 0.9)
     while True:
@@ -350,8 +356,8 @@ WORKLOADS = tuple(_WORKLOADS)
 TUNED, HELD_OUT = WORKLOADS[::2], WORKLOADS[1::2]
 
 
-def generate(name: str, seed: int = 0, requests: int = 6000) -> list[Request]:
-    """Generates a workload's first `requests` requests. Raises ConfigError for an unknown name."""
+def generate(name: str, seed: int = 0, requests: int = 6000) -> list[TraceRequest]:
+    """Generate a workload's first `requests` requests. Raises ConfigError for an unknown name."""
     make = _WORKLOADS.get(name)
     if make is None:
         raise ConfigError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
@@ -360,7 +366,7 @@ def generate(name: str, seed: int = 0, requests: int = 6000) -> list[Request]:
     for contents in islice(make(rng, tree), requests):
         keys = tree.keys(contents)
         made.append(
-            Request(
+            TraceRequest(
                 keys,
                 int(now),
                 len(keys) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS),
@@ -371,6 +377,6 @@ def generate(name: str, seed: int = 0, requests: int = 6000) -> list[Request]:
     return made
 
 
-def write(path: Path, requests: Sequence[Request]) -> None:
-    """Writes a trace file. Raises OSError."""
+def write(path: Path, requests: Sequence[TraceRequest]) -> None:
+    """Write a trace file. Raises OSError."""
     path.write_text("".join(f"{request.line()}\n" for request in requests), encoding="utf-8")
