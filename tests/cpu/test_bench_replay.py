@@ -255,7 +255,10 @@ def test_what_cannot_be_replayed_is_refused(trace: Path, tmp_path: Path) -> None
     ):
         replay(job(trace, tmp_path, block_tokens=64))
     for field, message in (
-        ({"output_length": None}, "request 1 of .* has no output_length; say how many tokens to answer with"),
+        (
+            {"output_length": None},
+            "request 1 of .* has no output_length; give --output, the tokens of each answer",
+        ),
         (
             {"input_length": 9999},
             "request 1 of .* has 9,999 tokens of prompt in 3 blocks, which are not blocks of 512",
@@ -263,5 +266,5 @@ def test_what_cannot_be_replayed_is_refused(trace: Path, tmp_path: Path) -> None
     ):
         with pytest.raises(ConfigError, match=message):
             replay(job(write(tmp_path / "bad.jsonl", [[1, 2, 3]], **field), tmp_path))
-    with pytest.raises(ConfigError, match="has no timestamp; let requests come as fast as they are served"):
+    with pytest.raises(ConfigError, match="has no timestamp; leave --speed out"):
         replay(job(write(tmp_path / "bad.jsonl", [[1, 2, 3]], timestamp="now"), tmp_path, speed=1.0))

@@ -79,7 +79,7 @@ def draw(report: EvalReport, file: Path) -> None:
     try:
         image.save(file, format="PNG")
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}; name another file") from error
 
 
 def _tops(report: EvalReport) -> dict[str, int]:

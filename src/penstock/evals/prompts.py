@@ -123,7 +123,9 @@ def text_of(path: Path) -> str:
                 with file.open(encoding="utf-8-sig", errors="replace") as opened:
                     texts.append(opened.read(_MOST_TEXT - letters))
             except OSError as error:
-                raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+                raise ConfigError(
+                    f"cannot read {file}: {error.strerror}; give --text a file that can be read"
+                ) from error
             letters += len(texts[-1])
     return "\n\n".join(texts)
 

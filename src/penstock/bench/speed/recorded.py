@@ -151,9 +151,9 @@ def _complete(scale: ReplayScale, request: TraceRequest, number: int) -> None:
     if length is not None and not 0 <= blocks * TRACE_BLOCK - length < TRACE_BLOCK:
         raise ConfigError(
             f"{where} has {length:,} tokens of prompt in {blocks:,} blocks, which are not blocks of "
-            f"{TRACE_BLOCK}"
+            f"{TRACE_BLOCK}; give a trace with blocks of so many tokens"
         )
     if scale.output is None and request.output_length is None:
-        raise ConfigError(f"{where} has no output_length; say how many tokens to answer with")
+        raise ConfigError(f"{where} has no output_length; give --output, the tokens of each answer")
     if scale.speed is not None and request.timestamp is None:
-        raise ConfigError(f"{where} has no timestamp; let requests come as fast as they are served")
+        raise ConfigError(f"{where} has no timestamp; leave --speed out")

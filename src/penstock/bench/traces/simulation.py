@@ -287,7 +287,7 @@ def measure(bench: CacheBench, say: Callable[[str], None] = lambda _: None) -> C
         if not blocks:
             raise ConfigError(
                 f"a room of {format_size(capacity or 0)} holds no block of {format_size(bench.block_bytes)}; "
-                "ask for more"
+                "give larger --rooms, or smaller --block-bytes"
             )
         hits = {name: replay(trace, POLICIES[name](trace, blocks), blocks, first) for name in bench.policies}
         rows.append(CacheRow(capacity, blocks, hits))
@@ -323,7 +323,7 @@ def requests(path: Path) -> list[TraceRequest]:
                 if line.strip():
                     trace.append(_request(line, f"line {number} of {path}"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+        raise ConfigError(f"cannot read the trace {path}: {error}; name a file of JSON lines") from error
     if not any(request.keys for request in trace):
         raise ConfigError(f"the trace {path} asks for no block; each of its lines must be JSON with hash_ids")
     return trace
