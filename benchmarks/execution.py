@@ -1,5 +1,5 @@
-"""The engine where everything fits, beside what the machine allows in the same run: decode, prompts, many
-requests, start, idle time.
+"""Measure the engine where everything fits, beside what the machine allows in the same run: decode, prompts,
+many requests, start, idle time.
 
     PYTHONPATH=src python3 benchmarks/execution.py --out execution.json
     PYTHONPATH=src python3 benchmarks/execution.py --parts decode,idle --graphs off

@@ -1,5 +1,5 @@
-"""Facts hidden in long texts: does the shipped model find them as often with its KV streamed as with all of
-it on the device?
+"""Ask for facts hidden in long texts: the shipped model should find them as often with its KV streamed as
+with all of it on the device.
 
     python benchmarks/needles.py --out results.json                 every length, 11 depths, 100 prompts each
     python benchmarks/needles.py --samples 1 --depths 3 --lengths 512,1024

@@ -1,4 +1,4 @@
-"""What `penstock plan` forecasts beside what the engine then does, on this machine: resident, streamed and
+"""Compare the forecasts of `penstock plan` with the engine's runs on this machine: resident, streamed and
 mixed models.
 
     PYTHONPATH=src python3 benchmarks/plan_against_run.py --out plan.json PYTHONPATH=src python3

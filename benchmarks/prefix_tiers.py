@@ -1,5 +1,5 @@
-"""KV prefixes on three tiers: copies against the link, first tokens from every tier, decoding beside the
-copies, and what ledgers cost.
+"""Measure KV prefixes on three tiers: copies against the link, first tokens from every tier, decoding beside
+the copies, and the cost of ledgers.
 
     python benchmarks/prefix_tiers.py --out results.json                8B shape, random weights, on CUDA
     python benchmarks/prefix_tiers.py --tiny                    the same course on small shapes, on any device

@@ -1,5 +1,5 @@
-"""A model on two devices beside the same on one, in the same run: tokens, decode steps, streamed layers, and
-what a sum over ranks costs.
+"""Compare a model on two devices with the same on one, in the same run: tokens, decode steps, streamed
+layers, and the time of an all-reduce.
 
     PYTHONPATH=src python3 benchmarks/tensor_parallel.py --out tensor_parallel.json PYTHONPATH=src python3
     benchmarks/tensor_parallel.py --tiny --device cpu     the same course on processes of a CPU

@@ -1,5 +1,5 @@
-"""Weights streamed from host memory and from disk, against what the links can do and against accelerate's
-offloading, in one run.
+"""Measure weights streamed from host memory and from disk, against what the links can do and against
+accelerate's offloading, in one run.
 
     python benchmarks/weight_streaming.py --out results.json        70B-shaped layers, random weights, on CUDA
     python benchmarks/weight_streaming.py --tiny                the same course on small shapes, on any device

@@ -103,8 +103,9 @@ def _span(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[i
     except (ConfigError, ValueError) as error:
         raise click.BadParameter(f"{value!r} is not two token counts, like 100,1K", ctx, parameter) from error
     if not 1 <= least <= most:
-        text = f"{value!r} is not a least and a most from 1 on; give them like 100,1K"
-        raise click.BadParameter(text, ctx, parameter)
+        raise click.BadParameter(
+            f"{value!r} is not a least and a most from 1 on; give them like 100,1K", ctx, parameter
+        )
     return least, most
 
 
