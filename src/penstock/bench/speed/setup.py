@@ -29,7 +29,7 @@ class Target:
     """Names the model to measure, and holds the settings of its engine.
 
     name: the model's name in the report.
-    source: a parsed config.json, whose weights are random, or a model directory. Weights are random too where
+    source: a parsed config.json, with random weights, or a model directory. Weights are random too where
         a directory has nothing but a config.json in it.
     scratch: a directory, and the most bytes to write there. Random weights that do not fit into memory are
         read from it.
@@ -45,7 +45,7 @@ class Target:
 class OpenModel:
     """Holds a target with its model open, and builds the engine.
 
-    layouts: of all groups of weights of the whole model, of which each rank holds a part.
+    layouts: all groups of weights of the whole model; each rank holds a part of it.
     """
 
     target: Target

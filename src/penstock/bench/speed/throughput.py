@@ -189,7 +189,7 @@ def _round(booted: Booted, work: Sequence[OfflineRequest], temperature: float) -
 def _bound(
     model: OpenModel, work: Sequence[OfflineRequest], bytes_rate: float, operations: float
 ) -> ServingBound:
-    """Return the least work of all requests, of which each rank reads and computes its part."""
+    """Return the least work of all requests, for each rank: it reads and computes its part."""
     spec, shard = model.spec, Shard(0, model.target.config.tensor_parallel)
     part, steps = local_spec(spec, shard), max(one.output for one in work)
     prompts = [len(one.prompt) for one in work]

@@ -1,7 +1,7 @@
 """Replays a recorded workload through prefix caches: how many of its blocks would have been found, by the
 cache's size and by its eviction policy. No model is needed.
 
-A trace is a file of JSON lines, one for each request in order of arrival, of which `hash_ids` is read: the
+A trace is a file of JSON lines, one for each request in order of arrival. Its `hash_ids` are read: the
 chained hashes of the request's blocks, as in the traces of Mooncake (https://github.com/kvcache-ai/Mooncake;
 Qin et al., FAST 2025; 512 tokens a block).
 """

@@ -84,7 +84,7 @@ Contents = Iterator[Sequence[int]]
 
 
 def _zipf(rng: Random, tree: _Tree) -> Contents:
-    """Questions about documents of a fixed collection, whose popularity falls as the inverse of their
+    """Yield questions about documents of a fixed collection. Their popularity falls as the inverse of their
     rank."""
     documents = [tree.fresh(rng.randint(4, 24)) for _ in range(2000)]
     popular = _Popular(len(documents), 0.9)
@@ -93,7 +93,8 @@ def _zipf(rng: Random, tree: _Tree) -> Contents:
 
 
 def _scans(rng: Random, tree: _Tree) -> Contents:
-    """A popular collection; now and then a batch of long prompts goes through that never return."""
+    """Yield requests of a popular collection. Now and then a batch of long prompts goes through that never
+    return."""
     documents = [tree.fresh(rng.randint(4, 16)) for _ in range(300)]
     popular = _Popular(len(documents), 0.6)
     while True:
@@ -115,8 +116,8 @@ def _loops(rng: Random, tree: _Tree) -> Contents:
 
 
 def _sessions(rng: Random, tree: _Tree) -> Contents:
-    """Conversations that grow: under one of a few system prompts, each turn continues the last; how many
-    turns and when varies widely."""
+    """Yield conversations that grow. Under one of a few system prompts, each turn continues the last; how
+    many turns and when varies widely."""
     systems = [tree.fresh(rng.randint(2, 8)) for _ in range(6)]
     due: dict[int, list[list[int]]] = {}
     now = 0
@@ -134,7 +135,7 @@ def _sessions(rng: Random, tree: _Tree) -> Contents:
 
 
 def _bursts(rng: Random, tree: _Tree) -> Contents:
-    """Documents that are asked about while they are new, at random moments, and then never again."""
+    """Yield documents that are asked about while they are new, at random moments, and then never again."""
     alive: list[tuple[int, list[int]]] = []
     now = 0
     while True:
@@ -177,8 +178,8 @@ def _phases(rng: Random, tree: _Tree) -> Contents:
 
 
 def _arc(rng: Random, tree: _Tree) -> Contents:
-    """Against a fixed split between recency and frequency: whether what was used lately or what was used
-    often returns alternates."""
+    """Work against a fixed split between recency and frequency: blocks used lately and blocks used often
+    return by turns."""
     often = [tree.fresh(rng.randint(4, 12)) for _ in range(250)]
     while True:
         for _ in range(rng.randint(300, 900)):
@@ -193,8 +194,8 @@ def _arc(rng: Random, tree: _Tree) -> Contents:
 
 
 def _lirs(rng: Random, tree: _Tree) -> Contents:
-    """Against recency: two pools that are drawn from evenly, by turns, of which one is far too large for any
-    cache (LIRS's two-pool trace), and a loop over a third every so often."""
+    """Work against recency: two pools are drawn from evenly, by turns, and one is far too large for any cache
+    (the two-pool trace of LIRS). A loop over a third comes every so often."""
     small = [tree.fresh(6) for _ in range(120)]
     large = [tree.fresh(6) for _ in range(4000)]
     loop = [tree.fresh(6) for _ in range(200)]
@@ -206,7 +207,7 @@ def _lirs(rng: Random, tree: _Tree) -> Contents:
 
 
 def _pairs(rng: Random, tree: _Tree) -> Contents:
-    """Against admission on a second use: each prompt is asked exactly twice, the second time soon."""
+    """Work against admission on a second use: each prompt is asked exactly twice, the second time soon."""
     due: dict[int, list[list[int]]] = {}
     now = 0
     while True:
@@ -218,7 +219,7 @@ def _pairs(rng: Random, tree: _Tree) -> Contents:
 
 
 def _agents(rng: Random, tree: _Tree) -> Contents:
-    """Agents under shared tool prompts: a task forks into branches, each of which grows by turns in quick
+    """Yield agents under shared tool prompts. A task forks into branches, which grow by turns in quick
     succession; some tasks are resumed much later."""
     tools = [tree.fresh(rng.randint(6, 20)) for _ in range(4)]
     running: list[list[int]] = []
@@ -239,8 +240,8 @@ def _agents(rng: Random, tree: _Tree) -> Contents:
 
 
 def _fads(rng: Random, tree: _Tree) -> Contents:
-    """Topics that come up, are asked about a great deal, and fade, each at its own pace, beside a few that
-    stay."""
+    """Yield topics that come up, are asked about a great deal, and fade, each at its own pace, beside a few
+    that stay."""
     steady = [tree.fresh(rng.randint(4, 16)) for _ in range(40)]
     topics: list[tuple[float, float, list[int]]] = []
     now = 0
@@ -264,7 +265,7 @@ def _fads(rng: Random, tree: _Tree) -> Contents:
 
 
 def _batches(rng: Random, tree: _Tree) -> Contents:
-    """Offline jobs, each of which goes over documents of its own three times, beside questions about a fixed
+    """Yield offline jobs that go over documents of their own three times, beside questions about a fixed
     collection."""
     collection = [tree.fresh(rng.randint(4, 16)) for _ in range(400)]
     popular = _Popular(len(collection), 0.8)
@@ -293,8 +294,8 @@ def _nights(rng: Random, tree: _Tree) -> Contents:
 
 
 def _topics(rng: Random, tree: _Tree) -> Contents:
-    """Users, each of whom stays with the documents of one topic for a while, then turns to another; some
-    topics are dearer than others."""
+    """Yield users who stay with the documents of one topic for a while, then turn to another. Some topics are
+    dearer than others."""
     topics = [[tree.fresh(rng.randint(4, 20)) for _ in range(rng.randint(3, 12))] for _ in range(250)]
     popular = _Popular(len(topics), 0.7)
     users = [popular.draw(rng) for _ in range(12)]
@@ -306,8 +307,8 @@ def _topics(rng: Random, tree: _Tree) -> Contents:
 
 
 def _retries(rng: Random, tree: _Tree) -> Contents:
-    """Prompts under shared instructions, most of them asked once; some fail and are asked again at once, and
-    again."""
+    """Yield prompts under shared instructions, most of them asked once. Some fail and are asked again at
+    once, and again."""
     instructions = [tree.fresh(rng.randint(2, 10)) for _ in range(30)]
     popular = _Popular(len(instructions), 1.0)
     due: dict[int, list[list[int]]] = {}
@@ -323,8 +324,8 @@ def _retries(rng: Random, tree: _Tree) -> Contents:
 
 
 def _tenants(rng: Random, tree: _Tree) -> Contents:
-    """Tenants with a workload each: popular documents, a loop, conversations, fading documents; how much each
-    asks changes by the hour."""
+    """Yield tenants with a workload each: popular documents, a loop, conversations, fading documents. Their
+    shares change by the hour."""
     parts = [_zipf(rng, tree), _loops(rng, tree), _sessions(rng, tree), _bursts(rng, tree)]
     while True:
         shares = [rng.random() ** 2 for _ in parts]

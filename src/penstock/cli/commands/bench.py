@@ -136,7 +136,7 @@ def _prepare(given: dict[str, Any]) -> "tuple[Target, _Output]":
 @with_options(*MODEL, *BATCH, *BENCH_ENGINE, *WINDOW, *REST)
 def decode(output: int, **given: Any) -> None:
     """Time single decode steps: all prompts are in, each sequence gets a token a step. MODEL is a checkpoint
-    directory, or one with only a config.json, whose weights are then random."""
+    directory, or one with only a config.json; its weights are then random."""
     _latency("decode", output, **given)
 
 
@@ -145,7 +145,7 @@ def decode(output: int, **given: Any) -> None:
 @with_options(*MODEL, *BATCH, *BENCH_ENGINE, *WINDOW, *REST)
 def prefill(**given: Any) -> None:
     """Time prompts from the first step to the first token of each. MODEL is a checkpoint directory, or one
-    with only a config.json, whose weights are then random."""
+    with only a config.json; its weights are then random."""
     _latency("prefill", 1, **given)
 
 
@@ -177,7 +177,7 @@ def context(*, lengths: tuple[int, ...] | None, output: int, repeat: int, **give
     """Measure contexts of growing length, one sequence at a time: the memory that one takes, how fast its
     prompt is computed, how fast it then decodes, and what that streams. KV that the device has no room for
     rests in host memory. Lengths may be beyond what the model was trained for: this is about speed. MODEL is
-    a checkpoint directory, or one with only a config.json, whose weights are then random."""
+    a checkpoint directory, or one with only a config.json; its weights are then random."""
     target, to = _prepare(given)
     from penstock.bench.speed.contexts import ContextBench, sweep
 
@@ -201,7 +201,7 @@ def serve_offline(
     **given: Any,
 ) -> None:
     """Time many requests of random lengths, all there from the start: tokens a second over all of them. MODEL
-    is a checkpoint directory, or one with only a config.json, whose weights are then random."""
+    is a checkpoint directory, or one with only a config.json; its weights are then random."""
     target, to = _prepare(given)
     from penstock.bench.speed.throughput import RandomLengths, ThroughputBench, serve
 
@@ -214,17 +214,17 @@ def serve_offline(
 @with_options(*CACHES, *REPLAY, *BENCH_ENGINE, *REPLAY_KV, *BLOCKS, *REST)
 @click.pass_context
 def trace(ctx: click.Context, /, *, file: Path, **given: Any) -> int:
-    """Replay a recorded or generated workload through prefix caches of growing size: what share of its blocks
-    each way to give up blocks would have had there. No model is needed. FILE has a line of JSON for each
-    request, of which the hash_ids are read: the chained hashes of its blocks. Or it names a generated
-    workload: zipf, scans, loops, bursts, sessions, drift, mixture, phases, arc, lirs, pairs, agents.
-    `second-use` admits what is seen twice and remembers all it ever saw; `adaptive` is what the engine does,
-    `prospect` the same without mixing; `clairvoyant` knows the future: no policy can do better.
+    """Replay a recorded or generated workload through prefix caches of growing size, and print the hit rate
+    of each eviction policy. No model is needed. FILE has a line of JSON for each request. Its hash_ids are
+    read: the chained hashes of the request's blocks. FILE may also name a generated workload: zipf, scans,
+    loops, bursts, sessions, drift, mixture, phases, arc, lirs, pairs, agents. `second-use` admits a block
+    that is seen twice, and remembers all it ever saw. `adaptive` is the engine's policy, `prospect` the same
+    without mixing. `clairvoyant` knows the future: no policy can do better.
 
-    With a model, the requests are served by the engine: each hash is a block of tokens, so prompts begin
-    alike where they did in FILE. What was found on the device, on the host and on disk is told, what moved
-    for it, and what the same requests take where nothing is kept beyond the device. KV goes to a directory in
-    --kv-directory that is gone afterwards.
+    With a model, the engine serves the requests. Each hash is a block of tokens, so prompts begin alike where
+    they did in FILE. The report has the hits on the device, on the host and on disk, the bytes that moved for
+    them, and the time of the same requests with nothing kept beyond the device. KV goes to a directory in
+    --kv-directory that is deleted afterwards.
     """
     of_caches = "rooms", "block_bytes", "policies", "part", "cost", "seed"
     caches = {name: given.pop(name) for name in of_caches}
