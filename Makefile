@@ -23,7 +23,7 @@ SAY := printf '\n\033[1m== %s\033[0m\n'
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all fuzz fuzz-files faults check lint types contracts hashes format bench setup clean
+.PHONY: help demo test test-all fuzz fuzz-files faults check lint house types contracts hashes messages format bench setup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -58,12 +58,16 @@ faults: $(DEV) ## plant faults in copies of the project, and see that tests find
 	@$(SAY) 'planted faults ($(WORKERS) at a time)'
 	$(BIN)/python tools/planted_faults.py --jobs $(WORKERS) $(ARGS)
 
-check: lint types contracts hashes ## style, types, who may import whom, and whether every version has its hashes
+check: lint house types contracts hashes ## style, limits, types, who may import whom, and whether every version has its hashes
 
 lint: $(DEV)
 	@$(SAY) 'style'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+house: $(DEV)
+	@$(SAY) 'limits of complexity, parameters, lengths, names and docstrings'
+	$(BIN)/python tools/house.py
 
 types: $(DEV)
 	@$(SAY) 'types'
@@ -76,6 +80,9 @@ contracts: $(DEV)
 hashes: $(DEV)
 	@$(SAY) 'hashes of what constraints.txt names'
 	$(BIN)/python tools/hashes.py
+
+messages: $(DEV) ## print every message of the program in one list
+	@$(BIN)/python tools/messages.py $(ARGS)
 
 format: $(DEV) ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .

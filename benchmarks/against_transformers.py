@@ -1,4 +1,4 @@
-"""penstock against transformers' `generate` on a CPU: one random Llama, one process, the same dtype and
+"""Time penstock against transformers' `generate` on a CPU: one random Llama, one process, the same dtype and
 threads, greedy.
 
     python benchmarks/against_transformers.py --out against_transformers.json

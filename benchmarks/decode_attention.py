@@ -1,5 +1,5 @@
-"""Decode attention over paged KV: bytes of K and V read per second, against what the device reads at best,
-over a sweep of tunings.
+"""Measure decode attention over paged KV, over a sweep of tunings: bytes of K and V read per second, beside
+the best read rate of the device.
 
     PYTHONPATH=src python3 benchmarks/decode_attention.py --out decode_attention.json
 

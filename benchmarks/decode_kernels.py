@@ -1,5 +1,5 @@
-"""The kernels of one layer of a decode step, and the draw behind them: what each takes inside a CUDA graph,
-beside the bytes it must move and the device's best.
+"""Time the kernels of one layer of a decode step, and the kernel that draws tokens behind them: each inside a
+CUDA graph, beside the bytes it must move and the device's best rate.
 
     PYTHONPATH=src python3 benchmarks/decode_kernels.py --out decode_kernels.json PYTHONPATH=src python3
     benchmarks/decode_kernels.py --tiny --device cpu      the same code over tiny shapes, interpreted

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from recording import need_commit, write
 
-from penstock.bench.tiered import Admission, serve
-from penstock.bench.trace import POLICIES, Trace, read, replay
-from penstock.bench.workloads import HELD_OUT, TUNED, WORKLOADS, generate
+from penstock.bench.traces.simulation import POLICIES, Trace, read, replay
+from penstock.bench.traces.tiered import DiskAdmission, serve
+from penstock.bench.traces.workloads import HELD_OUT, TUNED, WORKLOADS, generate
 
 _PARTS = (128, 64, 32, 16, 8, 4)
 _SIMPLE = ("fifo", "lru", "second-use")
@@ -110,7 +110,7 @@ def _score(
 def _disk(trace: Trace, host: int, disk: int, first: int) -> dict[str, object]:
     bound = 100 * replay(trace, POLICIES["clairvoyant"](trace, host + disk), host + disk, first)
     scored: dict[str, object] = {"host_blocks": host, "disk_blocks": disk, "optimum_of_both": round(bound, 2)}
-    for admission in Admission:
+    for admission in DiskAdmission:
         served = serve(trace, host, disk, admission, first)
         each = served.written_per_hit
         scored[str(admission)] = {

@@ -1,5 +1,5 @@
-"""The engine where everything fits, beside what the machine allows in the same run: decode, prompts, many
-requests, start, idle time.
+"""Measure the engine where everything fits, beside what the machine allows in the same run: decode, prompts,
+many requests, start, idle time.
 
     PYTHONPATH=src python3 benchmarks/execution.py --out execution.json
     PYTHONPATH=src python3 benchmarks/execution.py --parts decode,idle --graphs off
@@ -35,9 +35,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
-from penstock.bench import measure, run, serving
-from penstock.bench.report import Kind
 from penstock.bench.shapes import SHAPES
+from penstock.bench.speed import measure
+from penstock.bench.speed.latency import BenchKind, LatencyBench, run
+from penstock.bench.speed.setup import Target
+from penstock.bench.speed.throughput import RandomLengths, ThroughputBench, serve
 from penstock.engine.boot import Booted, boot
 from penstock.memory.device import give_back
 from penstock.memory.probe import disk_read
@@ -95,7 +97,7 @@ def part_equal(place: Place) -> Found:
 
 def answers(booted: Booted, prompts: list[list[int]], output: int) -> list[list[int]]:
     engine = booted.engine
-    got = {engine.submit(prompt, measure._GREEDY, output): list[int]() for prompt in prompts}
+    got = {engine.submit(prompt, measure.sampling(), output): list[int]() for prompt in prompts}
     while engine.busy:
         for event in engine.step():
             if event.token is not None:
@@ -113,17 +115,16 @@ def part_decode(place: Place) -> Found:
         ("0.6B", 64, None),
     ):
         context, output = (20, 8) if place.tiny else (2048, 64)
-        job = run.Job(
-            Kind.DECODE,
-            name,
-            place.shape(name),
-            place.config(),
-            2 if place.tiny else batch,
-            context,
-            output,
-            1 if place.tiny else 2,
+        report = run(
+            LatencyBench(
+                BenchKind.DECODE,
+                Target(name, place.shape(name), place.config()),
+                2 if place.tiny else batch,
+                context,
+                output,
+                1 if place.tiny else 2,
+            )
         )
-        report = run.run(job)
         found[f"{name}, batch {batch}"] = json.loads(report.line())
         aim = f", target {target} ms" if target else ""
         row(
@@ -135,10 +136,8 @@ def part_decode(place: Place) -> Found:
 
 def part_prefill(place: Place) -> Found:
     context = 40 if place.tiny else 16384
-    job = run.Job(
-        Kind.PREFILL, "8B", place.shape("8B"), place.config(), 1, context, 1, 1 if place.tiny else 3
-    )
-    report = run.run(job)
+    target = Target("8B", place.shape("8B"), place.config())
+    report = run(LatencyBench(BenchKind.PREFILL, target, 1, context, 1, 1 if place.tiny else 3))
     row(
         f"prompt of {context:,} tokens, 8B", f"{report.ms}; {report.of_bound:.1%} of the bound, target 475 ms"
     )
@@ -149,17 +148,9 @@ def part_serve(place: Place) -> Found:
     found: Found = {}
     for temperature in (0.0, 0.6):
         span, requests = ((5, 20), 6) if place.tiny else ((100, 1024), 256)
-        job = serving.Job(
-            "0.6B",
-            place.shape("0.6B"),
-            place.config(),
-            requests,
-            span,
-            span,
-            temperature,
-            repeat=1 if place.tiny else 2,
-        )
-        report = serving.serve(job)
+        target = Target("0.6B", place.shape("0.6B"), place.config())
+        lengths = RandomLengths(requests, span, span)
+        report = serve(ThroughputBench(target, lengths, temperature, repeat=1 if place.tiny else 2))
         found[f"temperature {temperature}"] = json.loads(report.line())
         rate = (
             f"{report.output_tokens_per_second:,.0f} output tokens/s, {report.of_bound:.1%} of the bound, "
@@ -188,7 +179,7 @@ def part_start(place: Place) -> Found:
 def one_token(booted: Booted) -> None:
     """The first, and the engine's end."""
     with closing(booted.engine):
-        booted.engine.submit([1, 2, 3], measure._GREEDY, 1)
+        booted.engine.submit([1, 2, 3], measure.sampling(), 1)
         while booted.engine.busy:
             booted.engine.step()
 
@@ -249,7 +240,7 @@ def part_idle(place: Place) -> Found:
         with closing(booted.engine):
             rng, steps = random.Random(0), 6 if place.tiny else 40
             for _ in range(batch):
-                booted.engine.submit([rng.randrange(200) for _ in range(64)], measure._GREEDY, 4 * steps)
+                booted.engine.submit([rng.randrange(200) for _ in range(64)], measure.sampling(), 4 * steps)
             for _ in range(steps):
                 booted.engine.step()
             found[f"{name}, batch {batch}"] = one = traced(booted.engine.step, steps, booted.device)
@@ -269,7 +260,7 @@ def part_gaps(place: Place) -> Found:
     limit = None if place.tiny else int(0.6 * size)
     config, told = place.config(device_memory=limit, max_length=512, max_sequences=1), list[str]()
     with closing(boot(config, shape, say=told.append).engine) as engine:
-        engine.submit([1, 2, 3], measure._GREEDY, 4 * steps)
+        engine.submit([1, 2, 3], measure.sampling(), 4 * steps)
         for _ in range(steps):
             engine.step()
         one = traced(engine.step, steps, torch.device(place.device))
@@ -353,7 +344,7 @@ def part_kernels(place: Place) -> Found:
             engine = booted.engine
             got = submitted(booted, batch, context, 6 * steps)
             while not all(got.values()):
-                measure._step(engine, got)
+                measure.step(engine, got)
             waits = measure.steady(booted, got, 2 * steps).seconds
             taken = by_kernel(
                 lambda engine=engine, steps=steps: [engine.step() for _ in range(steps)], steps, booted.device
@@ -392,7 +383,7 @@ def submitted(booted: Booted, rows: int, context: int, output: int) -> dict[Requ
     """So many random prompts; of each, how many tokens it has yielded."""
     rng = random.Random(0)
     prompts = [[rng.randrange(200) for _ in range(context)] for _ in range(rows)]
-    return {booted.engine.submit(prompt, measure._GREEDY, output): 0 for prompt in prompts}
+    return {booted.engine.submit(prompt, measure.sampling(), output): 0 for prompt in prompts}
 
 
 def by_kernel(work: Callable[[], object], steps: int, device: torch.device) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""One layer's mixture of experts: what it takes by kernels, in all and step by step, beside what it must move
-and compute, and a loop.
+"""Time one layer's mixture of experts by kernels, in all and step by step, beside the bytes and operations it
+needs, and beside a loop over experts.
 
     PYTHONPATH=src python3 benchmarks/experts.py --out experts.json PYTHONPATH=src python3
     benchmarks/experts.py --sweep                     products with other tunings too PYTHONPATH=src python3

@@ -1,4 +1,4 @@
-"""On a GPU: attention of every head size against the reference, and the engine without Triton against itself
+"""Compare attention of every head size with the reference on a GPU, and the engine without Triton with itself
 with it.
 
 python benchmarks/fallbacks_gpu.py

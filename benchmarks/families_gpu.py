@@ -1,5 +1,5 @@
-"""Every model family on a GPU against transformers: greedy tokens and log-probabilities in float32, errors in
-half precision.
+"""Compare every model family on a GPU with transformers: greedy tokens and log-probabilities in float32,
+errors in half precision.
 
     PYTHONPATH=src python3 benchmarks/families_gpu.py --out families_gpu.json
 

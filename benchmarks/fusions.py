@@ -1,5 +1,5 @@
-"""Our fused kernels beside plain torch and torch.compile, by parts of a decoder layer and for the whole of
-one.
+"""Time our fused kernels beside plain torch and torch.compile, by parts of a decoder layer and for the whole
+of one.
 
 Four ways to compute the same, on the same tensors: *ours*, as the engine does; *plain*, the engine's own
 functions with --no-kernels; *compiled*, the usual way to write the part in torch, by torch.compile; *tuned*,

@@ -1,5 +1,5 @@
-"""A server among clients that waste its time and memory: what each crowd of them gets, costs, and leaves
-behind.
+"""Run a server among clients that waste its time and memory: record what each crowd of them gets, costs, and
+leaves behind.
 
     PYTHONPATH=src python3 benchmarks/hostile_clients.py --out hostile.json
     PYTHONPATH=src python3 benchmarks/hostile_clients.py --crowds disconnects,malformed --scale 0.1

@@ -1,4 +1,4 @@
-"""What it costs a start to know its weights by every byte: hashed the first time, remembered afterwards.
+"""Measure what a start takes to know its weights by every byte: hashed the first time, remembered afterwards.
 
     python benchmarks/identity.py --out identity.json              8B shape, random weights, 16 GB in --folder
     python benchmarks/identity.py --model DIR --out identity.json           a checkpoint that is there

@@ -1,4 +1,4 @@
-"""Contexts whose KV rests in host memory, against the same engine with KV on the device, the link, and
+"""Measure contexts with KV in host memory, against the same engine with KV on the device, the link, and
 transformers' offloaded cache.
 
     python benchmarks/long_contexts.py --out results.json            8B and 1B shapes, random weights, on CUDA

@@ -1,4 +1,4 @@
-"""How much attention policies miss of real contexts, and how much their bounds say that it may be.
+"""Measure how much attention policies miss of real contexts, and how much their bounds say that it may be.
 
 A text with a fact hidden in it is read in full, and the fact is asked for. The keys of all layers and the
 queries of the answer's tokens are kept. Each policy chooses blocks for these queries as it does while the

@@ -1,5 +1,5 @@
-"""Facts hidden in long texts: does the shipped model find them as often with its KV streamed as with all of
-it on the device?
+"""Ask for facts hidden in long texts: the shipped model should find them as often with its KV streamed as
+with all of it on the device.
 
     python benchmarks/needles.py --out results.json                 every length, 11 depths, 100 prompts each
     python benchmarks/needles.py --samples 1 --depths 3 --lengths 512,1024
@@ -20,11 +20,11 @@ from recording import environment, need_commit
 
 from penstock import LLM
 from penstock.cli.prompt import SHIPPED_MODEL
-from penstock.evals.report import Report
-from penstock.evals.run import LENGTHS, Work, evaluate
+from penstock.evals.report import EvalReport
+from penstock.evals.run import LENGTHS, EvalWork, evaluate
 
 
-def asked(llm: LLM, work: Work) -> tuple[Report, float]:
+def asked(llm: LLM, work: EvalWork) -> tuple[EvalReport, float]:
     begin = time.perf_counter()
     return evaluate(llm, work, "shipped", lambda _: None), time.perf_counter() - begin
 
@@ -44,8 +44,8 @@ def main() -> None:
     found: dict[str, object] = {"machine": environment(), "samples": given.samples, "depths": given.depths}
     differing = 0
     for length in map(int, given.lengths.split(",")):
-        work = Work("needle", ("single",), (length,), given.depths, given.samples, 1, False)
-        few = Work("needle", ("single",), (length,), given.depths, max(given.samples // 10, 1), 1, False)
+        work = EvalWork("needle", ("single",), (length,), given.depths, given.samples, 1, False)
+        few = EvalWork("needle", ("single",), (length,), given.depths, max(given.samples // 10, 1), 1, False)
         block = min(max(length // 128, 8), 32)
         common = {
             "device": given.device,

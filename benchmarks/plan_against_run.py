@@ -1,4 +1,4 @@
-"""What `penstock plan` forecasts beside what the engine then does, on this machine: resident, streamed and
+"""Compare the forecasts of `penstock plan` with the engine's runs on this machine: resident, streamed and
 mixed models.
 
     PYTHONPATH=src python3 benchmarks/plan_against_run.py --out plan.json PYTHONPATH=src python3
@@ -26,10 +26,10 @@ from penstock.arch.families import family_of, read_spec
 from penstock.base.config import Config
 from penstock.base.errors import PenstockError
 from penstock.base.units import parse_size
-from penstock.bench import run
-from penstock.bench.calibration import Ceilings, Sample, calibrate, fit
-from penstock.bench.report import Kind
+from penstock.bench.doctor.calibration import Ceilings, StepSample, calibrate, fit
 from penstock.bench.shapes import LAYERS_OF, SHAPES
+from penstock.bench.speed.latency import BenchKind, LatencyBench, run
+from penstock.bench.speed.setup import Target
 from penstock.engine.costs import StepCosts, keep_costs, read_costs
 from penstock.engine.forecast import Machine, Work, forecast
 from penstock.engine.passes import UseWork
@@ -54,7 +54,7 @@ class Case:
     part: str
     name: str
     config: Mapping[str, object]
-    kind: Kind
+    kind: BenchKind
     batch: int
     context: int
     memory: tuple[str, str] | None = None
@@ -66,26 +66,26 @@ class Case:
 
 
 CASES = [
-    Case("resident", "0.6B", SHAPES["0.6B"], Kind.DECODE, 1, 2048),
-    Case("resident", "0.6B", SHAPES["0.6B"], Kind.DECODE, 64, 2048),
-    Case("resident", "0.6B", SHAPES["0.6B"], Kind.PREFILL, 1, 16384),
-    Case("resident", "0.6B", SHAPES["0.6B"], Kind.PREFILL, 1, 2048),
-    Case("resident", "8B", SHAPES["8B"], Kind.DECODE, 1, 2048),
-    Case("resident", "8B", SHAPES["8B"], Kind.DECODE, 1, 16384),
-    Case("resident", "8B", SHAPES["8B"], Kind.DECODE, 32, 2048),
-    Case("resident", "8B", SHAPES["8B"], Kind.DECODE, 64, 2048),
-    Case("resident", "8B", SHAPES["8B"], Kind.PREFILL, 1, 2048),
-    Case("resident", "8B", SHAPES["8B"], Kind.PREFILL, 1, 16384),
-    Case("resident", "30B-A3B", MOE, Kind.DECODE, 1, 2048),
-    Case("resident", "30B-A3B", MOE, Kind.DECODE, 64, 512),
-    Case("resident", "30B-A3B", MOE, Kind.PREFILL, 1, 8192),
-    Case("mixed", "8B", SHAPES["8B"], Kind.DECODE, 1, 2048, ("15GiB", "60GiB")),
-    Case("mixed", "8B", SHAPES["8B"], Kind.DECODE, 16, 512, ("15GiB", "60GiB")),
-    Case("mixed", "8B", SHAPES["8B"], Kind.PREFILL, 1, 8192, ("15GiB", "60GiB")),
-    Case("streamed", "8B", SHAPES["8B"], Kind.DECODE, 1, 2048, ("6GiB", "60GiB")),
-    Case("streamed", "8B", SHAPES["8B"], Kind.PREFILL, 1, 8192, ("10GiB", "60GiB")),
-    Case("mixture", "30B-A3B", MOE, Kind.DECODE, 1, 512, ("16GiB", "90GiB")),
-    Case("mixture", "30B-A3B", MOE, Kind.DECODE, 16, 512, ("16GiB", "90GiB")),
+    Case("resident", "0.6B", SHAPES["0.6B"], BenchKind.DECODE, 1, 2048),
+    Case("resident", "0.6B", SHAPES["0.6B"], BenchKind.DECODE, 64, 2048),
+    Case("resident", "0.6B", SHAPES["0.6B"], BenchKind.PREFILL, 1, 16384),
+    Case("resident", "0.6B", SHAPES["0.6B"], BenchKind.PREFILL, 1, 2048),
+    Case("resident", "8B", SHAPES["8B"], BenchKind.DECODE, 1, 2048),
+    Case("resident", "8B", SHAPES["8B"], BenchKind.DECODE, 1, 16384),
+    Case("resident", "8B", SHAPES["8B"], BenchKind.DECODE, 32, 2048),
+    Case("resident", "8B", SHAPES["8B"], BenchKind.DECODE, 64, 2048),
+    Case("resident", "8B", SHAPES["8B"], BenchKind.PREFILL, 1, 2048),
+    Case("resident", "8B", SHAPES["8B"], BenchKind.PREFILL, 1, 16384),
+    Case("resident", "30B-A3B", MOE, BenchKind.DECODE, 1, 2048),
+    Case("resident", "30B-A3B", MOE, BenchKind.DECODE, 64, 512),
+    Case("resident", "30B-A3B", MOE, BenchKind.PREFILL, 1, 8192),
+    Case("mixed", "8B", SHAPES["8B"], BenchKind.DECODE, 1, 2048, ("15GiB", "60GiB")),
+    Case("mixed", "8B", SHAPES["8B"], BenchKind.DECODE, 16, 512, ("15GiB", "60GiB")),
+    Case("mixed", "8B", SHAPES["8B"], BenchKind.PREFILL, 1, 8192, ("15GiB", "60GiB")),
+    Case("streamed", "8B", SHAPES["8B"], BenchKind.DECODE, 1, 2048, ("6GiB", "60GiB")),
+    Case("streamed", "8B", SHAPES["8B"], BenchKind.PREFILL, 1, 8192, ("10GiB", "60GiB")),
+    Case("mixture", "30B-A3B", MOE, BenchKind.DECODE, 1, 512, ("16GiB", "90GiB")),
+    Case("mixture", "30B-A3B", MOE, BenchKind.DECODE, 16, 512, ("16GiB", "90GiB")),
 ]
 
 
@@ -153,7 +153,7 @@ def anew(file: Path, out: Path | None, keep: Path | None) -> None:
     today."""
     found = json.loads(file.read_text())
     samples = [
-        Sample(**{**one, "work": UseWork(**one["work"]), "launches": tuple(one["launches"])})
+        StepSample(**{**one, "work": UseWork(**one["work"]), "launches": tuple(one["launches"])})
         for one in found["samples"]
     ]
     was = StepCosts.parse(json.dumps(found["costs"]), str(file))
@@ -185,12 +185,10 @@ def ran(case: Case, device: str) -> dict[str, Any]:
     memory = {"device_memory": case.memory[0], "host_memory": case.memory[1]} if case.memory else {}
     said: list[str] = []
     config = Config(Path(), device=device, dtype="bfloat16", **memory)  # type: ignore[arg-type]
-    repeat = (9 if case.context <= 2048 else 3) if case.kind is Kind.PREFILL else 1
+    repeat = (9 if case.context <= 2048 else 3) if case.kind is BenchKind.PREFILL else 1
     try:
-        report = run.run(
-            run.Job(case.kind, case.name, case.config, config, case.batch, case.context, 48, repeat),
-            said.append,
-        )
+        target = Target(case.name, case.config, config)
+        report = run(LatencyBench(case.kind, target, case.batch, case.context, 48, repeat), said.append)
     except (PenstockError, torch.OutOfMemoryError) as error:
         return {"case": case.title, "part": case.part, "failed": str(error), "said": said}
     facts = {name: value for name, value in json.loads(report.line()).items() if name != "machine"}
@@ -222,15 +220,15 @@ def forecast_of(case: Case, row: dict[str, Any], costs: StepCosts, whole: int | 
     work = Work(
         "bfloat16",
         case.batch,
-        context if case.kind is Kind.DECODE else case.context,
+        context if case.kind is BenchKind.DECODE else case.context,
         report["step_tokens"],
         fetched,
     )
-    passes = 1 if case.kind is Kind.DECODE else -(-case.batch * case.context // work.step_tokens)
+    passes = 1 if case.kind is BenchKind.DECODE else -(-case.batch * case.context // work.step_tokens)
 
     def ms(machine: Machine) -> float:
         plan = forecast(spec, family_of(case.config).names, machine, work)
-        return 1e3 * passes * (plan.decode if case.kind is Kind.DECODE else plan.prefill).seconds
+        return 1e3 * passes * (plan.decode if case.kind is BenchKind.DECODE else plan.prefill).seconds
 
     planned, bare = ms(there), ms(dataclasses.replace(there, costs=None))
     apart = planned / measured - 1

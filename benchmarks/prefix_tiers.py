@@ -1,5 +1,5 @@
-"""KV prefixes on three tiers: copies against the link, first tokens from every tier, decoding beside the
-copies, and what ledgers cost.
+"""Measure KV prefixes on three tiers: copies against the link, first tokens from every tier, decoding beside
+the copies, and the cost of ledgers.
 
     python benchmarks/prefix_tiers.py --out results.json                8B shape, random weights, on CUDA
     python benchmarks/prefix_tiers.py --tiny                    the same course on small shapes, on any device
@@ -33,7 +33,7 @@ from weight_streaming import GREEDY, disk_ceiling, link_ceiling, row, sync
 
 from penstock.arch.layout import KVLayout, kv_layout
 from penstock.base.units import format_rate, format_size
-from penstock.bench.measure import EDGE_STEPS, Laps
+from penstock.bench.speed.measure import EDGE_STEPS, Laps
 from penstock.engine.boot import Booted
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.kv.ledger.keys import block_key, root_key

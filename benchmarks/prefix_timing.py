@@ -1,4 +1,4 @@
-"""Whether one key of a server can tell by the time of a first token what another has sent: pairs of the
+"""Test whether one key of a server can tell by the time of a first token what another has sent: pairs of the
 other's prompts and fresh ones.
 
     PYTHONPATH=src python3 benchmarks/prefix_timing.py --pairs 2000 --out prefix_timing.json PYTHONPATH=src

@@ -1,4 +1,4 @@
-"""A checkpoint of random weights in a shape, as benchmarks that need files write one."""
+"""Write a checkpoint of random weights in a shape, for benchmarks that need files."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""Where a benchmark's results go: a file of parts, each with the machine, the commit and the command that it
-was measured by."""
+"""Write a benchmark's results: a file of parts, each with the machine, the commit and the command that it was
+measured by."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from penstock.bench.machine import machine
 
 
 def need_commit(out: Path | None) -> None:
-    """Raises SystemExit where results would be written that do not say of which sources they are."""
+    """Raise SystemExit where results would be written that do not say of which sources they are."""
     if out is not None and machine().commit is None:
         sys.exit(
             f"{out} would not say which sources were measured: they lie here without git's history; set "
@@ -21,14 +21,14 @@ def need_commit(out: Path | None) -> None:
 
 
 def environment() -> dict[str, object]:
-    """Machine, versions, commit, date, and the command."""
+    """Return machine, versions, commit, date, and the command."""
     return asdict(machine()) | {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
 
 
 class Recording:
-    """A file of results, written again after every part. Parts that another command has left there stay.
+    """Writes a file of results again after every part. Parts that another command has left there stay.
 
-    out: None to write nothing. facts: what holds for all parts.
+    out: None writes nothing. facts: entries that hold for all parts.
     """
 
     def __init__(self, out: Path | None, **facts: object) -> None:
@@ -45,5 +45,5 @@ class Recording:
 
 
 def write(out: Path, found: dict[str, object]) -> None:
-    """A file of one piece: all of it, and its environment."""
+    """Write a file of one piece: all of it, and its environment."""
     out.write_text(json.dumps({**found, "environment": environment()}, indent=1) + "\n")

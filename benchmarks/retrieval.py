@@ -1,5 +1,5 @@
-"""How often the engine, with the shipped model, finds a fact hidden in a long text: by style, length and
-depth.
+"""Measure how often the engine, with the shipped model, finds a fact hidden in a long text: by style, length
+and depth.
 
 python benchmarks/retrieval.py --samples 8 --text DIR --out FILE
 

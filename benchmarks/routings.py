@@ -1,5 +1,5 @@
-"""Random routings of a mixture through an engine's largest step, and the memory that they take, against what
-the budget counted for it.
+"""Send random routings of a mixture through an engine's largest step, and compare the memory that they take
+with what the budget counted for it.
 
     PYTHONPATH=src python3 benchmarks/routings.py --out routings.json  10,000 on a GPU or a CPU
     PYTHONPATH=src python3 benchmarks/routings.py --device cpu --routings 200

@@ -1,5 +1,5 @@
-"""What the seals of KV records cost a read: the store's own reads from a disk, sealed, with CRC-32 in place
-of the seal, and unchecked.
+"""Measure what the seals of KV records add to a read: the store's own reads from a disk, sealed, with CRC-32
+in place of the seal, and unchecked.
 
     PYTHONPATH=src python3 benchmarks/seal_cost.py --directory /var/tmp --out seal_cost.json
 

@@ -1,5 +1,5 @@
-"""What the server costs: 64 streams from `penstock serve` against the same prompts given to the engine in one
-call.
+"""Measure what the server adds: 64 streams from `penstock serve` against the same prompts given to the engine
+in one call.
 
     PYTHONPATH=src python3 benchmarks/server_overhead.py --out docs/results/cpu_server_overhead.json
     PYTHONPATH=src python3 benchmarks/server_overhead.py --device cuda --shape 0.6B --rounds 6

@@ -1,4 +1,4 @@
-"""`penstock serve` under the arrivals of a production service: at a rate that it can just serve, and at
+"""Run `penstock serve` under the arrivals of a production service: at a rate that it can just serve, and at
 several times that.
 
     PYTHONPATH=src python3 benchmarks/serving_load.py --out docs/results/cpu_serving_load.json

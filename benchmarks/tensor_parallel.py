@@ -1,5 +1,5 @@
-"""A model on two devices beside the same on one, in the same run: tokens, decode steps, streamed layers, and
-what a sum over ranks costs.
+"""Compare a model on two devices with the same on one, in the same run: tokens, decode steps, streamed
+layers, and the time of an all-reduce.
 
     PYTHONPATH=src python3 benchmarks/tensor_parallel.py --out tensor_parallel.json PYTHONPATH=src python3
     benchmarks/tensor_parallel.py --tiny --device cpu     the same course on processes of a CPU
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.base.config import Config
-from penstock.bench import run
-from penstock.bench.report import Kind
 from penstock.bench.shapes import SHAPES
-from penstock.bench.times import Times
+from penstock.bench.speed.latency import BenchKind, LatencyBench, run
+from penstock.bench.speed.setup import Target
+from penstock.bench.times import Timings
 from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
@@ -193,10 +193,8 @@ def part_decode(place: Place) -> Found:
         for ranks in (1, place.ranks):
             context, output = (20, 8) if place.tiny else (2048, 64)
             sequences, repeat = (2, 1) if place.tiny else (batch, 2)
-            job = run.Job(
-                Kind.DECODE, "8B", place.shape("8B"), place.config(ranks), sequences, context, output, repeat
-            )
-            report = run.run(job)
+            target = Target("8B", place.shape("8B"), place.config(ranks))
+            report = run(LatencyBench(BenchKind.DECODE, target, sequences, context, output, repeat))
             times[ranks] = report.ms
             found[f"batch {batch}, {ranks} ranks"] = json.loads(report.line())
         told(f"decode, 8B, batch {batch}", times, target, found)
@@ -210,17 +208,8 @@ def part_stream(place: Place) -> Found:
     times, rates = {}, {}
     for ranks in (1, place.ranks):
         config = place.config(ranks, device_memory=room, max_length=256, max_step_tokens=128)
-        job = run.Job(
-            Kind.DECODE,
-            "70B",
-            place.shape("70B", num_hidden_layers=layers),
-            config,
-            1,
-            20,
-            8 if place.tiny else 12,
-            1,
-        )
-        report = run.run(job)
+        target = Target("70B", place.shape("70B", num_hidden_layers=layers), config)
+        report = run(LatencyBench(BenchKind.DECODE, target, 1, 20, 8 if place.tiny else 12, 1))
         times[ranks] = report.ms
         found[f"{ranks} ranks"] = json.loads(report.line())
         if report.streaming is None and not place.tiny:
@@ -239,7 +228,7 @@ def part_stream(place: Place) -> Found:
     return found
 
 
-def told(what: str, times: dict[int, Times], target: float, found: Found) -> None:
+def told(what: str, times: dict[int, Timings], target: float, found: Found) -> None:
     (_, one), (ranks, several) = times.items()
     found[f"{what}: times as fast"] = one.median / several.median
     row(

@@ -1,5 +1,5 @@
-"""Two keys of one server, of which one attacks: how long the other's small chats take, beside how long they
-take when nobody attacks.
+"""Measure how one key of a server slows another by attacking: how long the other's small chats take, with the
+attack and without.
 
     PYTHONPATH=src python3 benchmarks/two_keys.py --seconds 300 --out two_keys.json
 

@@ -1,5 +1,5 @@
-"""Weights streamed from host memory and from disk, against what the links can do and against accelerate's
-offloading, in one run.
+"""Measure weights streamed from host memory and from disk, against what the links can do and against
+accelerate's offloading, in one run.
 
     python benchmarks/weight_streaming.py --out results.json        70B-shaped layers, random weights, on CUDA
     python benchmarks/weight_streaming.py --tiny                the same course on small shapes, on any device
@@ -41,9 +41,9 @@ from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.base.config import Config
 from penstock.base.meter import WeightStats
 from penstock.base.units import format_rate, format_size, parse_size
-from penstock.bench.measure import Laps
 from penstock.bench.shapes import SHAPES
-from penstock.bench.streaming import scratch
+from penstock.bench.speed.measure import Laps
+from penstock.bench.speed.streaming import scratch
 from penstock.bench.warming import BRIEF, RULE, Rule, Timed, timed
 from penstock.engine.boot import Booted, boot
 from penstock.engine.forecast import CONTEXT, FIXED, PROCESS, Machine, Work, forecast

@@ -22,13 +22,15 @@ from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, CheckpointError, ConfigError, RequestError
 from penstock.base.meter import WeightStats
-from penstock.bench import baseline, calibration, contexts, measure, serving
+from penstock.bench.doctor import calibration
 from penstock.bench.machine import machine
-from penstock.bench.measure import Work
-from penstock.bench.report import Kind
-from penstock.bench.run import Job, run
 from penstock.bench.shapes import SHAPES
-from penstock.bench.streaming import scratch
+from penstock.bench.speed import baseline, contexts, measure
+from penstock.bench.speed.latency import BenchKind, LatencyBench, run
+from penstock.bench.speed.measure import BatchWork
+from penstock.bench.speed.setup import Target
+from penstock.bench.speed.streaming import scratch
+from penstock.bench.speed.throughput import RandomLengths
 from penstock.cli.main import main
 from penstock.engine import boot as booting
 from penstock.engine.boot import boot
@@ -92,13 +94,21 @@ def layouts(shape: Shape) -> tuple[GroupLayout, ...]:
     return group_layouts(shape.spec, shape.names, "float32")
 
 
-def job(kind: Kind, **changes: object) -> Job:
+TARGET = frozenset(field.name for field in dataclasses.fields(Target))
+
+
+def changed(bench: LatencyBench, **changes: object) -> LatencyBench:
+    """Replace fields of a benchmark, and of its target."""
+    of_target = {name: changes.pop(name) for name in TARGET & changes.keys()}
+    return dataclasses.replace(bench, target=dataclasses.replace(bench.target, **of_target), **changes)
+
+
+def job(kind: BenchKind, **changes: object) -> LatencyBench:
     config = Config(
         Path(), device="cpu", dtype="float32", device_memory="64MiB", max_step_tokens=16, block_size=8
     )
-    return dataclasses.replace(
-        Job(kind, "tiny", TINY, config, batch=2, context=20, output=5, repeat=2), **changes
-    )
+    target = Target("tiny", TINY, config)
+    return changed(LatencyBench(kind, target, batch=2, context=20, output=5, repeat=2), **changes)
 
 
 @pytest.fixture
@@ -182,7 +192,7 @@ def test_the_experts_that_a_batch_reads() -> None:
     ("batch", "context", "step_tokens"), [(1, 1, 4), (3, 20, 16), (8, 40, 16), (5, 33, 6)]
 )
 def test_decode_steps_are_timed_when_all_prompts_are_in(batch: int, context: int, step_tokens: int) -> None:
-    work = Work(batch, context, output=3, repeat=2)
+    work = BatchWork(batch, context, output=3, repeat=2)
     length = work.room(step_tokens)
     config = Config(
         Path(), device="cpu", device_memory="64MiB", block_size=8, max_sequences=batch,
@@ -216,7 +226,7 @@ def test_every_timed_step_of_a_device_that_runs_ahead_is_a_whole_one(
     )
     booted = boot(config, Shape.of(TINY))
     with closing(booted.engine):
-        decoded = measure.decode(booted, Work(2, 20, output=6, repeat=2))
+        decoded = measure.decode(booted, BatchWork(2, 20, output=6, repeat=2))
         assert not booted.engine.busy, "a step is under way, which the next prompt would wait for"
         assert (decoded.times.least, decoded.times.most, decoded.times.count) == (
             1e3 * whole,
@@ -232,7 +242,7 @@ def test_every_timed_step_of_a_device_that_runs_ahead_is_a_whole_one(
 def test_copies_of_experts_are_timed_with_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer takes more where half of its experts are elsewhere, with a link that takes no time."""
     simulated_device(monkeypatch, device=3.5, host=0.25, counters=3.0)
-    resident = calibration.Sample("moe", 2, 1, calibration.CONTEXTS[0], UseWork(), (0, 2), seconds=0.5)
+    resident = calibration.StepSample("moe", 2, 1, calibration.CONTEXTS[0], UseWork(), (0, 2), seconds=0.5)
     many = {"num_local_experts": 32, "num_experts": 32, "max_position_embeddings": 2048}
     shapes = {"moe": (MOE | many, (1, 2))}
     taken = calibration._expert_layer(shapes, torch.device("cpu"), "float32", [resident])
@@ -240,7 +250,7 @@ def test_copies_of_experts_are_timed_with_whole_steps(monkeypatch: pytest.Monkey
 
 
 def test_prefill_computes_every_prompt_every_time() -> None:
-    work = Work(batch=3, context=20, output=1, repeat=2)
+    work = BatchWork(batch=3, context=20, output=1, repeat=2)
     config = Config(
         Path(),
         device="cpu",
@@ -268,11 +278,11 @@ def test_sequences_that_would_have_to_wait_are_refused() -> None:
         max_length=32,
     )
     with pytest.raises(BudgetError, match="12 KV blocks"):
-        measure.decode(boot(config, Shape.of(TINY)), Work(3, 20, 1, 1))
+        measure.decode(boot(config, Shape.of(TINY)), BatchWork(3, 20, 1, 1))
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_a_report(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", BenchKind)
+def test_a_report(kind: BenchKind) -> None:
     told: list[str] = []
     report = run(job(kind), told.append)
     assert len(told) == 2
@@ -285,8 +295,8 @@ def test_a_report(kind: Kind) -> None:
         "float32",
     )
     assert (line["batch"], line["context"], line["step_tokens"]) == (2, 20, 16)
-    assert line["ms"]["count"] == (10 if kind is Kind.DECODE else 2)
-    tokens = 2 if kind is Kind.DECODE else 40
+    assert line["ms"]["count"] == (10 if kind is BenchKind.DECODE else 2)
+    tokens = 2 if kind is BenchKind.DECODE else 40
     assert line["tokens_per_second"] == pytest.approx(1e3 * tokens / line["ms"]["median"])
     assert line["of_bound"] == pytest.approx(line["bound"]["ms"] / line["ms"]["median"])
     done = line["bound"]["weight_bytes"] + line["bound"]["kv_bytes"] + line["bound"]["operations"]
@@ -300,17 +310,17 @@ def test_a_report(kind: Kind) -> None:
 def test_ranks_share_the_bound() -> None:
     """Each reads its part of weights and KV at the rate of one device; a bound of all bytes would be said to
     be beaten."""
-    alone = job(Kind.DECODE, repeat=1)
-    shared = dataclasses.replace(
-        alone, config=dataclasses.replace(alone.config, tensor_parallel=2, host_kv_memory=0)
+    alone = job(BenchKind.DECODE, repeat=1)
+    shared = changed(
+        alone, config=dataclasses.replace(alone.target.config, tensor_parallel=2, host_kv_memory=0)
     )
     one, two = run(alone).bound, run(shared).bound
     assert (two.weight_bytes, two.kv_bytes) == (one.weight_bytes / 2, one.kv_bytes / 2)
     assert two.ms == pytest.approx(1e3 * (two.weight_bytes + two.kv_bytes) / two.per_second)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_the_same_work_by_transformers(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", BenchKind)
+def test_the_same_work_by_transformers(kind: BenchKind) -> None:
     line = json.loads(run(job(kind, baseline=True)).line())
     other = line["baseline"]
     assert other["system"] == f"transformers {transformers.__version__}"
@@ -318,9 +328,9 @@ def test_the_same_work_by_transformers(kind: Kind) -> None:
     assert other["ratio"] == pytest.approx(other["ms"]["median"] / line["ms"]["median"])
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", BenchKind)
 def test_a_baseline_is_timed_when_it_no_longer_gets_faster(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch
+    kind: BenchKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that only its passes move: eight slow ones, and then all alike."""
     now, passes = [0.0], [0]
@@ -333,8 +343,8 @@ def test_a_baseline_is_timed_when_it_no_longer_gets_faster(
     monkeypatch.setattr(baseline, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(baseline.Baseline, "_forward", forward)
     other = baseline.Baseline(TINY, random=True, dtype="float32", device=torch.device("cpu"))
-    work = Work(batch=2, context=20, output=5, repeat=2)
-    times = other.decode(work) if kind is Kind.DECODE else other.prefill(work)
+    work = BatchWork(batch=2, context=20, output=5, repeat=2)
+    times = other.decode(work) if kind is BenchKind.DECODE else other.prefill(work)
     assert (times.least, times.most) == (1e3, 1e3)
 
 
@@ -361,14 +371,14 @@ def test_results_say_their_commit_or_are_not_written(tmp_path: Path, monkeypatch
 
 
 def test_an_unasked_context_is_what_the_model_has_room_for() -> None:
-    asked = job(Kind.DECODE, context=None, repeat=1)
-    context = run(asked).subject.context
+    asked = job(BenchKind.DECODE, context=None, repeat=1)
+    context = run(asked).context
     assert 200 < context < 256 - 5
-    assert run(dataclasses.replace(asked, context=context)).subject.context == context
+    assert run(dataclasses.replace(asked, context=context)).context == context
     with pytest.raises(RequestError):
         run(dataclasses.replace(asked, context=context + 1))
     with pytest.raises(RequestError, match="positions, but tiny has 256"):
-        run(job(Kind.DECODE, context=250))
+        run(job(BenchKind.DECODE, context=250))
 
 
 # -- shapes
@@ -518,20 +528,22 @@ TOKEN = 2 * 2 * 2 * 8 * 4
 """Bytes of KV."""
 
 
-def course(*lengths: int, output: int = 3, **changes: object) -> contexts.Job:
+def course(*lengths: int, output: int = 3, **changes: object) -> contexts.ContextBench:
     config = dataclasses.replace(
-        job(Kind.DECODE).config, **({"host_kv_memory": "1MiB", "kv_tile": 32} | changes)
+        job(BenchKind.DECODE).target.config, **({"host_kv_memory": "1MiB", "kv_tile": 32} | changes)
     )
-    return contexts.Job("tiny", TINY, config, lengths or None, output, repeat=2)
+    return contexts.ContextBench(Target("tiny", TINY, config), lengths or None, output, repeat=2)
 
 
 def test_kv_that_moves_is_counted_and_a_prompt_tells_how_far_it_is() -> None:
-    config = dataclasses.replace(course().config, kv_blocks=8, max_length=128, max_sequences=1, check=True)
+    config = dataclasses.replace(
+        course().target.config, kv_blocks=8, max_length=128, max_sequences=1, check=True
+    )
     engine = boot(config, Shape.of(TINY)).engine
     room = engine.kv_stats()
     assert room is not None
     assert (room.host, room.copied, room.sent, room.streams) == (0, 0, 0, False)
-    engine.submit(range(90), measure._GREEDY, 30)
+    engine.submit(range(90), measure.sampling(), 30)
     scheduler = engine.scheduler
     scheduler.limits = dataclasses.replace(scheduler.limits, near=0)  # pages to spare would save some of it
     reached, copied = [], 0
@@ -627,7 +639,9 @@ def test_the_usual_contexts_are_those_that_model_and_memory_have_room_for(
         source = TINY | {"max_position_embeddings": positions}
         return [
             row.context
-            for row in contexts.sweep(dataclasses.replace(asked, source=source, repeat=1)).contexts
+            for row in contexts.sweep(
+                dataclasses.replace(asked, target=dataclasses.replace(asked.target, source=source), repeat=1)
+            ).contexts
         ]
 
     assert lengths(1500) == [512, 1024]
@@ -722,7 +736,7 @@ def by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
 
 
-def streaming_job(kind: Kind = Kind.DECODE, **changes: object) -> Job:
+def streaming_job(kind: BenchKind = BenchKind.DECODE, **changes: object) -> LatencyBench:
     return job(kind, **({"source": WIDE, "config": LITTLE, "batch": 1} | changes))
 
 
@@ -747,7 +761,7 @@ def test_many_requests_at_once(bare: Path, tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr()
     line = json.loads(out.read_text())
     assert line == json.loads(printed.out.splitlines()[-1])
-    work = serving.asks(serving.Job("", TINY, Config(Path()), 9, (5, 40), (3, 20)), TINY["vocab_size"])
+    work = RandomLengths(9, (5, 40), (3, 20)).draw(TINY["vocab_size"])
     assert line["prompt_tokens"] == sum(len(ask.prompt) for ask in work)
     assert line["output_tokens"] == sum(ask.output for ask in work)
     assert {(5 <= len(ask.prompt) <= 40, 3 <= ask.output <= 20) for ask in work} == {(True, True)}
@@ -819,8 +833,8 @@ def test_weights_in_host_memory_need_no_disk() -> None:
 
 
 @pytest.mark.usefixtures("by_shape")
-@pytest.mark.parametrize("kind", [Kind.DECODE, Kind.PREFILL])
-def test_experts_that_come_are_counted(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [BenchKind.DECODE, BenchKind.PREFILL])
+def test_experts_that_come_are_counted(kind: BenchKind) -> None:
     mixture = MOE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     said: list[str] = []
     report = run(
@@ -834,7 +848,7 @@ def test_experts_that_come_are_counted(kind: Kind) -> None:
     assert any(re.search(rf"^weights: of what every token needs, .*; {homes}", line) for line in said)
     assert streaming.copied_per_pass > 0
     assert report.bound.ms >= 1e3 * streaming.copied_per_pass / streaming.link_ceiling
-    if kind is Kind.DECODE:  # Two of four layers' eight, of which some stay.
+    if kind is BenchKind.DECODE:  # Two of four layers' eight, of which some stay.
         assert streaming.experts_per_pass is not None
         assert 0 < streaming.experts_per_pass <= 2 * 4
         assert streaming.copied_per_pass % size == pytest.approx(

@@ -15,8 +15,10 @@ import tiny
 from penstock.arch.layout import kv_layout
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
-from penstock.bench.replay import Job, Report, Workload, replay
-from penstock.bench.trace import requests
+from penstock.bench.speed.recorded import ReplayScale, Workload
+from penstock.bench.speed.replay import ReplayBench, ReplayReport, replay
+from penstock.bench.speed.setup import Target
+from penstock.bench.traces.simulation import requests
 from penstock.cli.main import main
 from penstock.kv.store.diskpool import record_bytes
 from penstock.sched import arrivals
@@ -63,7 +65,10 @@ def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "trace.jsonl", prompts)
 
 
-def job(trace: Path, directory: Path, **more: object) -> Job:
+SCALED = frozenset(("block_tokens", "output", "speed"))
+
+
+def job(trace: Path, directory: Path, **more: object) -> ReplayBench:
     """Blocks of 8 tokens, two for one of the trace: 40 on the device, 48 on the host, 400 on disk."""
     path = tiny.checkpoint("llama")
     with Checkpoint.open(path) as model:
@@ -81,10 +86,13 @@ def job(trace: Path, directory: Path, **more: object) -> Job:
         kv_directory=directory,
         check=True,
     )
-    return Job(trace, "tiny", path, config, requests=1000, block_tokens=16, **more)  # type: ignore[arg-type]
+    scale = ReplayScale(
+        trace, **{"block_tokens": 16} | {name: more.pop(name) for name in SCALED & more.keys()}
+    )
+    return ReplayBench(Target("tiny", path, config), scale, requests=1000, **more)
 
 
-def told(report: Report) -> dict[str, dict[str, int]]:
+def told(report: ReplayReport) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = json.loads(report.line())
     return found
 
@@ -99,16 +107,18 @@ def common(some: Sequence[int], others: Sequence[int]) -> int:
 
 def test_prompts_begin_alike_where_their_hashes_do(trace: Path, tmp_path: Path) -> None:
     recorded = requests(trace)
-    work, again = (Workload.of(job(trace, tmp_path), recorded, 512, tiny.VOCAB) for _ in range(2))
-    prompts = [work.prompt(ask) for ask in work.asks]
-    assert prompts == [again.prompt(ask) for ask in again.asks]
+    work, again = (
+        Workload.of(job(trace, tmp_path).scale, recorded, 512, tiny.VOCAB, "tiny") for _ in range(2)
+    )
+    prompts = [work.prompt(ask) for ask in work.requests]
+    assert prompts == [again.prompt(ask) for ask in again.requests]
     assert [len(prompt) for prompt in prompts] == [16 * len(one.keys) - 8 for one in recorded]
     assert all(0 <= token < tiny.VOCAB for prompt in prompts for token in prompt)
     for one, prompt in zip(recorded, prompts, strict=True):
         for another, other in zip(recorded, prompts, strict=True):
             alike = min(16 * common(one.keys, another.keys), len(prompt), len(other))
             assert alike <= common(prompt, other) < alike + work.digits
-    assert {ask.output for ask in work.asks} == {7}
+    assert {ask.output for ask in work.requests} == {7}
 
 
 def test_two_blocks_are_never_the_same_tokens(tmp_path: Path) -> None:
@@ -117,20 +127,22 @@ def test_two_blocks_are_never_the_same_tokens(tmp_path: Path) -> None:
         tmp_path / "many.jsonl", [[rng.randrange(-(2**70), 2**70)] for _ in range(9000)], input_length=512
     )
     work = Workload.of(
-        Job(trace, "tiny", tmp_path, Config(tmp_path), 10000, block_tokens=2),
+        ReplayScale(trace, block_tokens=2),
         requests(trace),
         512,
         tiny.VOCAB,
+        "tiny",
     )
-    assert len({tuple(work.prompt(ask)) for ask in work.asks}) == 9000
+    assert len({tuple(work.prompt(ask)) for ask in work.requests}) == 9000
     with pytest.raises(
         ConfigError, match="9,000 blocks cannot all differ with 1 tokens of a vocabulary of 97 each"
     ):
         Workload.of(
-            Job(trace, "tiny", tmp_path, Config(tmp_path), 10000, block_tokens=1),
+            ReplayScale(trace, block_tokens=1),
             requests(trace),
             512,
             tiny.VOCAB,
+            "tiny",
         )
 
 
@@ -241,9 +253,12 @@ def test_what_cannot_be_replayed_is_refused(trace: Path, tmp_path: Path) -> None
         RequestError,
         match="the longest of 24 requests has 953 tokens of prompt and output, but tiny has 512 positions",
     ):
-        replay(dataclasses.replace(job(trace, tmp_path), block_tokens=64))
+        replay(job(trace, tmp_path, block_tokens=64))
     for field, message in (
-        ({"output_length": None}, "request 1 of .* has no output_length; say how many tokens to answer with"),
+        (
+            {"output_length": None},
+            "request 1 of .* has no output_length; give --output, the tokens of each answer",
+        ),
         (
             {"input_length": 9999},
             "request 1 of .* has 9,999 tokens of prompt in 3 blocks, which are not blocks of 512",
@@ -251,5 +266,5 @@ def test_what_cannot_be_replayed_is_refused(trace: Path, tmp_path: Path) -> None
     ):
         with pytest.raises(ConfigError, match=message):
             replay(job(write(tmp_path / "bad.jsonl", [[1, 2, 3]], **field), tmp_path))
-    with pytest.raises(ConfigError, match="has no timestamp; let requests come as fast as they are served"):
+    with pytest.raises(ConfigError, match="has no timestamp; leave --speed out"):
         replay(job(write(tmp_path / "bad.jsonl", [[1, 2, 3]], timestamp="now"), tmp_path, speed=1.0))

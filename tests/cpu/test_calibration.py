@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.bench.calibration import (
+from penstock.bench.doctor.calibration import (
     LAUNCHED,
     Calibration,
     Ceilings,
-    Sample,
+    StepSample,
     calibrate,
     fit,
     predicted,
@@ -38,7 +38,7 @@ TRUE = StepCosts(
 )
 
 
-def samples() -> list[Sample]:
+def samples() -> list[StepSample]:
     """What would be measured of every model on a device with the costs of TRUE."""
     found = []
     for name, (config, depths) in LAYERS_OF.items():
@@ -50,14 +50,14 @@ def samples() -> list[Sample]:
                 for context in (80, 2080):
                     work = work_of(shape, "bfloat16", decode_step(shape.spec, "bfloat16", one.rows, context))
                     seconds = TRUE.decode_seconds(one.rows, work)
-                    found.append(Sample(name, layers, one.rows, context, work, launches, seconds))
+                    found.append(StepSample(name, layers, one.rows, context, work, launches, seconds))
             for tokens in (LAUNCHED, 8192, 16384):
                 work = work_of(shape, "bfloat16", prompt_step(shape.spec, "bfloat16", 1, tokens, tokens))
                 launched = (
                     PROMPT.host_step + launches[0] * PROMPT.host_layer + launches[1] * PROMPT.host_moe_layer
                 )
                 found.append(
-                    Sample(
+                    StepSample(
                         name, layers, 0, tokens, work, launches, max(prompt_seconds(PROMPT, work), launched)
                     )
                 )

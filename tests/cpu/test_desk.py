@@ -310,7 +310,6 @@ def test_steps_that_the_loop_was_too_busy_for_are_told_in_one_piece(llm: LLM) ->
 
 def test_what_is_put_into_the_tray_while_the_loop_has_just_found_it_empty_is_delivered(llm: LLM) -> None:
     """The one moment in which the driver's word to the loop could be lost."""
-
     late: list[News] = []
 
     class Tray(deque[News]):

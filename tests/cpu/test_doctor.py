@@ -11,8 +11,8 @@ from penstock.arch import bounds
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import DeviceError
-from penstock.bench.checkup import checkup, describe
-from penstock.bench.limits import Limits, Rates, Room, limits, prefill_rate
+from penstock.bench.doctor.checkup import checkup, describe
+from penstock.bench.doctor.limits import MeasuredRates, MemoryRoom, ModelLimits, limits, prefill_rate
 from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.memory.probe import disk_read, matmul_rate, memory_copy, memory_read
@@ -20,7 +20,7 @@ from penstock.weights.checkpoint.shape import Shape
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-GPU_RATES = Rates(device_read=4e12, to_device=50e9, disk=2e9)
+GPU_RATES = MeasuredRates(device_read=4e12, to_device=50e9, disk=2e9)
 
 
 @pytest.fixture
@@ -78,13 +78,13 @@ def test_a_disk_that_cannot_be_measured(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def of(name: str, room: Room, rates: Rates = GPU_RATES) -> Limits:
+def of(name: str, room: MemoryRoom, rates: MeasuredRates = GPU_RATES) -> ModelLimits:
     shape = Shape.of(SHAPES[name])
     return limits(shape.spec, shape.names, "bfloat16", room, rates)
 
 
 def test_a_model_that_fits_is_bound_by_the_memory_it_is_read_from() -> None:
-    found = of("8B", Room(100 * GIB, 50 * GIB))
+    found = of("8B", MemoryRoom(100 * GIB, 50 * GIB))
     assert found.fits
     assert found.kv_token_bytes == 2 * 32 * 8 * 128 * 2
     # One row of the input embedding is read, not all of its 128,256.
@@ -96,15 +96,15 @@ def test_a_model_that_fits_is_bound_by_the_memory_it_is_read_from() -> None:
 
 
 def test_a_small_budget_bounds_the_context() -> None:
-    found = of("8B", Room(16 * GIB, 50 * GIB))
+    found = of("8B", MemoryRoom(16 * GIB, 50 * GIB))
     assert found.fits
     assert found.longest == (16 * GIB - found.weight_bytes) // found.kv_token_bytes
     assert found.longest < 131072
 
 
 def test_what_does_not_fit_comes_over_the_link_and_then_from_disk() -> None:
-    whole = of("8B", Room(100 * GIB, 0)).weight_bytes
-    over = of("8B", Room(whole - 4 * GIB, 50 * GIB))
+    whole = of("8B", MemoryRoom(100 * GIB, 0)).weight_bytes
+    over = of("8B", MemoryRoom(whole - 4 * GIB, 50 * GIB))
     assert (over.fits, over.host_bytes, over.disk_bytes, over.longest, over.decode_longest) == (
         False,
         4 * GIB,
@@ -115,24 +115,25 @@ def test_what_does_not_fit_comes_over_the_link_and_then_from_disk() -> None:
     assert "host memory" in over.binding
     share = over.read_bytes / whole
     assert over.decode == pytest.approx(50e9 / (4 * GIB * share))
-    deep = of("8B", Room(whole - 4 * GIB, 3 * GIB))
+    deep = of("8B", MemoryRoom(whole - 4 * GIB, 3 * GIB))
     assert (deep.host_bytes, deep.disk_bytes) == (3 * GIB, GIB)
     assert deep.binding == "reading the disk"
     assert deep.decode == pytest.approx(2e9 / (GIB * share))
 
 
 def test_on_a_cpu_what_does_not_fit_is_on_disk() -> None:
-    found = of("8B", Room(10 * GIB, None), Rates(device_read=20e9, to_device=None, disk=2e9))
+    found = of("8B", MemoryRoom(10 * GIB, None), MeasuredRates(device_read=20e9, to_device=None, disk=2e9))
     assert (found.host_bytes, found.disk_bytes) == (0, found.weight_bytes - 10 * GIB)
     assert found.binding == "reading the disk"
     assert found.binding_bytes == pytest.approx(found.disk_bytes * found.read_bytes / found.weight_bytes)
 
 
 def test_a_pace_that_hangs_on_an_unmeasured_link_is_not_guessed() -> None:
-    found = of("8B", Room(10 * GIB, 1 * GIB), Rates(device_read=4e12, to_device=50e9, disk=None))
+    rates = MeasuredRates(device_read=4e12, to_device=50e9, disk=None)
+    found = of("8B", MemoryRoom(10 * GIB, 1 * GIB), rates)
     assert found.decode is None
     assert found.binding == "reading the disk, which was not measured"
-    assert of("8B", Room(100 * GIB, 1), Rates(device_read=4e12, to_device=50e9, disk=None)).decode is not None
+    assert of("8B", MemoryRoom(100 * GIB, 1), rates).decode is not None
 
 
 def test_prompts_are_bound_by_arithmetic() -> None:
@@ -151,7 +152,7 @@ def test_a_checkup_of_a_model_that_is_not_there_yet(bare: Path) -> None:
     assert found.links.link is None
     assert found.links.disk is not None
     assert found.model.parameters == 8_030_261_248
-    assert found.model.room == Room(GIB, None)
+    assert found.model.room == MemoryRoom(GIB, None)
     assert [one.dtype for one in found.model.limits] == ["float32", "float16", "bfloat16"]
     assert not any(one.fits for one in found.model.limits)
     text = describe(found)

@@ -15,7 +15,7 @@ from answerers import Answer, script
 from penstock import LLM
 from penstock.cli.main import main
 from penstock.cli.prompt import SHIPPED_MODEL
-from penstock.evals.run import Work, evaluate
+from penstock.evals.run import EvalWork, evaluate
 
 FEW = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 
@@ -229,7 +229,7 @@ def test_who_knows_the_answer_is_right_and_who_does_not_is_wrong(
     tokens that an answer has."""
     monkeypatch.setattr(llm, "generate", None)  # to be put back
     script(llm, answer)
-    work = Work("ruler", tasks, lengths=(512, 4096), depths=3, samples=4, seed=2, raw=raw)
+    work = EvalWork("ruler", tasks, lengths=(512, 4096), depths=3, samples=4, seed=2, raw=raw)
     report = evaluate(llm, work, "scripted", lambda _: None)
     assert {cell.task for cell in report.cells} == set(tasks)
     assert [cell.score for cell in report.cells] == pytest.approx([score] * len(report.cells))

@@ -18,8 +18,8 @@ from penstock import LLM, SamplingParams
 from penstock.api import llm as api
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
-from penstock.bench.serving import Ask, _round
 from penstock.bench.shapes import SHAPES
+from penstock.bench.speed.throughput import OfflineRequest, _round
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.memory.device import give_back
@@ -200,7 +200,9 @@ def test_no_request_waits_for_a_compiler(
         for temperature in (0.0, 0.8):
             for count in (1, 3, 100):
                 prompts = [[*known[: rng.randrange(2, 3000)], rng.randrange(600)] for _ in range(count)]
-                _round(booted, [Ask(prompt, rng.randrange(1, 30)) for prompt in prompts], temperature)
+                _round(
+                    booted, [OfflineRequest(prompt, rng.randrange(1, 30)) for prompt in prompts], temperature
+                )
     assert not late
 
 
@@ -233,6 +235,6 @@ def test_what_takes_long_is_compiled_side_by_side(
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
     booted = boot(config, Shape.of(shape))
     with closing(booted.engine):
-        _round(booted, [Ask([1, 2, 3] * count, 4) for count in (1, 2, 900)], 0.8)
+        _round(booted, [OfflineRequest([1, 2, 3] * count, 4) for count in (1, 2, 900)], 0.8)
     assert some <= aside or torch.cuda.get_device_capability() != (9, 0)
     assert here.isdisjoint(aside)

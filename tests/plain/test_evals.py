@@ -22,7 +22,7 @@ from penstock.evals import phrases
 from penstock.evals.phrases import facts, generated_text
 from penstock.evals.picture import boxes, colour, draw
 from penstock.evals.prompts import ANSWER_TOKENS, Dress, Haystack, text_of
-from penstock.evals.report import Cell, Report, percent, wilson
+from penstock.evals.report import EvalCell, EvalReport, percent, wilson
 from penstock.evals.tasks import TASKS, Material, Sample, exact, share
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))  # scripts, not a package
@@ -282,7 +282,7 @@ def test_the_interval_holds_the_shares_that_lie_within_so_many_deviations(share:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def report() -> Report:
+def report() -> EvalReport:
     scores = {
         ("single", length, depth): length * depth / 1024
         for length in (256, 512, 1024)
@@ -290,10 +290,10 @@ def report() -> Report:
     }
     scores |= {("words", 512, None): 0.999}
     cells = [
-        Cell(task, length, depth, 8, score, *wilson(score, 8), ())
+        EvalCell(task, length, depth, 8, score, *wilson(score, 8), ())
         for (task, length, depth), score in scores.items()
     ]
-    return Report("ruler", "a/model", "generated", True, "float32", "cpu", 1, 8, 80, 5, 1.5, tuple(cells))
+    return EvalReport("ruler", "a/model", "generated", True, "float32", "cpu", 1, 8, 80, 5, 1.5, tuple(cells))
 
 
 def test_the_table_has_every_score() -> None:

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.trace import Clairvoyant, Fifo, Learned, LeastRecent, Offered, SecondUse, replay
-from penstock.bench.workloads import generate
+from penstock.bench.traces.simulation import (
+    Clairvoyant,
+    Fifo,
+    Learned,
+    LeastRecent,
+    Offered,
+    SecondUse,
+    replay,
+)
+from penstock.bench.traces.workloads import generate
 from penstock.kv.ledger.evict import Eviction, Lru, Prospect, Returns
 from penstock.kv.ledger.shadows import Expert, Shadows, _Fifo, _Lru, _SecondUse
 

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.trace import (
+from penstock.bench.traces.simulation import (
     BLOCK_BYTES,
     POLICIES,
+    CacheBench,
     Fifo,
-    Job,
     Learned,
     LeastRecent,
-    Part,
     SecondUse,
+    TracePart,
     measure,
     read,
     replay,
 )
-from penstock.cli.commands import bench
+from penstock.cli import bench_options
 from penstock.cli.main import main
 
 # -- against a reference on tiny traces
@@ -160,7 +160,9 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_what_is_reported(trace: Path) -> None:
-    report = measure(Job(trace, capacities=(5 * 64, 3 * 64), block_bytes=64, part=Part.SECOND_HALF, cost=64))
+    report = measure(
+        CacheBench(trace, capacities=(5 * 64, 3 * 64), block_bytes=64, part=TracePart.SECOND_HALF, cost=64)
+    )
     assert (report.requests, report.asked, report.distinct) == (4, 10, 5)
     assert [(row.capacity, row.blocks, row.hits["lru"]) for row in report.rows] == [
         (192, 3, 2 / 4),
@@ -199,7 +201,7 @@ def test_the_command(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_all_policies_can_be_named() -> None:
-    assert bench._POLICIES.split(",") == list(POLICIES)
+    assert bench_options._POLICIES.split(",") == list(POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -233,4 +235,5 @@ def test_what_is_no_trace_is_refused(
 
 def test_a_room_without_a_block_is_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "trace", str(trace), "--rooms", "1KiB"]) == 2
-    assert "a room of 1.00 KiB holds no block of 64.0 MiB; ask for more" in capsys.readouterr().err
+    said = "a room of 1.00 KiB holds no block of 64.0 MiB; give larger --rooms, or smaller --block-bytes"
+    assert said in capsys.readouterr().err

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.tiered import Admission, _request, serve
-from penstock.bench.trace import POLICIES, read, replay
-from penstock.bench.workloads import HELD_OUT, TUNED, WORKLOADS, generate, write
+from penstock.bench.traces.simulation import POLICIES, read, replay
+from penstock.bench.traces.tiered import DiskAdmission, _request, serve
+from penstock.bench.traces.workloads import HELD_OUT, TUNED, WORKLOADS, generate, write
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.tiers import Tiers
 
@@ -33,19 +33,21 @@ def test_what_is_tuned_on_is_not_reported_on() -> None:
 
 def test_the_ledger_serves_what_the_policy_promises_and_the_disk_adds_to_it() -> None:
     trace = [request.keys for request in generate("sessions", requests=500)]
-    served = {admission: serve(trace, 300, 900, admission, 250) for admission in Admission}
-    alone = served[Admission.NONE]
+    served = {admission: serve(trace, 300, 900, admission, 250) for admission in DiskAdmission}
+    alone = served[DiskAdmission.NONE]
     policy = replay(trace, POLICIES["adaptive"](trace, 300), 300, 250)
     # The ledger gives blocks up before new ones come, the policy's replay afterwards; that tells where a room
     # holds few requests.
     assert abs(alone.host / alone.asked - policy) <= 0.04
     assert (alone.disk, alone.written) == (0, 0)
-    for admission in (Admission.ENGINE, Admission.ALL, Admission.FORESEEN):
+    for admission in (DiskAdmission.ENGINE, DiskAdmission.ALL, DiskAdmission.FORESEEN):
         assert served[admission].disk > 0
     assert (
-        served[Admission.FORESEEN].written < served[Admission.ENGINE].written <= served[Admission.ALL].written
+        served[DiskAdmission.FORESEEN].written
+        < served[DiskAdmission.ENGINE].written
+        <= served[DiskAdmission.ALL].written
     )
-    engine, everything = served[Admission.ENGINE], served[Admission.ALL]
+    engine, everything = served[DiskAdmission.ENGINE], served[DiskAdmission.ALL]
     assert engine.written / engine.disk < 0.67 * everything.written / everything.disk
 
 

@@ -1,4 +1,5 @@
-"""The machine that a measurement was made on, so that its numbers mean something later and elsewhere."""
+"""Names the machine that a measurement was made on, so that its numbers mean something later and
+elsewhere."""
 
 import os
 import platform
@@ -20,7 +21,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device that an engine could run on; sizes in bytes."""
+    """A device that an engine could run on; sizes are in bytes."""
 
     device: str
     name: str
@@ -29,9 +30,12 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """Hardware, software and date. `threads`: those of torch; `commit`: of the source tree, from
-    PENSTOCK_COMMIT or from git; None if neither knows it."""
+class MachineInfo:
+    """Hardware, software and date, which every report has.
+
+    threads: those of torch.
+    commit: of the source tree, from PENSTOCK_COMMIT or from git. None if neither knows it.
+    """
 
     system: str
     processor: str
@@ -49,10 +53,11 @@ class Machine:
     date: str
 
 
-def machine() -> Machine:
+def machine() -> MachineInfo:
+    """Return what is known of this machine."""
     cpu = torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Machine(
+    return MachineInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_processor(),
         cores=_cores(),
@@ -76,7 +81,7 @@ def _cuda_device(index: int) -> Device:
 
 
 def _cores() -> int:
-    """Those this process may run on, where the system tells."""
+    """Return the cores that this process may run on, where the system knows them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
 
 
@@ -98,11 +103,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that the source tree stands at, with a plus sign if files differ from it: what
-    PENSTOCK_COMMIT says, or else git. A copy of the tree may lie in a repository that stands at an earlier
-    commit."""
-    said = source_commit()
-    if said is not None:
+    """Return the commit of the source tree, with a plus sign if files differ from it. PENSTOCK_COMMIT says
+    it, or else git: a copy of the tree may lie in a repository that stands at an earlier commit."""
+    if (said := source_commit()) is not None:
         return said
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--exclude=*", "--dirty=+"]

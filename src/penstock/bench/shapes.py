@@ -1,4 +1,4 @@
-"""Models of which nothing but the shape is needed to measure speed: real sizes, random weights."""
+"""Lists the shapes that speed is measured with: real sizes, random weights."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,8 @@ _CONTEXT = 131072
 def _shape(
     kind: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], vocab: int, **more: object
 ) -> dict[str, object]:
-    """A config.json; `heads`: of queries, of keys and values, and the dimensions of each."""
+    """Return a config.json. heads: how many of queries, how many of keys and values, and the dimensions of
+    each."""
     return {
         "model_type": kind,
         "hidden_size": hidden,
@@ -35,7 +36,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "70B": _shape("llama", 8192, 28672, 80, (64, 8, 128), 128256),
     "70B-slice": _shape("llama", 8192, 28672, 4, (64, 8, 128), 128256),
 }
-"""By the name that `penstock bench --shape` knows; 70B-slice is 4 of the 80 layers."""
+"""Configs by the names that `penstock bench --shape` knows. 70B-slice is 4 of the 80 layers."""
 
 _QWEN_MOE = {
     "num_experts": 128,

@@ -1,4 +1,4 @@
-"""Repeated timings of the same thing, and what one may say about them."""
+"""Computes statistics of timings: what one may say where the same thing was timed again and again."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Milliseconds. The median is the number to quote; the least is what is possible, the most what else was
-    going on."""
+class Timings:
+    """Holds statistics of one timing that was repeated, in milliseconds. The median is the number to quote,
+    the least is what is possible, and the most shows what else was going on."""
 
     median: float
     least: float
@@ -18,6 +18,7 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Self:
+        """Return the statistics of `seconds`."""
         return cls(1e3 * statistics.median(seconds), 1e3 * min(seconds), 1e3 * max(seconds), len(seconds))
 
     def __str__(self) -> str:

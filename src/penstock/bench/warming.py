@@ -1,8 +1,8 @@
-"""Timings that begin when what is timed no longer gets faster: of peers and of penstock alike.
+"""Begins timings when what is timed no longer gets faster: of peers and of penstock alike.
 
 The first runs of anything pay for what is met for the first time: files that are read, memory that is mapped,
-kernels that are chosen. How many runs that takes differs by a factor of ten between systems, so nobody's
-first runs are counted, and all of them are recorded.
+kernels that are chosen. How many runs that takes differs by a factor of ten between systems. So first runs
+count for no system, and all of them are recorded.
 """
 
 import statistics
@@ -13,11 +13,10 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a baseline is warm: its last `window` runs differ by `within` of the least at most, and do not
-    fall from each to the next.
+    """Decides when a baseline is warm: its last `window` runs differ by `within` of the least at most, and do
+    not fall from each to the next.
 
-    It is given up after `most` runs, which the record then says. With `least` no fewer runs are made, warm or
-    not.
+    It is given up after `most` runs, which the record then says. At least `least` runs are made, warm or not.
     """
 
     window: int = 3
@@ -26,6 +25,7 @@ class Rule:
     least: int = 3
 
     def holds(self, seconds: Sequence[float]) -> bool:
+        """Tell whether runs that took `seconds` are warm."""
         last = seconds[-self.window :]
         if len(last) < self.window or len(seconds) < self.least:
             return False
@@ -35,30 +35,34 @@ class Rule:
 
 RULE = Rule()
 BRIEF = Rule(window=2, most=5, least=2)
-"""For runs that take ten seconds and more each."""
+"""The rule for runs that take ten seconds and more each."""
 AGAIN = 3
-"""How often a measurement is made anew, at most, where its later half is faster than its earlier one."""
+"""Times that a measurement is made anew at most, where its later half is faster than its earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of every run: of those that warmed it up, which count nowhere, and of those that were
-    measured."""
+    """Holds the seconds of every run.
+
+    warming: of runs that warmed it up, which count nowhere.
+    warm: the rule was met; if not, as many runs were made as it allows.
+    seconds: of runs that were measured.
+    """
 
     warming: tuple[float, ...]
     warm: bool
-    """Whether the rule was met; if not, so many runs were made as it allows."""
     seconds: tuple[float, ...]
     rule: Rule
 
     @property
     def median(self) -> float:
+        """Return the median of the measured seconds."""
         return statistics.median(self.seconds)
 
     @property
     def falling(self) -> bool:
-        """Whether the later half of what was measured is still faster than the earlier, by more than the rule
-        lets runs differ."""
+        """Tell whether the later half of what was measured is still faster than the earlier, by more than the
+        rule lets runs differ."""
         half = len(self.seconds) // 2
         if half == 0:
             return False
@@ -66,8 +70,8 @@ class Timed:
         return statistics.median(late) * (1 + self.rule.within) < statistics.median(early)
 
     def record(self) -> dict[str, object]:
-        """For a file of results, seconds: all runs, what may be said of them, and by which rule they were
-        warmed."""
+        """Return the record for a file of results, in seconds: all runs, their statistics, and the rule that
+        warmed them."""
         low, _, high = (
             statistics.quantiles(self.seconds, n=4, method="inclusive")
             if len(self.seconds) > 1
@@ -96,7 +100,7 @@ class Timed:
 
 
 def warmed(work: Callable[[], float], rule: Rule = RULE) -> tuple[tuple[float, ...], bool]:
-    """Do `work`, which returns its seconds, until `rule` holds. Returns all seconds, and whether it held in
+    """Do `work`, which returns its seconds, until `rule` holds. Return all seconds, and whether it held in
     the end."""
     seconds: list[float] = []
     while not (warm := rule.holds(seconds)) and len(seconds) < rule.most:

@@ -1,1 +1,1 @@
-"""How well a model finds what stands in a long text."""
+"""Measures how well a model finds things in a long text."""

@@ -95,8 +95,8 @@ _SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A number that has a name. The answer begins with `answer_head`, as the shipped model's do; then come a
-    blank and `value`."""
+    """A number has a name. The answer begins with `answer_head`, as the shipped model's do; then come a blank
+    and `value`."""
 
     statement: str
     question: str
@@ -105,8 +105,8 @@ class Fact:
 
 
 def facts(rng: random.Random) -> Iterator[Fact]:
-    """Facts for one text, without end. No name and no number occurs twice; names are of few words, so that
-    they look alike."""
+    """Yield facts for one text, without end. No name and no number occurs twice. Names are of few words, so
+    that they look alike."""
     names, labels = rng.sample(NAMES, 10), rng.sample(PERSON_LABELS, 4)
     adjectives, nouns, things = rng.sample(ADJECTIVES, 10), rng.sample(NOUNS, 10), rng.sample(THING_LABELS, 3)
     people = [f"the {label} of {name}" for name in names for label in labels]
@@ -134,7 +134,7 @@ def facts(rng: random.Random) -> Iterator[Fact]:
 
 
 def invented(rng: random.Random, count: int) -> list[str]:
-    """Different words of three syllables that no language has."""
+    """Return different words of three syllables that no language has."""
     words: dict[str, None] = {}
     while len(words) < count:
         words["".join(rng.choices(SYLLABLES, k=3))] = None
@@ -142,7 +142,8 @@ def invented(rng: random.Random, count: int) -> list[str]:
 
 
 def generated_text(rng: random.Random, letters: int) -> str:
-    """Prose of at least so many letters, without a number in it; paragraphs are parted by blank lines."""
+    """Return prose of at least so many letters, without a number in it. Paragraphs are parted by blank
+    lines."""
     paragraphs, done = [], 0
     while done < letters:
         names, kind = rng.sample(NAMES, 2), rng.choice(_KINDS)

@@ -1,4 +1,4 @@
-"""Scores as a heat map: for each task, a row for each depth and a column for each length."""
+"""Draws scores as a heat map: for each task, a row for each depth and a column for each length."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,33 +6,33 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from penstock.base.errors import ConfigError
-from penstock.evals.report import Cell, Report, percent, shown_depth
+from penstock.evals.report import EvalCell, EvalReport, percent, shown_depth
 from penstock.evals.tasks import TASKS
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom, in pixels; the last two are outside."""
 _INK, _FAINT, _PAPER = "#1c2430", "#6b7482", "#fbfaf7"
 _STOPS = ((200, 50, 31), (240, 214, 150), (18, 117, 107))
-"""Nothing, half, all."""
+"""The colours of nothing, half and all."""
 _WIDE, _HIGH, _GAP = 112, 52, 2
 _LEFT, _TOP, _MARGIN = 150, 120, 48
 _TITLE, _FOOT = 64, 84
-"""Above and below the cells of a task."""
+"""Pixels above and below the cells of a task."""
 _LEAST_WIDTH = 900
 _LETTER = 10
 """Pixels of an average letter of the title, at most."""
 
 
 def colour(score: float) -> tuple[int, int, int]:
-    """Of a cell: from red over sand to green, as the score goes from 0 to 1."""
+    """Return the colour of a cell: from red over sand to green, as the score goes from 0 to 1."""
     low, high = _STOPS[:2] if score < 0.5 else _STOPS[1:]
     part = 2 * score - (score >= 0.5)
     red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
     return red, green, blue
 
 
-def boxes(report: Report) -> Iterator[tuple[Cell, Box]]:
-    """Every cell, and where in the picture it is."""
+def boxes(report: EvalReport) -> Iterator[tuple[EvalCell, Box]]:
+    """Yield every cell, and where in the picture it is."""
     for task, top in _tops(report).items():
         lengths, depths, cells = report.of(task)
         for column, length in enumerate(lengths):
@@ -41,7 +41,7 @@ def boxes(report: Report) -> Iterator[tuple[Cell, Box]]:
                 yield cells[length, depth], (x, y, x + _WIDE - _GAP, y + _HIGH - _GAP)
 
 
-def draw(report: Report, file: Path) -> None:
+def draw(report: EvalReport, file: Path) -> None:
     """Write the picture to `file` as a PNG. Raises ConfigError."""
     image = Image.new("RGB", _size(report), _PAPER)
     pen = ImageDraw.Draw(image)
@@ -79,11 +79,11 @@ def draw(report: Report, file: Path) -> None:
     try:
         image.save(file, format="PNG")
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}; name another file") from error
 
 
-def _tops(report: Report) -> dict[str, int]:
-    """Where the cells of each task begin."""
+def _tops(report: EvalReport) -> dict[str, int]:
+    """Return the height at which the cells of each task begin, in pixels."""
     tops, y = {}, _TOP
     for task in report.tasks:
         tops[task] = y + _TITLE
@@ -91,7 +91,7 @@ def _tops(report: Report) -> dict[str, int]:
     return tops
 
 
-def _size(report: Report) -> tuple[int, int]:
+def _size(report: EvalReport) -> tuple[int, int]:
     columns = max(len(report.of(task)[0]) for task in report.tasks)
     rows = sum(len(report.of(task)[1]) for task in report.tasks)
     height = _TOP + rows * _HIGH + len(report.tasks) * (_TITLE + _FOOT)
@@ -99,6 +99,6 @@ def _size(report: Report) -> tuple[int, int]:
 
 
 def _fitted(name: str, width: int) -> str:
-    """The end of a name that is too long for the picture: a path's last part tells most."""
+    """Return a name, or its end where it is too long for the picture: a path's last part says most."""
     most = (width - 2 * _MARGIN) // 20
     return name if len(name) <= most else "..." + name[3 - most :]

@@ -1,5 +1,5 @@
-"""Prompts of an exact number of tokens: a stretch of text, statements at depths of it, a question behind it,
-and what the model needs around all that."""
+"""Builds prompts of an exact number of tokens: a stretch of text, statements at depths of it, a question
+behind it, and the chat template around all that."""
 
 import random
 import re
@@ -13,20 +13,21 @@ from penstock.base.errors import ConfigError, RequestError
 from penstock.evals.phrases import CHAT_LEAD, RAW_ANSWER, RAW_LEAD
 
 ANSWER_TOKENS = 64
-"""Of a length, left free for the answer: a length is of prompt and answer together, as a model's context
-is."""
+"""Tokens of a length that are left free for the answer. A length is of prompt and answer together, as a
+model's context is."""
 _MARK = "PROMPT-STANDS-HERE"
 _TRIES = 64
 _PARAGRAPHS = 64
-"""Encoded as one: enough that hardly a token is another than in the whole text, and several threads can share
-a long one."""
+"""Paragraphs that are encoded as one text: enough that hardly a token differs from those of the whole text,
+and several threads can share a long one."""
 _MOST_TEXT = 4_000_000
-"""Letters of a given text; what is beyond is not read."""
+"""Letters of a given text at most. What is beyond is not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`answer_head`: the first words of the answer, which a model without a chat template is given."""
+    """Holds a question behind a text. answer_head: the first words of the answer, which end the prompt of a
+    model without a chat template."""
 
     instruction: str
     question: str
@@ -34,7 +35,7 @@ class Question:
 
 
 class Dress:
-    """What stands around a prompt: the model's chat template, or, with `raw` and where it has none, what its
+    """Wraps prompts: in the model's chat template, or, with `raw` and where it has none, in what its
     tokenizer puts around a text and the beginning of the answer."""
 
     def __init__(self, tokenizer: Tokenizer, raw: bool) -> None:
@@ -56,11 +57,11 @@ class Dress:
         self._first, self._last = ([], []) if self.chat else (whole[:at], whole[at + len(plain) :])
 
     def inner(self, text: str) -> list[int]:
-        """Tokens of a text in the midst of a prompt. It begins with a blank or a new line."""
+        """Return the tokens of a text in the midst of a prompt. It begins with a blank or a new line."""
         return self.tokenizer.encode(text[1:] if self._adds_blank and text[0] == " " else text, special=False)
 
     def ends(self, asked: Question) -> tuple[list[int], list[int]]:
-        """The tokens before the text and those behind it."""
+        """Return the tokens before the text and those behind it."""
         first = self._first + self.tokenizer.encode(self._before + asked.instruction, special=False)
         if self.chat:
             return first, self.inner(f"{CHAT_LEAD}{asked.question}{self._after}")
@@ -68,11 +69,11 @@ class Dress:
 
 
 class Haystack:
-    """A text in tokens, from which stretches are taken; it is repeated where a stretch of `longest` tokens
-    asks for more."""
+    """Cuts stretches out of a text in tokens. The text is repeated where a stretch of `longest` tokens needs
+    more."""
 
     def __init__(self, text: str, dress: Dress, longest: int) -> None:
-        """Raises ConfigError if the text is empty."""
+        """Encode the text. Raises ConfigError if it is empty."""
         paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
         parts = [
             "\n\n" + "\n\n".join(paragraphs[at : at + _PARAGRAPHS])
@@ -98,8 +99,8 @@ class Haystack:
         self._ends = [i for i in words if tokens[i - 1] in closes] or words or list(range(1, len(tokens)))
 
     def stretch(self, count: int, rng: random.Random) -> tuple[list[int], list[int]]:
-        """`count` tokens from the beginning of a word to the end of a sentence, and the places in them where
-        statements may stand."""
+        """Return `count` tokens from the beginning of a word to the end of a sentence, and the places in them
+        where statements may stand."""
         least = min(bisect_left(self._ends, count), len(self._ends) - 1)
         for _ in range(_TRIES):
             end = max(rng.choice(self._ends[least:]), count)
@@ -111,7 +112,7 @@ class Haystack:
 
 
 def text_of(path: Path) -> str:
-    """A text file, or all of a folder's .txt files. Raises ConfigError."""
+    """Read a text file, or all of a folder's .txt files. Raises ConfigError."""
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(f"{path} has no .txt files; give a text file, or a folder with some")
@@ -122,7 +123,9 @@ def text_of(path: Path) -> str:
                 with file.open(encoding="utf-8-sig", errors="replace") as opened:
                     texts.append(opened.read(_MOST_TEXT - letters))
             except OSError as error:
-                raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+                raise ConfigError(
+                    f"cannot read {file}: {error.strerror}; give --text a file that can be read"
+                ) from error
             letters += len(texts[-1])
     return "\n\n".join(texts)
 
@@ -135,9 +138,11 @@ def fill(
     dress: Dress,
     rng: random.Random,
 ) -> list[int]:
-    """A prompt of exactly `length` less ANSWER_TOKENS tokens. `statements`, each with its depth in the text
-    (0: before it, 1: behind it), stand in it at the nearest ends of sentences, in their order where these are
-    the same. Raises RequestError if there is no room."""
+    """Return a prompt of exactly `length` less ANSWER_TOKENS tokens. Raises RequestError if there is no room.
+
+    statements: texts with their depths in the haystack, from 0 (before it) to 1 (behind it). Each stands at
+        the nearest end of a sentence, in their order where these are the same.
+    """
     before, after = dress.ends(asked)
     hidden = [(depth, dress.inner(f" {statement}")) for depth, statement in statements]
     text, places = haystack.stretch(
@@ -155,8 +160,8 @@ def fill(
 
 
 def room(length: int, taken: int) -> int:
-    """What a prompt that takes `taken` tokens, and its answer, leave of `length`. Raises RequestError if that
-    is nothing."""
+    """Return the tokens that a prompt of `taken` tokens and its answer leave of `length`. Raises RequestError
+    if there are none."""
     left = length - taken - ANSWER_TOKENS
     if left < 1:
         raise RequestError(

@@ -1,26 +1,31 @@
-"""What an evaluation found: cells of a heat map, as a table for a person, and as one line of JSON."""
+"""Reports an evaluation: cells of a heat map, as a table for a person, and as one line of JSON."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
 
+from penstock.base.report import JsonLine
 from penstock.evals.tasks import TASKS
 
 _Z = 1.959964
-"""Standard deviations on either side that hold 95 % of a normal distribution."""
+"""Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
+    """Holds an answer that was not all right, and the words that were expected."""
+
     expected: tuple[str, ...]
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """`score`: the mean of all samples, 0 to 1, with its 95 % interval. `depth` is None where a task has
-    none."""
+class EvalCell:
+    """Holds the score of one task at one length and depth.
+
+    depth: where in the text it was hidden, 0 to 1. None where a task has no depth.
+    score, low, high: the mean of all samples, 0 to 1, and its 95 % interval.
+    """
 
     task: str
     length: int
@@ -33,9 +38,13 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """`chat`: whether prompts went through the model's chat template. `prompt_tokens`: of all prompts
-    together."""
+class EvalReport(JsonLine):
+    """Holds the cells of an evaluation, and prints them.
+
+    text: the name of the text that things were hidden in.
+    chat: prompts went through the model's chat template.
+    prompt_tokens: of all prompts together.
+    """
 
     eval: str
     model: str
@@ -48,24 +57,21 @@ class Report:
     prompts: int
     prompt_tokens: int
     seconds: float
-    cells: tuple[Cell, ...]
+    cells: tuple[EvalCell, ...]
 
     @property
     def tasks(self) -> list[str]:
+        """Return the names of the tasks that have cells."""
         return list(dict.fromkeys(cell.task for cell in self.cells))
 
-    def of(self, task: str) -> tuple[list[int], list[float | None], dict[tuple[int, float | None], Cell]]:
-        """Its lengths, its depths, and its cells by both."""
+    def of(self, task: str) -> tuple[list[int], list[float | None], dict[tuple[int, float | None], EvalCell]]:
+        """Return the lengths of a task, its depths, and its cells by both."""
         cells = {(cell.length, cell.depth): cell for cell in self.cells if cell.task == task}
         return (
             list(dict.fromkeys(length for length, _ in cells)),
             list(dict.fromkeys(depth for _, depth in cells)),
             cells,
         )
-
-    def line(self, **more: object) -> str:
-        """Everything, and `more`, as one line of JSON."""
-        return json.dumps({**asdict(self), **more})
 
     def __str__(self) -> str:
         head = (
@@ -89,17 +95,18 @@ class Report:
 
 
 def percent(share: float) -> str:
-    """A whole number; only what is all is 100, and only what is nothing 0."""
+    """Return a share as a whole number of percent. Only what is all is 100, and only what is nothing 0."""
     return str(round(100 * share) if share in (0, 1) else min(max(round(100 * share), 1), 99))
 
 
 def shown_depth(depth: float | None) -> str:
+    """Return a depth in percent, or "any" where there is none."""
     return "any" if depth is None else f"{100 * depth:.0f}"
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of `count` trials (Wilson, 1927). For a mean of scores between 0 and 1 it
-    is no narrower than it should be: nothing varies more than what is all or nothing."""
+    """Return the 95 % interval of a share of `count` trials (Wilson, 1927). For a mean of scores between 0
+    and 1 it is wide enough, since scores of only 0 and 1 vary most."""
     scale = 1 + _Z**2 / count
     middle = (share + _Z**2 / (2 * count)) / scale
     half = _Z / scale * sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))

@@ -9,23 +9,29 @@ from penstock.api.llm import LLM
 from penstock.base.errors import RequestError
 from penstock.evals.phrases import generated_text
 from penstock.evals.prompts import ANSWER_TOKENS, Dress, Haystack
-from penstock.evals.report import Cell, Miss, Report, wilson
-from penstock.evals.tasks import TASKS, Material, Sample, Task
+from penstock.evals.report import EvalCell, EvalReport, Miss, wilson
+from penstock.evals.tasks import TASKS, EvalTask, Material, Sample
 from penstock.step.params import SamplingParams
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-"""Where none are asked for: those of them that the model has room for."""
+"""The lengths where none are asked for, as far as the model has room for them."""
 _LETTERS = 16
-"""Of generated text for each token of the longest prompt: so that stretches of it differ."""
+"""Letters of generated text for each token of the longest prompt: so that stretches of it differ."""
 _KEPT = 200
 """Letters of a wrong answer that the report keeps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What to ask. `lengths`: tokens of prompt and answer together, None for the usual; `depths`: how many,
-    from the beginning of the text to its end; `samples`: for each length and depth; `text`: what to hide
-    things in, None for generated text; `source`: its name."""
+class EvalWork:
+    """Holds the settings of an evaluation.
+
+    name: its name in the report. tasks: names of TASKS.
+    lengths: tokens of prompt and answer together; None is LENGTHS.
+    depths: how many, from the beginning of the text to its end.
+    samples: how many for each length and depth.
+    raw: leave out the model's chat template.
+    text: what to hide things in; None is generated text. source: its name.
+    """
 
     name: str
     tasks: tuple[str, ...]
@@ -39,14 +45,19 @@ class Work:
 
 
 def spread(depths: int) -> list[float]:
-    """So many depths, evenly from 0 to 1; a single one is in the middle."""
+    """Return so many depths, evenly from 0 to 1. A single one is in the middle."""
     return [index / (depths - 1) for index in range(depths)] if depths > 1 else [0.5]
 
 
-def evaluate(llm: LLM, work: Work, model: str, tell: Callable[[str], None]) -> Report:
-    """Ask everything. `model`: its name in the report; `tell`: is told what is being asked. Raises
-    ConfigError if the text is empty, RequestError if model and memory have no room for a length, or a length
-    none for a task: then nothing is asked."""
+def evaluate(llm: LLM, work: EvalWork, model: str, tell: Callable[[str], None]) -> EvalReport:
+    """Ask everything, and count the answers. Nothing is asked where an error is raised.
+
+    Raises ConfigError if the text is empty. Raises RequestError if model and memory have no room for a
+    length, or a length has none for a task.
+
+    model: its name in the report.
+    tell: called with each thing that is asked.
+    """
     lengths = _lengths(llm, work)
     text = (
         work.text
@@ -58,7 +69,7 @@ def evaluate(llm: LLM, work: Work, model: str, tell: Callable[[str], None]) -> R
     for name in work.tasks:  # the shortest that there may be no room in
         _samples(name, TASKS[name], lengths[0], None, work, material)
     begin = perf_counter()
-    cells: list[Cell] = []
+    cells: list[EvalCell] = []
     tokens = 0
     for name in work.tasks:
         depths: list[float | None] = [*spread(work.depths)] if TASKS[name].deep else [None]
@@ -72,7 +83,7 @@ def evaluate(llm: LLM, work: Work, model: str, tell: Callable[[str], None]) -> R
                 _cell(name, length, depth, [(one, next(answers).text) for one in some])
                 for depth, some in samples.items()
             ]
-    return Report(
+    return EvalReport(
         eval=work.name,
         model=model,
         text=work.source,
@@ -88,7 +99,7 @@ def evaluate(llm: LLM, work: Work, model: str, tell: Callable[[str], None]) -> R
     )
 
 
-def _lengths(llm: LLM, work: Work) -> Sequence[int]:
+def _lengths(llm: LLM, work: EvalWork) -> Sequence[int]:
     longest = llm.booted.engine.scheduler.longest
     lengths = sorted(set(work.lengths or [length for length in LENGTHS if length <= longest]))
     if not lengths or lengths[-1] > longest:
@@ -102,16 +113,16 @@ def _lengths(llm: LLM, work: Work) -> Sequence[int]:
 
 
 def _samples(
-    name: str, task: Task, length: int, depth: float | None, work: Work, material: Material
+    name: str, task: EvalTask, length: int, depth: float | None, work: EvalWork, material: Material
 ) -> list[Sample]:
-    """Those of one cell; they depend on the seed and the cell alone."""
+    """Make the samples of one cell. They depend on the seed and the cell alone."""
     seeds = (f"{work.seed} {name} {length} {depth} {number}" for number in range(work.samples))
     return [task.make(random.Random(seed), length, depth or 0.0, material) for seed in seeds]
 
 
-def _cell(task: str, length: int, depth: float | None, answered: Sequence[tuple[Sample, str]]) -> Cell:
+def _cell(task: str, length: int, depth: float | None, answered: Sequence[tuple[Sample, str]]) -> EvalCell:
     scores = [TASKS[task].score(answer, sample) for sample, answer in answered]
     mean = sum(scores) / len(scores)
     wrong = zip(scores, answered, strict=True)
     misses = tuple(Miss(sample.expected, answer[:_KEPT]) for score, (sample, answer) in wrong if score < 1)
-    return Cell(task, length, depth, len(scores), mean, *wilson(mean, len(scores)), misses)
+    return EvalCell(task, length, depth, len(scores), mean, *wilson(mean, len(scores)), misses)

@@ -1,4 +1,4 @@
-"""The tasks: what is hidden in a text, what is asked, and how much of an answer is right."""
+"""Makes the tasks: what is hidden in a text, what is asked, and how much of an answer is right."""
 
 import random
 import re
@@ -11,16 +11,17 @@ from penstock.evals.phrases import INSTRUCTIONS, facts, invented
 from penstock.evals.prompts import Dress, Haystack, Question, fill, room
 
 _CHAIN = 5
-"""Variables that have the value asked for; as many have another one."""
+"""Variables that have the value asked for. As many have another one."""
 _FREQUENT, _OTHERS = 3, 24
 _TURN = 6
-"""Other words between two shuffles, for two of each frequent one: those come eight times as often as the
-others."""
+"""Other words between two shuffles, for two of each frequent one: frequent words come eight times as
+often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`decoys`: what an answer may name wrongly."""
+    """Holds a prompt in tokens, and the words of a right answer. decoys: words that an answer may name
+    wrongly."""
 
     tokens: list[int]
     expected: tuple[str, ...]
@@ -29,17 +30,21 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What all prompts of a run are made of."""
+    """Holds the parts that all prompts of a run are made of."""
 
     dress: Dress
     haystack: Haystack
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """`make`: a sample of `length` tokens less ANSWER_TOKENS, with what it is about at `depth` of the text, 0
-    to 1; raises RequestError if the length has no room for it. `score`: how right an answer is, 0 to 1.
-    `deep`: whether the depth means anything."""
+class EvalTask:
+    """A task has a maker of samples, and a score for answers.
+
+    make: returns a sample of `length` tokens less ANSWER_TOKENS, with the thing that is asked for at `depth`
+        of the text, 0 to 1. Raises RequestError if the length has no room for it.
+    score: how right an answer is, 0 to 1.
+    deep: the depth means something.
+    """
 
     about: str
     make: Callable[[random.Random, int, float, Material], Sample]
@@ -48,13 +53,13 @@ class Task:
 
 
 def exact(answer: str, sample: Sample) -> float:
-    """1 if the first number of the answer is the one expected, however its thousands are parted."""
+    """Return 1 if the first number of the answer is the one expected, however its thousands are parted."""
     numbers = re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer))
     return float(numbers[:1] == list(sample.expected))
 
 
 def share(answer: str, sample: Sample) -> float:
-    """The share of expected words that the answer has; each decoy it names counts as one more that was
+    """Return the share of expected words that the answer has. Each decoy in it counts as one more that was
     missed."""
     words = set(re.findall(r"\w+", answer.casefold()))
     found, wrong = (
@@ -99,7 +104,7 @@ def _variables(rng: random.Random, length: int, depth: float, material: Material
 
 
 def _words(rng: random.Random, length: int, depth: float, material: Material) -> Sample:
-    """The list has exactly the tokens that there is room for, so that its last word may lack letters."""
+    """Make a list of exactly the tokens that there is room for. Its last word may lack letters."""
     words = invented(rng, _FREQUENT + _OTHERS)
     frequent, others = words[:_FREQUENT], words[_FREQUENT:]
     asked = Question(
@@ -123,9 +128,9 @@ def _words(rng: random.Random, length: int, depth: float, material: Material) ->
     return Sample([*before, *listed[:count], *after], tuple(frequent), tuple(others))
 
 
-TASKS: Mapping[str, Task] = {
-    "single": Task("one fact in a text", _single, exact),
-    "keys": Task("one fact among many of the same kind", _keys, exact),
-    "variables": Task("all names that got one value, through each other", _variables, share),
-    "words": Task("the most frequent words of a list", _words, share, deep=False),
+TASKS: Mapping[str, EvalTask] = {
+    "single": EvalTask("one fact in a text", _single, exact),
+    "keys": EvalTask("one fact among many of the same kind", _keys, exact),
+    "variables": EvalTask("all names that got one value, through each other", _variables, share),
+    "words": EvalTask("the most frequent words of a list", _words, share, deep=False),
 }

@@ -35,7 +35,10 @@ def command(**asked: Any) -> None:
         raise click.UsageError("--quick leaves out what --again asks for; give one of them")
     config = settings_from(Config, asked, model=asked["model"])
 
-    from penstock.bench.checkup import checkup, describe  # torch: 1.2 s, after what could be checked before
+    from penstock.bench.doctor.checkup import (  # torch: 1.2 s, after what could be checked before
+        checkup,
+        describe,
+    )
 
     found = checkup(
         config, quick=asked["quick"], again=asked["again"], say=lambda text: say(text, faint=True)

@@ -152,9 +152,9 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
     from penstock.api.llm import LLM
     from penstock.bench.machine import machine
     from penstock.evals.prompts import text_of
-    from penstock.evals.run import Work, evaluate
+    from penstock.evals.run import EvalWork, evaluate
 
-    work = Work(name, tasks, lengths, *(asked[flag] for flag in ("depths", "samples", "seed", "raw")))
+    work = EvalWork(name, tasks, lengths, *(asked[flag] for flag in ("depths", "samples", "seed", "raw")))
     if asked["text"] is not None:
         work = replace(work, source=str(asked["text"]), text=text_of(asked["text"]))
     with loading_bar(json) as loading:

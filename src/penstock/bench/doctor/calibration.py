@@ -1,6 +1,7 @@
-"""Measures what steps cost on a device beyond the bytes they move, for `penstock plan`: the engine itself
-runs models of a few layers with random weights, in the widths that real models have, and `StepCosts` are
-fitted to the times of its steps.
+"""Measures what steps cost on a device beyond the bytes they move, for `penstock plan`.
+
+The engine runs models of a few layers with random weights, in the widths that real models have, and
+`StepCosts` are fitted to the times of its steps.
 
 Two depths of each width tell what a layer takes from what a step does; several widths tell what a layer takes
 whatever its size from the rate at which its weights are read.
@@ -19,9 +20,9 @@ import torch
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
-from penstock.bench import measure
 from penstock.bench.machine import machine
 from penstock.bench.shapes import LAYERS_OF
+from penstock.bench.speed import measure
 from penstock.engine.boot import Booted, boot
 from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
@@ -38,7 +39,7 @@ LAUNCHED = 640
 """Tokens of a prompt that is not replayed as a graph, and which the device computes faster than the host
 launches it."""
 KV_TOKENS = 64 * (2048 + 256)
-"""Of all sequences together that are in KV at most."""
+"""Most tokens in KV, of all sequences together."""
 SURE = 1.2
 """A prompt counts as the device's where it takes so many times what launching it does."""
 NEAR, ROUNDS = 0.03, 12
@@ -51,9 +52,14 @@ alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One kind of step of one model. `work`: all that the step does. `rows` is 0 for a prompt. seconds: the
-    median."""
+class StepSample:
+    """Holds what was measured of one kind of step of one model.
+
+    rows: sequences that are decoded; 0 for a prompt.
+    work: all that the step does.
+    launches: how many dense layers, and layers with experts.
+    seconds: the median.
+    """
 
     shape: str
     layers: int
@@ -61,25 +67,26 @@ class Sample:
     context: int
     work: UseWork
     launches: tuple[int, int]
-    """Dense layers, and layers with experts."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`errors`: predicted over measured seconds, less one, of every sample that the costs were fitted to."""
+    """Costs that were fitted to samples. errors: predicted over measured seconds, less one, of every
+    sample."""
 
     costs: StepCosts
-    samples: tuple[Sample, ...]
+    samples: tuple[StepSample, ...]
     errors: Mapping[str, float]
 
     @property
     def typical(self) -> float:
-        """Half of the errors are smaller."""
+        """Return the median error: half of them are smaller."""
         return statistics.median(map(abs, self.errors.values()))
 
     @property
     def worst(self) -> float:
+        """Return the largest error."""
         return max(map(abs, self.errors.values()), default=0.0)
 
 
@@ -93,9 +100,9 @@ def calibrate(
     prompts: Sequence[int] = PROMPTS,
     say: Say = lambda _: None,
 ) -> Calibration:
-    """Measure and fit, in about a minute on a GPU. shapes: a config and two numbers of layers for each width.
-    Raises DeviceError where not even two widths fit on the device."""
-    samples: list[Sample] = []
+    """Measure steps and fit costs to them, in about a minute on a GPU. Raises DeviceError where not even two
+    widths fit on the device. shapes: a config and two numbers of layers for each width."""
+    samples: list[StepSample] = []
     for name, (config, depths) in shapes.items():
         for layers in depths:
             shape = Shape.of({**config, "num_hidden_layers": layers}, name)
@@ -120,8 +127,8 @@ def calibrate(
     )
 
 
-def predicted(costs: StepCosts, sample: Sample) -> float:
-    """Seconds that the costs give for a sample."""
+def predicted(costs: StepCosts, sample: StepSample) -> float:
+    """Return the seconds that the costs give for a sample."""
     if sample.rows:
         return costs.decode_seconds(sample.rows, sample.work)
     prompt, (dense, moe) = costs.prompt, sample.launches
@@ -134,8 +141,8 @@ def predicted(costs: StepCosts, sample: Sample) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes/s of the link to the device and of the device's memory, read, and copied counting both;
-    operations/s of a large product."""
+    """Holds the rates of a device: bytes/s of the link to it, of its memory read, and of its memory copied
+    counting both, and operations/s of a large product."""
 
     link: float
     read: float
@@ -165,8 +172,8 @@ def _probe(
     rows: Sequence[int],
     contexts: Sequence[int],
     prompts: Sequence[int],
-) -> Iterator[Sample]:
-    """Every kind of step of one model. All of it at once in one engine, whose sequences share its KV."""
+) -> Iterator[StepSample]:
+    """Measure every kind of step of one model, in one engine with one KV for all of them."""
     spec = shape.spec
     longest = max(*contexts, *prompts, LAUNCHED) + 4 * OUTPUT + max(rows)
     least = Config(
@@ -183,7 +190,7 @@ def _probe(
             raise BudgetError(f"{name} does not fit")
         for context in contexts:
             for count in rows:
-                work = measure.Work(count, context, OUTPUT, REPEAT)
+                work = measure.BatchWork(count, context, OUTPUT, REPEAT)
                 if count * work.room(booted.limits.max_step_tokens) > min(
                     KV_TOKENS, booted.budget.kv_tokens // 2
                 ):
@@ -193,15 +200,17 @@ def _probe(
                 yield _sample(name, shape, dtype, step, count, context, decoded.times.median)
         for tokens in (LAUNCHED, *prompts):
             if tokens <= min(booted.limits.max_step_tokens, booted.budget.kv_tokens // 2):
-                times = measure.prefill(booted, measure.Work(1, tokens, 1, REPEAT))
+                times = measure.prefill(booted, measure.BatchWork(1, tokens, 1, REPEAT))
                 yield _sample(
                     name, shape, dtype, prompt_step(spec, dtype, 1, tokens, tokens), 0, tokens, times.median
                 )
 
 
-def _sample(name: str, shape: Shape, dtype: str, step: Step, rows: int, context: int, ms: float) -> Sample:
+def _sample(
+    name: str, shape: Shape, dtype: str, step: Step, rows: int, context: int, ms: float
+) -> StepSample:
     moe = sum(shape.spec.moe_layers)
-    return Sample(
+    return StepSample(
         name,
         shape.spec.layers,
         rows,
@@ -213,7 +222,7 @@ def _sample(name: str, shape: Shape, dtype: str, step: Step, rows: int, context:
 
 
 def work_of(shape: Shape, dtype: str, step: Step) -> UseWork:
-    """All that a pass does."""
+    """Return all that a pass does."""
     layouts = group_layouts(shape.spec, shape.names, dtype)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
     return UseWork.sum(
@@ -237,10 +246,10 @@ def _expert_layer(
     shapes: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]],
     device: torch.device,
     dtype: str,
-    samples: Sequence[Sample],
+    samples: Sequence[StepSample],
 ) -> float:
-    """Seconds that a layer of a decode step takes more where half of its experts are in host memory, without
-    what their copies take."""
+    """Return the seconds that a layer of a decode step takes more where half of its experts are in host
+    memory, without those of their copies."""
     found = [
         (name, config, depths[-1]) for name, (config, depths) in shapes.items() if "num_experts" in config
     ]
@@ -261,12 +270,15 @@ def _expert_layer(
         )
         with _engine(config_of, shape, Override(Limits(whole - half, half * 3 // 2))) as booted:
             rng = random.Random(0)
-            [request] = measure._submit(
-                booted.engine, measure.Work(1, CONTEXTS[0], 2 * STREAMED_STEPS, 1), shape.spec.vocab_size, rng
+            [request] = measure.submit(
+                booted.engine,
+                measure.BatchWork(1, CONTEXTS[0], 2 * STREAMED_STEPS, 1),
+                shape.spec.vocab_size,
+                rng,
             )
             got = {request: 0}
             while got[request] <= STREAMED_STEPS:
-                measure._step(booted.engine, got)
+                measure.step(booted.engine, got)
             spans = [
                 measure.steady(booted, got, STREAMED_SPAN) for _ in range(STREAMED_STEPS // STREAMED_SPAN)
             ]
@@ -284,9 +296,11 @@ def _when() -> str:
 # ---- fitting
 
 
-def fit(samples: Sequence[Sample], ceilings: Ceilings, device: str, dtype: str, measured: str) -> StepCosts:
-    """The costs that give the samples' seconds with the least relative error. device, dtype, measured: what
-    the costs are said to be of."""
+def fit(
+    samples: Sequence[StepSample], ceilings: Ceilings, device: str, dtype: str, measured: str
+) -> StepCosts:
+    """Return the costs that give the samples' seconds with the least relative error. device, dtype, measured:
+    noted in the costs."""
     decode = []
     for rows in sorted({sample.rows for sample in samples} - {0}):
         those = [sample for sample in samples if sample.rows == rows]
@@ -301,9 +315,9 @@ def fit(samples: Sequence[Sample], ceilings: Ceilings, device: str, dtype: str, 
     )
 
 
-def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
-    """Rates come from what one layer more takes, which leaves out what a step takes once; of layers that the
-    device takes longer to compute than the host to launch."""
+def _prompt_costs(samples: Sequence[StepSample], moved: float) -> PromptCosts:
+    """Fit the costs of prompts. Rates come from what one layer more takes, which leaves out what a step takes
+    once. Only layers count that the device takes longer to compute than the host to launch."""
     pairs = _pairs(samples)
     launched = [_Grown.of(few, many) for few, many in pairs if few.context == LAUNCHED]
     dense, mixed = (_launching([one for one in launched if one.moe is moe]) for moe in (False, True))
@@ -314,7 +328,7 @@ def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
     ]
     host_step = max(min(at_least, default=0.0), 0.0)
 
-    def is_the_devices(sample: Sample) -> bool:
+    def is_the_devices(sample: StepSample) -> bool:
         launched = host_step + sample.launches[0] * dense + sample.launches[1] * mixed
         return sample.context > LAUNCHED and sample.seconds > SURE * launched
 
@@ -333,16 +347,18 @@ def _prompt_costs(samples: Sequence[Sample], moved: float) -> PromptCosts:
 
 
 def _launching(grown: Sequence["_Grown"]) -> float:
-    """Seconds in which the host launches a layer: the mean of what a layer more takes in the two narrowest
-    models, where the device has least to do for the same launches. Of models with experts the second is too
-    wide for that."""
+    """Return the seconds in which the host launches a layer.
+
+    It is the mean of what a layer more takes in the two narrowest models, where the device has least to do
+    for the same launches. Of models with experts the second is too wide for that.
+    """
     narrow = sorted(grown, key=lambda one: one.work.operations)[: 1 if any(one.moe for one in grown) else 2]
     return max(statistics.fmean(one.seconds for one in narrow), 0.0) if narrow else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Grown:
-    """What one layer more adds to a prompt's step."""
+    """The seconds and the work that one layer more adds to a prompt's step."""
 
     context: int
     moe: bool
@@ -350,7 +366,7 @@ class _Grown:
     work: UseWork
 
     @classmethod
-    def of(cls, few: Sample, many: Sample) -> "_Grown":
+    def of(cls, few: StepSample, many: StepSample) -> "_Grown":
         more = many.layers - few.layers
         work = UseWork(
             *(
@@ -361,9 +377,9 @@ class _Grown:
         return cls(many.context, many.launches[1] > 0, (many.seconds - few.seconds) / more, work)
 
 
-def _pairs(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Samples of the same shape and prompt: of the fewest layers and of the most."""
-    by: dict[tuple[str, int], list[Sample]] = {}
+def _pairs(samples: Sequence[StepSample]) -> list[tuple[StepSample, StepSample]]:
+    """Return pairs of samples of the same shape and prompt: of the fewest layers and of the most."""
+    by: dict[tuple[str, int], list[StepSample]] = {}
     for sample in samples:
         by.setdefault((sample.shape, sample.context), []).append(sample)
     ordered = [sorted(those, key=lambda one: one.layers) for those in by.values()]
@@ -385,9 +401,11 @@ def _decode_row(work: UseWork) -> list[float]:
 def _least_squares(
     table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None
 ) -> list[float]:
-    """Non-negative coefficients with the least relative error over all rows. Columns that would be negative
-    are left out, worst first. Rows that remain far off count less (Huber's weights): something else held up
-    those."""
+    """Return non-negative coefficients with the least relative error over all rows.
+
+    Columns that would be negative are left out, worst first. Rows that remain far off count less (Huber's
+    weights): something else held up those.
+    """
     weight = np.asarray(seconds if scale is None else scale)
     rows, wanted = np.asarray(table) / weight[:, None], np.asarray(seconds) / weight
     size = np.abs(rows).max(axis=0)
@@ -409,6 +427,6 @@ def _least_squares(
     return [float(value) for value in result]
 
 
-def _title(sample: Sample) -> str:
+def _title(sample: StepSample) -> str:
     what = f"{sample.rows} rows after {sample.context:,}" if sample.rows else f"prompt of {sample.context:,}"
     return f"{sample.shape}, {sample.layers} layers, {what}"

@@ -1,5 +1,5 @@
-"""What streaming adds to a benchmark: random weights that really lie on a disk, and what moved, against what
-the links can do."""
+"""Adds streaming to a benchmark: random weights that really lie on a disk, and the bytes that moved, against
+what the links can do."""
 
 import os
 import tempfile
@@ -16,16 +16,16 @@ from penstock.arch.layout import GroupId, GroupLayout
 from penstock.base.errors import DeviceError
 from penstock.base.meter import WeightStats
 from penstock.base.units import format_rate, format_size
-from penstock.bench.bound import Bound
+from penstock.bench.speed.bound import Bound
 from penstock.engine.boot import Booted
 from penstock.memory.disk import DirectFile, ReadError
 from penstock.weights.streaming.residency import PIECE, padded
 from penstock.weights.streaming.source import RandomSource, Source
 
 
-class _Scratch:
-    """A file of random weights. Where it may not be as large as the model, layers share its bytes; reads
-    bypass the page cache."""
+class _ScratchFile:
+    """Reads random weights from a file. Where it may not be as large as the model, layers share its bytes.
+    Reads bypass the page cache."""
 
     def __init__(self, file: DirectFile, offsets: dict[GroupId, int]) -> None:
         self._file, self._offsets = file, offsets
@@ -44,9 +44,9 @@ class _Scratch:
 def scratch(
     directory: Path, most: int, layouts: Sequence[GroupLayout], dtype: str
 ) -> Iterator[tuple[Source, Path]]:
-    """A temporary file in `directory` of at most `most` bytes (but one group of each size at least), and what
-    reads it. It has no name any more when the engine has been built, and is gone when that ends. Raises
-    DeviceError."""
+    """Write a temporary file in `directory` of at most `most` bytes (but one group of each size at least),
+    and yield what reads it. The file has no name any more when the engine has been built, and is gone when
+    that ends. Raises DeviceError."""
     random, offsets, owners, end = RandomSource(dtype), dict[GroupId, int](), dict[int, list[int]](), 0
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".penstock-scratch-") as file:
@@ -66,7 +66,7 @@ def scratch(
                 end += size
             file.flush()
             os.fsync(file.fileno())
-            yield _Scratch(DirectFile(Path(file.name)), offsets), Path(file.name)
+            yield _ScratchFile(DirectFile(Path(file.name)), offsets), Path(file.name)
     except OSError as error:
         raise DeviceError(
             f"cannot write weights into {directory}: {error.strerror or error}; name another directory"
@@ -75,11 +75,20 @@ def scratch(
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Over the timed work. Bytes, bytes/s, seconds; rates against the ceilings that were measured when the
+    """Holds the bytes that streaming moved over the timed work, against ceilings that were measured when the
     engine was built.
 
-    copied_per_pass, read_per_pass: of what every token needs; of experts too, where these stream: in a timed
-    decode step, or in any pass if prompts are timed.
+    resident, host, disk: bytes of weights on each tier. device_ring, host_ring: bytes of the rings.
+    copied_per_pass, read_per_pass: bytes, to the device and from the disk. They are of what every token
+        needs. Where experts stream, they are of experts too: in a timed decode step, or in any pass if
+        prompts are timed.
+    link_ceiling, disk_ceiling: in bytes/s.
+    predicted_ms: of a pass that decodes one sequence. 0 where experts stream, since it is not known which
+        will be chosen.
+    stalled_link, stalled_disk: seconds that a link was waited for.
+    peak_device: bytes that torch had allocated at most since the process began. None on a CPU.
+    experts_per_pass: experts that came to the device in a timed decode step. None for prompts, and where
+        experts do not stream.
     """
 
     resident: int
@@ -92,18 +101,15 @@ class Streaming:
     link_ceiling: float
     disk_ceiling: float
     predicted_ms: float
-    """Of a pass that decodes one sequence; 0 where experts stream, of which nobody knows which will be
-    chosen."""
     stalled_link: float
     stalled_disk: float
     peak_device: int | None
-    """Allocated by torch at most since the process began; None on a CPU."""
     experts_per_pass: float | None
-    """Experts that came to the device in a timed decode step; None of a model without any, and of prompts."""
 
     @classmethod
     def of(cls, booted: Booted, before: WeightStats, moved: tuple[float, float] | None = None) -> Self:
-        """moved: bytes that came to the device and from the disk in each timed decode step."""
+        """Count from `before` on. moved: bytes that came to the device and from the disk in each timed decode
+        step."""
         now, placement, device = booted.weights.stats(), booted.weights.placement, booted.device
         room, copied, read, experts = booted.weights.room, placement.streamed, placement.read, None
         if not booted.weights.experts_rest:
@@ -130,14 +136,14 @@ class Streaming:
         )
 
     def bound(self, arithmetic: Bound, passes: int = 1) -> Bound:
-        """The slowest of arithmetic and both links, `passes` times."""
+        """Return the slowest of arithmetic and both links, `passes` times."""
         ms = [arithmetic.ms, 1e3 * passes * self.copied_per_pass / self.link_ceiling]
         if self.read_per_pass:
             ms.append(1e3 * passes * self.read_per_pass / self.disk_ceiling)
         return replace(arithmetic, ms=max(ms))
 
     def rows(self, ms: float) -> list[tuple[str, str]]:
-        """For a person; `ms`: of a pass."""
+        """Return the titles and texts of a printed report. `ms` is of a pass."""
         link, disk = (1e3 * size / ms for size in (self.copied_per_pass, self.read_per_pass))
         rows = [
             (

@@ -1,7 +1,5 @@
-"""What this machine has, how fast its links are, and what limits a model on it."""
+"""Reports what this machine has, how fast its links are, and what limits a model on it."""
 
-import dataclasses
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +11,11 @@ from penstock.arch.layout import group_layouts
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.base.report import JsonLine
 from penstock.base.units import format_rate, format_size
-from penstock.bench.calibration import calibrate
-from penstock.bench.limits import Limits, Rates, Room, limits, prefill_rate
-from penstock.bench.machine import Machine, machine
+from penstock.bench.doctor.calibration import calibrate
+from penstock.bench.doctor.limits import MeasuredRates, MemoryRoom, ModelLimits, limits, prefill_rate
+from penstock.bench.machine import MachineInfo, machine
 from penstock.engine.costs import StepCosts, costs_file, keep_costs, read_costs
 from penstock.engine.placing import Say
 from penstock.engine.settling import choose_dtype, device_budget
@@ -34,13 +33,13 @@ from penstock.ops.kernels import kernels_of
 from penstock.weights.checkpoint.shape import Shape
 
 _HOST_SHARE = 0.8
-"""Of the free host memory, as room for weights that do not fit on a device beside it."""
+"""The share of the free host memory that is room for weights which do not fit on a device beside it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes/s; `matmul` operations/s in the dtype the model would run in. None: not there, or not
-    measured."""
+    """Holds the rates of memories and links, in bytes/s. `matmul` is in operations/s, in the dtype that the
+    model would run in. A rate is None where there is no such link, or it was not measured."""
 
     host_read: float
     device_read: float
@@ -51,9 +50,12 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A model and what the machine allows it, in every dtype; `dtype` is the one it would run in, `room` what
-    it may take."""
+class ModelCheck:
+    """A model, and what the machine allows it in every dtype.
+
+    dtype: the one it would run in. room: the bytes that it may take.
+    prefill: prompt tokens/s that one sequence cannot exceed in `dtype`.
+    """
 
     path: Path
     family: str
@@ -61,51 +63,54 @@ class Model:
     parameters: int
     max_length: int
     dtype: str
-    room: Room
+    room: MemoryRoom
     prefill: float
-    """Prompt tokens/s that one sequence cannot exceed in `dtype`."""
-    limits: tuple[Limits, ...]
+    limits: tuple[ModelLimits, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Checkup:
-    machine: Machine
+class Checkup(JsonLine):
+    """Holds the findings of `penstock doctor`, which `describe` prints.
+
+    device, name: such as `cuda:0`, and the device's own name.
+    kernels: groups of our own kernels that compute on the device; none where plain torch does.
+    steps: what steps cost on the device. None where it was not measured: on a CPU, or with `quick` before the
+        first time.
+    """
+
+    machine: MachineInfo
     device: str
     name: str
     kernels: tuple[str, ...]
-    """Groups of our own kernels that compute on the device; none where plain torch does."""
     links: Links
-    model: Model
+    model: ModelCheck
     notes: tuple[str, ...]
     steps: StepCosts | None = None
-    """What steps cost on the device; None where nobody measured it: on a CPU, or with `quick` before the
-    first time."""
-
-    def line(self) -> str:
-        """Everything, as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self), default=str)
 
 
 def checkup(
     config: Config, *, quick: bool = False, again: bool = False, say: Say = lambda _: None
 ) -> Checkup:
-    """Measure this machine for the model and device of `config`; only the model's config.json is looked at.
+    """Measure this machine for the model and device of `config`. Of the model only its config.json is read.
 
-    On a GPU what steps cost is measured once, in about a minute and a half, and kept in `config.cache`, where
-    `penstock plan` finds it. quick: leave out the disk and the steps. again: measure steps though they are
-    kept. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
+    On a GPU the costs of steps are measured once, in about a minute and a half, and kept in `config.cache`,
+    where `penstock plan` finds them. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError,
+    BudgetError.
+
+    quick: leave out the disk and the steps.
+    again: measure steps though their costs are kept.
     """
     shape, device = Shape.open(config.model), choose_device(config.device)
     dtype = choose_dtype(config, shape, device)
     on_gpu = device.type == "cuda"
     cpu = torch.device("cpu")
-    room = Room(device_budget(config, device), int(free_memory(cpu) * _HOST_SHARE) if on_gpu else None)
+    room = MemoryRoom(device_budget(config, device), int(free_memory(cpu) * _HOST_SHARE) if on_gpu else None)
     about = machine()
     notes = _notes(about, device)
-    disk = None
     try:
         disk = None if quick else disk_read(config.model)
     except DeviceError as error:
+        disk = None
         notes.append(str(error))
     host_read = memory_read(cpu)
     links = Links(
@@ -117,9 +122,9 @@ def checkup(
         disk=disk,
     )
     to_device = links.link.to_device if links.link else None
-    rates = Rates(links.device_read, to_device, disk.read if disk else None)
+    rates = MeasuredRates(links.device_read, to_device, disk.read if disk else None)
     spec = shape.spec
-    model = Model(
+    model = ModelCheck(
         path=config.model,
         family=spec.family,
         layers=spec.layers,
@@ -140,7 +145,7 @@ def checkup(
 def _steps(
     device: torch.device, dtype: str, cache: Path, quick: bool, again: bool, say: Say
 ) -> StepCosts | None:
-    """What steps cost: as it is kept, or measured and kept."""
+    """Read the costs of steps where they are kept, or measure and keep them."""
     if device.type == "cpu" or dtype == "float32":
         return None
     file = costs_file(cache, device_name(device), dtype)
@@ -159,8 +164,8 @@ def _steps(
     return found.costs
 
 
-def _notes(about: Machine, device: torch.device) -> list[str]:
-    """What someone who wonders about speed should know."""
+def _notes(about: MachineInfo, device: torch.device) -> list[str]:
+    """Return notes for a user who wonders about speed."""
     notes = []
     if device.type == "cuda" and about.triton is None:
         notes.append(
@@ -182,7 +187,7 @@ def _notes(about: Machine, device: torch.device) -> list[str]:
 
 
 def describe(found: Checkup) -> str:
-    """The same for a person."""
+    """Return the findings as text for a person."""
     return "\n\n".join(
         "\n".join([title, *(f"  {name:<15} {text}" for name, text in rows)])
         for title, rows in (
@@ -270,7 +275,7 @@ def _step_rows(steps: StepCosts) -> list[tuple[str, str]]:
     return rows
 
 
-def _model_rows(model: Model) -> list[tuple[str, str]]:
+def _model_rows(model: ModelCheck) -> list[tuple[str, str]]:
     chosen = next(one for one in model.limits if one.dtype == model.dtype)
     rows = [
         ("from", f"{model.path}"),
@@ -306,7 +311,7 @@ def _model_rows(model: Model) -> list[tuple[str, str]]:
     return rows
 
 
-def _pace(one: Limits) -> str:
+def _pace(one: ModelLimits) -> str:
     if one.decode is None:
         return "how fast it could be streamed is not known"
     how = "decodes" if one.fits else "streamed it would decode"

@@ -1,4 +1,4 @@
-"""Generated workloads for prefix caches, in the format of recorded traces: the same name and seed give the
+"""Generates workloads for prefix caches, in the format of recorded traces: the same name and seed give the
 same requests.
 
 The eviction policy is tuned on the recorded trace and on `TUNED`; what is said of it is measured on
@@ -23,16 +23,21 @@ Keys = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """`keys`: the chained hashes of its blocks. Lengths are in tokens, `timestamp` is in milliseconds."""
+class TraceRequest:
+    """Holds a request of a trace. A fact that the trace does not say is None.
+
+    keys: the chained hashes of its blocks.
+    timestamp: when it came, in milliseconds.
+    input_length, output_length: tokens.
+    """
 
     keys: Keys
-    timestamp: int
-    input_length: int
-    output_length: int
+    timestamp: float | None
+    input_length: int | None
+    output_length: int | None
 
     def line(self) -> str:
-        """The request as a line of a trace file, without its end."""
+        """Return the request as a line of a trace file, without its end."""
         return json.dumps(
             {
                 "timestamp": self.timestamp,
@@ -44,7 +49,7 @@ class Request:
 
 
 class _Tree:
-    """Names blocks: a block's hash stands for its content and for all blocks before it."""
+    """Gives blocks their hashes: one stands for a block's content and for all blocks before it."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, int], int] = {}
@@ -58,7 +63,7 @@ class _Tree:
         return keys
 
     def fresh(self, blocks: int) -> Keys:
-        """Contents that nobody has used."""
+        """Return contents that have not been used."""
         start = self._fresh
         self._fresh += blocks
         return [-1 - content for content in range(start, self._fresh)]
@@ -79,7 +84,7 @@ Contents = Iterator[Sequence[int]]
 
 
 def _zipf(rng: Random, tree: _Tree) -> Contents:
-    """Questions about documents of a fixed collection, whose popularity falls as the inverse of their
+    """Yield questions about documents of a fixed collection. Their popularity falls as the inverse of their
     rank."""
     documents = [tree.fresh(rng.randint(4, 24)) for _ in range(2000)]
     popular = _Popular(len(documents), 0.9)
@@ -88,7 +93,8 @@ def _zipf(rng: Random, tree: _Tree) -> Contents:
 
 
 def _scans(rng: Random, tree: _Tree) -> Contents:
-    """A popular collection; now and then a batch of long prompts goes through that never return."""
+    """Yield requests of a popular collection. Now and then a batch of long prompts goes through that never
+    return."""
     documents = [tree.fresh(rng.randint(4, 16)) for _ in range(300)]
     popular = _Popular(len(documents), 0.6)
     while True:
@@ -99,7 +105,8 @@ def _scans(rng: Random, tree: _Tree) -> Contents:
 
 
 def _loops(rng: Random, tree: _Tree) -> Contents:
-    """Evaluation suites that are run again and again, each a loop over its prompts, one beside the other."""
+    """Yield evaluation suites that are run again and again, each a loop over its prompts, one beside the
+    other."""
     suites = [[tree.fresh(rng.randint(3, 12)) for _ in range(size)] for size in (60, 240, 700)]
     at = [0] * len(suites)
     while True:
@@ -109,8 +116,8 @@ def _loops(rng: Random, tree: _Tree) -> Contents:
 
 
 def _sessions(rng: Random, tree: _Tree) -> Contents:
-    """Conversations that grow: under one of a few system prompts, each turn continues the last; how many
-    turns and when varies widely."""
+    """Yield conversations that grow. Under one of a few system prompts, each turn continues the last; how
+    many turns and when varies widely."""
     systems = [tree.fresh(rng.randint(2, 8)) for _ in range(6)]
     due: dict[int, list[list[int]]] = {}
     now = 0
@@ -128,7 +135,7 @@ def _sessions(rng: Random, tree: _Tree) -> Contents:
 
 
 def _bursts(rng: Random, tree: _Tree) -> Contents:
-    """Documents that are asked about while they are new, at random moments, and then never again."""
+    """Yield documents that are asked about while they are new, at random moments, and then never again."""
     alive: list[tuple[int, list[int]]] = []
     now = 0
     while True:
@@ -142,8 +149,8 @@ def _bursts(rng: Random, tree: _Tree) -> Contents:
 
 
 def _drift(rng: Random, tree: _Tree) -> Contents:
-    """As `zipf`, but what is popular changes a little with each request: documents sink in rank, new ones
-    come in at random ranks."""
+    """Yield requests as `zipf` does, but popularity changes a little with each request: documents sink in
+    rank, new ones come in at random ranks."""
     documents = [tree.fresh(rng.randint(4, 24)) for _ in range(1000)]
     popular = _Popular(len(documents), 1.0)
     while True:
@@ -154,7 +161,7 @@ def _drift(rng: Random, tree: _Tree) -> Contents:
 
 
 def _mixture(rng: Random, tree: _Tree) -> Contents:
-    """Popular documents, a loop, conversations and prompts that never return, all at once."""
+    """Yield popular documents, a loop, conversations and prompts that never return, all at once."""
     parts = [_zipf(rng, tree), _loops(rng, tree), _sessions(rng, tree)]
     while True:
         one = rng.randrange(len(parts) + 1)
@@ -162,8 +169,8 @@ def _mixture(rng: Random, tree: _Tree) -> Contents:
 
 
 def _phases(rng: Random, tree: _Tree) -> Contents:
-    """A loop, then popular documents, then conversations, then bursts, one after the other, for some hundreds
-    of requests each."""
+    """Yield a loop, then popular documents, then conversations, then bursts, one after the other, for some
+    hundreds of requests each."""
     parts = [_loops(rng, tree), _zipf(rng, tree), _sessions(rng, tree), _bursts(rng, tree)]
     while True:
         for part in parts:
@@ -171,8 +178,8 @@ def _phases(rng: Random, tree: _Tree) -> Contents:
 
 
 def _arc(rng: Random, tree: _Tree) -> Contents:
-    """Against a fixed split between recency and frequency: whether what was used lately or what was used
-    often returns alternates."""
+    """Work against a fixed split between recency and frequency: blocks used lately and blocks used often
+    return by turns."""
     often = [tree.fresh(rng.randint(4, 12)) for _ in range(250)]
     while True:
         for _ in range(rng.randint(300, 900)):
@@ -187,8 +194,8 @@ def _arc(rng: Random, tree: _Tree) -> Contents:
 
 
 def _lirs(rng: Random, tree: _Tree) -> Contents:
-    """Against recency: two pools that are drawn from evenly, by turns, of which one is far too large for any
-    cache (LIRS's two-pool trace), and a loop over a third every so often."""
+    """Work against recency: two pools are drawn from evenly, by turns, and one is far too large for any cache
+    (the two-pool trace of LIRS). A loop over a third comes every so often."""
     small = [tree.fresh(6) for _ in range(120)]
     large = [tree.fresh(6) for _ in range(4000)]
     loop = [tree.fresh(6) for _ in range(200)]
@@ -200,7 +207,7 @@ def _lirs(rng: Random, tree: _Tree) -> Contents:
 
 
 def _pairs(rng: Random, tree: _Tree) -> Contents:
-    """Against admission on a second use: each prompt is asked exactly twice, the second time soon."""
+    """Work against admission on a second use: each prompt is asked exactly twice, the second time soon."""
     due: dict[int, list[list[int]]] = {}
     now = 0
     while True:
@@ -212,7 +219,7 @@ def _pairs(rng: Random, tree: _Tree) -> Contents:
 
 
 def _agents(rng: Random, tree: _Tree) -> Contents:
-    """Agents under shared tool prompts: a task forks into branches, each of which grows by turns in quick
+    """Yield agents under shared tool prompts. A task forks into branches, which grow by turns in quick
     succession; some tasks are resumed much later."""
     tools = [tree.fresh(rng.randint(6, 20)) for _ in range(4)]
     running: list[list[int]] = []
@@ -233,8 +240,8 @@ def _agents(rng: Random, tree: _Tree) -> Contents:
 
 
 def _fads(rng: Random, tree: _Tree) -> Contents:
-    """Topics that come up, are asked about a great deal, and fade, each at its own pace, beside a few that
-    stay."""
+    """Yield topics that come up, are asked about a great deal, and fade, each at its own pace, beside a few
+    that stay."""
     steady = [tree.fresh(rng.randint(4, 16)) for _ in range(40)]
     topics: list[tuple[float, float, list[int]]] = []
     now = 0
@@ -258,7 +265,7 @@ def _fads(rng: Random, tree: _Tree) -> Contents:
 
 
 def _batches(rng: Random, tree: _Tree) -> Contents:
-    """Offline jobs, each of which goes over documents of its own three times, beside questions about a fixed
+    """Yield offline jobs that go over documents of their own three times, beside questions about a fixed
     collection."""
     collection = [tree.fresh(rng.randint(4, 16)) for _ in range(400)]
     popular = _Popular(len(collection), 0.8)
@@ -272,8 +279,8 @@ def _batches(rng: Random, tree: _Tree) -> Contents:
 
 
 def _nights(rng: Random, tree: _Tree) -> Contents:
-    """By day questions about one collection, by night about another, with long prompts that never return at
-    any time."""
+    """Yield questions about one collection by day and about another by night, with long prompts that never
+    return at any time."""
     halves = [[tree.fresh(rng.randint(4, 16)) for _ in range(400)] for _ in range(2)]
     popular = _Popular(400, 0.9)
     while True:
@@ -287,8 +294,8 @@ def _nights(rng: Random, tree: _Tree) -> Contents:
 
 
 def _topics(rng: Random, tree: _Tree) -> Contents:
-    """Users, each of whom stays with the documents of one topic for a while, then turns to another; some
-    topics are dearer than others."""
+    """Yield users who stay with the documents of one topic for a while, then turn to another. Some topics are
+    dearer than others."""
     topics = [[tree.fresh(rng.randint(4, 20)) for _ in range(rng.randint(3, 12))] for _ in range(250)]
     popular = _Popular(len(topics), 0.7)
     users = [popular.draw(rng) for _ in range(12)]
@@ -300,8 +307,8 @@ def _topics(rng: Random, tree: _Tree) -> Contents:
 
 
 def _retries(rng: Random, tree: _Tree) -> Contents:
-    """Prompts under shared instructions, most of them asked once; some fail and are asked again at once, and
-    again."""
+    """Yield prompts under shared instructions, most of them asked once. Some fail and are asked again at
+    once, and again."""
     instructions = [tree.fresh(rng.randint(2, 10)) for _ in range(30)]
     popular = _Popular(len(instructions), 1.0)
     due: dict[int, list[list[int]]] = {}
@@ -317,8 +324,8 @@ def _retries(rng: Random, tree: _Tree) -> Contents:
 
 
 def _tenants(rng: Random, tree: _Tree) -> Contents:
-    """Tenants with a workload each: popular documents, a loop, conversations, fading documents; how much each
-    asks changes by the hour."""
+    """Yield tenants with a workload each: popular documents, a loop, conversations, fading documents. Their
+    shares change by the hour."""
     parts = [_zipf(rng, tree), _loops(rng, tree), _sessions(rng, tree), _bursts(rng, tree)]
     while True:
         shares = [rng.random() ** 2 for _ in parts]
@@ -350,17 +357,17 @@ WORKLOADS = tuple(_WORKLOADS)
 TUNED, HELD_OUT = WORKLOADS[::2], WORKLOADS[1::2]
 
 
-def generate(name: str, seed: int = 0, requests: int = 6000) -> list[Request]:
-    """Generates a workload's first `requests` requests. Raises ConfigError for an unknown name."""
+def generate(name: str, seed: int = 0, requests: int = 6000) -> list[TraceRequest]:
+    """Generate a workload's first `requests` requests. Raises ConfigError for an unknown name."""
     make = _WORKLOADS.get(name)
     if make is None:
-        raise ConfigError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
+        raise ConfigError(f"there is no workload {name!r}; give one of {', '.join(WORKLOADS)}")
     rng, tree, now = Random(f"{name} {seed}"), _Tree(), 0.0
     made = []
     for contents in islice(make(rng, tree), requests):
         keys = tree.keys(contents)
         made.append(
-            Request(
+            TraceRequest(
                 keys,
                 int(now),
                 len(keys) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS),
@@ -371,6 +378,6 @@ def generate(name: str, seed: int = 0, requests: int = 6000) -> list[Request]:
     return made
 
 
-def write(path: Path, requests: Sequence[Request]) -> None:
-    """Writes a trace file. Raises OSError."""
+def write(path: Path, requests: Sequence[TraceRequest]) -> None:
+    """Write a trace file. Raises OSError."""
     path.write_text("".join(f"{request.line()}\n" for request in requests), encoding="utf-8")

@@ -1,5 +1,5 @@
-"""Drives the scheduler's tiers with a workload: host blocks, a disk behind them, and what goes there. Bytes
-are not moved, only told of."""
+"""Drives the scheduler's tiers with a workload: host blocks, a disk behind them, and what goes there. No
+bytes are moved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from penstock.step.plan import BlockId, HostBlockId, Landed, Route
 _BLOCK_TOKENS = 512
 
 
-class Admission(StrEnum):
-    """What is written to a disk."""
+class DiskAdmission(StrEnum):
+    """Decides which blocks are written to the disk."""
 
     NONE = "write-none"
     ENGINE = "engine"
-    """All while there is room, then what will likely be asked for again."""
+    """All blocks while there is room, then those that will likely be asked for again."""
     ALL = "write-all"
     FORESEEN = "foreseen"
-    """What will be asked for again, with knowledge of the future: no admission is better for the same
+    """Blocks that will be asked for again, known from the future: no admission is better for the same
     eviction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Of the requests that count: blocks asked for, found on the host, found on disk, and blocks written to
+    """Counts blocks of the requests that count: asked for, found on the host, found on disk, and written to
     disk."""
 
     asked: int
@@ -37,7 +37,7 @@ class Served:
 
     @property
     def written_per_hit(self) -> float | None:
-        """Blocks written for each that was found on disk; None if none was."""
+        """Return the blocks written for each that was found on disk. None if none was."""
         return self.written / self.disk if self.disk else None
 
 
@@ -47,7 +47,7 @@ class _WriteAll(HostLedger):
 
 
 class _Foreseeing(Tiers):
-    """Writes what is asked for again."""
+    """Writes blocks that are asked for again."""
 
     uses_left: dict[bytes, int]
 
@@ -57,19 +57,23 @@ class _Foreseeing(Tiers):
 
 
 def serve(
-    trace: Sequence[Sequence[int]], host_blocks: int, disk_blocks: int, admission: Admission, first: int = 0
+    trace: Sequence[Sequence[int]],
+    host_blocks: int,
+    disk_blocks: int,
+    admission: DiskAdmission,
+    first: int = 0,
 ) -> Served:
-    """Replays a trace; requests from `first` on count.
+    """Replay a trace. Requests from `first` on count.
 
     One request at a time: what is found goes up to pages, the rest is computed, all of it goes down, and out
     where it is admitted; then pages are forgotten. The ledgers' invariants are proved in the end.
     """
-    with_disk = admission is not Admission.NONE and disk_blocks > 0
+    with_disk = admission is not DiskAdmission.NONE and disk_blocks > 0
     pages = BlockLedger(max(map(len, trace)))
-    written_always = admission in (Admission.ALL, Admission.FORESEEN)
+    written_always = admission in (DiskAdmission.ALL, DiskAdmission.FORESEEN)
     host = (_WriteAll if written_always else HostLedger)(host_blocks, block_size=_BLOCK_TOKENS)
     disk = DiskLedger(disk_blocks, block_size=_BLOCK_TOKENS) if with_disk else None
-    kind = _Foreseeing if admission is Admission.FORESEEN else Tiers
+    kind = _Foreseeing if admission is DiskAdmission.FORESEEN else Tiers
     tiers = kind(pages, host, store="eager", disk=disk)
     if isinstance(tiers, _Foreseeing):
         tiers.uses_left = {}
@@ -95,7 +99,7 @@ def serve(
 
 
 def _request(tiers: Tiers, keys: Sequence[bytes]) -> tuple[int, int]:
-    """Serves one request. Returns how many of its blocks were found on the host, and on disk."""
+    """Serve one request. Return how many of its blocks were found on the host, and on disk."""
     names = Names(keys, [None, *keys[:-1]])
     held: list[BlockId] = []
     found_host = found_disk = 0
@@ -133,7 +137,7 @@ def _request(tiers: Tiers, keys: Sequence[bytes]) -> tuple[int, int]:
 
 
 def _land(tiers: Tiers) -> None:
-    """Everything that sets out lands, and what follows from it, until nothing moves."""
+    """Let transfers land, and those that follow from them, until nothing moves."""
     while True:
         transfers, leaving = tiers.plan()
         if not transfers and not leaving:

@@ -1,12 +1,11 @@
-"""How many blocks of a recorded workload a prefix cache would have had, by its size and by what it gives up;
-without any model.
+"""Replays a recorded workload through prefix caches: how many of its blocks would have been found, by the
+cache's size and by its eviction policy. No model is needed.
 
-A trace is a file of JSON lines, one for each request in order of arrival, of which `hash_ids` is read: the
+A trace is a file of JSON lines, one for each request in order of arrival. Its `hash_ids` are read: the
 chained hashes of the request's blocks, as in the traces of Mooncake (https://github.com/kvcache-ai/Mooncake;
 Qin et al., FAST 2025; 512 tokens a block).
 """
 
-import dataclasses
 import json
 import time
 import tracemalloc
@@ -19,30 +18,32 @@ from pathlib import Path
 from typing import Generic, Protocol
 
 from penstock.base.errors import ConfigError
+from penstock.base.report import JsonLine
 from penstock.base.units import format_size
-from penstock.bench.workloads import WORKLOADS, generate
+from penstock.bench.report import table
+from penstock.bench.traces.workloads import WORKLOADS, TraceRequest, generate
 from penstock.kv.ledger.evict import Eviction, Key, Lru, Prospect
 
 BLOCK_BYTES = 64 << 20
 """512 tokens of Llama 3.1 8B in 16 bits."""
 CAPACITIES = tuple(size << 30 for size in (128, 256, 512, 1024, 2048, 4096))
 _CHAIN = 32
-"""Blocks of a request by which the cost of the policy is measured."""
+"""Blocks of each request that the cost of the policy is measured with."""
 
 
-class Part(StrEnum):
-    """The requests of a trace that count; all are replayed."""
+class TracePart(StrEnum):
+    """Decides which requests of a trace count; all are replayed."""
 
     WHOLE = "whole"
     SECOND_HALF = "second-half"
 
 
 class Offered(Eviction[Key], Protocol[Key]):
-    """An order of giving up that may also refuse a block."""
+    """An eviction policy may also refuse a block: then it has an admission too."""
 
     def admits(self, key: Key) -> bool:
-        """Asked once for each block that a request computed and that is not there. One that is refused is not
-        added."""
+        """Tell whether a block may enter the cache. Called once for each block that a request computed and
+        that is not there."""
         ...
 
 
@@ -52,15 +53,15 @@ class _Open(Generic[Key]):
 
 
 class LeastRecent(_Open[Key], Lru[Key]):
-    """Gives up what was used longest ago."""
+    """Evicts (LRU) the block that was used longest ago."""
 
 
 class Learned(_Open[Key], Prospect[Key]):
-    """What the engine does."""
+    """Runs the engine's own policy, and admits every block."""
 
 
 class Fifo(LeastRecent[Key]):
-    """Gives up what came first, however often it was used since."""
+    """Evicts (FIFO) the block that came first, however often it was used since."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,14 +70,17 @@ class Fifo(LeastRecent[Key]):
         self._queue: list[tuple[int, Key]] = []
 
     def added(self, key: Key, parent: Key | None) -> None:
+        """Note a block that has entered the cache."""
         self._arrivals += 1
         self._came[key] = self._arrivals
 
     def idle(self, key: Key) -> None:
+        """Let a block go: it may be evicted from now on."""
         super().idle(key)
         heappush(self._queue, (self._came[key], key))
 
     def victim(self) -> Key:
+        """Take out the block to evict."""
         while True:
             came, key = heappop(self._queue)
             if key in self._idle and self._came[key] == came:
@@ -85,14 +89,15 @@ class Fifo(LeastRecent[Key]):
 
 
 class SecondUse(LeastRecent[Key]):
-    """Admits a block when it is seen for the second time, and remembers all that it ever saw; else least
-    recently used."""
+    """Admits a block when it is seen for the second time, and remembers all that it ever saw; then it is
+    LRU."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[Key] = set()
 
     def admits(self, key: Key) -> bool:
+        """Tell whether the block was seen before."""
         if key in self._seen:
             return True
         self._seen.add(key)
@@ -100,7 +105,7 @@ class SecondUse(LeastRecent[Key]):
 
 
 class Clairvoyant(_Open[Key]):
-    """Gives up what is asked for again last, of a request its end first.
+    """Evicts (Belady) the block that is asked for again last, of a request its end first.
 
     This is optimal (Belady, 1966): no block is asked for without those before it, so it never gives up one of
     them earlier, and its hits, which are the most there can be, all lie at the beginning of their requests.
@@ -123,24 +128,30 @@ class Clairvoyant(_Open[Key]):
         return self._idle
 
     def added(self, key: Key, parent: Key | None) -> None:
+        """Note a block that has entered the cache."""
         self.found(key)
 
     def found(self, key: Key) -> None:
+        """Note a request for a block that is there."""
         self._uses[key].popleft()
 
     def found_all(self, keys: Sequence[Key]) -> None:
+        """Note a request for blocks that are there."""
         for key in keys:
             self.found(key)
 
     def busy(self, key: Key) -> None:
+        """Hold a block, which cannot be evicted until `idle`."""
         del self._order[key]
         self._idle -= 1
 
     def busy_all(self, keys: Sequence[Key]) -> None:
+        """Hold blocks."""
         for key in keys:
             self.busy(key)
 
     def idle(self, key: Key) -> None:
+        """Let a block go: it may be evicted from now on."""
         self._told += 1
         self._idle += 1
         uses = self._uses[key]
@@ -151,6 +162,7 @@ class Clairvoyant(_Open[Key]):
             heapify(self._heap)
 
     def victim(self) -> Key:
+        """Take out the block to evict."""
         while True:
             *order, key = heappop(self._heap)
             if self._order.get(key) == tuple(order):
@@ -158,12 +170,13 @@ class Clairvoyant(_Open[Key]):
                 return key
 
     def dropped(self, key: Key) -> None:
+        """Forget a block that has left the cache otherwise."""
         if key in self._order:
             self.busy(key)
 
 
 Trace = Sequence[Sequence[int]]
-"""Of each request, the hashes of its blocks."""
+"""The hashes of the blocks of each request."""
 _Make = Callable[[Trace, int], Offered[int]]
 POLICIES: dict[str, _Make] = {
     "fifo": lambda trace, blocks: Fifo(),
@@ -173,28 +186,35 @@ POLICIES: dict[str, _Make] = {
     "adaptive": lambda trace, blocks: Learned(blocks),
     "clairvoyant": lambda trace, blocks: Clairvoyant(trace),
 }
-"""By name. `second-use` remembers all blocks ever seen; `clairvoyant` knows the trace, so it is a bound and
-no policy."""
+"""The policies by name. `second-use` remembers all blocks ever seen. `clairvoyant` knows the trace, so it is
+a bound and no policy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What to replay. `path`: a trace, or the name of a generated workload, which `seed` is for. `cost`:
-    blocks with which to measure what the engine's policy costs; 0: not at all."""
+class CacheBench:
+    """Holds the settings of a replay through caches, which `measure` runs.
+
+    path: a trace, or the name of a generated workload, which `seed` is for.
+    capacities: sizes of caches, in bytes.
+    cost: how many blocks the cost of the engine's policy is measured with; 0: it is not measured.
+    """
 
     path: Path
     capacities: tuple[int, ...] = CAPACITIES
     block_bytes: int = BLOCK_BYTES
     policies: tuple[str, ...] = tuple(POLICIES)
-    part: Part = Part.WHOLE
+    part: TracePart = TracePart.WHOLE
     cost: int = 1_000_000
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A cache of `blocks`; `capacity` None: one that never has to give up anything. Hit rates by policy:
-    blocks had of blocks asked for."""
+class CacheRow:
+    """Holds the hit rates of one cache.
+
+    capacity: its bytes. None is a cache that never evicts.
+    hits: by policy, blocks that were found over blocks that were asked for.
+    """
 
     capacity: int | None
     blocks: int
@@ -202,10 +222,13 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """Of the engine's policy with `blocks` that are there and as many that are gone: what it keeps, keys not
-    counted, for each that is there, and the time in which a replay asks for a block, beside that with LRU. A
-    third of those asked for are there."""
+class PolicyCost:
+    """Holds the cost of the engine's policy with `blocks` that are there and as many that are gone. A third
+    of the blocks that are asked for are there.
+
+    bytes_per_block: what the policy keeps for each block that is there, keys not counted.
+    microseconds, lru_microseconds: of a replay for each block asked for, with the policy and with LRU.
+    """
 
     blocks: int
     bytes_per_block: float
@@ -214,90 +237,85 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CacheReport(JsonLine):
+    """Holds the hit rates of all caches, and prints them.
+
+    asked: blocks, by all requests. distinct: different ones among them.
+    """
+
     bench: str
     trace: str
     requests: int
     asked: int
-    """Blocks, by all requests."""
     distinct: int
-    part: Part
+    part: TracePart
     block_bytes: int
-    rows: tuple[Row, ...]
-    cost: Cost | None
-
-    def line(self) -> str:
-        """Everything, as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
+    rows: tuple[CacheRow, ...]
+    cost: PolicyCost | None
 
     def __str__(self) -> str:
-        head = (
-            f"{self.trace}: {self.requests:,} requests for {self.asked:,} blocks, {self.distinct:,} distinct"
+        counts = (
+            "all requests count" if self.part is TracePart.WHOLE else "the second half of the requests counts"
         )
-        counts = "all requests count" if self.part is Part.WHOLE else "the second half of the requests counts"
-        about = (
-            f"blocks found of those asked for, by room in blocks of {format_size(self.block_bytes)}; {counts}"
-        )
-        table = [("room", "blocks", *self.rows[0].hits)]
+        rows = [("room", "blocks", *self.rows[0].hits)]
         for row in self.rows:
             room = "unlimited" if row.capacity is None else format_size(row.capacity)
-            table.append((room, f"{row.blocks:,}", *(f"{rate:.1%}" for rate in row.hits.values())))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            rows.append((room, f"{row.blocks:,}", *(f"{rate:.1%}" for rate in row.hits.values())))
         lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table
+            f"{self.trace}: {self.requests:,} requests for {self.asked:,} blocks, {self.distinct:,} distinct",
+            f"blocks found of those asked for, by room in blocks of {format_size(self.block_bytes)}; "
+            f"{counts}",
+            *table(rows),
         ]
         if cost := self.cost:
             lines.append(
-                f"of {cost.blocks:,} blocks, adaptive keeps {cost.bytes_per_block:.0f} B each; a replay "
-                f"takes {cost.microseconds:.3g} us "
-                f"for a block, {cost.lru_microseconds:.3g} us with lru"
+                f"  of {cost.blocks:,} blocks, adaptive keeps {cost.bytes_per_block:.0f} B each; a replay "
+                f"takes {cost.microseconds:.3g} us for a block, {cost.lru_microseconds:.3g} us with lru"
             )
-        return "\n".join([head, about, *(f"  {line}" for line in lines)])
+        return "\n".join(lines)
 
 
-def measure(job: Job, say: Callable[[str], None] = lambda _: None) -> Report:
-    """Replay. `say` is told each capacity. Raises ConfigError."""
-    named = str(job.path) in WORKLOADS and not job.path.exists()
-    trace = [request.keys for request in generate(str(job.path), job.seed)] if named else read(job.path)
+def measure(bench: CacheBench, say: Callable[[str], None] = lambda _: None) -> CacheReport:
+    """Replay a trace through every cache. `say` is called with each capacity. Raises ConfigError."""
+    named = str(bench.path) in WORKLOADS and not bench.path.exists()
+    trace = [request.keys for request in generate(str(bench.path), bench.seed)] if named else read(bench.path)
     distinct = len({key for keys in trace for key in keys})
-    first = len(trace) // 2 if job.part is Part.SECOND_HALF else 0
+    first = len(trace) // 2 if bench.part is TracePart.SECOND_HALF else 0
     rows = []
-    for capacity in (*sorted(set(job.capacities)), None):
-        blocks = distinct if capacity is None else capacity // job.block_bytes
+    for capacity in (*sorted(set(bench.capacities)), None):
+        blocks = distinct if capacity is None else capacity // bench.block_bytes
         if not blocks:
             raise ConfigError(
-                f"a room of {format_size(capacity or 0)} holds no block of {format_size(job.block_bytes)}; "
-                "ask for more"
+                f"a room of {format_size(capacity or 0)} holds no block of {format_size(bench.block_bytes)}; "
+                "give larger --rooms, or smaller --block-bytes"
             )
-        hits = {name: replay(trace, POLICIES[name](trace, blocks), blocks, first) for name in job.policies}
-        rows.append(Row(capacity, blocks, hits))
+        hits = {name: replay(trace, POLICIES[name](trace, blocks), blocks, first) for name in bench.policies}
+        rows.append(CacheRow(capacity, blocks, hits))
         say(f"{blocks:,} blocks: " + ", ".join(f"{name} {rate:.1%}" for name, rate in hits.items()))
     asked = sum(map(len, trace))
-    cost = _cost(job.cost) if job.cost else None
-    return Report(
-        "trace", str(job.path), len(trace), asked, distinct, job.part, job.block_bytes, tuple(rows), cost
+    cost = _cost(bench.cost) if bench.cost else None
+    return CacheReport(
+        "trace",
+        str(bench.path),
+        len(trace),
+        asked,
+        distinct,
+        bench.part,
+        bench.block_bytes,
+        tuple(rows),
+        cost,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A request of a trace: the hashes of its blocks, when it came, in milliseconds, and its tokens; None for
-    what is not told."""
-
-    keys: list[int]
-    timestamp: float | None
-    input_length: int | None
-    output_length: int | None
-
-
 def read(path: Path) -> list[list[int]]:
-    """The hashes of each request's blocks. Raises ConfigError for a file that cannot be read or is no
+    """Return the hashes of each request's blocks. Raises ConfigError for a file that cannot be read or is no
     trace."""
     return [request.keys for request in requests(path)]
 
 
-def requests(path: Path) -> list[Recorded]:
-    """All of a trace, in order. Raises ConfigError for a file that cannot be read or is no trace."""
+def requests(path: Path) -> list[TraceRequest]:
+    """Return all requests of a trace, in order. Raises ConfigError for a file that cannot be read or is no
+    trace."""
     trace = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -305,13 +323,13 @@ def requests(path: Path) -> list[Recorded]:
                 if line.strip():
                     trace.append(_request(line, f"line {number} of {path}"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+        raise ConfigError(f"cannot read the trace {path}: {error}; name a file of JSON lines") from error
     if not any(request.keys for request in trace):
         raise ConfigError(f"the trace {path} asks for no block; each of its lines must be JSON with hash_ids")
     return trace
 
 
-def _request(line: str, where: str) -> Recorded:
+def _request(line: str, where: str) -> TraceRequest:
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -328,14 +346,14 @@ def _request(line: str, where: str) -> Recorded:
         )
     came, tokens = request.get("timestamp"), (request.get("input_length"), request.get("output_length"))
     read, answered = (count if type(count) is int else None for count in tokens)
-    return Recorded(
+    return TraceRequest(
         keys, float(came) if type(came) in (int, float) and 0 <= came < 2**53 else None, read, answered
     )
 
 
 def replay(trace: Iterable[Sequence[Key]], policy: Offered[Key], blocks: int, first: int = 0) -> float:
-    """The share of blocks that are found, of those that requests from `first` on ask for, in a cache of so
-    many blocks.
+    """Return the hit rate of a cache of so many blocks: the share that is found, of the blocks that requests
+    from `first` on ask for.
 
     A request takes no time: it finds the blocks at its beginning that are all there, computes the others,
     holds all, offers what it computed, and lets go; then blocks are given up until the cache has no more than
@@ -367,7 +385,8 @@ def replay(trace: Iterable[Sequence[Key]], policy: Offered[Key], blocks: int, fi
     return hits / asked if asked else 0.0
 
 
-def _cost(blocks: int) -> Cost:
+def _cost(blocks: int) -> PolicyCost:
+    """Measure what the engine's policy keeps and takes for so many blocks."""
     keys = [number.to_bytes(16, "little") for number in range(2 * blocks)]
     chains = [keys[start : start + _CHAIN] for start in range(0, len(keys), _CHAIN)]
     tracemalloc.start()
@@ -384,13 +403,13 @@ def _cost(blocks: int) -> Cost:
     half = len(chains) // 2
     work = [chain for pair in zip(chains[:half], chains[half:], strict=False) for chain in pair]
     work = chains[:half] + work
-    return Cost(
+    return PolicyCost(
         blocks, size / blocks, _each(work, Learned(blocks), blocks), _each(work, LeastRecent(), blocks)
     )
 
 
 def _each(work: Sequence[Sequence[bytes]], policy: Offered[bytes], blocks: int) -> float:
-    """Microseconds of a replay for each block asked for."""
+    """Return the microseconds of a replay for each block asked for."""
     began = time.perf_counter()
     replay(work, policy, blocks)
     return 1e6 * (time.perf_counter() - began) / sum(map(len, work))

@@ -1,5 +1,5 @@
-"""The same measurements with transformers, as plainly as it allows: its model and its cache, called step by
-step, greedy."""
+"""Times transformers at the same work, as plainly as it allows: its model and its cache, called step by step,
+greedy."""
 
 import importlib
 import importlib.util
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.bench.measure import Work
-from penstock.bench.times import Times
+from penstock.bench.speed.measure import BatchWork
+from penstock.bench.times import Timings
 from penstock.bench.warming import timed
 
 _AT_ONCE = 32
 """Requests in a padded batch."""
 _WARM_TOKENS = 4
-"""Of each request of the first batch, before requests are timed."""
+"""Output tokens of each request of the first batch, before requests are timed."""
 
 
 def transformers() -> ModuleType:
-    """The library, if it is installed. Raises ConfigError."""
+    """Import the library. Raises ConfigError where it is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             "--baseline transformers needs the package transformers, which is not installed; pip install "
@@ -35,7 +35,8 @@ def transformers() -> ModuleType:
 
 
 class Baseline:
-    """A model of transformers on a device, random if all that is known of it is a config."""
+    """Runs a model of transformers on a device. Its weights are random if all that is known of it is a
+    config."""
 
     def __init__(
         self, source: Mapping[str, object] | Path, *, random: bool, dtype: str, device: torch.device
@@ -57,8 +58,8 @@ class Baseline:
         self._vocab = int(self._model.config.vocab_size)
 
     @torch.inference_mode()
-    def decode(self, work: Work) -> Times:
-        """As bench.measure.decode: single steps of the whole batch, each ending when its tokens are on the
+    def decode(self, work: BatchWork) -> Timings:
+        """Time single steps of the whole batch as `measure.decode` does. Each ends when its tokens are on the
         host. In each round steps are timed when they no longer get faster."""
         seconds = list[float]()
         for round in range(work.repeat):
@@ -72,11 +73,11 @@ class Baseline:
                 return time.perf_counter() - begin
 
             seconds += timed(step, work.output).seconds
-        return Times.of(seconds)
+        return Timings.of(seconds)
 
     @torch.inference_mode()
-    def prefill(self, work: Work) -> Times:
-        """As bench.measure.prefill: one forward pass over all prompts, timed when rounds no longer get
+    def prefill(self, work: BatchWork) -> Timings:
+        """Time one forward pass over all prompts as `measure.prefill` does, when rounds no longer get
         faster."""
         rounds = count()
 
@@ -86,12 +87,15 @@ class Baseline:
             self._forward(tokens, None)[0].tolist()
             return time.perf_counter() - begin
 
-        return Times.of(timed(prompts, work.repeat).seconds)
+        return Timings.of(timed(prompts, work.repeat).seconds)
 
     @torch.inference_mode()
     def serve(self, work: Sequence[tuple[Sequence[int], int]]) -> float:
-        """Seconds for requests, each a prompt and how many tokens it wants: batches padded on the left, each
-        until its last is done. After as many requests as go together have been served for a few tokens."""
+        """Return the seconds that requests take, each a prompt and how many tokens it wants.
+
+        Batches are padded on the left, and each runs until its last request is done. One batch is served for
+        a few tokens before that is timed.
+        """
         self._generate([(prompt, _WARM_TOKENS) for prompt, _ in work[:_AT_ONCE]])
         begin = time.perf_counter()
         for first in range(0, len(work), _AT_ONCE):
@@ -99,7 +103,7 @@ class Baseline:
         return time.perf_counter() - begin
 
     def _generate(self, some: Sequence[tuple[Sequence[int], int]]) -> None:
-        """A padded batch, to the end of its longest output."""
+        """Serve a padded batch to the end of its longest output."""
         longest, steps = max(len(prompt) for prompt, _ in some), max(output for _, output in some)
         tokens = torch.tensor(
             [[0] * (longest - len(prompt)) + list(prompt) for prompt, _ in some], device=self._device
@@ -111,11 +115,11 @@ class Baseline:
         self._model.generate(tokens, attention_mask=mask, **limits).tolist()
 
     def _forward(self, tokens: Tensor, cache: object) -> tuple[Tensor, object]:
-        """The likeliest next tokens `[batch, 1]` after `tokens` `[batch, new]`, and the cache with them in
-        it."""
+        """Return the likeliest next tokens `[batch, 1]` after `tokens` `[batch, new]`, and the cache with
+        these in it."""
         out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
 
-    def _prompts(self, work: Work, seed: int) -> Tensor:
+    def _prompts(self, work: BatchWork, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self._vocab, (work.batch, work.context), generator=generator).to(self._device)

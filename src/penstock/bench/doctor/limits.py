@@ -1,5 +1,5 @@
-"""What a machine's links allow a model: does it fit, how fast can it decode, how long may its contexts be.
-Arithmetic only."""
+"""Computes what a machine's links allow a model: does it fit, how fast can it decode, how long may its
+contexts be. Nothing is measured here."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,13 @@ from penstock.arch.layout import group_layouts
 from penstock.arch.spec import ModelSpec
 
 PROMPT = 2048
-"""Tokens of the prompt whose rate is given, if the model takes as many."""
+"""Tokens of the prompt that a rate is given for, if the model takes as many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Measured rates in bytes/s. None: there is no such link, or it was not measured."""
+class MeasuredRates:
+    """Holds rates that were measured, in bytes/s. A rate is None where there is no such link, or it was not
+    measured."""
 
     device_read: float
     to_device: float | None
@@ -23,50 +24,54 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes for weights and KV on the device, and for more weights in host memory, which is None where the
-    device is the host."""
+class MemoryRoom:
+    """Holds the bytes that a model may take: for weights and KV on the device, and for more weights in host
+    memory. `host` is None where the device is the host."""
 
     device: int
     host: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """A model in one dtype, on the device.
+class ModelLimits:
+    """Holds the limits of a model in one dtype on the device.
 
-    Weights that do not fit on the device are taken to rest in host memory as far as there is room, the others
-    on disk, and to be read from there for every token; the slowest link then sets the pace, since all work at
-    once.
+    Weights that do not fit on the device rest in host memory as far as there is room, and the others on disk.
+    They are read from there for every token. The slowest link then sets the pace, since all work at once.
+
+    read_bytes: of weights, for one token of one sequence.
+    host_bytes: of weights that do not fit on the device.
+    disk_bytes: of weights that do not fit in host memory either.
+    longest: tokens of one sequence that fit beside the weights, before activations. None if the weights leave
+        nothing.
+    decode: tokens/s that one short sequence cannot exceed. None if it hangs on a link that was not measured.
+    decode_longest: the same with `longest` tokens of context.
+    binding: the link that sets the pace of decoding, in words.
+    binding_bytes: bytes that pass through it for one token of one short sequence.
     """
 
     dtype: str
     weight_bytes: int
     read_bytes: int
-    """Of weights, for one token of one sequence."""
     kv_token_bytes: int
     host_bytes: int
-    """Of weights that do not fit on the device."""
     disk_bytes: int
-    """Of weights that do not fit in host memory either."""
     longest: int | None
-    """Tokens of one sequence that fit beside the weights, before activations; None if the weights leave
-    nothing."""
     decode: float | None
-    """Tokens/s that one short sequence cannot exceed; None if it hangs on a link that was not measured."""
     decode_longest: float | None
-    """The same with `longest` tokens of context."""
     binding: str
-    """Which link sets the pace of decoding, in words."""
     binding_bytes: int
-    """What passes through it for one token of one short sequence."""
 
     @property
     def fits(self) -> bool:
+        """Tell whether all weights fit on the device."""
         return not self.host_bytes and not self.disk_bytes
 
 
-def limits(spec: ModelSpec, names: TensorNames, dtype: str, room: Room, rates: Rates) -> Limits:
+def limits(
+    spec: ModelSpec, names: TensorNames, dtype: str, room: MemoryRoom, rates: MeasuredRates
+) -> ModelLimits:
+    """Compute the limits of a model in `dtype`."""
     layouts = group_layouts(spec, names, dtype)
     weights, read = bounds.weight_bytes(layouts), bounds.weight_bytes_read(spec, layouts)
     token = bounds.kv_token_bytes(spec, dtype)
@@ -84,7 +89,7 @@ def limits(spec: ModelSpec, names: TensorNames, dtype: str, room: Room, rates: R
     known = math.isfinite(seconds)
     free = room.device - weights
     longest = min(free // token, spec.max_length) if free >= token else None
-    return Limits(
+    return ModelLimits(
         dtype=dtype,
         weight_bytes=weights,
         read_bytes=round(read),
@@ -102,7 +107,7 @@ def limits(spec: ModelSpec, names: TensorNames, dtype: str, room: Room, rates: R
 
 
 def prefill_rate(spec: ModelSpec, names: TensorNames, dtype: str, operations_per_second: float) -> float:
-    """Tokens/s of a usual prompt that one sequence cannot exceed, at a rate measured in that dtype."""
+    """Return the prompt tokens/s that one sequence cannot exceed, at a rate measured in that dtype."""
     prompt = min(PROMPT, spec.max_length)
     return (
         prompt

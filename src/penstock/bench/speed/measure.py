@@ -1,4 +1,4 @@
-"""Drives an Engine directly, without texts or threads around it, and times its steps."""
+"""Drive an engine directly, without texts or threads around it, and time its steps."""
 
 import random
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from penstock.base.errors import BudgetError, CheckpointError
-from penstock.bench.times import Times
+from penstock.bench.times import Timings
 from penstock.engine.boot import Booted
 from penstock.engine.engine import Engine
 from penstock.sched.scheduler import Event
@@ -22,13 +22,19 @@ EDGE_STEPS = 2
 """The last of these, which stand between anything else that the host does and the first timed step; see
 `steady`."""
 
-_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, frozenset(), 0, None, None)
+
+def sampling(temperature: float = 0.0, seed: int = 0) -> Sampling:
+    """Return the settings of a request without penalties or end tokens; at temperature 0 it is greedy."""
+    return Sampling(temperature, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), seed, frozenset(), 0, None, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """`batch` sequences of `context` prompt tokens each; `output` timed decode steps; all of it `repeat`
-    times with fresh prompts."""
+class BatchWork:
+    """Describes the work of one batch: sequences that are decoded together.
+
+    batch: sequences. context: prompt tokens of each. output: decode steps that are timed.
+    repeat: how often all of it is done, with fresh prompts.
+    """
 
     batch: int
     context: int
@@ -36,7 +42,7 @@ class Work:
     repeat: int
 
     def room(self, step_tokens: int) -> int:
-        """Tokens that a sequence may reach: while the last prompts come in, the first are already
+        """Return the tokens that a sequence may reach: while the last prompts come in, the first are already
         decoding."""
         prefill_steps = -(-self.batch * self.context // max(step_tokens - self.batch, 1)) + 1
         return self.context + prefill_steps + WARM_STEPS + self.output + 1
@@ -44,33 +50,35 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Times of single steps, how long the sequences were in the middle of the timed ones, and bytes of
+    """Timings of single steps, how long the sequences were in the middle of the timed ones, and bytes of
     weights that came to the device and from the disk in each of those, experts included."""
 
-    times: Times
+    times: Timings
     lengths: tuple[int, ...]
     copied: float = 0.0
     read: float = 0.0
 
 
 class Laps:
-    """A stopwatch that never stops. Each lap begins when the one before has ended, so no time falls between
+    """A stopwatch that never stops: each lap begins when the one before has ended, so no time falls between
     two."""
 
     def __init__(self) -> None:
         self._ended = time.perf_counter()
 
     def lap(self) -> float:
-        """End a lap, and return its seconds."""
+        """End a lap and return its seconds."""
         begun, self._ended = self._ended, time.perf_counter()
         return self._ended - begun
 
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Seconds of each timed decode step, and what a step moved on average. copied, read: bytes of weights
-    that came to the device and from the disk. kv_copied: bytes of KV of long contexts that came to the
-    device."""
+    """Holds the seconds of each timed decode step, and the bytes that a step moved on average.
+
+    copied, read: of weights, to the device and from the disk.
+    kv_copied: of KV of long contexts, to the device.
+    """
 
     seconds: list[float]
     copied: float
@@ -79,8 +87,8 @@ class Steady:
 
 
 def steady(booted: Booted, got: dict[RequestId, int], steps: int) -> Steady:
-    """Time decode steps of requests whose prompts are in: each from the moment when the tokens of the step
-    before are on the host until its own are. `got` counts the tokens.
+    """Time decode steps of requests that have computed their prompts. A step is timed from the moment when
+    the tokens of the step before are on the host until its own are. `got` counts the tokens.
 
     An engine may run ahead: then the device computes a step while the host reads counters, or does anything
     else between two calls of `Engine.step`, and a clock that starts at the call misses that part. So only
@@ -90,86 +98,89 @@ def steady(booted: Booted, got: dict[RequestId, int], steps: int) -> Steady:
     engine, seconds = booted.engine, list[float]()
     before, kv_before = booted.weights.stats(), engine.kv_stats()
     for _ in range(EDGE_STEPS):
-        _step(engine, got)
+        step(engine, got)
     laps = Laps()
     for _ in range(steps):
-        _step(engine, got)
+        step(engine, got)
         seconds.append(laps.lap())
     moved, kv, count = booted.weights.stats().since(before), engine.kv_stats(), EDGE_STEPS + steps
     kv_copied = kv.copied - kv_before.copied if kv and kv_before else 0
     return Steady(seconds, moved.copied / count, moved.read / count, kv_copied / count)
 
 
-def decode(booted: Booted, work: Work) -> Decoded:
-    """Steady decode steps: every prompt is in, every step yields one token a sequence. A step ends when its
-    tokens are on the host."""
+def decode(booted: Booted, work: BatchWork) -> Decoded:
+    """Time decode steps after every prompt has been computed. Every step yields one token a sequence, and
+    ends when its tokens are on the host. Raises BudgetError where not all sequences run at once."""
     _check_room(booted, work)
     engine, rng = booted.engine, random.Random(0)
     rounds: list[Steady] = []
     lengths: list[int] = []
     for _ in range(work.repeat):
-        requests = _submit(engine, work, booted.spec.vocab_size, rng)
+        requests = submit(engine, work, booted.spec.vocab_size, rng)
         got = dict.fromkeys(requests, 0)
         while not all(got.values()):
-            _step(engine, got)
+            step(engine, got)
         for _ in range(WARM_STEPS - EDGE_STEPS):
-            _step(engine, got)
+            step(engine, got)
         rounds.append(steady(booted, got, work.output))
         lengths = [work.context + count - work.output + work.output // 2 for count in got.values()]
         _end(engine, requests)
     seconds = [each for one in rounds for each in one.seconds]
     return Decoded(
-        Times.of(seconds),
+        Timings.of(seconds),
         tuple(lengths),
         fmean(one.copied for one in rounds),
         fmean(one.read for one in rounds),
     )
 
 
-def prefill(booted: Booted, work: Work) -> Times:
-    """From the first step until every prompt has yielded its first token. One round more than asked for, the
-    first, is not timed."""
+def prefill(booted: Booted, work: BatchWork) -> Timings:
+    """Time prompts, from the first step until every prompt has yielded its first token. One round more than
+    asked for, the first, is not timed. Raises BudgetError where not all prompts run at once."""
     _check_room(booted, work)
     engine, rng, seconds = booted.engine, random.Random(0), []
     for _ in range(work.repeat + 1):
-        requests = _submit(engine, work, booted.spec.vocab_size, rng, max_tokens=1)
+        requests = submit(engine, work, booted.spec.vocab_size, rng, max_tokens=1)
         got = dict.fromkeys(requests, 0)
         begin = time.perf_counter()
         while engine.busy:
-            _step(engine, got)
+            step(engine, got)
         seconds.append(time.perf_counter() - begin)
         assert all(got.values()), "a prompt ended without a token"
-    return Times.of(seconds[1:])
+    return Timings.of(seconds[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Seconds of one prompt and of each decode step after it; what rested where, and bytes that came to the
-    device in such a step."""
+    """Holds the times and bytes of one long sequence.
+
+    prefill: seconds of its prompt. steps: seconds of each decode step after it.
+    blocks: KV blocks of the device that were held, at most.
+    host, disk: bytes of KV in host memory and on disk.
+    kv_copied, weights_copied: bytes that came to the device in a decode step.
+    """
 
     prefill: float
     steps: list[float]
     blocks: int
-    """KV blocks of the device that were held, at most."""
     host: int
     disk: int
-    """Bytes of KV in host memory, and on disk."""
     kv_copied: float
     weights_copied: float
 
 
 def context_room(context: int, output: int) -> int:
-    """Tokens that a sequence of `context` prompt tokens comes to, one more included, so that it does not end
-    with the last step."""
+    """Return the tokens that a sequence of `context` prompt tokens comes to. One more is included, so that it
+    does not end with the last step."""
     return context + WARM_STEPS + output + 2
 
 
 def context(booted: Booted, context: int, output: int, rng: random.Random) -> Context:
-    """One sequence: its prompt to the first token, and `output` decode steps."""
+    """Time one sequence: its prompt to the first token, and `output` decode steps."""
     engine = booted.engine
-    [request] = _submit(
+    [request] = submit(
         engine,
-        Work(1, context, output, 1),
+        BatchWork(1, context, output, 1),
         booted.spec.vocab_size,
         rng,
         context_room(context, output) - context,
@@ -177,12 +188,12 @@ def context(booted: Booted, context: int, output: int, rng: random.Random) -> Co
     got, blocks = {request: 0}, 0
     begin = time.perf_counter()
     while not got[request]:
-        _step(engine, got)
+        step(engine, got)
         now = engine.stats()
         blocks = max(blocks, now.kv_blocks - now.kv_blocks_free)
     prefill = time.perf_counter() - begin
     for _ in range(WARM_STEPS - EDGE_STEPS):
-        _step(engine, got)
+        step(engine, got)
     timed = steady(booted, got, output)
     now = engine.stats()
     blocks = max(blocks, now.kv_blocks - now.kv_blocks_free)
@@ -198,16 +209,16 @@ def context(booted: Booted, context: int, output: int, rng: random.Random) -> Co
     )
 
 
-def _submit(
-    engine: Engine, work: Work, vocab: int, rng: random.Random, max_tokens: int | None = None
+def submit(
+    engine: Engine, work: BatchWork, vocab: int, rng: random.Random, max_tokens: int | None = None
 ) -> list[RequestId]:
-    """Prompts that no earlier one begins like, so that nothing of them can be in a cache."""
+    """Submit prompts that no earlier one begins like, so that nothing of them can be in a cache."""
     prompts = [[rng.randrange(vocab) for _ in range(work.context)] for _ in range(work.batch)]
-    return [engine.submit(prompt, _GREEDY, max_tokens) for prompt in prompts]
+    return [engine.submit(prompt, sampling(), max_tokens) for prompt in prompts]
 
 
-def _step(engine: Engine, got: dict[RequestId, int]) -> None:
-    """One call of the engine, whose tokens are counted in `got`."""
+def step(engine: Engine, got: dict[RequestId, int]) -> None:
+    """Run one step of the engine, and count its tokens in `got`."""
     for event in engine.step():
         got[event.request] += event.token is not None
         check_sound(event)
@@ -223,7 +234,7 @@ def _end(engine: Engine, requests: Iterable[RequestId]) -> None:
 
 
 def check_sound(event: Event) -> None:
-    """Raises CheckpointError where a request has ended since its logits are not numbers: what would be timed
+    """Raise CheckpointError where a request has ended since its logits are not numbers: what would be timed
     then does nothing."""
     if event.finish is FinishReason.ERROR:
         raise CheckpointError(
@@ -232,8 +243,9 @@ def check_sound(event: Event) -> None:
         )
 
 
-def _check_room(booted: Booted, work: Work) -> None:
-    """All sequences must run at once; if some had to wait for others, something else would be measured."""
+def _check_room(booted: Booted, work: BatchWork) -> None:
+    """Raise BudgetError where not all sequences can run at once: with some waiting, something else is
+    measured."""
     length = min(
         work.room(booted.limits.max_step_tokens) + booted.budget.block_size, booted.limits.max_length
     )

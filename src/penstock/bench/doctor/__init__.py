@@ -1,0 +1,1 @@
+"""`penstock doctor`: measures a machine, and computes what it allows a model."""

@@ -1,0 +1,1 @@
+"""Measures the engine, beside the least time that the machine allows."""

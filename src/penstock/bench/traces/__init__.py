@@ -1,0 +1,1 @@
+"""Replays recorded and generated workloads through prefix caches, without a model."""

@@ -1,0 +1,283 @@
+"""Lists the options of `penstock bench`, and reads their values."""
+
+from pathlib import Path
+
+import click
+
+from penstock.base.errors import ConfigError
+from penstock.base.units import parse_size
+from penstock.bench.shapes import SHAPES
+from penstock.cli.command import debug_option, option
+from penstock.cli.options import DEVICE, ENGINE, MAX_STEP_TOKENS, OUTPUT, THREADS, far_kv, size
+
+WORK = "Work"
+COUNT = click.IntRange(min=1)
+_POLICIES = "fifo,lru,second-use,prospect,adaptive,clairvoyant"
+_SCRATCH = "Random weights beyond device and host memory are read from a file in DIR."
+MODEL = (
+    option(
+        WORK,
+        "--shape",
+        type=click.Choice(list(SHAPES)),
+        help="Random weights in this shape instead of a MODEL.",
+    ),
+)
+BATCH = (
+    option(WORK, "--batch", type=COUNT, default=1, metavar="N", help="Sequences at once. [1]"),
+    option(
+        WORK,
+        "--context",
+        type=COUNT,
+        metavar="N",
+        help="Prompt tokens of each. [2048, or what the model has room for]",
+    ),
+    option(
+        WORK,
+        "--repeat",
+        type=COUNT,
+        default=3,
+        metavar="N",
+        help="Do it all N times, with fresh prompts. [3]",
+    ),
+    option(
+        WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."
+    ),
+)
+BENCH_ENGINE = (
+    *DEVICE,
+    option(
+        ENGINE,
+        "--scratch",
+        type=click.Path(file_okay=False, exists=True, path_type=Path),
+        metavar="DIR",
+        help=_SCRATCH,
+    ),
+    option(
+        ENGINE,
+        "--scratch-size",
+        callback=size,
+        default="16GiB",
+        metavar="SIZE",
+        help="Most to write there; layers share it. [16GiB]",
+    ),
+)
+WINDOW = (
+    option(
+        ENGINE,
+        "--window",
+        callback=size,
+        metavar="SIZE",
+        help="Compare: a window, through which all weights pass each time.",
+    ),
+)
+KV_BELOW = far_kv(
+    "what the device has no room for; 0: none", "Host memory for KV; given a size, all contexts rest there."
+)
+REST = (
+    MAX_STEP_TOKENS,
+    THREADS,
+    option(OUTPUT, "--json", is_flag=True, help="Print nothing but the line of JSON."),
+    option(
+        OUTPUT,
+        "--out",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Write that line to FILE too.",
+    ),
+    debug_option,
+)
+
+
+def _lengths(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if value is None else tuple(parse_size(part) for part in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(
+            f"{value!r} is not a list of token counts, like 4096,32K,1M", ctx, parameter
+        ) from error
+
+
+def _span(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+    try:
+        least, most = (parse_size(part) for part in value.split(","))
+    except (ConfigError, ValueError) as error:
+        raise click.BadParameter(f"{value!r} is not two token counts, like 100,1K", ctx, parameter) from error
+    if not 1 <= least <= most:
+        raise click.BadParameter(
+            f"{value!r} is not a least and a most from 1 on; give them like 100,1K", ctx, parameter
+        )
+    return least, most
+
+
+def _rooms(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(parse_size(part) for part in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(
+            f"{value!r} is not a list of sizes, like 128GiB,1TiB", ctx, parameter
+        ) from error
+
+
+def _policies(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    if unknown := [name for name in value.split(",") if name not in _POLICIES.split(",")]:
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {_POLICIES}", ctx, parameter)
+    return tuple(value.split(","))
+
+
+CONTEXTS = (
+    option(
+        WORK,
+        "--lengths",
+        callback=_lengths,
+        metavar="N,N,...",
+        help="Prompt tokens: 4096,32K,1M. [4K, 8K, 16K and so on, as there is room]",
+    ),
+    option(WORK, "--output", type=COUNT, default=8, metavar="N", help="Decode steps to time after each. [8]"),
+    option(
+        WORK,
+        "--repeat",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="Do it all N times, with fresh prompts. [1]",
+    ),
+)
+REQUESTS = (
+    option(
+        WORK,
+        "--requests",
+        type=click.IntRange(1, 1_000_000),
+        default=256,
+        metavar="N",
+        help="All there from the start. [256]",
+    ),
+    option(
+        WORK,
+        "--input",
+        "prompt",
+        callback=_span,
+        metavar="N,N",
+        default="100,1024",
+        help="Least and most prompt tokens. [100,1024]",
+    ),
+    option(
+        WORK,
+        "--output",
+        callback=_span,
+        metavar="N,N",
+        default="100,1024",
+        help="Least and most output tokens. [100,1024]",
+    ),
+    option(
+        WORK,
+        "--temperature",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        metavar="T",
+        help="0: the likeliest tokens. [0]",
+    ),
+    option(WORK, "--seed", type=int, default=0, metavar="N", help="Of lengths and prompts. [0]"),
+    option(WORK, "--repeat", type=COUNT, default=1, metavar="N", help="Do it all N times. [1]"),
+    option(
+        WORK, "--baseline", type=click.Choice(["transformers"]), help="Measure this too, if it is installed."
+    ),
+    option(
+        ENGINE, "--max-sequences", type=COUNT, metavar="N", help="Most requests at once. [the device's usual]"
+    ),
+    option(
+        ENGINE,
+        "--graphs/--no-graphs",
+        default=True,
+        help="Replay decode steps as CUDA graphs, on a GPU. [on]",
+    ),
+    option(
+        ENGINE,
+        "--kernels/--no-kernels",
+        default=True,
+        help="Compute by kernels of our own, on a GPU; else by plain torch. [on]",
+    ),
+)
+HASHES, SERVED = "Without a model", "With a model"
+AT_ONCE = 16
+_HOST_KV = "Host memory for KV that the device does not hold, also of later requests; 0: none."
+CACHES = (
+    option(
+        HASHES,
+        "--rooms",
+        callback=_rooms,
+        default="128GiB,256GiB,512GiB,1TiB,2TiB,4TiB",
+        metavar="SIZE,...",
+        help="Caches. [128GiB to 4TiB]",
+    ),
+    option(
+        HASHES,
+        "--block-bytes",
+        callback=size,
+        default="64MiB",
+        metavar="SIZE",
+        help="Of a block. [64MiB: 512 tokens of an 8B model]",
+    ),
+    option(
+        HASHES,
+        "--policies",
+        callback=_policies,
+        default=_POLICIES,
+        metavar="NAME,...",
+        help=f"What to compare. [{_POLICIES}]",
+    ),
+    option(
+        HASHES,
+        "--part",
+        type=click.Choice(["whole", "second-half"]),
+        default="whole",
+        help="Requests that count. [whole]",
+    ),
+    option(
+        HASHES,
+        "--cost",
+        type=click.IntRange(min=0),
+        default=1_000_000,
+        metavar="N",
+        help="Blocks to cost `adaptive` with. [1000000]",
+    ),
+    option(HASHES, "--seed", type=int, default=0, metavar="N", help="Of a generated workload. [0]"),
+)
+REPLAY = (
+    option(
+        SERVED,
+        "--model",
+        type=click.Path(path_type=Path),
+        metavar="MODEL",
+        help="A checkpoint directory, or one with a config.json.",
+    ),
+    option(SERVED, "--shape", type=click.Choice(list(SHAPES)), help="Random weights in this shape instead."),
+    option(
+        SERVED, "--requests", type=COUNT, default=100, metavar="N", help="The first N of the trace. [100]"
+    ),
+    option(
+        SERVED,
+        "--block-tokens",
+        type=COUNT,
+        metavar="N",
+        help="For 512 of the trace. [512, or what the model has room for]",
+    ),
+    option(
+        SERVED,
+        "--output",
+        type=COUNT,
+        metavar="N",
+        help="Tokens of each answer. [as recorded, in proportion]",
+    ),
+    option(
+        SERVED,
+        "--speed",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="X",
+        help="Requests come X times as fast as recorded. [as they are served]",
+    ),
+    option(SERVED, "--max-sequences", type=COUNT, metavar="N", help=f"Most requests at once. [{AT_ONCE}]"),
+    option(SERVED, "--compare/--no-compare", default=True, help="Again with --kv-store off. [yes]"),
+    option(SERVED, "--check-output", is_flag=True, help="Exit with 1 if any answer differs in that."),
+    option(SERVED, "--keep", is_flag=True, help="Start from what --kv-directory has, and leave it there."),
+)
+REPLAY_KV = far_kv("what the longest request needs", _HOST_KV)
