@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from penstock.arch import bounds
-from penstock.arch.shards import Shard, local_spec
+from penstock.arch.parts import local_spec
+from penstock.arch.shards import Shard
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
 from penstock.base.report import JsonLine

@@ -8,7 +8,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from penstock.arch import bounds
-from penstock.arch.shards import Shard, local_spec
+from penstock.arch.parts import local_spec
+from penstock.arch.shards import Shard
 from penstock.base.errors import RequestError
 from penstock.base.report import JsonLine
 from penstock.base.units import format_rate
