@@ -1,7 +1,8 @@
 """Check docs/glossary.md against the code, and names in the code against the field's terms.
 
-A row of the glossary names code and files. Each name must be defined in one of its files. `FORBIDDEN` lists
-names of ours for which the field has a better one. `PENDING` lists those that the code still has.
+A row of the glossary names code, and the files or folders that have it. Each name must be defined in one of
+them. `FORBIDDEN` lists names of ours for which the field has a better one. `PENDING` lists those that the code
+still has.
 """
 
 import ast
@@ -30,7 +31,7 @@ FORBIDDEN = {
     "Came": "OutputChunk",
     "Desk": "RequestBroker",
     "Errand": "RemoteRequest",
-    "FarLLM": "RemoteBackend",
+    "FarLLM": "RemoteReader",
     "House": "ServerState",
     "HOPE": "RETRY_DISCOUNT",
     "Kept": "ResponseStore",
@@ -60,7 +61,7 @@ def located(path: str) -> Path:
 
 
 def entries(text: str) -> list[Entry]:
-    """Return the rows of every table: a term, our name for it, and the files that have it."""
+    """Return the rows of every table: a term, our name for it, and the files or folders that have it."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     rows = [row for row in cells if row[0] not in ("term", "---")]
@@ -90,6 +91,8 @@ def tree(path: Path) -> ast.Module:
 
 def defines(path: Path, name: str) -> bool:
     """Tell whether a file has `name`: a name, `Class.member` or a string in Python, any text elsewhere."""
+    if path.is_dir():
+        return any(defines(file, name) for file in path.rglob("*.py"))
     if path.suffix != ".py":
         return name in path.read_text(encoding="utf-8")
     owner, _, member = name.rpartition(".")
@@ -103,6 +106,12 @@ def defines(path: Path, name: str) -> bool:
         part for node in nodes if isinstance(node, ast.Constant) for part in str(node.value).split("/")
     )
     return any(name in bound(node) for node in nodes) or name in strings
+
+
+def mentions(path: Path, word: str) -> bool:
+    """Tell whether a file, or a module of a folder, has the word, in the plural too."""
+    files = path.rglob("*.py") if path.is_dir() else (path,)
+    return any(re.search(rf"\b{word}s?\b", file.read_text(encoding="utf-8"), re.I) for file in files)
 
 
 @functools.cache
@@ -121,7 +130,7 @@ def names_in(source: Path) -> dict[str, set[str]]:
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.term)
 def test_a_term_is_where_the_glossary_says(entry: Entry) -> None:
     assert entry.where, "a row names no file"
-    assert [path for path in entry.where if not path.is_file()] == []
+    assert [path for path in entry.where if not path.exists()] == []
     if names := quoted(entry.here):
         assert [name for name in names if not any(defines(path, name) for path in entry.where)] == []
         assert all(any(defines(path, name) for name in names) for path in entry.where), (
@@ -129,9 +138,7 @@ def test_a_term_is_where_the_glossary_says(entry: Entry) -> None:
         )
     elif entry.here != "none":
         word = (entry.term if entry.here == "the same" else entry.here).removeprefix("the ")
-        assert all(
-            re.search(rf"\b{word}s?\b", path.read_text(encoding="utf-8"), re.I) for path in entry.where
-        )
+        assert all(mentions(path, word) for path in entry.where)
 
 
 def test_a_term_is_explained_once() -> None:
@@ -169,8 +176,10 @@ def test_what_is_wrong_is_noticed(tmp_path: Path) -> None:
     assert defines(tmp_path / "a.py", "Tray.size")
     assert not defines(tmp_path / "a.py", "Tray.colour")
     assert not defines(tmp_path / "a.py", "Cup")
+    assert defines(tmp_path, "Tray")
+    assert not defines(tmp_path, "Cup")
     [entry] = entries(
         "| term | here | where | meaning |\n|---|---|---|---|\n| cup | `Cup` | `base/cups.py` | x |\n"
     )
     assert entry == Entry("cup", "`Cup`", (ROOT / "base" / "cups.py",))
-    assert not entry.where[0].is_file()
+    assert not entry.where[0].exists()
