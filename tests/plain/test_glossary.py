@@ -1,8 +1,8 @@
 """Check docs/glossary.md against the code, and names in the code against the field's terms.
 
 A row of the glossary names code, and the files or folders that have it. Each name must be defined in one of
-them. `FORBIDDEN` lists names of ours for which the field has a better one. `PENDING` lists those that the code
-still has.
+them. `FORBIDDEN` lists names of ours for which the field has a better one. `PENDING` lists those that the
+code still has.
 """
 
 import ast
