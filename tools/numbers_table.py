@@ -52,7 +52,7 @@ class Results:
         return self._files[name]
 
     def newest(self, bench: str, part: str, having: str) -> Json | None:
-        """Return the newest `part` that has the entry `having`, among files that end in `bench`; else None."""
+        """Return the newest `part` with the entry `having`, among files that end in `bench`; else None."""
         parts = [
             one
             for name in self._files
