@@ -1,10 +1,9 @@
-"""README's table of numbers, made from docs/results: `python tools/numbers_table.py --write` after a file
-there has changed.
+"""Make README's table of numbers from docs/results.
 
-A row says which file and which places in it its numbers come from. What they were measured under stands in
-the same places, and is read from there too where the file has it. Numbers of both sides are medians, with the
-least and the most of the runs where the file has them. Where a peer's file does not say that it was warm, the
-row says so.
+Run `python tools/numbers_table.py --write` after a file there has changed. A row reads its numbers from one
+place of one file, and the conditions of the measurement from the same place where the file has them. Numbers
+of both sides are medians. The least and the most of the runs stand beside them where the file has them. A row
+says so where a peer was not warm.
 """
 
 import argparse
@@ -24,7 +23,7 @@ Json = Any
 
 @dataclass(frozen=True)
 class Value:
-    """A number of one side as text: the middle, and least and most of how many runs."""
+    """A number of one side as text: the median, and beside it the least, the most and the count of runs."""
 
     text: str
     spread: str = ""
@@ -36,13 +35,13 @@ class Row:
     machine: str
     penstock: Value
     beside: str = ""
-    """What it is compared with."""
+    """The peer or the bound that the row compares with."""
     theirs: Value = Value("")
     ratio: str = ""
 
 
 class Results:
-    """The files of a folder, by their names without .json."""
+    """Result files of a folder, by name without .json."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Json] = {
@@ -53,8 +52,7 @@ class Results:
         return self._files[name]
 
     def newest(self, bench: str, part: str, having: str) -> Json | None:
-        """Of the files that end so, the part that was measured last and has such an entry; None if no file
-        has one."""
+        """Return the newest `part` with the entry `having`, among files that end in `bench`; else None."""
         parts = [
             one
             for name in self._files
@@ -65,7 +63,7 @@ class Results:
 
 
 def machine(environment: Json, used: int | None = None) -> str:
-    """`1 H200`, `2 cores, AMD EPYC`. used: of its GPUs, or all."""
+    """Return a machine as `1 H200` or `2 cores, AMD EPYC`. used: number of its GPUs in use; default all."""
     if devices := environment["devices"]:
         count, name = used or len(devices), devices[0]["name"].removeprefix("NVIDIA ").split()[0]
         return f"{count} {name}"
@@ -78,13 +76,13 @@ def many(samples: Sequence[float], text: Callable[[float], str]) -> Value:
 
 
 def times(ms: Json, text: Callable[[float], str]) -> Value:
-    """Of a record of milliseconds."""
+    """Return the value of a record of milliseconds."""
     runs = f"{text(ms['least'])} to {text(ms['most'])}, {ms['count']} runs" if ms["count"] > 1 else "1 run"
     return Value(text(ms["median"]), runs)
 
 
 def timed(record: Json, text: Callable[[float], str]) -> Value:
-    """Of a record of seconds with its runs; what was not warm says so."""
+    """Return the value of a record of seconds; its runs say whether they were not warm."""
     value = many(record["seconds"], text)
     faults = "".join(
         f", {word}"
@@ -130,8 +128,8 @@ def rows(results: Results) -> Iterator[Row]:
 def transformers_on_cpu(it: Json) -> Iterator[Row]:
     names = {
         "single": "one request",
-        "one by one": f"{it['requests']} requests, one by one by it",
-        "padded": f"{it['requests']} requests, one padded batch by it",
+        "one by one": f"{it['requests']} requests, peer one by one",
+        "padded": f"{it['requests']} requests, peer in one padded batch",
     }
     where = machine(it.get("environment") or it["machine"])
     for name, said in names.items():
@@ -161,7 +159,9 @@ def transformers_on_cpu(it: Json) -> Iterator[Row]:
     peaks = {side: size / 2**20 for side, size in it["peak_bytes"].items()}
     for side in [name for name in ("one by one", "padded") if name in peaks]:
         value = Value(f"{peaks['penstock']:,.0f} MiB")
-        work = f"the same, peak memory of {it['requests']} requests"
+        work = (
+            f"{it['parameters_millions']:.0f}M Llama, {it['dtype']}, {it['requests']} requests, peak memory"
+        )
         yield Row(
             work,
             where,
@@ -173,7 +173,7 @@ def transformers_on_cpu(it: Json) -> Iterator[Row]:
 
 
 def server(it: Json, model: str) -> Iterator[Row]:
-    work = f"{model}, {it['streams']} streams of {it['tokens']:,} tokens from the server"
+    work = f"{model}, server, {it['streams']} streams of {it['tokens']:,} tokens"
     made, sides = it["streams"] * it["tokens"], list[Value]()
     for side in ("served", "alone"):
         took = it[side]["seconds"]
@@ -183,7 +183,7 @@ def server(it: Json, model: str) -> Iterator[Row]:
         work,
         machine(it.get("environment") or it["machine"]),
         sides[0],
-        "the engine alone",
+        "engine alone",
         sides[1],
         f"{it['share']['median']:.2f}",
     )
@@ -214,7 +214,7 @@ def resident(results: Results) -> Iterator[Row]:
     )
     for one in whole["serve, two rounds of each temperature"].values():
         work = (
-            f"{one['model']} shape, {one['requests']} requests of 100 to 1,024 tokens in and out, "
+            f"{one['model']} shape, {one['requests']} requests, prompts and outputs of 100 to 1,024 tokens, "
             f"temperature {one['temperature']:g}"
         )
         rate, spread = (
@@ -226,7 +226,7 @@ def resident(results: Results) -> Iterator[Row]:
             work,
             machine(one["machine"], 1),
             Value(rate, spread),
-            "bound of memory and arithmetic",
+            "memory and arithmetic bound",
             bound,
             f"{one['of_bound']:.2f}",
         )
@@ -236,15 +236,15 @@ def two_devices(whole: Json) -> Iterator[Row]:
     for batch in (1, 64):
         one, two = (whole["decode"][f"batch {batch}, {ranks} ranks"] for ranks in (1, 2))
         work = (
-            f"{two['model']} shape, decode, batch {two['batch']}, {length(two['context'])} of context, on "
-            "two GPUs"
+            f"{two['model']} shape, decode, batch {two['batch']}, {length(two['context'])} of context, "
+            "tensor parallel 2"
         )
         ratio = f"{one['ms']['median'] / two['ms']['median']:.2f}"
         yield Row(
             work,
             machine(two["machine"]),
             times(two["ms"], millis(2)),
-            "on one of them",
+            "1 GPU",
             times(one["ms"], millis(2)),
             ratio,
         )
@@ -253,13 +253,13 @@ def two_devices(whole: Json) -> Iterator[Row]:
         ranks * it["streaming"]["copied_per_pass"] / it["ms"]["median"] * 1e3
         for ranks, it in ((1, one), (2, two))
     ]
-    work = "16 layers of 70B shape, most in host memory, decode, over the links of two GPUs"
+    work = "16 layers of 70B shape, most in host memory, decode, host to device, tensor parallel 2"
     sides = [Value(gigabytes(rate)) for rate in rates]
     yield Row(
         work,
         machine(two["machine"]),
         sides[1],
-        "over the link of one",
+        "1 GPU",
         sides[0],
         f"{rates[1] / rates[0]:.2f}",
     )
@@ -270,17 +270,17 @@ def tiers(whole: Json) -> Iterator[Row]:
     tokens = first["lengths"][-1]["tokens"]
     cold = many([one["seconds"] for one in first["cold"]], seconds(2))
     for name, said in (
-        ("pages", "the GPU's memory"),
-        ("host", "host memory"),
-        ("disk, as decided", "a disk, some computed meanwhile"),
+        ("pages", "in GPU memory"),
+        ("host", "in host memory"),
+        ("disk, as decided", "on disk, part computed meanwhile"),
     ):
         ours = many([one["seconds"] for one in first[name]], seconds(4 if name != "disk, as decided" else 2))
-        work = f"8B shape, first token behind {length(tokens)} tokens found in {said}"
+        work = f"8B shape, TTFT, prefix of {length(tokens)} {said}"
         yield Row(work, where, ours, "computed", cold, f"{first[f'{name}_times']:.3g}")
     copies, block = whole["copies"], whole["copies"]["8.00 MiB"]
-    for way, said in (("up", "to the GPU"), ("down", "to host memory"), ("both", "both ways at once")):
+    for way, said in (("up", "host to device"), ("down", "device to host"), ("both", "both ways")):
         share, ceiling = block[f"{way}_least_from_64"], copies["ceilings"][way]
-        work = f"8B shape, 64 blocks of KV and more {said}, the slowest"
+        work = f"8B shape, copies of 64 and more KV blocks, {said}, slowest"
         yield Row(
             work,
             where,
@@ -333,17 +333,14 @@ def eighty_layers(results: Results) -> Iterator[Row]:
 
 
 def eighty(layers: int, device: str, host: str, it: Json) -> str:
-    what = (
-        f"{layers} layers of 70B shape in {device} of device and {host} of host memory, the rest on disk, "
-        "decode"
-    )
+    what = f"{layers} layers of 70B shape, device {device}, host {host}, rest on disk, decode"
     return f"{what}, batch {it['batch']}, {length(it['context'])} tokens of context each"
 
 
 def read(size: int, rate: float, took: float) -> tuple[str, Value, str]:
-    """What a pass reads, at the disk's rate, and the ratio."""
+    """Return the disk's time for the bytes that a pass reads, and its ratio to the pass."""
     return (
-        f"{size / 2**30:.1f} GiB from the disk at {gigabytes(rate)}",
+        f"disk, {size / 2**30:.1f} GiB at {gigabytes(rate)}",
         Value(f"{size / rate:.2f} s"),
         f"{size / rate / took:.2f}",
     )
@@ -382,11 +379,18 @@ def long_contexts(results: Results) -> Iterator[Row]:
     one = host["decode"]
     rates = [gigabytes(one["rate"]), gigabytes(again["long"]["link_before"])]
     ratio = f"{one['rate'] / again['long']['link_before']:.2f}"
-    yield Row("the same, decode behind it", where, Value(rates[0]), "measured link", Value(rates[1]), ratio)
+    yield Row(
+        f"8B shape, decode at {length(512 << 10)}, KV in host memory",
+        where,
+        Value(rates[0]),
+        "measured link",
+        Value(rates[1]),
+        ratio,
+    )
     one = again["million"]
     work = (
-        f"1B shape, prompt of {len(one['chunks']) * 16}K, {one['peak_device'] / 2**30:.1f} GiB of the device "
-        "in all"
+        f"1B shape, prompt of {len(one['chunks']) * 16}K, KV in host memory, "
+        f"{one['peak_device'] / 2**30:.1f} GiB of the device in all"
     )
     bound = Value(f"{one['bound_s']:.0f} s")
     yield Row(
@@ -437,7 +441,7 @@ def peers_of_long_contexts(results: Results) -> Iterator[Row]:
 
 
 def table(results: Results) -> str:
-    head = ("work", "on", "penstock", "its runs", "beside it", "that", "its runs", "ratio")
+    head = ("work", "machine", "penstock", "runs", "compared with", "value", "runs", "ratio")
     lines = [head, ("---",) * len(head)]
     lines += [
         (
@@ -456,7 +460,7 @@ def table(results: Results) -> str:
 
 
 def written(readme: str, results: Results) -> str:
-    """The text with the table in its place."""
+    """Return `readme` with the table in its place."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table(results) + END + after
@@ -466,7 +470,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="into README.md; otherwise it is printed")
+    parser.add_argument("--write", action="store_true", help="write into README.md instead of printing")
     given, results = parser.parse_args(), Results(ROOT / "docs" / "results")
     if given.write:
         README.write_text(written(README.read_text(encoding="utf-8"), results), encoding="utf-8")

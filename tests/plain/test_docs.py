@@ -178,6 +178,15 @@ def test_the_tour_says_where_everything_is() -> None:
     assert len(shown) > 100
 
 
+def test_files_in_the_diagrams_of_the_tour_are_there() -> None:
+    found = re.findall(r"([\w/]+/\w+\.py): (\w+)", code(TOUR))
+    assert len(found) > 3
+    for path, name in found:
+        assert any(one.rpartition(".")[2] == name and path in names().files[one] for one in names().files), (
+            path
+        )
+
+
 @DOCUMENTS
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", prose(document))
