@@ -168,7 +168,7 @@ def served(scheduler: Scheduler, ahead: bool) -> None:
                 over = plan
         if over is not None:
             scheduler.commit(
-                over, Outcome(tuple(Result(1 if share.sample else None) for share in over.shares))
+                over, Outcome(tuple(Result((1,) if share.sample else ()) for share in over.shares))
             )
 
 

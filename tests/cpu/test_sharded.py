@@ -25,7 +25,7 @@ from penstock.kv.movement.pool import KVPool
 from penstock.models import decoder
 from penstock.models.decoder import Decoder
 from penstock.ops.norm import add_rms_norm
-from penstock.step.plan import BlockId, Plan, Row, Share
+from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint import reader as reading
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack, read_manifest
@@ -222,6 +222,7 @@ def share(row: int, tokens: Sequence[int], start: int) -> Share:
         blocks,
         sample=True,
         prompt_length=(5, 13, 32)[row],
+        kind=ShareKind.DECODE if len(tokens) == 1 else ShareKind.CHUNK,
         next_prompt_tokens=asked,
     )
 

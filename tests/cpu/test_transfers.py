@@ -1047,7 +1047,7 @@ class Impatient:
     def outcome(self) -> Outcome:
         if not self._plan.shares:
             raise KeyboardInterrupt
-        return Outcome(tuple(Result(0 if share.sample else None) for share in self._plan.shares))
+        return Outcome(tuple(Result((0,) if share.sample else ()) for share in self._plan.shares))
 
     def settle(self) -> tuple[Landed, ...]:
         return ()
@@ -1126,7 +1126,7 @@ class Promised:
         if self.ranks.interrupts:
             raise KeyboardInterrupt
         self.ranks.ended.append(self.plan)
-        return Outcome(tuple(Result(0 if share.sample else None) for share in self.plan.shares))
+        return Outcome(tuple(Result((0,) if share.sample else ()) for share in self.plan.shares))
 
 
 def test_steps_end_in_the_order_in_which_they_began() -> None:

@@ -87,7 +87,7 @@ class Device:
         reports = tuple(Landed(id, self.going.pop(id)[1]) for id in landed)
         since, self.ended = max(begun.at, self.ended), self.now
         return Outcome(
-            tuple(Result(1 if share.sample else None) for share in plan.shares), reports, self.ended - since
+            tuple(Result((1,) if share.sample else ()) for share in plan.shares), reports, self.ended - since
         )
 
 

@@ -14,10 +14,11 @@ from penstock.base.errors import RequestError
 from penstock.kv.ledger.blocks import BlockLedger, HostLedger
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
-from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share
+from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share, ShareKind, TokenLogprob
 from penstock.step.request import FinishReason
 from worlds import ROOT, World, sampling
 
+CHUNK = ShareKind.CHUNK
 NINE = [0, 1, 2, 0, 1, 2, 0, 1, 2]
 OTHER = [2, 2, 2, 2, 1, 1, 1, 1, 0]
 
@@ -49,7 +50,7 @@ def test_a_request_from_its_prompt_to_its_end() -> None:
     known = world.live[id]
     a, b, c, _ = known.expected
     admission = Admission(0, known.sampling, (0, 1, 2, 0, 1), ())
-    assert world.step() == Plan((admission,), (Share(0, 0, (0, 1, 2, 0, 1), 0, (0, 1), True, 5),))
+    assert world.step() == Plan((admission,), (Share(0, 0, (0, 1, 2, 0, 1), 0, (0, 1), True, 5, CHUNK),))
     assert world.step() == Plan((), (Share(0, 5, (a,), 2, (), True, 5),))
     assert world.step() == Plan((), (Share(0, 6, (b,), 2, (), True, 5),))
     assert world.step() == Plan((), (Share(0, 7, (c,), 2, (), True, 5),))
@@ -88,7 +89,7 @@ def test_an_end_token_ends_the_output_once_there_are_enough(min_tokens: int, out
     id = scheduler.submit([0], sampling(end=[2], min_tokens=min_tokens), 9)
     events = []
     for token in outputs:
-        events += scheduler.commit(scheduler.plan(), Outcome((Result(token),)))
+        events += scheduler.commit(scheduler.plan(), Outcome((Result((token,)),)))
     assert [(event.request, event.token) for event in events] == [(id, token) for token in outputs]
     assert [event.finish for event in events] == [None] * (len(outputs) - 1) + [FinishReason.STOP]
     assert not scheduler.busy
@@ -97,8 +98,40 @@ def test_an_end_token_ends_the_output_once_there_are_enough(min_tokens: int, out
 def test_an_end_token_as_the_last_that_fits_is_a_stop() -> None:
     scheduler = World().scheduler
     scheduler.submit([0], sampling(end=[2]), 1)
-    (event,) = scheduler.commit(scheduler.plan(), Outcome((Result(2),)))
+    (event,) = scheduler.commit(scheduler.plan(), Outcome((Result((2,)),)))
     assert event.finish is FinishReason.STOP
+
+
+def test_of_several_tokens_of_a_step_those_after_an_end_are_dropped() -> None:
+    scheduler = World().scheduler
+    scheduler.submit([0, 1], sampling(end=[2], min_tokens=2), 9)
+    plan = scheduler.plan()
+    logprobs = tuple(TokenLogprob(token, -0.5, 1, ()) for token in (2, 1, 2, 0))
+    events = scheduler.commit(plan, Outcome((Result((2, 1, 2, 0), logprobs),)))
+    assert [(event.token, event.logprob, event.finish) for event in events] == [
+        (2, logprobs[0], None),
+        (1, logprobs[1], None),
+        (2, logprobs[2], FinishReason.STOP),
+    ]
+    assert not scheduler.busy
+    scheduler.check()
+
+
+def test_several_tokens_of_a_step_end_at_the_most_that_were_asked_for() -> None:
+    scheduler = World().scheduler
+    scheduler.submit([0, 1], sampling(), 2)
+    events = scheduler.commit(scheduler.plan(), Outcome((Result((1, 1, 1)),)))
+    assert [(event.token, event.finish) for event in events] == [(1, None), (1, FinishReason.LENGTH)]
+
+
+@pytest.mark.parametrize("fault", ["broken", "wrong"])
+def test_of_several_tokens_the_last_is_the_one_with_a_fault(fault: str) -> None:
+    world = World()
+    world.scheduler.submit([0, 1, 2, 0], sampling(), 9)
+    result = Result((1, 2), broken=fault == "broken", wrong=fault == "wrong")
+    events = world.scheduler.commit(world.scheduler.plan(), Outcome((result,)))
+    assert [event.finish for event in events] == [None, FinishReason.ERROR]
+    assert (world.ledger.cached, world.scheduler.wrong) == ((1, 0) if fault == "broken" else (0, 1))
 
 
 # -- sharing
@@ -735,7 +768,7 @@ def crowd(*, host: int = 0) -> tuple[Scheduler, list[RequestId]]:
 def yielded(scheduler: Scheduler) -> Plan:
     """A step is carried out."""
     plan = scheduler.plan()
-    scheduler.commit(plan, Outcome(tuple(Result(0 if share.sample else None) for share in plan.shares)))
+    scheduler.commit(plan, Outcome(tuple(Result((0,) if share.sample else ()) for share in plan.shares)))
     return plan
 
 

@@ -39,6 +39,7 @@ from penstock.step.plan import (
     Route,
     Row,
     Share,
+    ShareKind,
     Transfer,
     TransferId,
 )
@@ -245,7 +246,7 @@ class Worker:
         table = self.rows[share.row]
         token = chosen(table.facts(len(table.tokens))[-1], table.sampling.seed)
         table.tokens.append(token)
-        return Result(token)
+        return Result((token,))
 
 
 @dataclass
@@ -447,6 +448,7 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
         (),
         False,
         22,
+        ShareKind.CHUNK,
         cold_start=0,
         cold_stop=16,
         near=16,
@@ -462,6 +464,7 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
         (BlockId(0),),
         True,
         22,
+        ShareKind.CHUNK,
         cold_start=16,
         cold_stop=20,
         near=20,

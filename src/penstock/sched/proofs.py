@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from penstock.kv.ledger.blocks import HostLedger
-from penstock.step.plan import HostBlockId, Plan, Row
+from penstock.step.plan import HostBlockId, Plan, Row, ShareKind
 from penstock.step.request import Request
 
 
@@ -76,7 +76,9 @@ def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size
         assert share.cold_stop <= share.start or share.start % size == 0, (
             f"{name} writes part of a block to the host"
         )
-        assert len(share.tokens) > 1 or share.cold_stop <= share.start, f"{name} decodes into a host block"
+        decodes = share.kind is ShareKind.DECODE
+        assert decodes == (len(share.tokens) == 1), f"{name} has a share of another kind than its tokens"
+        assert not decodes or share.cold_stop <= share.start, f"{name} decodes into a host block"
         for index in range(request.sealed, len(blocks)):
             assert host.is_private(blocks[index]), f"{name} writes a host block that others read"
             assert blocks[index] not in written, f"{name} writes a host block that another writes"

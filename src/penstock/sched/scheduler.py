@@ -35,8 +35,10 @@ from penstock.step.plan import (
     Outcome,
     Plan,
     RequestId,
+    Result,
     Row,
     Share,
+    ShareKind,
     TokenLogprob,
 )
 from penstock.step.record import record
@@ -300,8 +302,9 @@ class Scheduler:
         self._free_near()
         budget, whole, preempted = self._plan_running(shares)
         admissions = [] if preempted else list(self._admit(shares, budget, whole))
-        if runs := [share for share in shares if len(share.tokens) > 1]:
-            shares = [share for share in shares if len(share.tokens) == 1] + runs
+        decode = ShareKind.DECODE
+        if runs := [share for share in shares if share.kind is not decode]:
+            shares = [share for share in shares if share.kind is decode] + runs
         plan = Plan(
             tuple(admissions), tuple(shares), tuple(self._orders), *self.tiers.plan(self._cold_promised())
         )
@@ -663,6 +666,7 @@ class Scheduler:
             new_blocks=tuple(request.blocks[new - first :]),
             sample=stop == request.length,
             prompt_length=request.prompt_length,
+            kind=ShareKind.DECODE if count == 1 else ShareKind.CHUNK,
             next_prompt_tokens=following,
             cold_start=min(start, first * size),
             cold_stop=len(request.host_blocks) * size,
@@ -826,28 +830,7 @@ class Scheduler:
                 events.append(Event(request.id, prompt_logprobs=fresh))
             if not share.sample:
                 continue
-            token = result.token
-            assert token is not None, f"request {request.id} was to sample and did not"
-            if request.unknown:
-                request.tokens[stop] = token
-                request.unknown -= 1
-            else:
-                request.tokens.append(token)
-            finish = (
-                FinishReason.ERROR
-                if result.broken
-                else self._finish_of(request, token, stop + 1 - len(request.prompt))
-            )
-            if result.wrong:
-                self._disown(request)
-                finish = FinishReason.ERROR
-            cached, from_host, from_disk = request.cached or 0, 0, 0
-            if request.from_host or request.from_disk:
-                from_host, from_disk = (
-                    max(0, min(request.from_host, cached) - request.from_disk),
-                    min(request.from_disk, cached),
-                )
-            events.append(Event(request.id, token, result.logprob, (), finish, cached, from_host, from_disk))
+            finish = self._append(request, stop, result, events)
             if finish is not None:
                 self.stop(request.id, finish)
             elif (
@@ -865,6 +848,32 @@ class Scheduler:
         if self._check:
             self.check()
         return events
+
+    def _append(self, request: Request, at: int, result: Result, events: list[Event]) -> FinishReason | None:
+        """Append the tokens that a share yielded, the first at position `at`, and an event for each, up
+        to the first that ends the request. The rest is dropped. Return why it ends, or None."""
+        cached, from_host, from_disk = request.cached or 0, 0, 0
+        if request.from_host or request.from_disk:
+            from_host, from_disk = (
+                max(0, min(request.from_host, cached) - request.from_disk),
+                min(request.from_disk, cached),
+            )
+        tokens, output = result.tokens, at - len(request.prompt)
+        finish, kept, hole = None, 0, min(request.unknown, 1)
+        for kept, token in enumerate(tokens, 1):
+            finish = self._finish_of(request, token, output + kept)
+            if (result.broken or result.wrong) and kept == len(tokens):
+                finish = FinishReason.ERROR
+            logprob = result.logprobs[kept - 1] if result.logprobs else None
+            events.append(Event(request.id, token, logprob, (), finish, cached, from_host, from_disk))
+            if finish is not None:
+                break
+        assert kept, f"request {request.id} was to sample and did not"
+        request.tokens[at : at + hole] = tokens[:kept]
+        request.unknown -= hole
+        if result.wrong:
+            self._disown(request)
+        return finish
 
     def _disown(self, request: Request) -> None:
         """Nothing of its KV is to be found by others any more, on any tier: what is no number spreads in a

@@ -80,6 +80,18 @@ class Landed:
     gone: tuple[bytes, ...] = ()
 
 
+class ShareKind(Enum):
+    """What a share's tokens are, which decides how they attend and how many tokens they yield."""
+
+    DECODE = "decode"
+    """One token, attended to as a row beside other rows; it yields at most one."""
+    CHUNK = "chunk"
+    """Two or more known tokens, attended to as a run; they yield at most one, after the last."""
+    VERIFY = "verify"
+    """The newest token and the draft that follows it, attended to as a run. They yield the tokens of the
+    draft that hold and one more: from one token up to as many as the share has."""
+
+
 @record(frozen=True, slots=True)
 class Share:
     """One request's part of a step: compute `tokens` at positions [start, start + len(tokens)).
@@ -102,6 +114,7 @@ class Share:
     new_blocks: tuple[BlockId, ...]
     sample: bool
     prompt_length: int
+    kind: ShareKind = ShareKind.DECODE
     next_prompt_tokens: tuple[int, ...] = ()
     """Prompt tokens that follow each of this share's positions, where prompt log-probabilities were asked
     for."""
@@ -125,8 +138,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step. Admissions come first; shares that compute one token of a running request stand before longer
-    ones.
+    """A step. Admissions come first. Among the shares, those of kind DECODE stand before all others.
 
     What `forget` names is given up before the transfers begin. A plan without shares while transfers are
     under way waits for one of them.
@@ -141,9 +153,9 @@ class Plan:
 
     @property
     def runs(self) -> tuple[Share, ...]:
-        """Shares of several tokens."""
-        count = len(self.shares)
-        while count and len(self.shares[count - 1].tokens) > 1:
+        """Return the shares that are not of kind DECODE: those that attend as runs."""
+        count, decode = len(self.shares), ShareKind.DECODE
+        while count and self.shares[count - 1].kind is not decode:
             count -= 1
         return self.shares[count:]
 
@@ -165,17 +177,20 @@ class TokenLogprob:
 
 @record(frozen=True, slots=True)
 class Result:
-    """What one share yielded: a token if it was to sample, log-probabilities if they were asked for."""
+    """A result says what one share yielded: tokens if it was to sample, log-probabilities if they were asked
+    for."""
 
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: tuple[int, ...] = ()
+    """In order; usually one. Each is at the position after the one that it was drawn from."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of the tokens, or none at all."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     broken: bool = False
-    """The output's structure could not be followed any further: the token is one that ends it, and it is not
-    what it should be."""
+    """Whether the output's structure could not be followed any further. The last token then ends the output,
+    which is not what it should be."""
     wrong: bool = False
-    """The logits were not numbers: any token stands in the place of one, and neither may what was computed
-    before it be trusted."""
+    """Whether logits were not numbers. Any token then stands in the place of the last one, and what was
+    computed before it may not be trusted either."""
 
 
 @dataclass(frozen=True, slots=True)

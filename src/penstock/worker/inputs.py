@@ -28,7 +28,7 @@ from penstock.ops.attention import (
     reads_pages,
 )
 from penstock.ops.rope import RotaryAngles
-from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share
+from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share, ShareKind
 from penstock.worker.tiling import Stretch, Table, stretches
 
 Ints = NDArray[np.int64]
@@ -114,13 +114,13 @@ class InputBuilder:
         tiling = self._tile(shares)
         choosing = [index for index, share in enumerate(shares) if share.cold_start and self._chooses(share)]
         readers = tuple(
-            Reader(self._cold_table(shares[at]).copy(), shares[at].start, len(shares[at].tokens) > 1)
+            Reader(
+                self._cold_table(shares[at]).copy(), shares[at].start, shares[at].kind is not ShareKind.DECODE
+            )
             for at in choosing
         )
-        singles = [share for share in shares if len(share.tokens) == 1]
-        assert all(len(share.tokens) == 1 for share in shares[: len(singles)]), (
-            "a plan's single-token shares come first"
-        )
+        singles = shares[: len(shares) - len(plan.runs)]
+        assert all(share.kind is ShareKind.DECODE for share in singles), "a plan's decode shares come first"
         where = self._send(positions)
         cos, sin = self._angles.tables(where, self._rope_lengths(shares) if self._dynamic else None)
         cold = None
@@ -128,7 +128,7 @@ class InputBuilder:
             paged = self._send(np.flatnonzero(~is_cold)) if sends else None
             cold = ColdInputs(
                 tiling.cold,
-                tuple(share.start for share in shares if len(share.tokens) == 1),
+                tuple(share.start for share in singles),
                 paged,
                 self._seen(tiling, shares),
                 tuple(index for index in choosing if index < len(singles)),
@@ -207,7 +207,7 @@ class InputBuilder:
         return sent
 
     def _chooses(self, share: Share) -> bool:
-        return self._choosing[len(share.tokens) > 1]
+        return self._choosing[share.kind is not ShareKind.DECODE]
 
     def _cold_table(self, share: Share) -> Table:
         return self._cold[share.row, : share.cold_start // self._block_size]
@@ -221,7 +221,7 @@ class InputBuilder:
                 yield Send(int(at), tuple(HostBlockId(block) for block in blocks.tolist()))
 
     def _tile(self, shares: Sequence[Share]) -> "_Tiling":
-        kept = tuple((share.row, share.cold_start, len(share.tokens) > 1) for share in shares)
+        kept = tuple((share.row, share.cold_start, share.kind) for share in shares)
         if self._tiling is None or self._tiling[0] != kept:
             tables: list[Table] = [
                 self._cold_table(share)[: 0 if self._chooses(share) else None] for share in shares
@@ -230,7 +230,7 @@ class InputBuilder:
         return self._tiling[1]
 
     def _tiling_of(self, found: Sequence[Stretch], shares: Sequence[Share]) -> "_Tiling":
-        singles = sum(len(share.tokens) == 1 for share in shares)
+        singles = sum(share.kind is ShareKind.DECODE for share in shares)
         rows = [[member for member in stretch.members if member < singles] for stretch in found]
         index = torch.split(
             self._send(np.array([row for some in rows for row in some], dtype=np.int64)),
@@ -340,7 +340,7 @@ class InputBuilder:
     def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[Run, ...]:
         runs = []
         for at, share in zip(first, shares, strict=True):
-            if len(share.tokens) > 1:
+            if share.kind is not ShareKind.DECODE:
                 paged = not share.near
                 begin, end = (0, share.stop) if paged else (share.cold_start, share.start)
                 table = self._table[share.row, begin // self._block_size : -(-end // self._block_size)]
