@@ -685,7 +685,7 @@ def planned(
     they are known before."""
     id, steps = scheduler.submit(prompt, GREEDY, 1), []
     if keys is not None:
-        scheduler._requests[id].keys.extend(keys)
+        scheduler._requests[id].kv.keys.extend(keys)
     while scheduler.busy:
         begin = time.perf_counter()
         plan = scheduler.plan()

@@ -19,7 +19,7 @@ from penstock.kv.ledger.blocks import BlockLedger, HostLedger
 from penstock.memory.device import peak_of
 from penstock.ops import attention
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Outcome, Plan, Result
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs
@@ -192,7 +192,11 @@ def test_a_prompt_that_just_fits_becomes_long_while_there_is_a_place_for_its_new
     size: int, ahead: bool
 ) -> None:
     scheduler = Scheduler(
-        BlockLedger(6), Limits(size, 64, 2, 100, recent=1), PrefixRule(ROOT), host=HostLedger(20), check=True
+        BlockLedger(6),
+        Limits(size, 64, 2, 100, recent=1),
+        PrefixRule(ROOT),
+        Storage(HostLedger(20)),
+        check=True,
     )
     scheduler.submit([0] * (6 * size - 1), sampling())
     served(scheduler, ahead)

@@ -34,7 +34,7 @@ from penstock.kv.store.segments import SegmentFile
 from penstock.memory.disk import ReadError
 from penstock.memory.streams import HostTicket, Pieces, ThreadStream, Ticket
 from penstock.sched.rules import Limits, Name, Names, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import (
     BlockId,
@@ -1059,7 +1059,9 @@ class Impatient:
 def test_an_engine_whose_end_is_interrupted_is_closed_all_the_same() -> None:
     ranks = Impatient()
     engine = Engine(
-        Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"),
+        Scheduler(
+            BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), Storage(HostLedger(8), store="eager")
+        ),
         ranks,
     )
     engine.submit([1] * 9, sampling(), 1)
@@ -1133,7 +1135,9 @@ def test_steps_end_in_the_order_in_which_they_began() -> None:
     """Also one that only moves blocks, behind one that computes."""
     ranks = InTurn()
     engine = Engine(
-        Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"),
+        Scheduler(
+            BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), Storage(HostLedger(8), store="eager")
+        ),
         ranks,
     )
     engine.submit([1] * 9, sampling(), 2)

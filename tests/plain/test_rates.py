@@ -18,7 +18,7 @@ import pytest
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.rates import Curve, Line, Rates
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Event, Scheduler
+from penstock.sched.scheduler import Event, Scheduler, Storage
 from penstock.step.plan import Landed, Outcome, Plan, Result, Route, TransferId
 from worlds import ROOT, sampling
 
@@ -117,9 +117,7 @@ class Room:
             BlockLedger(pages),
             Limits(SIZE, STEP, 4, LONGEST + 1024, None, 1, 0),
             PrefixRule(ROOT),
-            host=HostLedger(2 * pages),
-            store="eager",
-            disk=DiskLedger(10000, keys),
+            Storage(HostLedger(2 * pages), DiskLedger(10000, keys), "eager"),
             doubles_at=DOUBLES_AT,
             clock=lambda: self.device.now,
         )

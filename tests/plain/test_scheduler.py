@@ -13,7 +13,7 @@ import pytest
 from penstock.base.errors import RequestError
 from penstock.kv.ledger.blocks import BlockLedger, HostLedger
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share, ShareKind, TokenLogprob
 from penstock.step.request import FinishReason
 from worlds import ROOT, World, sampling
@@ -705,14 +705,14 @@ def test_a_plan_may_be_interrupted_anywhere(preempts: bool) -> None:
 def test_check_sees_a_request_that_holds_what_the_ledger_does_not_know() -> None:
     world, _, _ = preempting()
     world.scheduler.check()
-    world.ledger.release([world.scheduler._running[0].blocks[-1]])
+    world.ledger.release([world.scheduler._queues.running[0].kv.pages[-1]])
     with pytest.raises(AssertionError, match="holders on record"):
         world.scheduler.check()
 
 
 def test_check_sees_a_lost_row() -> None:
     world, _, _ = preempting()
-    world.scheduler._rows.pop()
+    world.scheduler._queues.free_rows.pop()
     with pytest.raises(AssertionError, match="a row is lost"):
         world.scheduler.check()
 
@@ -758,7 +758,7 @@ def test_after_an_interrupt_all_start_anew_in_their_turns() -> None:
 def crowd(*, host: int = 0) -> tuple[Scheduler, list[RequestId]]:
     """Four requests, each of which lacks only its newest token."""
     scheduler = Scheduler(
-        BlockLedger(80), Limits(4, 16, 4, 300), PrefixRule(ROOT), host=HostLedger(host), check=True
+        BlockLedger(80), Limits(4, 16, 4, 300), PrefixRule(ROOT), Storage(HostLedger(host)), check=True
     )
     ids = [scheduler.submit([number, 1, 2], sampling(), 70) for number in range(4)]
     yielded(scheduler)

@@ -22,7 +22,7 @@ from penstock.base.errors import RequestError
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.proofs import prove_plan
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
 from penstock.step.params import Sampling
 from penstock.step.plan import (
@@ -290,9 +290,7 @@ class Hall:
             self.ledger,
             self.limits,
             PrefixRule(ROOT, share, rope_from),
-            host=self.host,
-            store=store,
-            disk=DiskLedger(disk) if disk else None,
+            Storage(self.host, DiskLedger(disk) if disk else None, store),
             check=True,
         )
         self.worker = Worker(blocks, host_blocks, block_size, rope_from)
@@ -365,7 +363,7 @@ class Hall:
                 self.ended.append(self.live.pop(known.id))
 
     def prove(self, plan: Plan) -> None:
-        prove_plan(plan, self.scheduler._by_row, self.host, self.limits.block_size)
+        prove_plan(plan, self.scheduler._queues.by_row, self.host, self.limits.block_size)
 
     def _judge(self, plan: Plan, *, preempted: bool) -> None:
         size, recent = self.limits.block_size, self.limits.recent
@@ -650,7 +648,7 @@ def test_a_long_newcomer_needs_pages_for_its_tail(blocks: int, admitted: bool) -
 
 
 def running(hall: Hall) -> list[RequestId]:
-    return [request.id for request in hall.scheduler._running]
+    return [request.id for request in hall.scheduler._queues.running]
 
 
 def until_preempted(hall: Hall) -> Plan:

@@ -12,10 +12,10 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
 from penstock.sched.rates import Rates
+from penstock.sched.request import Phase
 from penstock.sched.rules import Names
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, Landed, Plan, RequestId, Route
-from penstock.step.request import Phase
 from plain.test_scheduler_long import TEN, Hall, Nights, Worker
 from worlds import ALPHABET
 

@@ -48,7 +48,7 @@ from penstock.ops.attention import PAST_TILE, scratch_bytes
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -640,10 +640,7 @@ def _scheduler(
         BlockLedger(budget.blocks),
         settled.limits,
         prefixes,
-        host=host,
-        alike=far is None or far.layout.rounded_from is None,
-        store=kept,
-        disk=disk,
+        Storage(host, disk, kept, alike=far is None or far.layout.rounded_from is None),
         doubles_at=doubles_at(settled.spec, settled.layouts)
         * settled.shard.ranks,  # Of matrices a rank has but a part.
         check=config.check,

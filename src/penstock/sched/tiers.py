@@ -80,9 +80,9 @@ class Tiers:
         """alike: whether blocks on the host are what they are on the device; if not, none go from one to the
         other. step_blocks: new pages that a step may take at most."""
         self.pages, self.host, self.disk = pages, host, disk
-        self.pays = alike and host.near > 0
+        self.has_lower_tier = alike and host.near > 0
         """Whether there may be anything beyond the device."""
-        self.store: Store = store if self.pays else "off"
+        self.store: Store = store if self.has_lower_tier else "off"
         self.rates = Rates()
         self.counts = Counts()
         self._watermark = _AHEAD * step_blocks

@@ -123,6 +123,16 @@ class Ledger(Generic[Id]):
             self._keys[block] = key
             self._order(block).added(key, parent)
 
+    def unseal(self, block: Id) -> bool:
+        """Make a held block writable, so that it has no key any more. Return whether it is: False if it has a
+        second holder, who reads it."""
+        if self._holders[block] > 1:
+            return False
+        key = self._keys[block]
+        if key is not None:
+            self.forget_one(key)
+        return True
+
     def release(self, blocks: Sequence[Id]) -> None:
         """One holder less for each, given in the order of the sequence: its end is given up before its
         beginning."""
