@@ -221,7 +221,7 @@ class Scheduler:
         """Return the next step. It is empty only if there is nothing to do."""
         shares: list[Share] = []
         decode, pools = ShareKind.DECODE, self._pools
-        pools.begin_plan()
+        pools.end_orders()
         self._growth.free_mirrors()
         budget, whole, preempted = self._growth.run(shares)
         admissions = [] if preempted else list(self._admit(shares, budget, whole))
@@ -295,6 +295,8 @@ class Scheduler:
             self._arrivals.take_in(transfer, names, right)
         if plan.shares:
             self._learn(plan, outcome.seconds)
+        if not self._flights:
+            self._pools.end_orders()
         for request, share, result in zip(requests, plan.shares, outcome.results, strict=True):
             if request.phase is finished:
                 continue

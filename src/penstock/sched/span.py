@@ -37,8 +37,8 @@ class Pools:
         self.leaving: list[BlockId] = []
         """Pages of no span that these orders read. They are held until the next plan."""
 
-    def begin_plan(self) -> None:
-        """Start a plan without orders. What the orders of the last one read may now be given to others: it is
+    def end_orders(self) -> None:
+        """Forget the orders of the last plan. The pages that they read may now be given to others: they are
         read before anything of the next step is written."""
         self.pages.release(self.leaving)
         self.reset()
@@ -318,7 +318,8 @@ class KVSpan:
     # ---- giving up
 
     def truncate(self, length: int) -> None:
-        """Give up the positions from `length` on, such as those of a draft that was rejected.
+        """Give up the positions from `length` on, such as those of a draft that was rejected. The caller may
+        have other tokens there.
 
         Blocks that begin there are freed. A block in which `length` lies is written again next. So if it is
         known by its key it is unsealed, or, if others hold it too, or it is on the host alone, it is given up
@@ -337,6 +338,7 @@ class KVSpan:
         pools.pages.release(self.pages[keep:])
         del self.pages[keep:]
         self.computed = length
+        del self.keys[whole:]
         self.first_page = min(self.first_page, len(self.host))
         self.host_sealed = min(self.host_sealed, len(self.host))
         self.host_table_length = min(self.host_table_length, len(self.host))
