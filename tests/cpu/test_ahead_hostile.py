@@ -157,10 +157,10 @@ def served(scheduler: Scheduler, ahead: bool) -> None:
     flight: Plan | None = None
     while scheduler.busy or flight is not None:
         over, flight = flight, None
-        if over is None or (ahead and scheduler.may_run_ahead):
+        if over is None or ahead:
             plan = scheduler.plan()
             assert plan.shares or over is not None, "an empty step"
-            if plan.shares and ahead and scheduler.may_run_ahead:
+            if plan.shares and ahead:
                 scheduler.run_ahead(plan)
                 flight = plan
             elif plan.shares:

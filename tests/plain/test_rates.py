@@ -130,7 +130,7 @@ class Room:
         self.device.now += 5e-4
         if plan.shares or plan.transfers or plan.forget or (flight is None and self.tiers.moving):
             begun = self.device.begin(plan)
-            if plan.shares and self.scheduler.may_run_ahead:
+            if plan.shares:
                 self.scheduler.run_ahead(plan)
                 self._flight = begun
             else:

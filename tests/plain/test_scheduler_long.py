@@ -328,12 +328,12 @@ class Hall:
 
     def step(self) -> Plan:
         """Returns the plan that is committed, or has begun if none is."""
-        if self.flight is None or (self.ahead and self.scheduler.may_run_ahead):
+        if self.flight is None or self.ahead:
             before = self.scheduler.preemptions
             plan = self.scheduler.plan()
             self._judge(plan, preempted=self.scheduler.preemptions > before)
             begun = plan, self.worker.run(plan)
-            if self.ahead and self.scheduler.may_run_ahead and plan.shares:
+            if self.ahead and plan.shares:
                 self.scheduler.run_ahead(plan)
                 self.ran_ahead += any(UNKNOWN in share.tokens for share in plan.shares)
                 if self.flight is None:
@@ -363,7 +363,13 @@ class Hall:
                 self.ended.append(self.live.pop(known.id))
 
     def prove(self, plan: Plan) -> None:
-        prove_plan(plan, self.scheduler._queues.by_row, self.host, self.limits.block_size)
+        prove_plan(
+            plan,
+            self.scheduler._queues.by_row,
+            self.scheduler._written_ahead(),
+            self.host,
+            self.limits.block_size,
+        )
 
     def _judge(self, plan: Plan, *, preempted: bool) -> None:
         size, recent = self.limits.block_size, self.limits.recent
@@ -387,6 +393,9 @@ class Hall:
                 )
 
     def interrupt(self) -> None:
+        """What has begun and is not committed may have been carried out in part."""
+        if self.flight is not None:
+            self.worker.spoil(self.flight[0])
         self.flight = None
         self.recover(self.worker.spoil(self.scheduler.plan()))
 
@@ -492,6 +501,32 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
     )
     assert hall.scheduler.plan() == Plan((), (last,), (Order(BlockId(0), HostBlockId(15)),))
     assert hall.ledger.available == 5, "the page that leaves is not free in the step that carries the order"
+
+
+def test_what_a_step_under_way_sends_is_found_when_it_is_committed_itself() -> None:
+    """The next plan has begun to fill more, and reads what the step under way writes."""
+    hall = Hall(host_blocks=20, blocks=8, ahead=True, max_step_tokens=8)
+    hall.submit([*TEN, *TEN, *TEN], 4)
+    hall.step()
+    assert cold(hall.step()) == [(0, 8, 0, 8, (), (10, 11))]
+    assert hall.flight is not None
+    assert cold(hall.flight[0]) == [(8, 16, 8, 16, (), (12, 13))]
+    (request,) = hall.scheduler._queues.running
+    found = [hall.host.find(request.kv.key(index)) for index in range(4)]
+    assert found == [10, 11, None, None]
+    hall.interrupt()
+    hall.drain()
+
+
+def test_whoever_comes_meanwhile_finds_what_has_been_committed() -> None:
+    hall = Hall(host_blocks=40, blocks=8, ahead=True, max_step_tokens=8)
+    prompt = [*TEN, *TEN, *TEN, *TEN]
+    hall.submit(prompt, 4)
+    for _ in range(4):
+        hall.step()
+    hall.submit([*prompt, 1], 4)
+    hall.drain()
+    assert hall.ended[1].cached >= 8
 
 
 def test_a_page_that_left_is_free_in_the_next_step() -> None:

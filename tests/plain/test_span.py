@@ -282,7 +282,7 @@ def test_any_drafts_change_no_token(seed: int, host: int) -> None:
             drafts.append(tuple(draw.randrange(3) for _ in range(draft if room >= 6 else 0)))
             room -= 2
         plan = verifying(scheduler, plan, drafts)
-        prove_plan(plan, scheduler._queues.by_row, scheduler.host, SIZE)
+        prove_plan(plan, scheduler._queues.by_row, {}, scheduler.host, SIZE)
         for order in plan.orders:
             for at in range(SIZE):
                 beyond[order.target, at] = pages[order.source, at]

@@ -168,7 +168,7 @@ class Engine:
         """Begins a step, unless that has to wait for the one under way; the steps that have come to their
         end."""
         flight, self._flight = self._flight, None
-        if flight is not None and not (ranks.ahead and self.scheduler.may_run_ahead):
+        if flight is not None and not ranks.ahead:
             return [(flight[0], flight[1].outcome())]
         plan = self.scheduler.plan()
         ended = []
@@ -176,7 +176,7 @@ class Engine:
             self._cold = self.scheduler.host.blocks - self.scheduler.host.available
             self._planned = plan
             step = ranks.begin(plan)
-            if plan.shares and ranks.ahead and self.scheduler.may_run_ahead:
+            if plan.shares and ranks.ahead:
                 self.scheduler.run_ahead(plan)
                 self._flight = plan, step
             else:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from penstock.kv.ledger.blocks import HostLedger
 from penstock.sched.request import Request
-from penstock.step.plan import HostBlockId, Plan, Row, ShareKind
+from penstock.step.plan import HostBlockId, Plan, RequestId, Row, ShareKind
 
 
 def prove_rows(
@@ -49,8 +49,13 @@ def prove_kv(request: Request, size: int) -> None:
         assert kv.computed + 1 >= request.length, f"{name} decodes fast and lacks more than its newest token"
 
 
-def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size: int) -> None:
-    """What a step writes to the host, and what it reads there, is its own or final."""
+def prove_plan(
+    plan: Plan, by_row: Mapping[Row, Request], ahead: Mapping[RequestId, int], host: HostLedger, size: int
+) -> None:
+    """Prove that what a step writes to the host, and what it reads there, is its own or final.
+
+    ahead: how many leading host blocks of requests a step under way fills.
+    """
     sources = {order.target: order.source for order in plan.orders}
     assert len(sources) == len(plan.orders), "two orders go to one block"
     leaving = set(sources.values())
@@ -75,7 +80,7 @@ def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size
         decodes = share.kind is ShareKind.DECODE
         assert decodes == (len(share.tokens) == 1), f"{name} has a share of another kind than its tokens"
         assert not decodes or share.cold_stop <= share.start, f"{name} decodes into a host block"
-        for index in range(kv.host_sealed, len(blocks)):
+        for index in range(max(kv.host_sealed, ahead.get(request.id, 0)), len(blocks)):
             assert host.is_private(blocks[index]), f"{name} writes a host block that others read"
             assert blocks[index] not in written, f"{name} writes a host block that another writes"
             ordered = sources.pop(blocks[index], None) is not None

@@ -11,6 +11,7 @@ length. When it has caught up, its last position yields one more token.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 from time import monotonic
 
@@ -84,11 +85,23 @@ class Scheduler:
     which they were made.
 
     `plan` and `commit` alternate, or a step runs ahead: when it has begun, `run_ahead` lets the next be
-    planned before it is committed, where `may_run_ahead`. A request's newest token is then UNKNOWN to the
-    plan. If it turns out to end the request, what the later step computes of that request is dropped: it
-    wrote only where nobody else reads, before anyone is given that room.
+    planned before it is committed. A request's newest token is then UNKNOWN to the plan. With host blocks, a
+    step has room for one block of tokens, and for two tokens.
 
-    With host blocks, a step has room for one block of tokens, and for two tokens.
+    Why this is safe. Steps are carried out in the order of their plans, and so is all that they write to
+    pages and to the host. `kv.movement.tiles` and `kv.movement.transfers` say by which waits.
+    1. A plan made ahead lets a request read its own blocks that the step under way writes, on the host too.
+       They are read behind that step.
+    2. It gives nobody else a block that the step under way writes. Pages are found by others as soon as they
+       are planned, and are written behind that step like its own. Host blocks are found when they have been
+       sealed, and `commit` seals no more of them than its own share has filled (`Share.cold_stop`): what a
+       later plan fills is sealed by that plan's commit. So what `recover` trusts has been written.
+    3. If the newest token ends a request, what the later step computes of it is dropped. That step wrote only
+       to blocks that were the request's alone, and whoever gets these writes them in a step after it.
+    4. A request that the later plan has sent back to the queue holds no block when the earlier plan is
+       committed, so nothing of it is sealed. It keeps the token.
+    5. Pages that orders of a plan read, and which are nobody's, are given to the next plan at the soonest,
+       which writes them behind the step that reads them.
     """
 
     def __init__(
@@ -132,8 +145,8 @@ class Scheduler:
         self.longest, self.admissible = self._room.longest, self._room.admissible
         self._requests: dict[RequestId, Request] = {}
         self._next_id = 0
-        self._flights: deque[list[Request]] = deque()
-        """The requests of the shares of each plan that is not committed yet."""
+        self._flights: deque[tuple[Plan, list[Request]]] = deque()
+        """The plans with shares that are not committed yet, and the requests of these shares."""
         self.wrong = 0
         """Answers that ended because logits were not numbers."""
 
@@ -232,11 +245,20 @@ class Scheduler:
         )
         if shares:
             by_row = self._queues.by_row
-            self._flights.append([by_row[share.row] for share in shares])
+            self._flights.append((plan, [by_row[share.row] for share in shares]))
         if self._check:
             self.check()
-            prove_plan(plan, self._queues.by_row, self.host, self.limits.block_size)
+            prove_plan(plan, self._queues.by_row, self._written_ahead(), self.host, self.limits.block_size)
         return plan
+
+    def _written_ahead(self) -> dict[RequestId, int]:
+        """Return how many leading host blocks of a request the plan before the last one fills, if that is not
+        committed yet."""
+        return {
+            request.id: share.cold_stop // self.limits.block_size
+            for plan, requests in islice(self._flights, max(len(self._flights) - 1, 0))
+            for request, share in zip(requests, plan.shares, strict=True)
+        }
 
     def _admit(self, shares: list[Share], budget: int, whole: bool) -> Iterator[Admission]:
         """Admit requests from the queue, each in its turn, while tokens, rows and blocks for their whole
@@ -265,17 +287,11 @@ class Scheduler:
                 budget -= count
                 shares.append(growth.share(request, count))
 
-    @property
-    def may_run_ahead(self) -> bool:
-        """Whether the next step may be planned before the last is committed. Where long requests are it may
-        not: what they send to the host is named when it is committed, and the next step reads it."""
-        return not self._pools.long
-
     def run_ahead(self, plan: Plan) -> None:
         """Note that this plan, the last, is being carried out, and that the next will be made before it is
         committed."""
         verify = ShareKind.VERIFY
-        for request, share in zip(self._flights[-1], plan.shares, strict=True):
+        for request, share in zip(self._flights[-1][1], plan.shares, strict=True):
             if share.kind is verify:
                 request.ending = True
             elif share.sample:
@@ -290,7 +306,7 @@ class Scheduler:
         other tiers. What it computed for requests that have ended since it was planned is dropped."""
         events, size, finished = list[Event](), self.limits.block_size, Phase.FINISHED
         verify, room = ShareKind.VERIFY, self._room
-        requests = self._flights.popleft() if plan.shares else []
+        requests = self._flights.popleft()[1] if plan.shares else []
         for transfer, names, right in self.tiers.landed(outcome.landed):
             self._arrivals.take_in(transfer, names, right)
         if plan.shares:
