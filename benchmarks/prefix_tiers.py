@@ -35,7 +35,9 @@ from penstock.arch.layout import KVLayout, kv_layout
 from penstock.base.units import format_rate, format_size
 from penstock.bench.measure import EDGE_STEPS, Laps
 from penstock.engine.boot import Booted
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.kv.ledger.keys import block_key, root_key
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool

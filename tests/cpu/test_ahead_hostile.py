@@ -15,7 +15,8 @@ import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId
 from penstock.engine import boot as booting
-from penstock.kv.ledger.blocks import BlockLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.memory.device import peak_of
 from penstock.ops import attention
 from penstock.sched.rules import Limits, PrefixRule

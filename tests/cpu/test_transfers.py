@@ -24,7 +24,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from penstock.arch.layout import KVLayout
 from penstock.engine.engine import Engine
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.kv.movement import transfers as transfers_of_kv
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool

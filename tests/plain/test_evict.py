@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from penstock.bench.trace import Clairvoyant, Fifo, Learned, LeastRecent, Offered, SecondUse, replay
 from penstock.bench.workloads import generate
-from penstock.kv.ledger.evict import Eviction, Lru, Prospect, Returns
+from penstock.kv.ledger.evict import Eviction, Lru
+from penstock.kv.ledger.prospect import Prospect
+from penstock.kv.ledger.returns import Returns
 from penstock.kv.ledger.shadows import Expert, Shadows, _Fifo, _Lru, _SecondUse
 
 THOROUGH = "PENSTOCK_THOROUGH" in os.environ

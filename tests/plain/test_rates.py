@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.rates import Curve, Line, Rates
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Event, Scheduler, Storage

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import RequestError
-from penstock.kv.ledger.blocks import BlockLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share, ShareKind, TokenLogprob

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.kv.ledger.blocks import BlockLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.proofs import prove_plan
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler, Storage

@@ -21,7 +21,8 @@ from typing import Generic, Protocol
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_size
 from penstock.bench.workloads import WORKLOADS, generate
-from penstock.kv.ledger.evict import Eviction, Key, Lru, Prospect
+from penstock.kv.ledger.evict import Eviction, Key, Lru
+from penstock.kv.ledger.prospect import Prospect
 
 BLOCK_BYTES = 64 << 20
 """512 tokens of Llama 3.1 8B in 16 bits."""

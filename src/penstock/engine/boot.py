@@ -34,7 +34,9 @@ from penstock.engine.team import (
     share_threads,
     team_config,
 )
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.kv.ledger.keys import root_key
 from penstock.kv.movement.carrier import Carrier, Streams
 from penstock.kv.movement.pool import KVPool

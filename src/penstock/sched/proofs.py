@@ -4,7 +4,7 @@ what does not."""
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from penstock.kv.ledger.blocks import HostLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.request import Request
 from penstock.step.plan import HostBlockId, Plan, RequestId, Row, ShareKind
 

@@ -15,7 +15,9 @@ from itertools import islice
 from math import inf
 from time import monotonic
 
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.growth import Growth
 from penstock.sched.proofs import prove_kv, prove_plan, prove_rows

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Name, Names
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route, Transfer, TransferId
