@@ -40,20 +40,22 @@ _SWAP = sys.byteorder == "big"
 
 
 class Codec(Generic[T]):
-    """Of one frozen dataclass. Raises TypeError if it has a field of a kind that cannot be carried."""
+    """The code of one frozen dataclass. Raises TypeError if it has a field of a kind that cannot travel."""
 
     def __init__(self, kind: type[T]) -> None:
         self._column = _column(kind, kind.__name__)
         self._digest = crc32(str(self._column).encode())
 
     def encode(self, value: T) -> bytes:
+        """Return a value as a message."""
         parts: list[bytes] = [b""]
         self._column.write([value], parts)
         body = b"".join(parts)
         return _HEAD.pack(_NAME, self._digest, len(body), crc32(body)) + body
 
     def decode(self, message: bytes) -> T:
-        """Raises DeviceError if the message is not exactly what an encoder of the same schema has made."""
+        """Return the value of a message. Raises DeviceError if it is not exactly what an encoder of the same
+        schema has made."""
         if len(message) < _HEAD.size:
             _refuse(f"has {len(message)} bytes, fewer than its head")
         name, digest, length, checksum = _HEAD.unpack_from(message)

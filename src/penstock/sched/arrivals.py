@@ -27,7 +27,7 @@ class Arrivals:
         self._awaited: dict[TransferId, Request] = {}
 
     def reset(self) -> None:
-        """Nobody waits for anything any more."""
+        """Forget all who wait."""
         self._awaited.clear()
         self._tiers.rates.reset()
 
@@ -35,7 +35,7 @@ class Arrivals:
 
     def fetch(self, request: Request) -> bool:
         """Bring the request's next blocks from the host, or from the disk to the host, if they are there and
-        that is faster than to compute them. Whether it has to wait for them."""
+        that is faster than to compute them. Return whether it has to wait for them."""
         kv = request.kv
         usable = self._tiers.has_lower_tier and request.share_prefix and request.punctual
         # While it computes the first part the rest is on its way.
@@ -104,7 +104,7 @@ class Arrivals:
     # ---- waiting
 
     def meet(self, request: Request) -> bool:
-        """Whether a request has come to blocks that are still on their way, for which it waits."""
+        """Tell whether a request has come to blocks that are still on their way. If so it waits for them."""
         if not request.meets or request.kv.computed < request.meets * self._size:
             return False
         request.meets = 0
@@ -121,12 +121,13 @@ class Arrivals:
             self._tiers.rates.waited()
 
     def is_late(self, request: Request) -> bool:
-        """Whether what a request waits for should have been there for so long that it would be computed by
-        now; then it waits no more.
+        """Tell whether what a request waits for should have been there for so long that it would be computed
+        by now. If so it waits no more.
 
         So nobody waits much longer than it takes to load and to compute it, and what is only a little late is
         not thrown away. While the device has yet to do what it was told before, it would compute nothing
-        else, and copies to it wait for that too."""
+        else, and copies to it wait for that too.
+        """
         assert request.arriving is not None
         # What had begun before is over by the first time that this is asked, and not sooner.
         request.since = min(request.since, self._clock())
@@ -141,7 +142,7 @@ class Arrivals:
         return True
 
     def leave(self, request: Request) -> None:
-        """The request waits for nothing any more; what is on its way will be cached."""
+        """Let a request wait for nothing any more. What is on its way will be cached."""
         if request.arriving is not None:
             del self._awaited[request.arriving]
             request.arriving = None
@@ -149,8 +150,8 @@ class Arrivals:
     # ---- what came
 
     def take_in(self, transfer: Transfer, names: Names, right: int) -> None:
-        """The first `right` blocks of a transfer have come: to the host, where who waits will find them, or
-        to pages, which are its own."""
+        """Take in the first `right` blocks of a transfer. They have come to the host, where who waits will
+        find them, or to pages, which are the request's own."""
         self._tiers.rates.came(transfer.id)
         request = self._awaited.pop(transfer.id, None)
         pages = transfer.pages[:right]
@@ -172,7 +173,8 @@ class Arrivals:
             self.met(request, right * self._size)
 
     def met(self, request: Request, tokens: int) -> None:
-        """So many tokens that came from the disk while those before them were computed need not be."""
+        """Count tokens that came from the disk while those before them were computed, and need not be
+        computed."""
         request.meeting = None
         assert request.cached is not None
         request.cached += tokens

@@ -16,7 +16,8 @@ def prove_rows(
     free: Sequence[Row],
     rows: int,
 ) -> None:
-    """Who runs has a row of its own, who waits has nothing, and both queues are in order of turns."""
+    """Prove that who runs has a row of its own, that who waits has nothing, and that both queues are in order
+    of turns."""
     assert sorted([*free, *by_row]) == list(range(rows)), "a row is lost or given twice"
     for queue in (running, waiting):
         assert all(sooner.turn < later.turn for sooner, later in pairwise(queue)), (
@@ -32,7 +33,7 @@ def prove_rows(
 
 
 def prove_kv(request: Request, size: int) -> None:
-    """What a request has computed lies in its blocks of `size` tokens, without a gap."""
+    """Prove that what a request has computed lies in its blocks of `size` tokens, without a gap."""
     name, kv = f"request {request.id}", request.kv
     first, pages, host = kv.first_page, len(kv.pages), len(kv.host)
     # While a draft is being verified it is computed too.

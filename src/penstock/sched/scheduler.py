@@ -83,27 +83,26 @@ class Storage:
 
 
 class Scheduler:
-    """Owns the requests and, through the ledgers, the blocks. One thread; plans are committed in the order in
-    which they were made.
+    """The owner of the requests and, through the ledgers, of the blocks. One thread; plans are committed in
+    the order in which they were made.
 
     `plan` and `commit` alternate, or a step runs ahead: when it has begun, `run_ahead` lets the next be
     planned before it is committed. A request's newest token is then UNKNOWN to the plan. With host blocks, a
     step has room for one block of tokens, and for two tokens.
 
     Why this is safe. Steps are carried out in the order of their plans, and so is all that they write to
-    pages and to the host. `kv.movement.tiles` and `kv.movement.transfers` say by which waits.
-    1. A plan made ahead lets a request read its own blocks that the step under way writes, on the host too.
-       They are read behind that step.
-    2. It gives nobody else a block that the step under way writes. Pages are found by others as soon as they
-       are planned, and are written behind that step like its own. Host blocks are found when they have been
-       sealed, and `commit` seals no more of them than its own share has filled (`Share.cold_stop`): what a
-       later plan fills is sealed by that plan's commit. So what `recover` trusts has been written.
-    3. If the newest token ends a request, what the later step computes of it is dropped. That step wrote only
-       to blocks that were the request's alone, and whoever gets these writes them in a step after it.
-    4. A request that the later plan has sent back to the queue holds no block when the earlier plan is
-       committed, so nothing of it is sealed. It keeps the token.
-    5. Pages that orders of a plan read, and which are nobody's, are given to the next plan at the soonest,
-       which writes them behind the step that reads them.
+    pages and to the host. `kv.movement.tiles` and `kv.movement.transfers` say by which waits. 1. A plan made
+    ahead lets a request read its own blocks that the step under way writes, on the host too.    They are read
+    behind that step. 2. It gives nobody else a block that the step under way writes. Pages are found by
+    others as soon as they    are planned, and are written behind that step like its own. Host blocks are
+    found when they have been    sealed, and `commit` seals no more of them than its own share has filled
+    (`Share.cold_stop`): what a    later plan fills is sealed by that plan's commit. So what `recover` trusts
+    has been written. 3. If the newest token ends a request, what the later step computes of it is dropped.
+    That step wrote only    to blocks that were the request's alone, and whoever gets these writes them in a
+    step after it. 4. A request that the later plan has sent back to the queue holds no block when the earlier
+    plan is    committed, so nothing of it is sealed. It keeps the token. 5. Pages that orders of a plan read,
+    and which are nobody's, are given to the next plan at the soonest,    which writes them behind the step
+    that reads them.
     """
 
     def __init__(

@@ -34,15 +34,15 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Copy a device block to the host before the step computes. The page may be written again in the step
-    after."""
+    """Copy a page of the device to a block of the host before the step computes. The page may be written
+    again in the step after."""
 
     source: BlockId
     target: HostBlockId
 
 
 class Route(Enum):
-    """Between which tiers blocks go."""
+    """The two tiers between which blocks go."""
 
     UP = "host to device"
     DOWN = "device to host"
@@ -52,7 +52,7 @@ class Route(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks that are copied to another tier while steps go on: begun in the step of its plan, and reported
+    """Blocks are copied to another tier while steps go on. It begins in the step of its plan, and is reported
     when it has landed.
 
     What it reads was written by earlier steps, and nobody writes it, nor touches what it writes, until it has
@@ -71,8 +71,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A transfer has ended. `lost`: which of its blocks, by their index in it, did not get there. `gone`: the
-    keys of those of them that the disk does not have; others may be read another time."""
+    """A transfer has ended.
+
+    lost: which of its blocks, by their index in it, did not get there.
+    gone: the keys of those of them that the disk does not have; others may be read another time.
+    """
 
     id: TransferId
     seconds: float
@@ -81,7 +84,7 @@ class Landed:
 
 
 class ShareKind(Enum):
-    """What a share's tokens are, which decides how they attend and how many tokens they yield."""
+    """The kind of a share's tokens, which decides how they attend and how many tokens they yield."""
 
     DECODE = "decode"
     """One token, attended to as a row beside other rows; it yields at most one."""
@@ -133,12 +136,14 @@ class Share:
 
     @property
     def stop(self) -> int:
+        """The position after the last of its tokens."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step. Admissions come first. Among the shares, those of kind DECODE stand before all others.
+    """A plan is one step. Admissions come first. Among the shares, those of kind DECODE stand before all
+    others.
 
     What `forget` names is given up before the transfers begin. A plan without shares while transfers are
     under way waits for one of them.
@@ -161,12 +166,13 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens that the step computes."""
         return len(self.shares) + sum(len(run.tokens) - 1 for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability, and the likeliest tokens at its position, best first."""
+    """The log-probability of a token, and the likeliest tokens at its position, best first."""
 
     token: int
     logprob: float
@@ -177,8 +183,7 @@ class TokenLogprob:
 
 @record(frozen=True, slots=True)
 class Result:
-    """A result says what one share yielded: tokens if it was to sample, log-probabilities if they were asked
-    for."""
+    """The result of one share: tokens if it was to sample, log-probabilities if they were asked for."""
 
     tokens: tuple[int, ...] = ()
     """In order; usually one. Each is at the position after the one that it was drawn from."""
@@ -195,7 +200,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results in the order of the plan's shares, and which transfers have landed by now."""
+    """The results in the order of the plan's shares, and the transfers that have landed by now."""
 
     results: tuple[Result, ...]
     landed: tuple[Landed, ...] = ()
@@ -207,5 +212,5 @@ class Step(Protocol):
     """A plan that is being carried out."""
 
     def outcome(self) -> Outcome:
-        """Waits until it has been. To be called once, in the order in which plans were begun."""
+        """Wait until it has been carried out. To be called once, in the order in which plans were begun."""
         ...

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """Why an output has no more tokens."""
+    """The reason why an output has no more tokens."""
 
     STOP = "stop"
     """An end token or a stop string."""

@@ -43,8 +43,8 @@ ROW_KEYS = PAST_TILE // 2
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step's inputs, and which of the wanted hidden states belong to whom: first one per sampling share, in
-    order, then the prompt's."""
+    """The inputs of a step, and which of the wanted hidden states belong to whom: first one for each sampling
+    share, in order, then those of prompts."""
 
     inputs: StepInputs
     samples: int
@@ -58,10 +58,11 @@ class StepTensors:
 
 
 class InputBuilder:
-    """Owns the block tables; every row's are valid up to what the last Plan told.
+    """The maker of a step's tensors, who owns the block tables. Those of each row are valid up to what the
+    last Plan said.
 
-    tile_tokens: of host memory's KV that is attended to at a time, whole blocks. choosing: whether policies
-    choose what of it rows read, and runs.
+    tile_tokens: of host memory's KV that is attended to at a time, whole blocks.
+    choosing: whether policies choose what of it rows read, and runs.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class InputBuilder:
         """Of the last step with tiles, and for what: the same serves until somebody's blocks change."""
 
     def build(self, plan: Plan, newest: Tensor) -> StepTensors:
-        """newest: each row's newest token, int64 `[rows]`, for those that the plan does not know."""
+        """Return the tensors of a step.
+
+        newest: each row's newest token, int64 `[rows]`, for those that the plan does not know.
+        """
         self.note(plan)
         self.note_on_device(plan)
         shares = plan.shares
@@ -160,18 +164,19 @@ class InputBuilder:
 
     @property
     def angles(self) -> RotaryAngles:
+        """The rotary angles of the model."""
         return self._angles
 
     def keep_on_device(self) -> Tensor:
-        """From now on block tables are on the device as well: int32 `[rows + 1, blocks]`, the last row
-        nobody's. There `note_on_device` notes what a plan gives, not `note`."""
+        """Keep block tables on the device as well from now on: int32 `[rows + 1, blocks]`, the last row for
+        padding. There `note_on_device` notes what a plan gives, not `note`."""
         self._on_device = torch.zeros(
             len(self._table) + 1, self._table.shape[1], dtype=torch.int32, device=self._device
         )
         return self._on_device
 
     def note(self, plan: Plan) -> None:
-        """The blocks that a plan gives its rows."""
+        """Note the blocks that a plan gives its rows."""
         for share in plan.shares:
             if share.new_blocks:
                 self._table[
@@ -184,7 +189,8 @@ class InputBuilder:
                 self._tiling = None
 
     def note_on_device(self, plan: Plan) -> None:
-        """As `note`, of pages, if tables are there; behind what has been given to the device."""
+        """Note the pages that a plan gives its rows in the tables of the device, if there are any, behind
+        what has been given to the device."""
         table, counts = self._on_device, [len(share.new_blocks) for share in plan.shares]
         if table is None or not any(counts):
             return

@@ -28,12 +28,14 @@ class Free(Protocol[Id]):
 
     def __iter__(self) -> Iterator[Id]: ...
 
-    def append(self, block: Id, /) -> None: ...
+    def append(self, block: Id, /) -> None:
+        """Add a free block."""
+        ...
 
 
 class Ledger(Generic[Id]):
-    """The blocks [0, blocks) of one pool. Which of the free ones are used first, a ledger of a tier decides,
-    and which cached ones go."""
+    """The blocks [0, blocks) of one pool. A ledger of a tier decides which free ones are used first, and
+    which cached ones go."""
 
     _free: Free[Id]
 
@@ -42,7 +44,7 @@ class Ledger(Generic[Id]):
         self.reset()
 
     def reset(self) -> None:
-        """All blocks are free, whoever held them and whatever they held."""
+        """Free all blocks, whoever held them and whatever they held."""
         self._holders = [0] * self.blocks
         self._keys: list[bytes | None] = [None] * self.blocks
         self._by_key: dict[bytes, Id] = {}
@@ -56,25 +58,26 @@ class Ledger(Generic[Id]):
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` could hand out now: free and cached ones."""
+        """The number of blocks that `allocate` could hand out now: free and cached ones."""
         return len(self._free) + self.cached
 
     @property
     def cached(self) -> int:
+        """The number of blocks with a key and without a holder."""
         raise NotImplementedError
 
     def find(self, key: bytes) -> Id | None:
-        """The block with this content, if there is one. To use it, `hold` it before anything else happens."""
+        """Return the block with this content, or None. To use it, `hold` it before anything else happens."""
         return self._by_key.get(key)
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """A request has asked for this content, and found it here or on a tier before this one."""
+        """Note that a request has asked for this content, and found it here or on a tier before this one."""
         by_key, order = self._by_key, self._order
         for of, those in groupby((key for key in keys if key in by_key), lambda key: order(by_key[key])):
             of.found_all(list(those))
 
     def hold(self, block: Id) -> None:
-        """One more holder for a block that `find` gave."""
+        """Add a holder to a block that `find` gave."""
         key = self._keys[block]
         assert key is not None, f"block {block} has no key and cannot be shared"
         if self._holders[block] == 0:
@@ -82,7 +85,7 @@ class Ledger(Generic[Id]):
         self._holders[block] += 1
 
     def run_of(self, keys: Iterable[bytes]) -> list[Id]:
-        """The blocks with the first of these keys, up to one that there is not."""
+        """Return the blocks with the first of these keys, up to one that there is not."""
         by_key, blocks = self._by_key, list[Id]()
         for key in keys:
             block = by_key.get(key)
@@ -92,8 +95,8 @@ class Ledger(Generic[Id]):
         return blocks
 
     def hold_run(self, keys: Iterable[bytes], blocks: Sequence[Id]) -> None:
-        """One more holder for each of these blocks, which have the first of these keys, and which are given
-        up in one order."""
+        """Add a holder to each of these blocks, which have the first of these keys, and which are given up in
+        one order."""
         holders, unused = self._holders, []
         for key, block in zip(keys, blocks, strict=False):
             if not holders[block]:
@@ -103,7 +106,7 @@ class Ledger(Generic[Id]):
             self._order(blocks[0]).busy_all(unused)
 
     def is_private(self, block: Id) -> bool:
-        """One request holds it and no other can find it: it may be written."""
+        """Tell whether a block may be written: one request holds it and no other can find it."""
         return self._holders[block] == 1 and self._keys[block] is None
 
     def _give_up(self, order: Eviction[bytes]) -> Id:
@@ -113,8 +116,8 @@ class Ledger(Generic[Id]):
         return block
 
     def seal(self, block: Id, key: bytes, parent: bytes | None = None) -> None:
-        """The content of a held block is final and has this key, and continues that of `parent`. A second
-        block with the same content stays unknown to others."""
+        """Give a held block its key: the content is final, and continues that of `parent`. A second block
+        with the same content stays unknown to others."""
         assert self._holders[block] > 0, f"block {block} is sealed but held by nobody"
         assert self._keys[block] is None, f"block {block} is sealed twice"
         if key not in self._by_key:
@@ -133,8 +136,8 @@ class Ledger(Generic[Id]):
         return True
 
     def release(self, blocks: Sequence[Id]) -> None:
-        """One holder less for each, given in the order of the sequence: its end is given up before its
-        beginning."""
+        """Take a holder from each of these blocks, given in the order of the sequence: its end is given up
+        before its beginning."""
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is released but held by nobody"
             self._holders[block] -= 1
@@ -147,7 +150,7 @@ class Ledger(Generic[Id]):
                 self._order(block).idle(key)
 
     def forget(self) -> int:
-        """Drop all cached contents; held blocks stay, but are no longer found. Returns how many blocks were
+        """Drop all cached contents. Held blocks stay, but are no longer found. Return how many blocks were
         given up."""
         dropped = self.cached
         for key, block in self._by_key.items():
@@ -160,7 +163,7 @@ class Ledger(Generic[Id]):
         return dropped
 
     def forget_one(self, key: bytes) -> None:
-        """The block with this content, if there is one, is no longer found; whoever holds it goes on."""
+        """Let the block with this content, if there is one, no longer be found. Whoever holds it goes on."""
         block = self._by_key.pop(key, None)
         if block is not None:
             self._keys[block] = None
@@ -220,12 +223,13 @@ class Ledger(Generic[Id]):
 
 
 class BlockLedger(Ledger[BlockId]):
-    """The blocks of the device. The last freed is the first used again: its memory is warm, and memory never
+    """The pages of the device. The last freed is the first used again: its memory is warm, and memory never
     used stays untouched. Of the cached ones the longest unused goes first."""
 
     _free: list[BlockId]
 
     def reset(self) -> None:
+        """Free all blocks, the first of them to be used first."""
         super().reset()
         self._free = [BlockId(block) for block in reversed(range(self.blocks))]
         self._cached = Lru[bytes]()
@@ -235,15 +239,17 @@ class BlockLedger(Ledger[BlockId]):
 
     @property
     def cached(self) -> int:
+        """The number of blocks with a key and without a holder."""
         return len(self._cached)
 
     @property
     def free(self) -> int:
+        """The number of blocks without a holder and without a key."""
         return len(self._free)
 
     def release_first(self, pages: Iterable[BlockId]) -> None:
-        """One holder less for each; those that are cached then are given up before all others, in this
-        order."""
+        """Take a holder from each of these. Those that are cached then are given up before all others, in
+        this order."""
         pages = list(pages)
         self.release(pages)
         for page in reversed(pages):
@@ -252,11 +258,11 @@ class BlockLedger(Ledger[BlockId]):
                 self._cached.first(key)
 
     def next_given_up(self, count: int) -> list[tuple[BlockId, bytes]]:
-        """The cached blocks that will be given up first, and their keys."""
+        """Return the cached blocks that will be given up first, and their keys."""
         return [(self._by_key[key], key) for key in islice(self._cached, count)]
 
     def allocate(self, count: int) -> list[BlockId]:
-        """`count` blocks with one holder each and no content; cached blocks are given up for it.
+        """Return `count` blocks with one holder each and no content. Cached blocks are given up for it.
 
         The caller has seen that `available` is enough.
         """

@@ -24,40 +24,40 @@ class Eviction(Protocol[Key]):
         ...
 
     def added(self, key: Key, parent: Key | None) -> None:
-        """A block is there now, and held. It continues `parent`, if that is still there."""
+        """Note that a block is there now, and held. It continues `parent`, if that is still there."""
         ...
 
     def found(self, key: Key) -> None:
-        """A request asked for a block that is there, held or idle."""
+        """Note that a request asked for a block that is there, held or idle."""
         ...
 
     def found_all(self, keys: Sequence[Key]) -> None:
-        """As `found` for each, in less time."""
+        """Do as `found` for each, in less time."""
         ...
 
     def busy(self, key: Key) -> None:
-        """An idle block is held from now on."""
+        """Note that an idle block is held from now on."""
         ...
 
     def busy_all(self, keys: Sequence[Key]) -> None:
-        """As `busy` for each, in less time."""
+        """Do as `busy` for each, in less time."""
         ...
 
     def idle(self, key: Key) -> None:
-        """Nobody holds a block any longer. Those of a request are told from its last to its first."""
+        """Note that a block has no holder any longer. Blocks of a request come from its last to its first."""
         ...
 
     def victim(self) -> Key:
-        """Gives up one of the idle blocks, of which there must be one; it is there no longer."""
+        """Give up one of the idle blocks, of which there must be one. It is there no longer."""
         ...
 
     def dropped(self, key: Key) -> None:
-        """A block, held or idle, is gone for another reason."""
+        """Note that a block, held or idle, is gone for another reason."""
         ...
 
 
 class Lru(Generic[Key]):
-    """Gives up what has been idle for longest."""
+    """The order of use: what has been idle for longest goes first."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[Key, None] = OrderedDict()
@@ -70,38 +70,46 @@ class Lru(Generic[Key]):
         return iter(self._idle)
 
     def added(self, key: Key, parent: Key | None) -> None:
+        """Note that a block is there now, and held: see Eviction."""
         pass
 
     def found(self, key: Key) -> None:
+        """Note that a request asked for a block that is there."""
         if key in self._idle:
             self._idle.move_to_end(key)
 
     def found_all(self, keys: Sequence[Key]) -> None:
+        """Do as `found` for each, in less time."""
         for key in keys:
             self.found(key)
 
     def busy(self, key: Key) -> None:
+        """Note that an idle block is held from now on."""
         del self._idle[key]
 
     def busy_all(self, keys: Sequence[Key]) -> None:
+        """Do as `busy` for each, in less time."""
         for key in keys:
             del self._idle[key]
 
     def idle(self, key: Key) -> None:
+        """Note that a block has no holder any longer."""
         self._idle[key] = None
 
     def first(self, key: Key) -> None:
-        """An idle block is the next victim."""
+        """Make an idle block the next victim."""
         self._idle.move_to_end(key, last=False)
 
     def victim(self) -> Key:
+        """Give up one of the idle blocks, and return it."""
         return self._idle.popitem(last=False)[0]
 
     def victims(self, count: int) -> list[Key]:
-        """As many as that, one after the other."""
+        """Give up as many blocks as that, one after the other."""
         return [self._idle.popitem(last=False)[0] for _ in range(count)]
 
     def dropped(self, key: Key) -> None:
+        """Note that a block is gone for another reason."""
         self._idle.pop(key, None)
 
 

@@ -13,10 +13,10 @@ from penstock.step.plan import HostBlockId
 
 
 class HostLedger(Ledger[HostBlockId]):
-    """The blocks of the host, the near ones, and behind them those in a file that long requests use as more
-    of the same. A request's follow one another wherever they can: what is consecutive streams in one copy.
-    Those in the file are used when the host has no block that is free or cached. What is cached on the host
-    is given up by its prospects."""
+    """The blocks of host memory, the near ones, and behind them those in a file that long requests use as
+    more of the same. The blocks of a request follow one another wherever they can: what is consecutive
+    streams in one copy. Those in the file are used when the host has no block that is free or cached. What is
+    cached on the host is given up by its prospects."""
 
     _free: "_Near"
 
@@ -27,6 +27,7 @@ class HostLedger(Ledger[HostBlockId]):
         super().__init__(blocks)
 
     def reset(self) -> None:
+        """Free all blocks, those of the file too."""
         super().reset()
         self._free = _Near(self.near, self.blocks)
         self._cached: Lru[bytes] | Prospect[bytes] = (
@@ -39,26 +40,28 @@ class HostLedger(Ledger[HostBlockId]):
 
     @property
     def cached(self) -> int:
+        """The number of blocks with a key and without a holder, those of the file included."""
         return len(self._cached) + len(self._cached_far)
 
     @property
     def available_near(self) -> int:
-        """Blocks that `allocate_near` could hand out now."""
+        """The number of blocks that `allocate_near` could hand out now."""
         return len(self._free.near) + len(self._cached)
 
     def is_near(self, block: HostBlockId) -> bool:
+        """Tell whether a block is in host memory, and not in the file."""
         return block < self.near
 
     def run_of(self, keys: Iterable[bytes]) -> list[HostBlockId]:
-        """Of the near blocks."""
+        """Return the near blocks with the first of these keys, up to one that there is not."""
         return list(takewhile(self.is_near, super().run_of(keys)))
 
     def worth(self, key: bytes) -> bool:
-        """Whether what is cached here will likely enough be asked for again to be written to a disk."""
+        """Tell whether what is cached here will likely enough be asked for again to be written to a disk."""
         return isinstance(self._cached, Prospect) and self._cached.worth(key)
 
     def vacate(self) -> None:
-        """Nobody holds anything any more. What has a key stays, but what is in the file. To be called also
+        """Take all holders from all blocks. What has a key stays, but what is in the file. To be called also
         when an interrupt has left things half done; what was learned of how blocks return is lost."""
         kept = {
             key: block
@@ -74,7 +77,8 @@ class HostLedger(Ledger[HostBlockId]):
         self._by_key = kept
 
     def allocate(self, count: int, after: HostBlockId | None = None, expected: int = 0) -> list[HostBlockId]:
-        """`count` blocks with one holder each and no content, in few runs; cached blocks are given up for it.
+        """Return `count` blocks with one holder each and no content, in few runs. Cached blocks are given up
+        for it.
 
         after: the block that they continue. expected: how many will be asked for before long, these included.
         The caller has seen that `available` is enough. O(count log blocks).
@@ -86,7 +90,7 @@ class HostLedger(Ledger[HostBlockId]):
         return self._take(count, after, expected)
 
     def allocate_near(self, count: int) -> list[HostBlockId]:
-        """As `allocate`, of the near ones. The caller has seen that `available_near` is enough."""
+        """Return near blocks, as `allocate` does. The caller has seen that `available_near` is enough."""
         assert 0 <= count <= self.available_near, f"{count} blocks asked for, {self.available_near} available"
         self._free_near(count)
         return self._take(count, None, 0)
@@ -112,7 +116,7 @@ class HostLedger(Ledger[HostBlockId]):
 
 
 class FreeRuns:
-    """Free blocks as runs of consecutive ones; whatever lies side by side is one run."""
+    """The free blocks of a range, as runs of consecutive ones. Whatever lies side by side is one run."""
 
     def __init__(self, blocks: int, first: int = 0) -> None:
         """All of [first, first + blocks) are free."""
@@ -134,7 +138,7 @@ class FreeRuns:
         return cast(Iterator[HostBlockId], runs)
 
     def append(self, block: HostBlockId, /, length: int = 1) -> None:
-        """This one, or so many from it on."""
+        """Add a block, or so many from it on."""
         start, stop = int(block), block + length
         if start in self._starts:
             start = self._starts[start]
@@ -144,7 +148,7 @@ class FreeRuns:
         self._put(start, stop - start)
 
     def extend(self, blocks: Sequence[HostBlockId]) -> None:
-        """As `append` for each, in less time where many lie side by side."""
+        """Add these blocks, in less time than one by one where many lie side by side."""
         begin, ordered = 0, sorted(blocks)
         for end in range(1, len(ordered) + 1):
             if end == len(ordered) or ordered[end] != ordered[end - 1] + 1:
@@ -152,7 +156,7 @@ class FreeRuns:
                 begin = end
 
     def remove(self, blocks: Iterable[HostBlockId]) -> None:
-        """These are free no longer."""
+        """Take these blocks out: they are free no longer."""
         left = set(self).difference(blocks)
         self._blocks = 0
         self._lengths.clear()
@@ -162,8 +166,8 @@ class FreeRuns:
             self.append(block)
 
     def take(self, most: int, after: HostBlockId | None, expected: int) -> tuple[int, int]:
-        """Takes a run of 1 to `most` blocks: the one that follows `after` if that is free, else out of the
-        longest. Its start and length.
+        """Take a run of 1 to `most` blocks: the one that follows `after` if that is free, else out of the
+        longest. Return its start and length.
 
         Out of the longest it takes from the middle, so that the new run can grow as well as the one that ends
         before; from further to the front where `expected` blocks need the room.

@@ -38,8 +38,8 @@ class _Block(Generic[Key]):
 
 
 class Prospect(Generic[Key]):
-    """Gives up the block that gains least by staying: of its kind and age, the fewest returns for the time
-    that they take to come.
+    """The order of prospects: the block goes that gains least by staying, that is of its kind and age, the
+    fewest returns for the time that they take to come.
 
     A block's kind is how many requests used it (1, 2, ... 8 or more) and whether it stands `deep` in its
     prompt; `Returns` learns from the traffic how blocks of each kind return. So blocks seen once make way for
@@ -96,10 +96,11 @@ class Prospect(Generic[Key]):
 
     @property
     def remembered(self) -> int:
-        """Blocks that are gone but not forgotten."""
+        """The number of blocks that are gone but not forgotten."""
         return len(self._gone)
 
     def added(self, key: Key, parent: Key | None) -> None:
+        """Note that a block is there now, and held: see Eviction."""
         assert key not in self._there, f"{key!r} is added but there"
         block = self._there[key] = _Block(key, None if parent is None else self._there.get(parent))
         block.born = self._births = self._births + 1
@@ -118,6 +119,7 @@ class Prospect(Generic[Key]):
         block.noted = False
 
     def found(self, key: Key) -> None:
+        """Note that a request asked for a block that is there."""
         block = self._there[key]
         queued = block.idle and not block.idle_children
         if queued:
@@ -130,8 +132,8 @@ class Prospect(Generic[Key]):
             self._queue(block)
 
     def found_all(self, keys: Sequence[Key]) -> None:
-        """Those of a prompt are mostly of one kind and epoch, and are counted together. Shadows are told of
-        the last first."""
+        """Note that these were asked for. Those of a prompt are mostly of one kind and epoch, and are counted
+        together. Shadows are given the last first."""
         blocks = list(map(self._there.__getitem__, keys))
         at = 0
         while at < len(blocks):
@@ -161,6 +163,7 @@ class Prospect(Generic[Key]):
                 self._note(block)
 
     def busy(self, key: Key) -> None:
+        """Note that an idle block is held from now on."""
         block = self._there[key]
         assert block.idle, f"{key!r} is held but was not idle"
         if not block.idle_children:
@@ -168,6 +171,7 @@ class Prospect(Generic[Key]):
         self._rouse(block)
 
     def busy_all(self, keys: Sequence[Key]) -> None:
+        """Do as `busy` for each, in less time."""
         there = self._there
         for key in keys:
             block = there[key]
@@ -183,6 +187,7 @@ class Prospect(Generic[Key]):
         self._idle -= len(keys)
 
     def idle(self, key: Key) -> None:
+        """Note that a block has no holder any longer."""
         block = self._there[key]
         assert not block.idle, f"{key!r} is idle twice"
         block.idle = True
@@ -198,10 +203,11 @@ class Prospect(Generic[Key]):
             parent.idle_children += 1
 
     def victim(self) -> Key:
+        """Give up one of the idle blocks, and return it."""
         return self.victims(1)[0]
 
     def victims(self, count: int) -> list[Key]:
-        """As many as that, one after the other."""
+        """Give up as many blocks as that, one after the other."""
         assert count <= self._idle, "a victim is wanted where no block is idle"
         keys = self._first_come(count) if self._eldest is not None else []
         while len(keys) < count:
@@ -245,15 +251,15 @@ class Prospect(Generic[Key]):
         return keys
 
     def dropped(self, key: Key) -> None:
+        """Note that a block is gone for another reason."""
         block = self._there[key]
         if block.idle:
             self.busy(key)
         self._leave(block)
 
     def worth(self, key: Key) -> bool:
-        """Whether a block that is there will likely enough be asked for again to be written where writes are
-        dear. What was used once has to be likelier to return: it mostly does so, if at all, while it is still
-        here."""
+        """Tell whether a block that is there will likely enough be asked for again to be written where writes
+        are dear. What was used once has to be likelier to return."""
         block = self._there[key]
         least = self._worthwhile if block.kind > 1 else max(_FIRST_USE, self._worthwhile)
         return self._returns.chance(block.kind, block.since) >= least

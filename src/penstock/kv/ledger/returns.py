@@ -29,8 +29,8 @@ LRU has it."""
 
 
 class Returns:
-    """How blocks of each kind return by their age, that is epochs since their last use: counted as it
-    happens.
+    """The returns of blocks of each kind by their age, that is epochs since their last use: counted as they
+    happen.
 
     Of each kind and span of age are counted the blocks that came to it unused and those of them that were
     used in it; their ratio is the chance of a return within the span (the product-limit estimate of survival:
@@ -54,7 +54,7 @@ class Returns:
         self._estimate()
 
     def use(self, kind: int, blocks: int = 1) -> None:
-        """So many blocks are of this kind by a use just now."""
+        """Note that so many blocks are of this kind by a use just now."""
         kind %= _KINDS
         self._unused[self.epoch][kind] += blocks
         self._came[kind][0] += blocks
@@ -62,11 +62,12 @@ class Returns:
         self._entered[kind][0] += blocks * self.epoch
 
     def again(self, kind: int, since: int, blocks: int = 1) -> None:
-        """So many blocks that were of this kind by their use in epoch `since` are used again."""
+        """Note that so many blocks that were of this kind by their use in epoch `since` are used again."""
         self._used[kind % _KINDS][self._span(since)] += blocks
         self.forget(kind, since, blocks)
 
     def forget(self, kind: int, since: int, blocks: int = 1) -> None:
+        """Note that so many blocks of this kind will be seen no more."""
         if since in self._unused:
             self._unused[since][kind % _KINDS] -= blocks
             self._out(kind % _KINDS, self._span(since), since, blocks)
@@ -76,7 +77,7 @@ class Returns:
         self._entered[kind][span] -= blocks * (since + _AGES[span])
 
     def tick(self) -> None:
-        """The next epoch begins. O(1)."""
+        """Begin the next epoch. O(1)."""
         self.epoch += 1
         self._unused[self.epoch] = [0] * _KINDS
         for span, age in enumerate(_AGES[1:], 1):
@@ -94,12 +95,13 @@ class Returns:
             self._estimate()
 
     def gain(self, kind: int, since: int) -> float:
-        """Returns for each epoch of staying, if such a block stays for as long as that is worth most (its
-        Gittins index)."""
+        """Return the returns for each epoch of staying, if such a block stays for as long as that is worth
+        most (its Gittins index)."""
         return self._gains[kind % _KINDS][self._span(since)]
 
     def chance(self, kind: int, since: int) -> float:
-        """That such a block returns at an age of which enough was seen; 1 where too little was."""
+        """Return the chance that such a block returns at an age of which enough was seen; 1 where too little
+        was."""
         return self._chances[kind % _KINDS][self._span(since)]
 
     def _span(self, since: int) -> int:
