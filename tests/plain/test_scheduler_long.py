@@ -283,8 +283,10 @@ class Hall:
         share: bool = True,
         rope_from: int | None = None,
         ahead: bool = False,
+        alike: bool = True,
     ) -> None:
-        """ahead: whether a step begins before the last is committed, where it may."""
+        """ahead: whether a step begins before the last is committed. alike: whether blocks on the host are
+        what they are in pages."""
         self.ahead, self.flight = ahead, cast(tuple[Plan, Outcome] | None, None)
         self.ledger, self.host = BlockLedger(blocks), HostLedger(host_blocks)
         self.limits = Limits(block_size, max_step_tokens, max_sequences, max_length, long_from, recent, near)
@@ -292,7 +294,7 @@ class Hall:
             self.ledger,
             self.limits,
             PrefixRule(ROOT, share, rope_from),
-            Storage(self.host, DiskLedger(disk) if disk else None, store),
+            Storage(self.host, DiskLedger(disk) if disk else None, store, alike),
             check=True,
         )
         self.worker = Worker(blocks, host_blocks, block_size, rope_from)
@@ -517,6 +519,23 @@ def test_what_a_step_under_way_sends_is_found_when_it_is_committed_itself() -> N
     found = [hall.host.find(request.kv.key(index)) for index in range(4)]
     assert found == [10, 11, None, None]
     hall.interrupt()
+    hall.drain()
+
+
+@pytest.mark.parametrize("near", [0, None])
+def test_short_ones_have_a_token_of_each_step_beside_a_long_one(near: int | None) -> None:
+    """Each of them in a plan that is made before the last one is committed."""
+    hall = Hall(blocks=20, host_blocks=60, ahead=True, max_step_tokens=12, near=near)
+    short = [hall.submit([0, 1, first], 17) for first in range(3)]
+    hall.step()
+    long = hall.submit(TEN * 5, 9)
+    for step in range(14):
+        plan = hall.step()
+        assert hall.flight is not None, "the long one keeps the next plan waiting"
+        ahead = {share.row: share for share in hall.flight[0].shares}
+        assert sum(UNKNOWN in share.tokens for share in ahead.values()) >= 3, step
+        assert len(plan.shares) >= 3
+    assert set(hall.live) == {*short, long}
     hall.drain()
 
 

@@ -37,12 +37,14 @@ class Arrivals:
         """Bring the request's next blocks from the host, or from the disk to the host, if they are there and
         that is faster than to compute them. Return whether it has to wait for them."""
         kv = request.kv
-        usable = self._tiers.has_lower_tier and request.share_prefix and request.punctual
+        tiers, short = self._tiers, not kv.long
+        below = tiers.below_device if short else tiers.has_lower_tier
+        usable = below and request.share_prefix and request.punctual
         # While it computes the first part the rest is on its way.
         if not usable or request.meets or kv.computed % self._size:
             return False
         first = kv.computed // self._size
-        if not kv.long and first == len(kv.pages):
+        if short and first == len(kv.pages):
             blocks = self._host.run_of(kv.next_keys(first))
             if blocks and len(blocks) <= self._pages.available:
                 return self._bring_up(request, first, blocks)
@@ -50,7 +52,7 @@ class Arrivals:
                 return False
         if not request.patient or (kv.long and first != len(kv.host)):
             return False
-        count = self._tiers.on_disk(kv.next_keys(first))
+        count = tiers.on_disk(kv.next_keys(first))
         return count > 0 and self._bring_in(request, first, count)
 
     def _bring_up(self, request: Request, first: int, blocks: Sequence[HostBlockId]) -> bool:

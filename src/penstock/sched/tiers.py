@@ -80,12 +80,15 @@ class Tiers:
         disk: DiskLedger | None = None,
         step_blocks: int = 1,
     ) -> None:
-        """alike: whether blocks on the host are what they are on the device; if not, none go from one to the
-        other. step_blocks: new pages that a step may take at most."""
+        """alike: whether blocks on the host are what they are on the device. If not, none go from one to the
+        other; between host and disk they go all the same. step_blocks: new pages that a step may take at
+        most."""
         self.pages, self.host, self.disk = pages, host, disk
-        self.has_lower_tier = alike and host.near > 0
-        """Whether there may be anything beyond the device."""
-        self.store: Store = store if self.has_lower_tier else "off"
+        self.below_device = alike and host.near > 0
+        """Whether pages may come from the host, and go there."""
+        self.has_lower_tier = self.below_device or (host.near > 0 and disk is not None)
+        """Whether any blocks may come from another tier."""
+        self.store: Store = store if self.below_device else "off"
         self.rates = Rates()
         self.counts = Counts()
         self._watermark = _AHEAD * step_blocks
