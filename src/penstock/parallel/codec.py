@@ -153,11 +153,15 @@ class _Choice:
 
     def __init__(self, members: Sequence[object], name: str) -> None:
         self._members, self._name = list(members), name
-        self._places = {member: place for place, member in enumerate(members)}
+        # By identity, since the hash of an Enum's member takes longer than all else here.
+        self._places = {id(member): place for place, member in enumerate(members)}
         assert len(members) < 256
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None:
-        parts.append(bytes(map(self._places.__getitem__, values)))
+        if values and values.count(values[0]) == len(values):  # As in most steps.
+            parts.append(bytes((self._places[id(values[0])],)) * len(values))
+        else:
+            parts.append(bytes(map(self._places.__getitem__, map(id, values))))
 
     def read(self, source: _Source, count: int) -> list[Any]:
         places = source.take(count)
