@@ -134,7 +134,7 @@ class Growth:
     def free_mirrors(self) -> None:
         """Give up mirrored pages before anyone has a share: for the next token of all who run, and for the
         first in the queue."""
-        if not self._pools.long:
+        if not self._pools.long_spans:
             return
         queues, available = self._queues, self._pools.pages.available
         wanted = sum(

@@ -33,7 +33,7 @@ class Reserves:
     def host(self) -> int:
         """Return how many host blocks long requests that run may come to need: what their prompts lack, and
         some more for what they decode."""
-        if not self._pools.long:
+        if not self._pools.long_spans:
             return 0
         long = (request.kv for request in self._queues.running if request.kv.long)
         return sum(_AHEAD + kv.host_needed(kv.lacking) for kv in long)

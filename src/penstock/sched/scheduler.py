@@ -226,7 +226,7 @@ class Scheduler:
         self._queues.remove(request)
         self._growth.let_go(request)
         request.phase, request.finish = Phase.FINISHED, reason
-        self._pools.long -= request.kv.long
+        self._pools.long_spans -= request.kv.long
         return True
 
     # ---- plan
@@ -448,7 +448,7 @@ class Scheduler:
         self.ledger.check([*(kv.pages for kv in spans), pools.leaving, *moving_pages])
         self.host.check([*(kv.host for kv in spans), *moving_blocks])
         assert self.running + self.waiting == len(requests), "a request is neither running nor waiting"
-        assert pools.long == sum(kv.long for kv in spans), (
+        assert pools.long_spans == sum(kv.long for kv in spans), (
             "a long request is not counted, or one that has ended is"
         )
         prove_rows(queues.running, queues.waiting, queues.by_row, queues.free_rows, self.limits.max_sequences)

@@ -30,7 +30,7 @@ class Pools:
         self.size, self.recent, self.most_mirrored = limits.block_size, limits.recent, limits.near
         self.long_pages = limits.recent + 2
         """Pages that a long span needs: the recent ones, one on its way to the host, one that is filled."""
-        self.long = 0
+        self.long_spans = 0
         """How many spans of requests that have not ended are long."""
         self.orders: list[Order] = []
         """Of the plan that is being made, or was made last."""
@@ -97,7 +97,7 @@ class KVSpan:
     @property
     def mirrored(self) -> int:
         """How many blocks are on the host and in pages."""
-        return len(self.host) - self.first_page if self.pages and self.long else 0
+        return len(self.host) - self.first_page if self.pages else 0
 
     @property
     def chunks_to_host(self) -> bool:
@@ -179,14 +179,11 @@ class KVSpan:
         before any are read. A host block is found when the step that wrote it has been committed. The last
         token is always computed, since its logits are wanted.
         """
-        size = self.pools.size
-        first = len(self.host if self.long else self.pages)
+        blocks, reuse = (self.host, self._reuse_host) if self.long else (self.pages, self._reuse_pages)
+        first, size = len(blocks), self.pools.size
         if self.computed != first * size:
             return 0
-        keys = self.next_keys(first)
-        found = (self._reuse_host if self.long else self._reuse_pages)(keys)
-        if found and self.long and self.pages:  # They would leave a gap before what is computed next.
-            self.drop_mirrors(len(self.pages))
+        found = reuse(self.next_keys(first))
         self.computed += found * size
         return found
 
@@ -210,6 +207,7 @@ class KVSpan:
             self.host.append(block)
         if len(self.host) > first:
             self.host_sealed = len(self.host)
+            self.drop_mirrors(len(self.pages))  # They would leave a gap before what is computed next.
         return len(self.host) - first
 
     def take_in(self, pages: Sequence[BlockId]) -> None:
@@ -277,7 +275,7 @@ class KVSpan:
     def go_long(self) -> None:
         """From now on full blocks go to the host. Pages that are there already go by orders."""
         self.long, self.fast_decode_until = True, 0
-        self.pools.long += 1
+        self.pools.long_spans += 1
         most = self.pools.most_mirrored
         self.mirror_limit = len(self.pages) if most is None else min(len(self.pages), most)
 
