@@ -92,7 +92,8 @@ class ShareKind(Enum):
     """Two or more known tokens, attended to as a run; they yield at most one, after the last."""
     VERIFY = "verify"
     """The newest token and the draft that follows it, attended to as a run. They yield the tokens of the
-    draft that hold and one more: from one token up to as many as the share has."""
+    draft that hold and one more: from one token up to as many as the share has. The scheduler takes such
+    results in; nothing makes drafts yet, and a sampler draws after the last token of a run alone."""
 
 
 @record(frozen=True, slots=True)
