@@ -4,7 +4,7 @@ from penstock.base.errors import LengthError, RequestError
 from penstock.sched.rules import Limits
 
 
-class Room:
+class RequestRoom:
     """The room that there is for one request, in tokens. It never changes."""
 
     def __init__(self, limits: Limits, pages: int, host_blocks: int, long_pages: int) -> None:

@@ -24,7 +24,7 @@ from penstock.sched.proofs import prove_kv, prove_plan, prove_rows
 from penstock.sched.queue import RequestQueues
 from penstock.sched.request import Phase, Request
 from penstock.sched.reserves import Reserves
-from penstock.sched.room import Room
+from penstock.sched.room import RequestRoom
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.span import KVSpan, Pools
 from penstock.sched.tiers import Store, Tiers
@@ -142,7 +142,7 @@ class Scheduler:
         self._reserves = Reserves(self._pools, self._queues, self._width)
         self._arrivals = Arrivals(self.tiers, limits.block_size, self._reserves.host, clock)
         self._growth = Growth(self._pools, self._queues, self._reserves, self._arrivals, self._width)
-        self._room = Room(limits, ledger.blocks, self.host.blocks, self._pools.long_pages)
+        self._room = RequestRoom(limits, ledger.blocks, self.host.blocks, self._pools.long_pages)
         self.longest, self.admissible = self._room.longest, self._room.admissible
         self._requests: dict[RequestId, Request] = {}
         self._next_id = 0

@@ -31,7 +31,7 @@ _AT_ONCE = 256
 
 
 @dataclass(slots=True)
-class Counts:
+class TierCounts:
     """Counts since the engine started, in blocks."""
 
     moved: Counter[Route] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class Tiers:
         """Whether any blocks may come from another tier."""
         self.store: Store = store if self.below_device else "off"
         self.rates = Rates()
-        self.counts = Counts()
+        self.counts = TierCounts()
         self._watermark = _AHEAD * step_blocks
         self._next = 0
         self._going: dict[TransferId, _Going] = {}

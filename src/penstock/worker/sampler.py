@@ -191,7 +191,7 @@ class _Scores:
         return scores
 
 
-class Tokens:
+class PendingTokens:
     """The tokens of a step on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
@@ -226,10 +226,11 @@ class Drawn:
     def __init__(
         self, tokens: Tensor, scores: _Scores | None = None, broken: frozenset[int] = frozenset()
     ) -> None:
-        """tokens: as in Tokens. broken: shares whose structure could not be kept to, so that they may only
-        end."""
+        """tokens: as in PendingTokens.
+        broken: shares whose structure could not be kept to, so that they may only end.
+        """
         self._scores = scores
-        self.tokens = Tokens(tokens)
+        self.tokens = PendingTokens(tokens)
         self.broken = broken
 
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
