@@ -1,6 +1,6 @@
-"""The part of a plan that is for running requests: their shares, and who has to make room for them."""
+"""The shares of a plan: those who run grow, others make room for them, and those who wait are admitted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.sched.arrivals import Arrivals
 from penstock.sched.queue import RequestQueues
@@ -8,11 +8,11 @@ from penstock.sched.request import Request
 from penstock.sched.reserves import Reserves
 from penstock.sched.span import Pools
 from penstock.sched.width import StepWidth
-from penstock.step.plan import Share, ShareKind
+from penstock.step.plan import Admission, Share, ShareKind
 
 
 class Growth:
-    """Gives running requests tokens and blocks, oldest first."""
+    """The giver of tokens and blocks, to the oldest first."""
 
     def __init__(
         self, pools: Pools, queues: RequestQueues, reserves: Reserves, arrivals: Arrivals, width: StepWidth
@@ -59,6 +59,33 @@ class Growth:
             if count:
                 self._place(request, count, shares)
         return budget, whole, self.preemptions > before
+
+    def admit(self, shares: list[Share], budget: int, whole: bool) -> Iterator[Admission]:
+        """Admit requests from the queue, each in its turn, while tokens, rows and blocks for their whole
+        length are there.
+
+        Whose prompt comes from another tier is admitted without tokens. whole: whether tokens are only for
+        prompts that they finish.
+        """
+        queues, reserves = self._queues, self._reserves
+        while queues.waiting and queues.free_rows and len(queues.running) < self._width.rows:
+            request = queues.waiting[0]
+            self.reuse(request)
+            room = reserves.has_room(request)
+            comes = room and not reserves.is_full(request) and self._arrivals.fetch(request)
+            count = 0 if comes else self.chunk(request, budget, whole)
+            if not room or not (comes or (count and not reserves.is_full())):
+                self.let_go(request)
+                return
+            if request.kv.long:
+                request.kv.find_mirrors(self._pools.pages.available - reserves.pages(request))
+            row = queues.run_next()
+            output = tuple(request.tokens[len(request.prompt) :])
+            yield Admission(row, request.sampling, request.prompt, output)
+            if not comes:
+                count, whole = self.part(request, count, budget, whole)
+                budget -= count
+                shares.append(self.share(request, count))
 
     def _prompt(self, request: Request, budget: int, whole: bool) -> tuple[int, bool]:
         """Return how many tokens a request computes of its prompt, none if it waits for blocks on their way,

@@ -4,12 +4,12 @@ it never sees a tensor.
 There is no prefill phase. A request has tokens, some of them computed. Every step brings it closer to its own
 length. When it has caught up, its last position yields one more token.
 
-    submit -> queue -> plan: growth (those who run), then admission (those who wait) -> Plan
+    submit -> queue -> plan: growth of those who run, then admission of those who wait -> Plan
                        commit: Outcome -> tokens, sealed blocks, Events
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -32,7 +32,6 @@ from penstock.sched.width import StepWidth
 from penstock.step.params import Sampling
 from penstock.step.plan import (
     UNKNOWN,
-    Admission,
     Landed,
     Outcome,
     Plan,
@@ -238,7 +237,7 @@ class Scheduler:
         pools.end_orders()
         self._growth.free_mirrors()
         budget, whole, preempted = self._growth.run(shares)
-        admissions = [] if preempted else list(self._admit(shares, budget, whole))
+        admissions = [] if preempted else list(self._growth.admit(shares, budget, whole))
         if runs := [share for share in shares if share.kind is not decode]:
             shares = [share for share in shares if share.kind is decode] + runs
         plan = Plan(
@@ -260,33 +259,6 @@ class Scheduler:
             for plan, requests in islice(self._flights, max(len(self._flights) - 1, 0))
             for request, share in zip(requests, plan.shares, strict=True)
         }
-
-    def _admit(self, shares: list[Share], budget: int, whole: bool) -> Iterator[Admission]:
-        """Admit requests from the queue, each in its turn, while tokens, rows and blocks for their whole
-        length are there.
-
-        Whose prompt comes from another tier is admitted without tokens. whole: whether tokens are only for
-        prompts that they finish.
-        """
-        queues, growth, reserves = self._queues, self._growth, self._reserves
-        while queues.waiting and queues.free_rows and len(queues.running) < self._width.rows:
-            request = queues.waiting[0]
-            growth.reuse(request)
-            room = reserves.has_room(request)
-            comes = room and not reserves.is_full(request) and self._arrivals.fetch(request)
-            count = 0 if comes else growth.chunk(request, budget, whole)
-            if not room or not (comes or (count and not reserves.is_full())):
-                growth.let_go(request)
-                return
-            if request.kv.long:
-                request.kv.find_mirrors(self.ledger.available - reserves.pages(request))
-            row = queues.run_next()
-            output = tuple(request.tokens[len(request.prompt) :])
-            yield Admission(row, request.sampling, request.prompt, output)
-            if not comes:
-                count, whole = growth.part(request, count, budget, whole)
-                budget -= count
-                shares.append(growth.share(request, count))
 
     def run_ahead(self, plan: Plan) -> None:
         """Note that this plan, the last, is being carried out, and that the next will be made before it is
