@@ -1,4 +1,4 @@
-"""Requests whose blocks come from another tier: whether they are brought or computed, who waits for them and
+"""Requests that get blocks from another tier: whether they are brought or computed, who waits for them and
 how long, what came."""
 
 from collections.abc import Callable, Sequence
@@ -126,9 +126,9 @@ class Arrivals:
         """Tell whether what a request waits for should have been there for so long that it would be computed
         by now. If so it waits no more.
 
-        So nobody waits much longer than it takes to load and to compute it, and what is only a little late is
-        not thrown away. While the device has yet to do what it was told before, it would compute nothing
-        else, and copies to it wait for that too.
+        So no request waits much longer than it takes to load and to compute it, and what is only a little
+        late is not thrown away. While the device has yet to do what it was given before, it would compute
+        nothing else, and copies to it wait for that too.
         """
         assert request.arriving is not None
         # What had begun before is over by the first time that this is asked, and not sooner.

@@ -28,7 +28,7 @@ class Growth:
         Every request that only lacks its newest token gets it, so a long prompt never holds up others: chunks
         take what is left. A prompt that is not finished in this step leaves up to half of that to prompts
         which can be, behind it or in the queue. So there is never more than one in the midst of its prompt,
-        and nobody waits for that one.
+        and no other waits for that one.
         """
         running = self._queues.running
         budget = self._width.tokens - sum(
@@ -64,8 +64,9 @@ class Growth:
         """Admit requests from the queue, each in its turn, while tokens, rows and blocks for their whole
         length are there.
 
-        Whose prompt comes from another tier is admitted without tokens. whole: whether tokens are only for
-        prompts that they finish.
+        A request that waits for its prompt from another tier is admitted without tokens.
+
+        whole: whether tokens are only for prompts that they finish.
         """
         queues, reserves = self._queues, self._reserves
         while queues.waiting and queues.free_rows and len(queues.running) < self._width.rows:
@@ -189,8 +190,8 @@ class Growth:
         return given > 0
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the queue, before all whose turn is later. Its KV is computed again,
-        or found again."""
+        """Send a running request back to the queue, before all that have a later turn. Its KV is computed
+        again, or found again."""
         self._queues.remove(request)
         self.let_go(request)
         self._queues.wait(request)

@@ -91,4 +91,4 @@ def prove_plan(
             written.add(blocks[index])
         pages = kv.pages[max(0, share.start // size - kv.first_page) :]
         assert not leaving.intersection(pages), f"{name} writes a page that is copied to the host"
-    assert not sources, "an order of nobody's block"
+    assert not sources, "an order of a block that no request has"

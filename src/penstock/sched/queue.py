@@ -18,7 +18,7 @@ class RequestQueues:
         self.reset(())
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """Let all of these wait, each in its turn, and nobody run."""
+        """Let all of these wait, each in its turn, and none run."""
         self.waiting = deque(sorted(requests, key=lambda request: request.turn))
         self.running: list[Request] = []
         self.by_row: dict[Row, Request] = {}

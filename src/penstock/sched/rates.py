@@ -3,17 +3,17 @@ never by a trial that anyone waits for.
 
 A step takes its time even for few tokens, and so does a transfer for few blocks. A transfer is a line:
 something that it takes anyway, and something for each block. Computing is no line: as long as the device
-waits for what it is told, more tokens cost nothing, and then each costs its share, the more the further back
+waits for its work, more tokens cost nothing, and then each costs its share, the more the further back
 it looks. So it is a curve through what was measured.
 
 Why what is decided is seldom later than computing alone. Both ways are counted to the first token: bringing
-with the step that is left then, and with what is computed meanwhile, whose tokens are the cheap ones. So
+with the step that is left then, and with what is computed meanwhile, at the price of the cheap tokens. So
 blocks that a step would have computed for nothing are not brought. What is not known counts against the disk:
 beyond what was measured computing is thought to be as cheap as it may be, a step of few tokens to take as
 long as one of many, the disk to be as late as it was lately and behind all that it was asked for. A disk of
 which nothing is known, or that seemed too slow, is asked for a few blocks beside while all is computed, so
-that nobody pays for looking. And arithmetic that goes on while its request waits is not measured: it would
-seem to take no time.
+that no request pays for looking. And arithmetic that goes on while its request waits is not measured: it
+would seem to take no time.
 """
 
 import math
@@ -32,7 +32,7 @@ _LAST = 6
 _APART = 2
 """Two counts, one of them so many times the other, tell what lies between."""
 _LEAST_SPLIT = 8
-"""Blocks of which some are computed and some come."""
+"""Blocks that are computed in part, while the others come."""
 _FIXED = 2e-3
 """Seconds that bringing blocks takes beside their copies: a step is planned without them, and another when
 they have come."""
@@ -47,7 +47,7 @@ _LATE = 0.1
 _TRIED = 128
 """Tokens that are waited for from a disk at most while nothing is known of it, since then little is lost."""
 _FEW = 8
-"""Blocks that come beside, for nobody, to tell how fast."""
+"""Blocks that come beside, for no request, to tell how fast."""
 _AGAIN = 8
 """Times that a disk seems too slow, until it is looked at again, at most."""
 _MOST_TOLD = 128
@@ -417,8 +417,9 @@ class Rates:
         return front
 
     def look_again(self) -> int:
-        """Return how many blocks had better come for nobody, where the disk seems too slow: a few, soon again
-        at first and then now and then, so that it is seen when it is fast enough. None while others come."""
+        """Return how many blocks had better come for no request, where the disk seems too slow: a few, soon
+        again at first and then now and then, so that it is seen when it is fast enough. None while others
+        come."""
         if any(coming.route is Route.IN for coming in self._coming.values()):
             return 0
         self._declined += 1

@@ -90,18 +90,19 @@ class Scheduler:
     step has room for one block of tokens, and for two tokens.
 
     Why this is safe. Steps are carried out in the order of their plans, and so is all that they write to
-    pages and to the host. `kv.movement.tiles` and `kv.movement.transfers` say by which waits. 1. A plan made
-    ahead lets a request read its own blocks that the step under way writes, on the host too.    They are read
-    behind that step. 2. It gives nobody else a block that the step under way writes. Pages are found by
-    others as soon as they    are planned, and are written behind that step like its own. Host blocks are
-    found when they have been    sealed, and `commit` seals no more of them than its own share has filled
-    (`Share.cold_stop`): what a    later plan fills is sealed by that plan's commit. So what `recover` trusts
-    has been written. 3. If the newest token ends a request, what the later step computes of it is dropped.
-    That step wrote only    to blocks that were the request's alone, and whoever gets these writes them in a
-    step after it. 4. A request that the later plan has sent back to the queue holds no block when the earlier
-    plan is    committed, so nothing of it is sealed. It keeps the token. 5. Pages that orders of a plan read,
-    and which are nobody's, are given to the next plan at the soonest,    which writes them behind the step
-    that reads them.
+    pages and to the host. `kv.movement.tiles` and `kv.movement.transfers` say by which waits.
+    1. A plan made ahead lets a request read its own blocks that the step under way writes, on the host too.
+       They are read behind that step.
+    2. It gives no other request a block that the step under way writes. Pages are found by others as soon as
+       they are planned, and are written behind that step like its own. Host blocks are found when they have
+       been sealed, and `commit` seals no more of them than its own share has filled (`Share.cold_stop`). What
+       a later plan fills is sealed by that plan's commit. So what `recover` trusts has been written.
+    3. If the newest token ends a request, what the later step computes of it is dropped. That step wrote only
+       to blocks that were the request's alone. A request that gets these blocks writes them in a later step.
+    4. A request that the later plan has sent back to the queue holds no block when the earlier plan is
+       committed, so nothing of it is sealed. It keeps the token.
+    5. Pages that orders of a plan read, and that no request holds, are given to the next plan at the soonest.
+       That plan's step writes them behind the step that reads them.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class Scheduler:
             start, stop, cold = share.start, share.start + len(share.tokens), share.cold_stop
             if stop // size > start // size or (cold and cold > request.kv.host_sealed * size):
                 self._seal(request, share, stop)
-            # After a preemption the prompt is computed again, but nobody wants its log-probabilities twice.
+            # After a preemption the prompt is computed again, but its log-probabilities are reported once.
             if result.prompt_logprobs and (fresh := result.prompt_logprobs[max(0, request.scored - start) :]):
                 request.scored = start + len(result.prompt_logprobs)
                 events.append(Event(request.id, prompt_logprobs=fresh))

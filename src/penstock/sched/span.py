@@ -44,7 +44,7 @@ class Pools:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the orders of the last plan, where nobody holds pages any more."""
+        """Forget the orders of the last plan, where no page is held any more."""
         self.orders, self.leaving = [], []
 
 
@@ -300,7 +300,7 @@ class KVSpan:
         self.host_sealed = max(self.host_sealed, stop)
 
     def note_tables(self) -> None:
-        """The workers are told of all blocks in the plan that is being made."""
+        """Note that the plan that is being made tells the workers of all blocks."""
         self.table_length, self.host_table_length = self.first_page + len(self.pages), len(self.host)
 
     def note_fast_decode(self) -> None:
@@ -344,7 +344,7 @@ class KVSpan:
         self.table_length = min(self.table_length, self.first_page + len(self.pages))
 
     def _open(self, index: int) -> bool:
-        """Make a block writable again. Return whether it is: in a page that nobody else holds."""
+        """Make a block writable again. Return whether it is: in a page that no other span holds."""
         at = index - self.first_page
         return 0 <= at < len(self.pages) and self.pools.pages.unseal(self.pages[at])
 

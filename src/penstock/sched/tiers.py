@@ -104,7 +104,7 @@ class Tiers:
         self._out: deque[tuple[HostBlockId, Name]] = deque()
         """Blocks of the host that shall go to the disk, each held."""
         self._later = dict[bytes, Name]()
-        """What would go to the disk if not so much was on its way there already; held by nobody."""
+        """What would go to the disk if not so much was on its way there already; without a hold."""
         self._new: list[Transfer] = []
         self._told = 0
         """Of the keys that leave the disk, the first, which the plan under way says."""

@@ -55,7 +55,7 @@ class Transfer:
     """Blocks are copied to another tier while steps go on. It begins in the step of its plan, and is reported
     when it has landed.
 
-    What it reads was written by earlier steps, and nobody writes it, nor touches what it writes, until it has
+    What it reads was written by earlier steps. No step writes that, nor touches what it writes, until it has
     landed.
     """
 

@@ -61,7 +61,7 @@ class Sampler:
         self._choosy: set[Row] = set()
         """Of those, whoever wants more than the likeliest token."""
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        """Each row's newest token; the last is nobody's."""
+        """The newest token of each row; the last is for padding."""
         self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def admit(self, admission: Admission) -> None:

@@ -26,7 +26,7 @@ class Guide(Protocol):
     cannot be followed any further may only end."""
 
     def begin(self, row: Row, sampling: Sampling) -> None:
-        """Begin an output in this row, of which nothing has been said."""
+        """Begin an output in this row, without tokens so far."""
         ...
 
     def end(self, row: Row) -> None:
@@ -61,7 +61,7 @@ class _Line:
 
     sampling: Sampling
     untaken: Sequence[int]
-    """Known, and the guide has not been told."""
+    """The tokens that are known here and not to the guide."""
     begun: bool = False
     newest: tuple[Arriving, int] | None = None
     """Of the step that drew its newest token: all tokens, and which is its own."""

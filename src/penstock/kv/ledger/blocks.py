@@ -1,7 +1,7 @@
 """Which KV block holds what and who uses it: allocation, sharing by content, and giving up of blocks, over
 plain integers.
 
-A block is in one of three states, told by two facts, how many requests hold it and whether it has a key:
+A block is in one of three states, by two facts: how many requests hold it, and whether it has a key.
 
     free    no holder, no key: its contents mean nothing
     held    one holder or more; with a key its contents are final and others may come to hold it too
