@@ -35,7 +35,9 @@ from penstock.arch.layout import KVLayout, kv_layout
 from penstock.base.units import format_rate, format_size
 from penstock.bench.speed.measure import EDGE_STEPS, Laps
 from penstock.engine.boot import Booted
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.kv.ledger.keys import block_key, root_key
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
@@ -685,7 +687,7 @@ def planned(
     they are known before."""
     id, steps = scheduler.submit(prompt, GREEDY, 1), []
     if keys is not None:
-        scheduler._requests[id].keys.extend(keys)
+        scheduler._requests[id].kv.keys.extend(keys)
     while scheduler.busy:
         begin = time.perf_counter()
         plan = scheduler.plan()

@@ -117,7 +117,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _first_estimate() -> Iterator[None]:
     """What a tier assumes before anything was counted is worked out once, not for each of the thousands of
     tiers that tests make."""
-    from penstock.kv.ledger.evict import Returns
+    from penstock.kv.ledger.returns import Returns
 
     estimate, first = Returns._estimate, dict[str, object]()
 

@@ -87,7 +87,7 @@ class Sum:
         landed = [one for when, one in part._going.values() if when < part.ended]
         for one in landed:
             del part._going[one.id]
-        return Outcome((Result(int(self.total[0])), Result(int(self.total[1]))), tuple(landed))
+        return Outcome((Result((int(self.total[0]),)), Result((int(self.total[1]),))), tuple(landed))
 
 
 def befall(what: str) -> None:

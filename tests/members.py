@@ -16,7 +16,7 @@ from penstock.arch.shards import Shard
 from penstock.kv.movement.pool import KVPool
 from penstock.models.decoder import Decoder
 from penstock.ops.norm import add_rms_norm
-from penstock.step.plan import BlockId, Plan, Row, Share
+from penstock.step.plan import BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import Limits, padded, solve_model
 from penstock.weights.streaming.ring import Rates
@@ -200,4 +200,5 @@ def share(row: int, tokens: Sequence[int], start: int) -> Share:
         sample=True,
         prompt_length=(5, 13, 32)[row],
         next_prompt_tokens=asked,
+        kind=ShareKind.DECODE if len(tokens) == 1 else ShareKind.CHUNK,
     )

@@ -21,7 +21,7 @@ import tiny
 from far import LIMIT, SETTINGS, Ask, Line, apart, check, expected, layout_of
 from penstock import LLM, Completion
 from penstock.api.llm import Stream
-from penstock.kv.ledger.blocks import HostLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.kv.movement import carrier
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.diskpool import record_bytes

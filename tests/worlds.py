@@ -14,7 +14,7 @@ from penstock.kv.ledger.keys import block_key, root_key
 from penstock.sched.rules import Limits, PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.step.params import Sampling
-from penstock.step.plan import Outcome, Plan, RequestId, Result, Row, Share, TokenLogprob
+from penstock.step.plan import Outcome, Plan, RequestId, Result, Row, Share, ShareKind, TokenLogprob
 from penstock.step.request import FinishReason
 
 ROOT = root_key(b"a small world")
@@ -155,7 +155,7 @@ class Worker:
         assert fact is not None
         token = chosen(fact, table.sampling.seed)
         table.tokens.append(token)
-        return Result(token, TokenLogprob(token, -1.0, 1, ()), logprobs)
+        return Result((token,), (TokenLogprob(token, -1.0, 1, ()),), logprobs)
 
 
 @dataclass
@@ -342,7 +342,8 @@ class World:
         shares = {share.row: share for share in plan.shares}
         assert len(shares) == len(plan.shares), "a row has two shares"
         assert sum(len(share.tokens) for share in plan.shares) == plan.tokens <= self.limits.max_step_tokens
-        many = [len(share.tokens) > 1 for share in plan.shares]
+        many = [share.kind is not ShareKind.DECODE for share in plan.shares]
+        assert many == [len(share.tokens) > 1 for share in plan.shares], "a share of another kind"
         assert many == sorted(many), "a share of one token stands behind a longer one"
         if self.live:
             assert self.running()[0].row in shares, "the first has to wait"

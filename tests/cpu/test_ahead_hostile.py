@@ -15,13 +15,14 @@ import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId
 from penstock.engine import boot as booting
-from penstock.kv.ledger.blocks import BlockLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.memory.device import peak_of
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, Rows
 from penstock.ops.matrix import GroupViews
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Outcome, Plan, Result
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.graphs import DecodeGraphs
@@ -149,10 +150,10 @@ def served(scheduler: Scheduler, ahead: bool) -> None:
     flight: Plan | None = None
     while scheduler.busy or flight is not None:
         over, flight = flight, None
-        if over is None or (ahead and scheduler.may_run_ahead):
+        if over is None or ahead:
             plan = scheduler.plan()
             assert plan.shares or over is not None, "an empty step"
-            if plan.shares and ahead and scheduler.may_run_ahead:
+            if plan.shares and ahead:
                 scheduler.run_ahead(plan)
                 flight = plan
             elif plan.shares:
@@ -160,7 +161,7 @@ def served(scheduler: Scheduler, ahead: bool) -> None:
                 over = plan
         if over is not None:
             scheduler.commit(
-                over, Outcome(tuple(Result(1 if share.sample else None) for share in over.shares))
+                over, Outcome(tuple(Result((1,) if share.sample else ()) for share in over.shares))
             )
 
 
@@ -184,7 +185,11 @@ def test_a_prompt_that_just_fits_becomes_long_while_there_is_a_place_for_its_new
     size: int, ahead: bool
 ) -> None:
     scheduler = Scheduler(
-        BlockLedger(6), Limits(size, 64, 2, 100, recent=1), PrefixRule(ROOT), host=HostLedger(20), check=True
+        BlockLedger(6),
+        Limits(size, 64, 2, 100, recent=1),
+        PrefixRule(ROOT),
+        Storage(HostLedger(20)),
+        check=True,
     )
     scheduler.submit([0] * (6 * size - 1), sampling())
     served(scheduler, ahead)

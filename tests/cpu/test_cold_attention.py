@@ -30,7 +30,7 @@ from penstock.ops.attention.inputs import (
     Scratch,
 )
 from penstock.ops.kernels import attention_kernels, tile_kernels
-from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
+from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker.inputs import InputBuilder
 
@@ -358,7 +358,19 @@ def test_what_goes_to_host_blocks_alone_has_no_place_in_pages() -> None:
     spec = Shape.open(tiny.checkpoint("llama")).spec
     inputs = InputBuilder(spec, torch.device("cpu"), rows=2, blocks_per_row=8, block_size=BLOCK)
     pages, beyond = (BlockId(5), BlockId(3)), tuple(map(HostBlockId, range(4)))
-    long = Share(Row(1), 0, tuple(range(18)), 3, pages, False, 18, cold_stop=16, near=12, new_cold=beyond)
+    long = Share(
+        Row(1),
+        0,
+        tuple(range(18)),
+        3,
+        pages,
+        False,
+        18,
+        ShareKind.CHUNK,
+        cold_stop=16,
+        near=12,
+        new_cold=beyond,
+    )
     token = Share(Row(0), 2, (7,), 0, (BlockId(6),), True, 2)
     attention = inputs.build(Plan((), (token, long), ()), torch.zeros(3, dtype=torch.int64)).inputs.attention
     own = [6 * BLOCK + 2]

@@ -1323,7 +1323,7 @@ def test_what_the_disk_loses_is_computed_again(
         def damage(step: int) -> None:
             if step not in (3, 16):
                 return
-            held = llm.booted.engine.scheduler._running[0].host_blocks
+            held = llm.booted.engine.scheduler._queues.running[0].kv.host
             block = max(held) - near
             assert block >= 0
             for one in list(disk._writes):

@@ -27,7 +27,7 @@ from penstock.models.decoder import Decoder
 from penstock.ops import norm
 from penstock.ops.attention import dense
 from penstock.sched.rules import PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.span import KVSpan
 from penstock.worker.inputs import InputBuilder
 
 CASES = 100 if tiny.THOROUGH else 9
@@ -127,9 +127,9 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     "router: not normalised where it should be": (4, moe.mixture, "if moe.normalise", "if False"),
     "preemption: positions of what was sent back": (
         0,
-        Scheduler._let_go,
-        "request.computed = request.sealed",
-        "request.sealed",
+        KVSpan.reset,
+        "self.computed = self.host_sealed",
+        "self.host_sealed",
     ),
     "merge: sums of exponentials forgotten": (
         8,

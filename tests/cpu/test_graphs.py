@@ -26,7 +26,7 @@ from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
 from penstock.ops.attention import attend
 from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
-from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share
+from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import Limits, padded
 from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program, row_counts, run_counts, why_not
@@ -474,7 +474,7 @@ def test_recorded_steps_take_weights_that_stream_from_the_beginning_of_a_pass(
 
 
 ROW = Share(Row(0), 9, (1,), 0, (), sample=True, prompt_length=5)
-RUN = replace(ROW, tokens=(1, 2, 3))
+RUN = replace(ROW, tokens=(1, 2, 3), kind=ShareKind.CHUNK)
 HOST = (HostBlockId(3),)
 
 
@@ -496,6 +496,7 @@ HOST = (HostBlockId(3),)
         ([ROW, RUN], False),
         ([RUN, RUN], False),
         ([replace(RUN, sample=False)], False),
+        ([replace(RUN, kind=ShareKind.VERIFY)], False),
         ([replace(RUN, next_prompt_tokens=(4,))], False),
         ([replace(RUN, cold_stop=8)], False),
         ([replace(RUN, cold_start=4)], False),
@@ -505,7 +506,7 @@ HOST = (HostBlockId(3),)
     ],
 )
 def test_which_steps_are_replayed(shares: Sequence[Share], fits: bool) -> None:
-    """No others: KV beyond the pages, more than one new page or positions without a draw are nothing that a
+    """No others. KV beyond the pages, more than one new page or positions without a draw are nothing that a
     recorded step looks at."""
     step = Mock(spec=spec_of("llama"), suits=lambda share: True)
     step.spec = spec_of("llama")

@@ -4,7 +4,7 @@ needed."""
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -44,6 +44,7 @@ from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.tiles import Outbox, TileRing
 from penstock.memory import arena
+from penstock.worker.runner import Runner
 from streams import no_thread_left
 
 MIB = 1 << 20
@@ -62,6 +63,13 @@ def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
         return mapping, memory.fill_(255)
 
     monkeypatch.setattr(arena, "_mapped", dirty)
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def _ahead(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Steps wait for each other, or the next begins before the last has been committed."""
+    with patch.object(Runner, "ahead", request.param):
+        yield
 
 
 # ---- whatever the sizes
@@ -140,6 +148,7 @@ def brought(llm: LLM) -> int:
     return stats.copied
 
 
+@pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize("seed", range(100 if tiny.THOROUGH else 10))
 def test_whatever_the_sizes_and_whoever_comes_and_goes(seed: int) -> None:
     rng = random.Random(seed)
@@ -160,6 +169,7 @@ def everything_is_free(llm: LLM) -> None:
     assert scheduler.ledger.available == scheduler.ledger.blocks
 
 
+@pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize("sharing", [True, False])
 def test_requests_that_are_sent_back_lose_nothing(sharing: bool) -> None:
     """Five grow side by side, with host blocks for three of them at the end."""
@@ -174,6 +184,7 @@ def test_requests_that_are_sent_back_lose_nothing(sharing: bool) -> None:
     check("llama", asks, found)
 
 
+@pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize("name", ["llama_dynamic", "qwen3_windows"])
 def test_an_output_that_nobody_has_measured_grows_out_of_the_pages(name: str) -> None:
     rng = random.Random(name)
@@ -365,6 +376,7 @@ def test_a_length_that_needs_the_host_gets_it_unasked(tmp_path: Path) -> None:
 # ---- whatever is late
 
 
+@pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize("late", ["in", "out", "compute", "some"])
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows"])
 def test_whatever_is_late(name: str, late: str) -> None:
@@ -404,6 +416,7 @@ def test_arithmetic_must_wait_for_its_tile(mutant: bool) -> None:
         assert right(found) != mutant
 
 
+@pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize("mutant", [False, True])
 def test_a_slot_must_not_be_filled_before_its_tile_was_read(
     mutant: bool, monkeypatch: pytest.MonkeyPatch
@@ -424,6 +437,7 @@ def test_a_slot_must_not_be_filled_before_its_tile_was_read(
         assert right(answers(llm, [LONG])) != mutant
 
 
+@pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize("mutant", [False, True])
 def test_staging_must_not_be_filled_before_it_was_emptied(
     mutant: bool, monkeypatch: pytest.MonkeyPatch
@@ -447,6 +461,7 @@ def test_staging_must_not_be_filled_before_it_was_emptied(
         assert right(found) != mutant
 
 
+@pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize("mutant", [False, True])
 def test_a_block_must_not_be_read_before_it_has_landed(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """5. What one step sends lands when the next has copied its first tiles; or copies wait for it."""
@@ -503,6 +518,7 @@ def test_nothing_of_a_request_is_left_for_the_next(name: str, sharing: bool) -> 
             everything_is_free(llm)
 
 
+@pytest.mark.usefixtures("_ahead")
 @pytest.mark.parametrize("seed", range(16 if tiny.THOROUGH else 2))
 @pytest.mark.parametrize("calls", [CARRIER, STREAMS], ids=["carrier", "streams"])
 def test_interrupts_lose_nothing(calls: dict[type, list[str]], seed: int) -> None:

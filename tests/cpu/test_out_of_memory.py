@@ -86,7 +86,7 @@ def test_smaller_steps_take_its_place(
         assert scheduler.ledger.available == scheduler.ledger.blocks
         # What was too large is tried again after a while, when there may be more room.
         assert scheduler.narrowed is not None
-        scheduler._wait = min(scheduler._wait, 8)
+        scheduler._width._wait = min(scheduler._width._wait, 8)
         right(answers(llm, name), name)
         right(answers(llm, name), name)
         assert scheduler.narrowed is None

@@ -58,7 +58,7 @@ def leader() -> Iterator[Leader]:
 
 def ran(outcome: Outcome) -> int:
     """How many plans each rank had run before; it is the same on all of them, and they are all there."""
-    total, ones = (result.token for result in outcome.results)
+    total, ones = (result.tokens[0] for result in outcome.results)
     assert ones == RANKS
     assert total is not None
     assert total % RANKS == 0
@@ -454,7 +454,7 @@ leader, crew = led(2, patience=1.0)
 leader.run(NOTHING)
 print(*children(), flush=True)
 sys.stdin.readline()
-print(leader.run(NOTHING).results[0].token)
+print(leader.run(NOTHING).results[0].tokens[0])
 leader.close()
 """
     with nothing_left(), _python("-c", code, stdin=subprocess.PIPE) as process:
@@ -476,7 +476,7 @@ UNDER_TORCHRUN = """
 import sys
 from crews import NOTHING, led, order
 leader, crew = led(2)
-print(*(leader.run(NOTHING).results[0].token for _ in range(3)), flush=True)
+print(*(leader.run(NOTHING).results[0].tokens[0] for _ in range(3)), flush=True)
 try:
     if len(sys.argv) > 1:
         leader.run(order(sys.argv[1], 1))

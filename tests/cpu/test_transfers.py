@@ -24,7 +24,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from layouts import kv_of_heads
 from penstock.engine.engine import Engine
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.kv.movement import transfers as transfers_of_kv
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.movement.pool import KVPool
@@ -34,7 +36,7 @@ from penstock.kv.store.segments import SegmentFile
 from penstock.memory.disk import ReadError
 from penstock.memory.streams import HostTicket, Pieces, ThreadStream, Ticket
 from penstock.sched.rules import Limits, Name, Names, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import (
     BlockId,
@@ -1047,7 +1049,7 @@ class Impatient:
     def outcome(self) -> Outcome:
         if not self._plan.shares:
             raise KeyboardInterrupt
-        return Outcome(tuple(Result(0 if share.sample else None) for share in self._plan.shares))
+        return Outcome(tuple(Result((0,) if share.sample else ()) for share in self._plan.shares))
 
     def settle(self) -> tuple[Landed, ...]:
         return ()
@@ -1059,7 +1061,9 @@ class Impatient:
 def test_an_engine_whose_end_is_interrupted_is_closed_all_the_same() -> None:
     ranks = Impatient()
     engine = Engine(
-        Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"),
+        Scheduler(
+            BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), Storage(HostLedger(8), store="eager")
+        ),
         ranks,
     )
     engine.submit([1] * 9, sampling(), 1)
@@ -1126,14 +1130,16 @@ class Promised:
         if self.ranks.interrupts:
             raise KeyboardInterrupt
         self.ranks.ended.append(self.plan)
-        return Outcome(tuple(Result(0 if share.sample else None) for share in self.plan.shares))
+        return Outcome(tuple(Result((0,) if share.sample else ()) for share in self.plan.shares))
 
 
 def test_steps_end_in_the_order_in_which_they_began() -> None:
     """Also one that only moves blocks, behind one that computes."""
     ranks = InTurn()
     engine = Engine(
-        Scheduler(BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), host=HostLedger(8), store="eager"),
+        Scheduler(
+            BlockLedger(8), Limits(4, 16, 4, 100), PrefixRule(ROOT), Storage(HostLedger(8), store="eager")
+        ),
         ranks,
     )
     engine.submit([1] * 9, sampling(), 2)

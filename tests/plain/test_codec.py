@@ -29,6 +29,7 @@ from penstock.step.plan import (
     Route,
     Row,
     Share,
+    ShareKind,
     Transfer,
     TransferId,
 )
@@ -111,6 +112,7 @@ def whole_plan(many: int = 50) -> Plan:
             (BlockId(4), BlockId(9000)),
             False,
             90,
+            ShareKind.CHUNK,
             tuple(range(1, many + 1)),
             0,
             32,

@@ -20,7 +20,9 @@ from penstock.bench.traces.simulation import (
     replay,
 )
 from penstock.bench.traces.workloads import generate
-from penstock.kv.ledger.evict import Eviction, Lru, Prospect, Returns
+from penstock.kv.ledger.evict import Eviction, Lru
+from penstock.kv.ledger.prospect import Prospect
+from penstock.kv.ledger.returns import Returns
 from penstock.kv.ledger.shadows import Expert, Shadows, _Fifo, _Lru, _SecondUse
 
 THOROUGH = "PENSTOCK_THOROUGH" in os.environ

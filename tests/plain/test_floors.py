@@ -115,7 +115,7 @@ def test_an_empty_package_keeps_every_contract(empty_house: Path, lint: Lint) ->
         ("memory.intruder", "penstock.ops", {"floors"}),
         ("kv.ledger.intruder", "penstock.weights", {"floors"}),
         ("weights.pack.intruder", "penstock.models", {"floors"}),
-        ("sched.intruder", "penstock.worker", {"floors"}),
+        ("sched.intruder", "penstock.worker", {"floors", "sched"}),
         ("worker.intruder", "penstock.engine", {"floors"}),
         ("engine.intruder", "penstock.api", {"floors"}),
         ("api.intruder", "penstock.bench", {"floors"}),
@@ -127,8 +127,10 @@ def test_an_empty_package_keeps_every_contract(empty_house: Path, lint: Lint) ->
         ("base.intruder", "torch", {"no-torch"}),
         ("arch.intruder", "torch.nn.functional", {"no-torch"}),
         ("step.intruder", "torch", {"no-torch"}),
-        ("sched.intruder", "torch", {"no-torch"}),
+        ("sched.intruder", "torch", {"no-torch", "sched"}),
+        ("sched.span", "penstock.sched.growth", {"sched"}),
         ("kv.ledger.blocks", "torch", {"no-torch"}),
+        ("kv.ledger.prospect", "torch", {"no-torch"}),
         ("kv.ledger.keys", "torch", {"no-torch"}),
         ("engine.budget", "torch", {"no-torch"}),
     ],
@@ -142,7 +144,7 @@ def test_an_import_against_the_floors_breaks(
 
 def test_torch_is_found_behind_another_module(empty_house: Path, lint: Lint) -> None:
     intrude(empty_house, "memory.intruder", "torch")
-    intrude(empty_house, "sched.intruder", "penstock.memory.intruder")
+    intrude(empty_house, "sched.rules", "penstock.memory.intruder")
     assert broken(empty_house, lint) == {"no-torch"}
 
 

@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import pytest
 
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.rates import Curve, Line, Rates
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Event, Scheduler
+from penstock.sched.scheduler import Event, Scheduler, Storage
 from penstock.step.plan import Landed, Outcome, Plan, Result, Route, TransferId
 from worlds import ROOT, sampling
 
@@ -87,7 +89,7 @@ class Device:
         reports = tuple(Landed(id, self.going.pop(id)[1]) for id in landed)
         since, self.ended = max(begun.at, self.ended), self.now
         return Outcome(
-            tuple(Result(1 if share.sample else None) for share in plan.shares), reports, self.ended - since
+            tuple(Result((1,) if share.sample else ()) for share in plan.shares), reports, self.ended - since
         )
 
 
@@ -117,9 +119,7 @@ class Room:
             BlockLedger(pages),
             Limits(SIZE, STEP, 4, LONGEST + 1024, None, 1, 0),
             PrefixRule(ROOT),
-            host=HostLedger(2 * pages),
-            store="eager",
-            disk=DiskLedger(10000, keys),
+            Storage(HostLedger(2 * pages), DiskLedger(10000, keys), "eager"),
             doubles_at=DOUBLES_AT,
             clock=lambda: self.device.now,
         )
@@ -132,7 +132,7 @@ class Room:
         self.device.now += 5e-4
         if plan.shares or plan.transfers or plan.forget or (flight is None and self.tiers.moving):
             begun = self.device.begin(plan)
-            if plan.shares and self.scheduler.may_run_ahead:
+            if plan.shares:
                 self.scheduler.run_ahead(plan)
                 self._flight = begun
             else:

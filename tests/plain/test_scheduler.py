@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import RequestError
-from penstock.kv.ledger.blocks import BlockLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Scheduler
-from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share
+from penstock.sched.scheduler import Scheduler, Storage
+from penstock.step.plan import Admission, Outcome, Plan, RequestId, Result, Share, ShareKind, TokenLogprob
 from penstock.step.request import FinishReason
 from worlds import ROOT, World, sampling
 
+CHUNK = ShareKind.CHUNK
 NINE = [0, 1, 2, 0, 1, 2, 0, 1, 2]
 OTHER = [2, 2, 2, 2, 1, 1, 1, 1, 0]
 
@@ -49,7 +51,7 @@ def test_a_request_from_its_prompt_to_its_end() -> None:
     known = world.live[id]
     a, b, c, _ = known.expected
     admission = Admission(0, known.sampling, (0, 1, 2, 0, 1), ())
-    assert world.step() == Plan((admission,), (Share(0, 0, (0, 1, 2, 0, 1), 0, (0, 1), True, 5),))
+    assert world.step() == Plan((admission,), (Share(0, 0, (0, 1, 2, 0, 1), 0, (0, 1), True, 5, CHUNK),))
     assert world.step() == Plan((), (Share(0, 5, (a,), 2, (), True, 5),))
     assert world.step() == Plan((), (Share(0, 6, (b,), 2, (), True, 5),))
     assert world.step() == Plan((), (Share(0, 7, (c,), 2, (), True, 5),))
@@ -88,7 +90,7 @@ def test_an_end_token_ends_the_output_once_there_are_enough(min_tokens: int, out
     id = scheduler.submit([0], sampling(end=[2], min_tokens=min_tokens), 9)
     events = []
     for token in outputs:
-        events += scheduler.commit(scheduler.plan(), Outcome((Result(token),)))
+        events += scheduler.commit(scheduler.plan(), Outcome((Result((token,)),)))
     assert [(event.request, event.token) for event in events] == [(id, token) for token in outputs]
     assert [event.finish for event in events] == [None] * (len(outputs) - 1) + [FinishReason.STOP]
     assert not scheduler.busy
@@ -97,8 +99,40 @@ def test_an_end_token_ends_the_output_once_there_are_enough(min_tokens: int, out
 def test_an_end_token_as_the_last_that_fits_is_a_stop() -> None:
     scheduler = World().scheduler
     scheduler.submit([0], sampling(end=[2]), 1)
-    (event,) = scheduler.commit(scheduler.plan(), Outcome((Result(2),)))
+    (event,) = scheduler.commit(scheduler.plan(), Outcome((Result((2,)),)))
     assert event.finish is FinishReason.STOP
+
+
+def test_of_several_tokens_of_a_step_those_after_an_end_are_dropped() -> None:
+    scheduler = World().scheduler
+    scheduler.submit([0, 1], sampling(end=[2], min_tokens=2), 9)
+    plan = scheduler.plan()
+    logprobs = tuple(TokenLogprob(token, -0.5, 1, ()) for token in (2, 1, 2, 0))
+    events = scheduler.commit(plan, Outcome((Result((2, 1, 2, 0), logprobs),)))
+    assert [(event.token, event.logprob, event.finish) for event in events] == [
+        (2, logprobs[0], None),
+        (1, logprobs[1], None),
+        (2, logprobs[2], FinishReason.STOP),
+    ]
+    assert not scheduler.busy
+    scheduler.check()
+
+
+def test_several_tokens_of_a_step_end_at_the_most_that_were_asked_for() -> None:
+    scheduler = World().scheduler
+    scheduler.submit([0, 1], sampling(), 2)
+    events = scheduler.commit(scheduler.plan(), Outcome((Result((1, 1, 1)),)))
+    assert [(event.token, event.finish) for event in events] == [(1, None), (1, FinishReason.LENGTH)]
+
+
+@pytest.mark.parametrize("fault", ["broken", "wrong"])
+def test_of_several_tokens_the_last_is_the_one_with_a_fault(fault: str) -> None:
+    world = World()
+    world.scheduler.submit([0, 1, 2, 0], sampling(), 9)
+    result = Result((1, 2), broken=fault == "broken", wrong=fault == "wrong")
+    events = world.scheduler.commit(world.scheduler.plan(), Outcome((result,)))
+    assert [event.finish for event in events] == [None, FinishReason.ERROR]
+    assert (world.ledger.cached, world.scheduler.wrong) == ((1, 0) if fault == "broken" else (0, 1))
 
 
 # -- sharing
@@ -672,14 +706,14 @@ def test_a_plan_may_be_interrupted_anywhere(preempts: bool) -> None:
 def test_check_sees_a_request_that_holds_what_the_ledger_does_not_know() -> None:
     world, _, _ = preempting()
     world.scheduler.check()
-    world.ledger.release([world.scheduler._running[0].blocks[-1]])
+    world.ledger.release([world.scheduler._queues.running[0].kv.pages[-1]])
     with pytest.raises(AssertionError, match="holders on record"):
         world.scheduler.check()
 
 
 def test_check_sees_a_lost_row() -> None:
     world, _, _ = preempting()
-    world.scheduler._rows.pop()
+    world.scheduler._queues.free_rows.pop()
     with pytest.raises(AssertionError, match="a row is lost"):
         world.scheduler.check()
 
@@ -725,7 +759,7 @@ def test_after_an_interrupt_all_start_anew_in_their_turns() -> None:
 def crowd(*, host: int = 0) -> tuple[Scheduler, list[RequestId]]:
     """Four requests, each of which lacks only its newest token."""
     scheduler = Scheduler(
-        BlockLedger(80), Limits(4, 16, 4, 300), PrefixRule(ROOT), host=HostLedger(host), check=True
+        BlockLedger(80), Limits(4, 16, 4, 300), PrefixRule(ROOT), Storage(HostLedger(host)), check=True
     )
     ids = [scheduler.submit([number, 1, 2], sampling(), 70) for number in range(4)]
     yielded(scheduler)
@@ -735,7 +769,7 @@ def crowd(*, host: int = 0) -> tuple[Scheduler, list[RequestId]]:
 def yielded(scheduler: Scheduler) -> Plan:
     """A step is carried out."""
     plan = scheduler.plan()
-    scheduler.commit(plan, Outcome(tuple(Result(0 if share.sample else None) for share in plan.shares)))
+    scheduler.commit(plan, Outcome(tuple(Result((0,) if share.sample else ()) for share in plan.shares)))
     return plan
 
 

@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from penstock.base.errors import RequestError
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.proofs import prove_plan
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
 from penstock.step.params import Sampling
 from penstock.step.plan import (
@@ -39,6 +41,7 @@ from penstock.step.plan import (
     Route,
     Row,
     Share,
+    ShareKind,
     Transfer,
     TransferId,
 )
@@ -245,7 +248,7 @@ class Worker:
         table = self.rows[share.row]
         token = chosen(table.facts(len(table.tokens))[-1], table.sampling.seed)
         table.tokens.append(token)
-        return Result(token)
+        return Result((token,))
 
 
 @dataclass
@@ -280,8 +283,10 @@ class Hall:
         share: bool = True,
         rope_from: int | None = None,
         ahead: bool = False,
+        alike: bool = True,
     ) -> None:
-        """ahead: whether a step begins before the last is committed, where it may."""
+        """ahead: whether a step begins before the last is committed. alike: whether blocks on the host are
+        what they are in pages."""
         self.ahead, self.flight = ahead, cast(tuple[Plan, Outcome] | None, None)
         self.ledger, self.host = BlockLedger(blocks), HostLedger(host_blocks)
         self.limits = Limits(block_size, max_step_tokens, max_sequences, max_length, long_from, recent, near)
@@ -289,9 +294,7 @@ class Hall:
             self.ledger,
             self.limits,
             PrefixRule(ROOT, share, rope_from),
-            host=self.host,
-            store=store,
-            disk=DiskLedger(disk) if disk else None,
+            Storage(self.host, DiskLedger(disk) if disk else None, store, alike),
             check=True,
         )
         self.worker = Worker(blocks, host_blocks, block_size, rope_from)
@@ -329,12 +332,12 @@ class Hall:
 
     def step(self) -> Plan:
         """Returns the plan that is committed, or has begun if none is."""
-        if self.flight is None or (self.ahead and self.scheduler.may_run_ahead):
+        if self.flight is None or self.ahead:
             before = self.scheduler.preemptions
             plan = self.scheduler.plan()
             self._judge(plan, preempted=self.scheduler.preemptions > before)
             begun = plan, self.worker.run(plan)
-            if self.ahead and self.scheduler.may_run_ahead and plan.shares:
+            if self.ahead and plan.shares:
                 self.scheduler.run_ahead(plan)
                 self.ran_ahead += any(UNKNOWN in share.tokens for share in plan.shares)
                 if self.flight is None:
@@ -364,7 +367,13 @@ class Hall:
                 self.ended.append(self.live.pop(known.id))
 
     def prove(self, plan: Plan) -> None:
-        prove_plan(plan, self.scheduler._by_row, self.host, self.limits.block_size)
+        prove_plan(
+            plan,
+            self.scheduler._queues.by_row,
+            self.scheduler._written_ahead(),
+            self.host,
+            self.limits.block_size,
+        )
 
     def _judge(self, plan: Plan, *, preempted: bool) -> None:
         size, recent = self.limits.block_size, self.limits.recent
@@ -388,6 +397,9 @@ class Hall:
                 )
 
     def interrupt(self) -> None:
+        """What has begun and is not committed may have been carried out in part."""
+        if self.flight is not None:
+            self.worker.spoil(self.flight[0])
         self.flight = None
         self.recover(self.worker.spoil(self.scheduler.plan()))
 
@@ -447,6 +459,7 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
         (),
         False,
         22,
+        ShareKind.CHUNK,
         cold_start=0,
         cold_stop=16,
         near=16,
@@ -462,6 +475,7 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
         (BlockId(0),),
         True,
         22,
+        ShareKind.CHUNK,
         cold_start=16,
         cold_stop=20,
         near=20,
@@ -491,6 +505,49 @@ def test_a_long_request_from_its_prompt_to_its_end() -> None:
     )
     assert hall.scheduler.plan() == Plan((), (last,), (Order(BlockId(0), HostBlockId(15)),))
     assert hall.ledger.available == 5, "the page that leaves is not free in the step that carries the order"
+
+
+def test_what_a_step_under_way_sends_is_found_when_it_is_committed_itself() -> None:
+    """The next plan has begun to fill more, and reads what the step under way writes."""
+    hall = Hall(host_blocks=20, blocks=8, ahead=True, max_step_tokens=8)
+    hall.submit([*TEN, *TEN, *TEN], 4)
+    hall.step()
+    assert cold(hall.step()) == [(0, 8, 0, 8, (), (10, 11))]
+    assert hall.flight is not None
+    assert cold(hall.flight[0]) == [(8, 16, 8, 16, (), (12, 13))]
+    (request,) = hall.scheduler._queues.running
+    found = [hall.host.find(request.kv.key(index)) for index in range(4)]
+    assert found == [10, 11, None, None]
+    hall.interrupt()
+    hall.drain()
+
+
+@pytest.mark.parametrize("near", [0, None])
+def test_short_ones_have_a_token_of_each_step_beside_a_long_one(near: int | None) -> None:
+    """Each of them in a plan that is made before the last one is committed."""
+    hall = Hall(blocks=20, host_blocks=60, ahead=True, max_step_tokens=12, near=near)
+    short = [hall.submit([0, 1, first], 17) for first in range(3)]
+    hall.step()
+    long = hall.submit(TEN * 5, 9)
+    for step in range(14):
+        plan = hall.step()
+        assert hall.flight is not None, "the long one keeps the next plan waiting"
+        ahead = {share.row: share for share in hall.flight[0].shares}
+        assert sum(UNKNOWN in share.tokens for share in ahead.values()) >= 3, step
+        assert len(plan.shares) >= 3
+    assert set(hall.live) == {*short, long}
+    hall.drain()
+
+
+def test_whoever_comes_meanwhile_finds_what_has_been_committed() -> None:
+    hall = Hall(host_blocks=40, blocks=8, ahead=True, max_step_tokens=8)
+    prompt = [*TEN, *TEN, *TEN, *TEN]
+    hall.submit(prompt, 4)
+    for _ in range(4):
+        hall.step()
+    hall.submit([*prompt, 1], 4)
+    hall.drain()
+    assert hall.ended[1].cached >= 8
 
 
 def test_a_page_that_left_is_free_in_the_next_step() -> None:
@@ -647,7 +704,7 @@ def test_a_long_newcomer_needs_pages_for_its_tail(blocks: int, admitted: bool) -
 
 
 def running(hall: Hall) -> list[RequestId]:
-    return [request.id for request in hall.scheduler._running]
+    return [request.id for request in hall.scheduler._queues.running]
 
 
 def until_preempted(hall: Hall) -> Plan:

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.rates import Rates
+from penstock.sched.request import Phase
 from penstock.sched.rules import Names
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, Landed, Plan, RequestId, Route
-from penstock.step.request import Phase
 from plain.test_scheduler_long import TEN, Hall, Nights, Worker
 from worlds import ALPHABET
 
@@ -375,6 +377,22 @@ def test_a_long_request_keeps_the_host_blocks_that_it_needs_next(route: Route) -
     for _ in range(10):
         hall.step()
         assert hall.phase(id) is Phase.RUNNING
+
+
+def test_blocks_that_are_others_on_the_host_come_from_the_disk_for_long_requests_alone() -> None:
+    """As where they rest in fp8: none goes up, and none comes down."""
+    hall = Quay(host_blocks=20, blocks=12, disk=20, long_from=20, recent=0, alike=False)
+    hall.only_on_disk([*A, *A], B)
+    assert len(hall.disk) == len([*A, *A]) // SIZE
+    hall.submit([*A, *A], 2)
+    went = [routes(hall.step()) for _ in range(3)]
+    assert went == [[(Route.IN, len(hall.disk) - (len([*A, *A]) % SIZE == 0))], [], []]
+    hall.drain()
+    hall.host.forget()
+    hall.submit([*A, 1], 2)
+    assert [routes(hall.step()) for _ in range(2)] == [[], []]
+    hall.drain()
+    assert hall.worker.landed[Route.UP] == hall.worker.landed[Route.DOWN] == 0
 
 
 def test_a_slow_disk_keeps_no_long_request_waiting() -> None:

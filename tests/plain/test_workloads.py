@@ -7,7 +7,9 @@ import pytest
 from penstock.bench.traces.simulation import POLICIES, read, replay
 from penstock.bench.traces.tiered import DiskAdmission, _request, serve
 from penstock.bench.traces.workloads import HELD_OUT, TUNED, WORKLOADS, generate, write
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.tiers import Tiers
 
 

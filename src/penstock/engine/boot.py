@@ -33,7 +33,9 @@ from penstock.engine.team import (
     share_threads,
     team_config,
 )
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.kv.ledger.keys import root_key
 from penstock.kv.movement.carrier import Carrier, Streams
 from penstock.kv.movement.pool import KVPool
@@ -57,7 +59,7 @@ from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Limits, PrefixRule
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import Scheduler, Storage
 from penstock.sched.tiers import Store
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -652,10 +654,7 @@ def _scheduler(
         BlockLedger(budget.blocks),
         settled.limits,
         prefixes,
-        host=host,
-        alike=far is None or far.layout.rounded_from is None,
-        store=kept,
-        disk=disk,
+        Storage(host, disk, kept, alike=far is None or far.layout.rounded_from is None),
         doubles_at=doubles_at(settled.spec, settled.layouts)
         * settled.shard.ranks,  # Of matrices a rank has but a part.
         check=config.check,

@@ -26,10 +26,12 @@ _MOST_LOST = 8
 
 
 class Ranks(Protocol):
-    """Whoever carries out plans."""
+    """The one or several workers that carry out plans."""
 
     @property
-    def carrier(self) -> "Carrier | None": ...
+    def carrier(self) -> "Carrier | None":
+        """The carrier of KV beyond the device, if there is any."""
+        ...
 
     @property
     def ahead(self) -> bool:
@@ -37,20 +39,26 @@ class Ranks(Protocol):
         arithmetic has ended."""
         ...
 
-    def begin(self, plan: Plan) -> Step: ...
-
-    def settle(self) -> tuple[Landed, ...]: ...
-
-    def check(self) -> None:
-        """Raises what has ended them, if nobody has been told of it."""
+    def begin(self, plan: Plan) -> Step:
+        """Begin a plan, or have it begun on all ranks."""
         ...
 
-    def close(self) -> None: ...
+    def settle(self) -> tuple[Landed, ...]:
+        """Wait for all that is under way, after a step that was broken off. Return what came of transfers."""
+        ...
+
+    def check(self) -> None:
+        """Raise what has ended them, if it has not been raised before."""
+        ...
+
+    def close(self) -> None:
+        """Free the devices."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The engine at this moment, and its counts since it started."""
+    """The state of the engine at this moment, and its counts since it started."""
 
     running: int
     waiting: int
@@ -72,7 +80,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the last step came."""
+    """The point that the last step came to."""
 
     reached: int
     """Tokens whose KV is there, of the prompt that it left unfinished; 0 if it left none. There is never more
@@ -82,7 +90,8 @@ class Progress:
 
 
 class Engine:
-    """Requests in, events out. One thread at a time; requests may come and go between any two steps."""
+    """The engine: requests in, events out. One thread at a time; requests may come and go between any two
+    steps."""
 
     def __init__(self, scheduler: Scheduler, ranks: Ranks, note: Callable[[], None] | None = None) -> None:
         """note: done before the end."""
@@ -105,6 +114,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
+        """Whether there is a request that has not ended, or a step under way."""
         return self.scheduler.busy or self._flight is not None
 
     def submit(
@@ -115,18 +125,19 @@ class Engine:
         priority: int = 0,
         salt: bytes = b"",
     ) -> RequestId:
+        """Queue a request: see Scheduler.submit. Raises EngineClosedError."""
         self._open()
         return self.scheduler.submit(prompt, sampling, max_tokens, priority, salt)
 
     def stop(self, request: RequestId, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request and free what it holds. False if it has already ended."""
+        """End a request and free what it holds. Return False if it has already ended."""
         return self.scheduler.stop(request, reason)
 
     def step(self) -> list[Event]:
-        """One step for all requests. Interrupted while planning or computing, or when KV does not come back
-        as it was, all of them start anew with the next step and lose nothing. So they do when the device has
-        too little memory for a step, in smaller ones. After any other failure, also of taking in results, the
-        engine serves no more.
+        """Do one step for all requests. Interrupted while planning or computing, or when KV does not come
+        back as it was, all of them start anew with the next step and lose nothing. So they do when the device
+        has too little memory for a step, in smaller ones. After any other failure, also of taking in results,
+        the engine serves no more.
 
         Where ranks compute by themselves the next step is begun first, and then the events of the one before
         it are returned: while a step is computed the next is planned, and what the last has yielded is looked
@@ -168,7 +179,7 @@ class Engine:
         """Begins a step, unless that has to wait for the one under way; the steps that have come to their
         end."""
         flight, self._flight = self._flight, None
-        if flight is not None and not (ranks.ahead and self.scheduler.may_run_ahead):
+        if flight is not None and not ranks.ahead:
             return [(flight[0], flight[1].outcome())]
         plan = self.scheduler.plan()
         ended = []
@@ -176,7 +187,7 @@ class Engine:
             self._cold = self.scheduler.host.blocks - self.scheduler.host.available
             self._planned = plan
             step = ranks.begin(plan)
-            if plan.shares and ranks.ahead and self.scheduler.may_run_ahead:
+            if plan.shares and ranks.ahead:
                 self.scheduler.run_ahead(plan)
                 self._flight = plan, step
             else:
@@ -211,7 +222,7 @@ class Engine:
         return events
 
     def check(self) -> None:
-        """Between steps: raises what has ended the ranks, after which the engine serves no more."""
+        """Raise, between steps, what has ended the ranks, after which the engine serves no more."""
         try:
             self._open().check()
         except DeviceError as fault:
@@ -219,9 +230,9 @@ class Engine:
             raise
 
     def tend(self, seconds: float = 0.0) -> None:
-        """Between requests: let a step end of which nobody wants anything any more, let blocks that were
-        computed set out, and wait so long for those on their way; for those to the host always, which takes
-        milliseconds."""
+        """Look after what is left between requests: let a step end whose tokens are no longer wanted, let
+        blocks that were computed set out, and wait so long for those on their way; for those to the host
+        always, which takes milliseconds."""
         if self._ranks is not None and self._flight is not None and not self.scheduler.busy:
             self.step()
         until, steps = monotonic() + seconds, 3
@@ -277,7 +288,7 @@ class Engine:
         self.close()
 
     def stats(self) -> Stats:
-        """The engine at this moment, and its counts since it started."""
+        """Return the state of the engine at this moment, and its counts since it started."""
         scheduler, ledger = self.scheduler, self.scheduler.ledger
         return Stats(
             running=scheduler.running,
@@ -296,8 +307,8 @@ class Engine:
         )
 
     def missed_stats(self) -> MissedStats:
-        """What attention policies have left out. On several ranks, of rank 0's heads. From any thread, also
-        while a step runs."""
+        """Return what attention policies have left out. On several ranks, of rank 0's heads. From any thread,
+        also while a step runs."""
         ranks = self._ranks
         carrier = ranks.carrier if ranks is not None else None
         return (
@@ -307,8 +318,8 @@ class Engine:
         )
 
     def kv_stats(self) -> KVStats | None:
-        """KV of long contexts, in the last step; None if there is no room for any. From any thread, also
-        while a step runs."""
+        """Return the KV of long contexts, in the last step; None if there is no room for any. From any
+        thread, also while a step runs."""
         ranks = self._ranks  # Another thread may close the engine meanwhile.
         carrier = ranks.carrier if ranks is not None else None
         if carrier is None:
@@ -328,7 +339,7 @@ class Engine:
         )
 
     def tier_stats(self) -> TierStats | None:
-        """Of prefixes on other tiers; None if there are none."""
+        """Return the counts of prefixes on other tiers; None if there are none."""
         ranks, tiers = self._ranks, self.scheduler.tiers
         carrier = ranks.carrier if ranks is not None else None
         if carrier is None or carrier.transfers is None:

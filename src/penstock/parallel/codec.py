@@ -40,20 +40,22 @@ _SWAP = sys.byteorder == "big"
 
 
 class Codec(Generic[T]):
-    """Of one frozen dataclass. Raises TypeError if it has a field of a kind that cannot be carried."""
+    """The code of one frozen dataclass. Raises TypeError if it has a field of a kind that cannot travel."""
 
     def __init__(self, kind: type[T]) -> None:
         self._column = _column(kind, kind.__name__)
         self._digest = crc32(str(self._column).encode())
 
     def encode(self, value: T) -> bytes:
+        """Return a value as a message."""
         parts: list[bytes] = [b""]
         self._column.write([value], parts)
         body = b"".join(parts)
         return _HEAD.pack(_NAME, self._digest, len(body), crc32(body)) + body
 
     def decode(self, message: bytes) -> T:
-        """Raises DeviceError if the message is not exactly what an encoder of the same schema has made."""
+        """Return the value of a message. Raises DeviceError if it is not exactly what an encoder of the same
+        schema has made."""
         if len(message) < _HEAD.size:
             _refuse(f"has {len(message)} bytes, fewer than its head")
         name, digest, length, checksum = _HEAD.unpack_from(message)
@@ -151,11 +153,15 @@ class _Choice:
 
     def __init__(self, members: Sequence[object], name: str) -> None:
         self._members, self._name = list(members), name
-        self._places = {member: place for place, member in enumerate(members)}
+        # By identity, since the hash of an Enum's member takes longer than all else here.
+        self._places = {id(member): place for place, member in enumerate(members)}
         assert len(members) < 256
 
     def write(self, values: Sequence[Any], parts: list[bytes]) -> None:
-        parts.append(bytes(map(self._places.__getitem__, values)))
+        if values and values.count(values[0]) == len(values):  # As in most steps.
+            parts.append(bytes((self._places[id(values[0])],)) * len(values))
+        else:
+            parts.append(bytes(map(self._places.__getitem__, map(id, values))))
 
     def read(self, source: _Source, count: int) -> list[Any]:
         places = source.take(count)

@@ -1,15 +1,14 @@
-"""Requests whose blocks come from another tier: whether they are brought or computed, who waits for them and
+"""Requests that get blocks from another tier: whether they are brought or computed, who waits for them and
 how long, what came."""
 
 from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
 
-from penstock.kv.ledger.blocks import BlockLedger, HostLedger
-from penstock.sched.rules import Limits, Names, PrefixRule, names_of
+from penstock.sched.request import Request
+from penstock.sched.rules import Names
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import HostBlockId, Route, Transfer, TransferId
-from penstock.step.request import Request
 
 _PATIENCE, _LEAST_PATIENCE = 30.0, 0.05
 """Seconds for which a request waits for blocks from another tier: where it is not known how long to compute
@@ -17,32 +16,18 @@ them takes, and at least."""
 
 
 class Arrivals:
-    """Written only by the Scheduler."""
+    """The requests that wait for blocks from another tier. It is written by the scheduler alone."""
 
     def __init__(
-        self,
-        tiers: Tiers,
-        pages: BlockLedger,
-        host: HostLedger,
-        limits: Limits,
-        prefixes: PrefixRule,
-        promised: Callable[[], int],
-        clock: Callable[[], float] = monotonic,
+        self, tiers: Tiers, size: int, promised: Callable[[], int], clock: Callable[[], float] = monotonic
     ) -> None:
-        """promised: how many host blocks others will need."""
-        self._tiers, self._pages, self._host, self._prefixes, self._promised = (
-            tiers,
-            pages,
-            host,
-            prefixes,
-            promised,
-        )
-        self._size = limits.block_size
-        self._clock = clock
+        """size: tokens of a block. promised: how many host blocks others will need."""
+        self._tiers, self._pages, self._host = tiers, tiers.pages, tiers.host
+        self._size, self._promised, self._clock = size, promised, clock
         self._awaited: dict[TransferId, Request] = {}
 
     def reset(self) -> None:
-        """Nobody waits for anything any more."""
+        """Forget all who wait."""
         self._awaited.clear()
         self._tiers.rates.reset()
 
@@ -50,21 +35,24 @@ class Arrivals:
 
     def fetch(self, request: Request) -> bool:
         """Bring the request's next blocks from the host, or from the disk to the host, if they are there and
-        that is faster than to compute them. Whether it has to wait for them."""
-        usable = self._tiers.pays and request.share_prefix and request.punctual
+        that is faster than to compute them. Return whether it has to wait for them."""
+        kv = request.kv
+        tiers, short = self._tiers, not kv.long
+        below = tiers.below_device if short else tiers.has_lower_tier
+        usable = below and request.share_prefix and request.punctual
         # While it computes the first part the rest is on its way.
-        if not usable or request.meets or request.computed % self._size:
+        if not usable or request.meets or kv.computed % self._size:
             return False
-        first = request.computed // self._size
-        if not request.long and first == len(request.blocks):
-            blocks = self._host.run_of(self._prefixes.next_keys(request, first, self._size))
+        first = kv.computed // self._size
+        if short and first == len(kv.pages):
+            blocks = self._host.run_of(kv.next_keys(first))
             if blocks and len(blocks) <= self._pages.available:
                 return self._bring_up(request, first, blocks)
             if blocks:
                 return False
-        if not request.patient or (request.long and first != len(request.host_blocks)):
+        if not request.patient or (kv.long and first != len(kv.host)):
             return False
-        count = self._tiers.on_disk(self._prefixes.next_keys(request, first, self._size))
+        count = tiers.on_disk(kv.next_keys(first))
         return count > 0 and self._bring_in(request, first, count)
 
     def _bring_up(self, request: Request, first: int, blocks: Sequence[HostBlockId]) -> bool:
@@ -74,17 +62,17 @@ class Arrivals:
         ):
             self._decline(request, first + count)
             return False
-        id = self._tiers.bring_up(names_of(request, first, count), blocks)
+        id = self._tiers.bring_up(request.kv.names(first, count), blocks)
         rates.sets_out(id, Route.UP, count, self._clock())
         self._wait(request, id)
         return True
 
     def _bring_in(self, request: Request, first: int, count: int) -> bool:
-        rates, names, size = self._tiers.rates, names_of(request, first, count), self._size
+        rates, names, size = self._tiers.rates, request.kv.names(first, count), self._size
         # A long request's chunks are two tokens at least.
         front, after = 0, self._after(request, first + count)
         if size > 1:
-            front = rates.computed_first(count, size, first * size, after, self._clock(), not request.long)
+            front = rates.computed_first(count, size, first * size, after, self._clock(), not request.kv.long)
         if front:
             self._decline(request, first + front)
         wanted = names.part(front)
@@ -110,7 +98,7 @@ class Arrivals:
 
     def _decline(self, request: Request, stop: int) -> None:
         """Blocks up to this index are there, and will be computed all the same."""
-        first = max(request.weighed, request.computed // self._size)
+        first = max(request.weighed, request.kv.computed // self._size)
         if stop > first:
             self._tiers.counts.recomputed += stop - first
             request.weighed = stop
@@ -118,8 +106,8 @@ class Arrivals:
     # ---- waiting
 
     def meet(self, request: Request) -> bool:
-        """Whether a request has come to blocks that are still on their way, for which it waits."""
-        if not request.meets or request.computed < request.meets * self._size:
+        """Tell whether a request has come to blocks that are still on their way. If so it waits for them."""
+        if not request.meets or request.kv.computed < request.meets * self._size:
             return False
         request.meets = 0
         if request.meeting is None or not self._tiers.is_coming(request.meeting):
@@ -135,17 +123,18 @@ class Arrivals:
             self._tiers.rates.waited()
 
     def is_late(self, request: Request) -> bool:
-        """Whether what a request waits for should have been there for so long that it would be computed by
-        now; then it waits no more.
+        """Tell whether what a request waits for should have been there for so long that it would be computed
+        by now. If so it waits no more.
 
-        So nobody waits much longer than it takes to load and to compute it, and what is only a little late is
-        not thrown away. While the device has yet to do what it was told before, it would compute nothing
-        else, and copies to it wait for that too."""
+        So no request waits much longer than it takes to load and to compute it, and what is only a little
+        late is not thrown away. While the device has yet to do what it was given before, it would compute
+        nothing else, and copies to it wait for that too.
+        """
         assert request.arriving is not None
         # What had begun before is over by the first time that this is asked, and not sooner.
         request.since = min(request.since, self._clock())
         rates, count = self._tiers.rates, self._tiers.count_of(request.arriving)
-        computing = rates.computing(request.computed, count * self._size)
+        computing = rates.computing(request.kv.computed, count * self._size)
         limit = _PATIENCE if rates.token is None else max(_LEAST_PATIENCE, computing)
         if self._clock() - max(request.since + rates.backlog, rates.due(request.arriving)) < limit:
             return False
@@ -155,7 +144,7 @@ class Arrivals:
         return True
 
     def leave(self, request: Request) -> None:
-        """The request waits for nothing any more; what is on its way will be cached."""
+        """Let a request wait for nothing any more. What is on its way will be cached."""
         if request.arriving is not None:
             del self._awaited[request.arriving]
             request.arriving = None
@@ -163,8 +152,8 @@ class Arrivals:
     # ---- what came
 
     def take_in(self, transfer: Transfer, names: Names, right: int) -> None:
-        """The first `right` blocks of a transfer have come: to the host, where who waits will find them, or
-        to pages, which are its own."""
+        """Take in the first `right` blocks of a transfer. They have come to the host, where who waits will
+        find them, or to pages, which are the request's own."""
         self._tiers.rates.came(transfer.id)
         request = self._awaited.pop(transfer.id, None)
         pages = transfer.pages[:right]
@@ -179,16 +168,15 @@ class Arrivals:
             if request.cached is None:
                 request.from_disk += right * self._size
             return
-        request.blocks.extend(pages)
-        request.computed += right * self._size
-        request.sealed = len(request.blocks)
+        request.kv.take_in(pages)
         if request.cached is None:
             request.from_host += right * self._size
         elif request.meeting is not None:
             self.met(request, right * self._size)
 
     def met(self, request: Request, tokens: int) -> None:
-        """So many tokens that came from the disk while those before them were computed need not be."""
+        """Count tokens that came from the disk while those before them were computed, and need not be
+        computed."""
         request.meeting = None
         assert request.cached is not None
         request.cached += tokens

@@ -4,9 +4,9 @@ what does not."""
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from penstock.kv.ledger.blocks import HostLedger
-from penstock.step.plan import HostBlockId, Plan, Row
-from penstock.step.request import Request
+from penstock.kv.ledger.host import HostLedger
+from penstock.sched.request import Request
+from penstock.step.plan import HostBlockId, Plan, RequestId, Row, ShareKind
 
 
 def prove_rows(
@@ -16,7 +16,8 @@ def prove_rows(
     free: Sequence[Row],
     rows: int,
 ) -> None:
-    """Who runs has a row of its own, who waits has nothing, and both queues are in order of turns."""
+    """Prove that who runs has a row of its own, that who waits has nothing, and that both queues are in order
+    of turns."""
     assert sorted([*free, *by_row]) == list(range(rows)), "a row is lost or given twice"
     for queue in (running, waiting):
         assert all(sooner.turn < later.turn for sooner, later in pairwise(queue)), (
@@ -26,49 +27,50 @@ def prove_rows(
         owner = None if request.row is None else by_row[request.row]
         assert owner is request, f"request {request.id} does not own its row"
     for request in waiting:
-        holds = request.row is not None or request.blocks or request.host_blocks or request.computed
+        kv = request.kv
+        holds = request.row is not None or kv.pages or kv.host or kv.computed
         assert not holds, f"waiting request {request.id} holds something"
 
 
 def prove_kv(request: Request, size: int) -> None:
-    """What a request has computed lies in its blocks of `size` tokens, without a gap."""
-    name, paged, pages, host = (
-        f"request {request.id}",
-        request.paged,
-        len(request.blocks),
-        len(request.host_blocks),
-    )
-    assert request.computed <= request.length, f"{name} is computed beyond its end"
-    assert max(host, paged + pages) * size >= request.computed, f"{name} lacks blocks for its KV"
-    assert paged <= host, f"{name} has a gap between host blocks and pages"
-    assert not pages or paged + pages >= host, f"{name} has pages that end before its host blocks"
-    assert host * size <= request.computed, f"{name} has host blocks beyond its KV"
-    assert request.long or not host, f"{name} is short and has host blocks"
-    if request.steady:
-        assert not request.long, f"{name} is steady and long"
-        assert request.steady <= pages * size, f"{name} is steady where it has no place"
-        assert request.tabled == pages, f"{name} is steady, and the workers do not know of all its pages"
-        assert request.computed + 1 >= request.length, (
-            f"{name} is steady and lacks more than its newest token"
-        )
+    """Prove that what a request has computed lies in its blocks of `size` tokens, without a gap."""
+    name, kv = f"request {request.id}", request.kv
+    first, pages, host = kv.first_page, len(kv.pages), len(kv.host)
+    # While a draft is being verified it is computed too.
+    assert kv.computed <= request.length or request.ending, f"{name} is computed beyond its end"
+    assert max(host, first + pages) * size >= kv.computed, f"{name} lacks blocks for its KV"
+    assert first <= host, f"{name} has a gap between host blocks and pages"
+    assert not pages or first + pages >= host, f"{name} has pages that end before its host blocks"
+    assert host * size <= kv.computed, f"{name} has host blocks beyond its KV"
+    assert kv.long or not host, f"{name} is short and has host blocks"
+    if kv.fast_decode_until:
+        assert not kv.long, f"{name} decodes fast and is long"
+        assert kv.fast_decode_until <= pages * size, f"{name} decodes fast where it has no place"
+        assert kv.table_length == pages, f"{name} decodes fast, and the workers do not know of all its pages"
+        assert kv.computed + 1 >= request.length, f"{name} decodes fast and lacks more than its newest token"
 
 
-def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size: int) -> None:
-    """What a step writes to the host, and what it reads there, is its own or final."""
+def prove_plan(
+    plan: Plan, by_row: Mapping[Row, Request], ahead: Mapping[RequestId, int], host: HostLedger, size: int
+) -> None:
+    """Prove that what a step writes to the host, and what it reads there, is its own or final.
+
+    ahead: how many leading host blocks of requests a step under way fills.
+    """
     sources = {order.target: order.source for order in plan.orders}
     assert len(sources) == len(plan.orders), "two orders go to one block"
     leaving = set(sources.values())
     written: set[HostBlockId] = set()
     for share in plan.shares:
         request = by_row[share.row]
-        name, blocks = f"request {request.id}", request.host_blocks
-        assert share.cold_stop == len(blocks) * size == request.host_tabled * size, (
+        name, kv, blocks = f"request {request.id}", request.kv, request.kv.host
+        assert share.cold_stop == len(blocks) * size == kv.host_table_length * size, (
             f"{name} has a wrong table of host blocks"
         )
-        assert request.tabled == request.paged + len(request.blocks) == -(-share.stop // size), (
+        assert kv.table_length == kv.first_page + len(kv.pages) == -(-share.stop // size), (
             f"{name} has a wrong block table"
         )
-        assert share.near == request.paged * size <= share.cold_stop, f"{name} has a gap before its pages"
+        assert share.near == kv.first_page * size <= share.cold_stop, f"{name} has a gap before its pages"
         assert share.cold_start == min(share.near, share.start), (
             f"{name} reads what is neither on the host nor in pages"
         )
@@ -76,8 +78,10 @@ def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size
         assert share.cold_stop <= share.start or share.start % size == 0, (
             f"{name} writes part of a block to the host"
         )
-        assert len(share.tokens) > 1 or share.cold_stop <= share.start, f"{name} decodes into a host block"
-        for index in range(request.sealed, len(blocks)):
+        decodes = share.kind is ShareKind.DECODE
+        assert decodes == (len(share.tokens) == 1), f"{name} has a share of another kind than its tokens"
+        assert not decodes or share.cold_stop <= share.start, f"{name} decodes into a host block"
+        for index in range(max(kv.host_sealed, ahead.get(request.id, 0)), len(blocks)):
             assert host.is_private(blocks[index]), f"{name} writes a host block that others read"
             assert blocks[index] not in written, f"{name} writes a host block that another writes"
             ordered = sources.pop(blocks[index], None) is not None
@@ -85,6 +89,6 @@ def prove_plan(plan: Plan, by_row: Mapping[Row, Request], host: HostLedger, size
                 f"{name} reads a host block before it is written, or writes it twice"
             )
             written.add(blocks[index])
-        pages = request.blocks[max(0, share.start // size - request.paged) :]
+        pages = kv.pages[max(0, share.start // size - kv.first_page) :]
         assert not leaving.intersection(pages), f"{name} writes a page that is copied to the host"
-    assert not sources, "an order of nobody's block"
+    assert not sources, "an order of a block that no request has"

@@ -3,17 +3,17 @@ never by a trial that anyone waits for.
 
 A step takes its time even for few tokens, and so does a transfer for few blocks. A transfer is a line:
 something that it takes anyway, and something for each block. Computing is no line: as long as the device
-waits for what it is told, more tokens cost nothing, and then each costs its share, the more the further back
+waits for its work, more tokens cost nothing, and then each costs its share, the more the further back
 it looks. So it is a curve through what was measured.
 
 Why what is decided is seldom later than computing alone. Both ways are counted to the first token: bringing
-with the step that is left then, and with what is computed meanwhile, whose tokens are the cheap ones. So
+with the step that is left then, and with what is computed meanwhile, at the price of the cheap tokens. So
 blocks that a step would have computed for nothing are not brought. What is not known counts against the disk:
 beyond what was measured computing is thought to be as cheap as it may be, a step of few tokens to take as
 long as one of many, the disk to be as late as it was lately and behind all that it was asked for. A disk of
 which nothing is known, or that seemed too slow, is asked for a few blocks beside while all is computed, so
-that nobody pays for looking. And arithmetic that goes on while its request waits is not measured: it would
-seem to take no time.
+that no request pays for looking. And arithmetic that goes on while its request waits is not measured: it
+would seem to take no time.
 """
 
 import math
@@ -32,13 +32,13 @@ _LAST = 6
 _APART = 2
 """Two counts, one of them so many times the other, tell what lies between."""
 _LEAST_SPLIT = 8
-"""Blocks of which some are computed and some come."""
+"""Blocks that are computed in part, while the others come."""
 _FIXED = 2e-3
 """Seconds that bringing blocks takes beside their copies: a step is planned without them, and another when
 they have come."""
 _STEP = 0.02
 """Seconds that a step of few tokens may take, if less is not known and one of more tokens took as long."""
-_HOPE = 0.8
+_RETRY_DISCOUNT = 0.8
 """Of what copies up took, what they are thought to take when that was too long."""
 _SURE = 0.9
 """Of what bringing spares, it must take less than this."""
@@ -47,7 +47,7 @@ _LATE = 0.1
 _TRIED = 128
 """Tokens that are waited for from a disk at most while nothing is known of it, since then little is lost."""
 _FEW = 8
-"""Blocks that come beside, for nobody, to tell how fast."""
+"""Blocks that come beside, for no request, to tell how fast."""
 _AGAIN = 8
 """Times that a disk seems too slow, until it is looked at again, at most."""
 _MOST_TOLD = 128
@@ -55,31 +55,33 @@ _MOST_TOLD = 128
 
 
 class Line:
-    """`first + each * count`, through the last few measurements: the middle one of the lines that any two of
-    them give, so that one which was held up does not tell. Never less than nothing."""
+    """A line `first + each * count` through the last few measurements. It is the middle one of the lines that
+    any two of them give, so that one which was held up does not tell. Never less than nothing."""
 
     def __init__(self) -> None:
         self._seen = deque[tuple[float, float]](maxlen=_LAST)
 
     def add(self, count: float, seconds: float) -> None:
+        """Note that so many blocks took so many seconds."""
         self._seen.append((count, seconds))
 
     def scale(self, factor: float) -> None:
-        """As if all had taken so much of its time."""
+        """Change all measurements as if they had taken `factor` times as long."""
         self._seen = deque([(count, seconds * factor) for count, seconds in self._seen], maxlen=_LAST)
 
     @property
     def seen(self) -> list[tuple[float, float]]:
+        """The measurements that are kept: counts and seconds."""
         return list(self._seen)
 
     @property
     def most(self) -> float:
-        """Of the counts that were measured."""
+        """The largest count that was measured."""
         return max(count for count, _ in self._seen)
 
     def fit(self) -> tuple[float, float]:
-        """`first` and `each`. Where the counts are too much alike, or what is measured is no line, nothing is
-        said to be taken beside."""
+        """Return `first` and `each`, in seconds. Where the counts are too much alike, or what is measured is
+        no line, `first` is 0."""
         apart = [
             (more[1] - less[1]) / (more[0] - less[0])
             for less in self._seen
@@ -95,7 +97,8 @@ class Line:
 
 
 class Curve:
-    """Seconds by the work of steps, straight between what was measured; more work never takes less.
+    """A curve from the work of steps to seconds, straight between what was measured. More work never takes
+    less.
 
     A point for every size that was seen, twice as many as there are powers of two: the middle one of the last
     few measurements, so that neither many steps of one size nor one that was held up says anything about
@@ -112,6 +115,7 @@ class Curve:
         return bool(self._sizes)
 
     def add(self, work: float, seconds: float) -> None:
+        """Note that a step of so much work took so many seconds."""
         size = math.frexp(work * work)[1]
         self._sizes.setdefault(size, deque(maxlen=_LAST)).append((seconds, work))
         self._middle[size] = median_low(self._sizes[size])
@@ -128,13 +132,13 @@ class Curve:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """Work and seconds, the least work first."""
+        """The work and seconds of each point, the least work first."""
         return list(zip(self._work, self._seconds, strict=True))
 
     @property
     def slope(self) -> float:
-        """Seconds that one more takes beyond what was measured, at least; nothing if steps were too much
-        alike to tell."""
+        """The seconds that one more unit of work takes beyond what was measured, at least; 0 if steps were
+        too much alike to tell."""
         work, seconds = self._work[-1], self._seconds[-1]
         before = bisect_left(self._work, work / 2) - 1
         return (
@@ -145,12 +149,15 @@ class Curve:
 
     @property
     def mean(self) -> float:
-        """Seconds that each takes in the most work that was measured."""
+        """The seconds for each unit of the most work that was measured."""
         return self._seconds[-1] / self._work[-1]
 
     def at(self, work: float, least: float = 0.0, dear: bool = False) -> float:
-        """least: what less work than was ever measured takes at least, if that took as long. dear: of more
-        than that, each takes what it took on average, not what one more took."""
+        """Return the seconds that so much work takes.
+
+        least: what less work than was ever measured takes at least, if that took as long.
+        dear: whether each unit of more work than that takes what it took on average, not what one more took.
+        """
         index = bisect_left(self._work, work)
         if index == len(self._work):
             return self.mean * work if dear else self._seconds[-1] + self.slope * (work - self._work[-1])
@@ -178,7 +185,7 @@ class _Coming:
 
 @dataclass(slots=True)
 class Rates:
-    """Seconds, unknown until something has been measured."""
+    """The rates that were measured, in seconds. They are unknown until something has been measured."""
 
     token: float | None = None
     """For each of the first tokens of a long prompt. All that is known of computing as long as no step was
@@ -205,9 +212,11 @@ class Rates:
     # ---- what was measured
 
     def stepped(self, work: float, tokens: int, seconds: float, ended: bool) -> None:
-        """A step of so many tokens. ended: whether its arithmetic was waited for, which is when all steps
-        before it have ended too. A step without any only waited, and one of newest tokens alone is of another
-        kind: neither says anything."""
+        """Note a step of so many tokens. A step without any only waited, and one of newest tokens alone is of
+        another kind: neither says anything.
+
+        ended: whether its arithmetic was waited for, which is when all steps before it have ended too.
+        """
         if not tokens or (work <= tokens and not self._tokens and self.doubles_at < math.inf):
             return
         self._work += work
@@ -220,25 +229,25 @@ class Rates:
             self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, False
 
     def waited(self) -> None:
-        """Who has computed something waits for blocks, while its arithmetic goes on: that is no
-        measurement."""
+        """Note that a request that has computed something waits for blocks while its arithmetic goes on: that
+        is no measurement."""
         self._hidden = True
 
     def abandoned(self) -> None:
-        """What is computed for somebody is wanted no more: its arithmetic goes on, and nobody waits for its
-        end."""
+        """Note that what is computed for a request is wanted no more: its arithmetic goes on, and nothing
+        waits for its end."""
         self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, True
 
     def sets_out(self, id: TransferId, route: Route, blocks: int, now: float) -> None:
-        """Blocks come, after those that come already."""
+        """Note that blocks set out, behind those of the same route."""
         last = next((coming for coming in reversed(self._coming.values()) if coming.route is route), None)
         since, before = (now, 0) if last is None else (last.since, last.before + last.blocks)
         due = now + self.queued(route, now) + (self._expected(route, blocks) or 0.0)
         self._coming[id] = _Coming(route, blocks, now, since, before, due)
 
     def moved(self, route: Route, blocks: int, seconds: float) -> None:
-        """Blocks have landed, so long after they set out. From a disk what came at the same time counts too;
-        copies are measured alone."""
+        """Note that blocks have landed, so many seconds after they set out. From a disk what came at the same
+        time counts too; copies are measured alone."""
         if route is Route.IN:
             coming = next(
                 (one for one in self._coming.values() if one.route is route and one.blocks == blocks), None
@@ -252,25 +261,28 @@ class Rates:
         self.beside[route], self.block[route] = line.fit()
 
     def came(self, id: TransferId) -> None:
-        """Nothing of it is under way any more."""
+        """Note that nothing of a transfer is under way any more."""
         self._coming.pop(id, None)
 
     def reset(self) -> None:
-        """Nothing is under way any more."""
+        """Note that nothing is under way any more."""
         self._coming.clear()
         self._work, self._tokens, self._seconds, self._hidden = 0.0, 0, 0.0, False
 
     # ---- for the next process
 
     def told(self) -> dict[str, object]:
-        """What is known, in plain numbers."""
+        """Return what is known, in plain numbers, for the next process."""
         moves = {route.name: line.seen for route, line in self._moves.items()}
         return {"steps": self._steps.points, "moves": moves, "late": self.late}
 
     def recall(self, told: object, steps: bool) -> None:
-        """What another process knew, as it was told. What is not as it should be is nothing; a disk that was
-        only written is thought to be read as fast, lest nobody who asks but once in a process ever has
-        anything of it. steps: whether it computed as this one does."""
+        """Take over what another process knew, as `told` gave it. What is not as it should be is ignored. A
+        disk that was only written is thought to be read as fast, so that a process that asks it only once has
+        something of it too.
+
+        steps: whether that process computed as this one does.
+        """
         if not isinstance(told, dict):
             return
         for work, seconds in _pairs(told.get("steps")) if steps else ():
@@ -293,15 +305,17 @@ class Rates:
     # ---- what that tells
 
     def work(self, start: int, tokens: int) -> float:
-        """Of so many tokens from this position on, in that of the first."""
+        """Return the work of so many tokens from position `start` on, in that of the first token."""
         return tokens * (1 + (start + tokens / 2) / self.doubles_at)
 
     def computing(self, start: int, tokens: int, least: float = 0.0, dear: bool = False) -> float:
-        """Seconds until so many tokens from this position on are computed. least, dear: as for Curve."""
+        """Return the seconds until so many tokens from position `start` on are computed. least, dear: as for
+        Curve."""
         work = self.work(start, tokens)
         return self._steps.at(work, least, dear) if self._steps else (self.token or 0.0) * work
 
     def seconds(self, route: Route, blocks: float) -> float | None:
+        """Return the seconds that so many blocks take by this route; None if that is not known."""
         per_block = self.block.get(route)
         return None if per_block is None else self.beside.get(route, 0.0) + per_block * blocks
 
@@ -320,18 +334,19 @@ class Rates:
         return seconds * (1 + self.late)
 
     def queued(self, route: Route, now: float) -> float:
-        """Seconds until what is under way has come. What is late is thought to take as long again as it is
-        late."""
+        """Return the seconds until what is under way has come. What is late is thought to take as long again
+        as it is late."""
         coming = [one for one in self._coming.values() if one.route is route]
         return max(0.0, coming[-1].due - now, now - coming[0].due) if coming else 0.0
 
     @property
     def backlog(self) -> float:
-        """Seconds that the device may take, at most, for what it was told and nobody has waited for yet."""
+        """The seconds that the device may take, at most, for what it was given and nothing has waited for
+        yet."""
         return self._steps.at(self._work) if self._steps else 0.0
 
     def due(self, id: TransferId) -> float:
-        """When it was expected to have come as it set out."""
+        """Return when a transfer was expected to have come as it set out."""
         return self._coming[id].due
 
     # ---- what is decided
@@ -339,8 +354,9 @@ class Rates:
     def loading_pays(
         self, seconds: float | None, start: int, tokens: int, after: int = 0, dear: bool = False
     ) -> bool:
-        """Whether to bring blocks of so many tokens from this position on, which takes so long, rather than
-        compute them, where `after` more are computed then. What is not known is tried. dear: as for Curve."""
+        """Tell whether to bring blocks of so many tokens from position `start` on, which takes `seconds`,
+        rather than compute them, where `after` more are computed then. What is not known is tried. dear: as
+        for Curve."""
         if seconds is None or self.token is None:
             return True
         # A step of the last tokens alone takes its time too.
@@ -348,7 +364,7 @@ class Rates:
         return seconds + _FIXED < _SURE * spared
 
     def copying_pays(self, blocks: int, size: int, start: int, after: int, now: float) -> bool:
-        """Whether blocks of `size` tokens each are brought from the host rather than computed, and the
+        """Tell whether to bring blocks of `size` tokens each from the host rather than compute them, and the
         `after` tokens after them. Of more tokens than were ever computed copies are nearly always faster."""
         seconds = self._expected(Route.UP, blocks)
         if self.loading_pays(
@@ -361,16 +377,16 @@ class Rates:
             return True
         # Next time the way up is thought to be a little faster, if that would help.
         if self.loading_pays(0.0, start, blocks * size, after) and Route.UP in self._moves:
-            self._moves[Route.UP].scale(_HOPE)
+            self._moves[Route.UP].scale(_RETRY_DISCOUNT)
             self.beside[Route.UP], self.block[Route.UP] = self._moves[Route.UP].fit()
         return False
 
     def computed_first(
         self, blocks: int, size: int, start: int, after: int = 1, now: float = 0.0, up: bool = True
     ) -> int:
-        """Of so many blocks on disk, of `size` tokens each and from this position on, how many of the first
-        had better be computed while the rest comes, so that both are done at once. All of them where what
-        would be left to come is not worth the waiting.
+        """Return how many of the first of so many blocks on disk, of `size` tokens each and from position
+        `start` on, had better be computed while the rest comes, so that both are done at once. All of them,
+        where what would be left to come is not worth the waiting.
 
         after: tokens that are computed then. up: whether blocks are copied to the device when they have come.
         """
@@ -401,7 +417,7 @@ class Rates:
         return front
 
     def look_again(self) -> int:
-        """The disk seems too slow. How many blocks had better come all the same, for nobody: a few, soon
+        """Return how many blocks had better come for no request, where the disk seems too slow: a few, soon
         again at first and then now and then, so that it is seen when it is fast enough. None while others
         come."""
         if any(coming.route is Route.IN for coming in self._coming.values()):

@@ -1,34 +1,34 @@
-"""What a scheduler keeps to: the limits of steps and requests, and how prefixes are named."""
+"""The limits that a scheduler keeps to, and how prefixes are named."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.kv.ledger.keys import block_keys, root_key
-from penstock.step.request import Request
+from penstock.kv.ledger.keys import root_key
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step and a request may be at most."""
+    """The most that a step and a request may have. Lengths are in tokens, pages and blocks in blocks."""
 
     block_size: int
+    """Tokens of a block."""
     max_step_tokens: int
     max_sequences: int
     max_length: int
     """Tokens of a request, prompt and output together."""
     long_from: int | None = None
-    """Tokens, prompt and output together, from which a request is long; None, or more than KV on the device
-    holds, is what that does not hold. Without host blocks no request is long."""
+    """Tokens, prompt and output together, from which a request is long. With None, a request is long if the
+    device cannot hold its KV. Without host blocks no request is long."""
     recent: int = 2
     """Newest full blocks of a long request that are on the device alone."""
     near: int | None = None
-    """Most blocks of a long request that are both on the host and on the device; None is as many as there are
-    pages to spare."""
+    """Most blocks of a long request that are both on the host and on the device. With None, there are as many
+    as there are pages to spare."""
 
 
 class Name(NamedTuple):
-    """A block's key, and that of the block which it continues."""
+    """The key of a block, and the key of the block that it continues."""
 
     key: bytes
     parent: bytes | None
@@ -36,7 +36,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of some blocks."""
+    """The names of several blocks, column by column."""
 
     keys: Sequence[bytes]
     parents: Sequence[bytes | None]
@@ -48,6 +48,7 @@ class Names:
         return zip(self.keys, self.parents, strict=True)
 
     def part(self, start: int = 0, stop: int | None = None) -> "Names":
+        """Return the names [start, stop)."""
         return Names(self.keys[start:stop], self.parents[start:stop])
 
 
@@ -61,37 +62,12 @@ class PrefixRule:
 
     root: bytes
     share: bool = True
+    """Whether requests share blocks at all."""
     length_matters_from: int | None = None
 
     def root_of(self, prompt_length: int, salt: bytes = b"") -> bytes:
-        """The first link of a prompt's keys. salt: what tells those apart who must not share."""
+        """Return the first link of a prompt's keys. Requests of different `salt` never share a block."""
         root = root_key(self.root, "salt", salt) if salt else self.root
         if self.length_matters_from is None or prompt_length <= self.length_matters_from:
             return root
         return root_key(root, prompt_length)
-
-    def key(self, request: Request, index: int, size: int) -> bytes:
-        """The key of the request's full block `index` of `size` tokens, with those before it."""
-        keys = request.keys
-        if len(keys) <= index:
-            # All that there are: whoever asks for one will ask for the next.
-            parent = keys[-1] if keys else self.root_of(request.prompt_length, request.salt)
-            keys += block_keys(parent, request.tokens[len(keys) * size : request.known], size)
-        return keys[index]
-
-    def next_keys(self, request: Request, first: int, size: int) -> Sequence[bytes]:
-        """Of the request's full blocks from `first` on, but for one that holds its last token."""
-        last = (request.length - 1) // size
-        if first >= last:
-            return ()
-        self.key(request, last - 1, size)
-        return request.keys[first:last]
-
-    def name(self, request: Request, index: int, size: int) -> Name:
-        return Name(self.key(request, index, size), request.keys[index - 1] if index else None)
-
-
-def names_of(request: Request, first: int, count: int) -> Names:
-    """Of blocks whose keys are known."""
-    keys = request.keys[first : first + count]
-    return Names(keys, [request.keys[first - 1] if first else None, *keys[:-1]])

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.rates import Rates
 from penstock.sched.rules import Name, Names
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route, Transfer, TransferId
@@ -29,8 +31,8 @@ _AT_ONCE = 256
 
 
 @dataclass(slots=True)
-class Counts:
-    """Since the engine started, in blocks."""
+class TierCounts:
+    """Counts since the engine started, in blocks."""
 
     moved: Counter[Route] = field(default_factory=Counter)
     lost: Counter[Route] = field(default_factory=Counter)
@@ -47,8 +49,8 @@ class Counts:
     """That were waited for in vain."""
 
     def began(self, prompt: int, cached: int, came_up: int, came_in: int) -> None:
-        """A request computes its first token: `cached` of its tokens were found, so many of them not in
-        pages, nor on the host."""
+        """Note that a request computes its first token: `cached` of its tokens were found, so many of them
+        not in pages, nor on the host."""
         self.prompts += prompt
         self.found_disk += came_in
         self.found_host += max(0, came_up - came_in)
@@ -65,7 +67,8 @@ class _Going:
 
 
 class Tiers:
-    """One thread; written only by the Scheduler. Without host blocks nothing ever moves."""
+    """The blocks of all tiers and what moves between them. One thread; written only by the Scheduler. Without
+    host blocks nothing ever moves."""
 
     def __init__(
         self,
@@ -77,14 +80,17 @@ class Tiers:
         disk: DiskLedger | None = None,
         step_blocks: int = 1,
     ) -> None:
-        """alike: whether blocks on the host are what they are on the device; if not, none go from one to the
-        other. step_blocks: new pages that a step may take at most."""
+        """alike: whether blocks on the host are what they are on the device. If not, none go from one to the
+        other; between host and disk they go all the same. step_blocks: new pages that a step may take at
+        most."""
         self.pages, self.host, self.disk = pages, host, disk
-        self.pays = alike and host.near > 0
-        """Whether there may be anything beyond the device."""
-        self.store: Store = store if self.pays else "off"
+        self.below_device = alike and host.near > 0
+        """Whether pages may come from the host, and go there."""
+        self.has_lower_tier = self.below_device or (host.near > 0 and disk is not None)
+        """Whether any blocks may come from another tier."""
+        self.store: Store = store if self.below_device else "off"
         self.rates = Rates()
-        self.counts = Counts()
+        self.counts = TierCounts()
         self._watermark = _AHEAD * step_blocks
         self._next = 0
         self._going: dict[TransferId, _Going] = {}
@@ -98,7 +104,7 @@ class Tiers:
         self._out: deque[tuple[HostBlockId, Name]] = deque()
         """Blocks of the host that shall go to the disk, each held."""
         self._later = dict[bytes, Name]()
-        """What would go to the disk if not so much was on its way there already; held by nobody."""
+        """What would go to the disk if not so much was on its way there already; without a hold."""
         self._new: list[Transfer] = []
         self._told = 0
         """Of the keys that leave the disk, the first, which the plan under way says."""
@@ -118,34 +124,34 @@ class Tiers:
         return bool(self._down or self._out or self._new or leaves)
 
     def is_coming(self, id: TransferId) -> bool:
-        """Whether it is under way."""
+        """Tell whether a transfer is under way."""
         return id in self._going
 
     def pages_of(self, id: TransferId) -> Sequence[BlockId]:
-        """That a transfer which is under way fills."""
+        """Return the pages that a transfer under way fills."""
         return self._going[id].transfer.pages
 
     @property
     def pages_held(self) -> int:
-        """Pages that nobody can be given until transfers have landed, but for those that somebody waits
-        for."""
+        """The number of pages that are not available until transfers have landed, but for those that a
+        request waits for."""
         return sum(len(going.transfer.pages) for going in self._going.values()) + len(self._down)
 
     def count_of(self, id: TransferId) -> int:
-        """Blocks of a transfer that is under way."""
+        """Return the number of blocks of a transfer under way."""
         return len(self._going[id].names)
 
     # ---- finding
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """A request has found this content, on whichever tier."""
+        """Note that a request has found this content, on whichever tier."""
         self.pages.use(keys)
         self.host.use(keys)
         if self.disk is not None:
             self.disk.use(keys)
 
     def on_disk(self, keys: Iterable[bytes]) -> int:
-        """How many of the first of these the disk has and the host has not."""
+        """Return how many of the first of these the disk has and the host has not."""
         disk, host, count = self.disk, self.host, 0
         if disk is not None:
             for key in keys:
@@ -157,16 +163,16 @@ class Tiers:
     # ---- setting out
 
     def bring_up(self, names: Names, blocks: Sequence[HostBlockId]) -> TransferId:
-        """From host blocks to as many new pages, which the caller has seen to be available. They are the
-        transfer's."""
+        """Copy host blocks to as many new pages, which the caller has seen to be available. They are the
+        transfer's until it lands."""
         self.host.hold_run(names.keys, blocks)
         self._found += map(Name, names.keys, names.parents)
         pages = self.pages.allocate(len(blocks))
         return self._go(Route.UP, names, pages, blocks)
 
     def bring_in(self, names: Names, promised: int = 0) -> TransferId | None:
-        """From the disk to the host, as many as there is room for; None if there is none, or one is on its
-        way.
+        """Read blocks from the disk to the host, as many as there is room for. Return None if there is none,
+        or one of them is on its way.
 
         promised: host blocks that others will need.
         """
@@ -186,19 +192,19 @@ class Tiers:
         return min(self.host.available_near, self.host.available - promised)
 
     def computed(self, key: bytes, parent: bytes | None) -> None:
-        """A page with this content has been computed; it may be given up before the next plan, or have
-        been."""
+        """Note that a page with this content has been computed. It may be given up before the next plan, or
+        have been."""
         if self.store == "eager" and (page := self.pages.find(key)) is not None:
             self._want_down(page, Name(key, parent))
 
     def sealed_on_host(self, block: HostBlockId, key: bytes, parent: bytes | None) -> None:
-        """A long request has written a block there, and it has its key."""
+        """Note that a long request has written a block on the host, and that it has its key."""
         if self.host.is_near(block) and self.host.find(key) == block:
             self._want_out(block, Name(key, parent))
 
     def plan(self, promised: int = 0) -> tuple[tuple[Transfer, ...], tuple[bytes, ...]]:
-        """What sets out in this step, and what the disk gives up. Called last in a plan: pages that it needs
-        have been allocated.
+        """Return what sets out in this step, and the keys that the disk gives up. Called last in a plan:
+        pages that it needs have been allocated.
 
         promised: host blocks that running requests will need.
         """
@@ -289,9 +295,9 @@ class Tiers:
     # ---- landing
 
     def landed(self, reports: Sequence[Landed]) -> Iterator[tuple[Transfer, Names, int]]:
-        """Take in what has landed. Of each transfer to the device or from the disk: itself, its blocks'
-        names, none if they are not to be known, and how many of its first blocks are right. Pages of those
-        are the caller's from then on, with the hold that they have."""
+        """Take in what has landed. Yield for each transfer to the device or from the disk: itself, the names
+        of its blocks, none if they are not to be known, and how many of its first blocks are right. Pages of
+        those are the caller's from then on, with the hold that they have."""
         found, self._found = self._found, []
         if self.disk is not None:
             del self.disk.leaving[: self._told]
@@ -356,8 +362,8 @@ class Tiers:
     # ---- the end
 
     def reset(self, reports: Sequence[Landed] = ()) -> None:
-        """Nothing is under way any more, of which these are the last reports, and nobody holds anything. What
-        the disk is to forget, it still is."""
+        """Note that nothing is under way any more, of which these are the last reports, and that all blocks
+        are free. The disk still forgets what it was to forget."""
         self._told = 0
         if self.disk is not None:
             self.disk.vacate()
@@ -378,8 +384,8 @@ class Tiers:
         self._new, self._found = [], []
 
     def forget(self) -> int:
-        """Nothing on disk is to be found any more, nor what is on its way anywhere. Returns how many blocks
-        the disk gives up."""
+        """Forget everything on disk, and what is on its way anywhere. Return how many blocks the disk gives
+        up."""
         for going in self._going.values():
             going.wanted = False
         for page, name in self._down:
@@ -395,8 +401,7 @@ class Tiers:
         return self.disk.clear() if self.disk is not None else 0
 
     def forget_some(self, keys: Sequence[bytes]) -> None:
-        """These are not to be found on disk any more, and nothing of what any transfer with one of them
-        brings is."""
+        """Forget these keys on disk, and what any transfer with one of them brings."""
         some = set(keys)
         for going in self._going.values():
             going.wanted = going.wanted and some.isdisjoint(going.names.keys)
@@ -416,7 +421,7 @@ class Tiers:
                 self.disk.give_up(key)
 
     def held(self) -> tuple[list[Sequence[BlockId]], list[Sequence[HostBlockId]]]:
-        """What transfers hold, and what is to set out."""
+        """Return the pages and the host blocks that transfers hold, and those that are to set out."""
         going = [going.transfer for going in self._going.values()]
         pages: list[Sequence[BlockId]] = [transfer.pages for transfer in going]
         blocks: list[Sequence[HostBlockId]] = [transfer.blocks for transfer in going]

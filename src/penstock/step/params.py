@@ -18,27 +18,31 @@ MOST_OUTPUTS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings of one request. `None` means: as the model's generation_config.json says, else no
-    effect.
+    """The sampling settings of one request. `None` means: as the model's generation_config.json says, else no
+    effect. Raises RequestError when a value is out of range.
 
-    temperature: 0 is greedy; above 0 divides the logits. Without a model default: 1.0. top_k: keep the k most
-    probable tokens; 0 keeps all. top_p: keep the smallest set of tokens whose probability reaches p (nucleus
-    sampling, Holtzman et al. 2019). min_p: drop tokens less probable than min_p times the most probable one
-    (Nguyen et al. 2024). repetition_penalty: above 1 makes every token of prompt and output less likely
-    (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from a token's logit once if it is
-    in the output, and once per occurrence. logit_bias: token id to a number added to its logit. seed: the
-    same seed, prompt and settings give the same random numbers, whatever else runs in the batch. stop:
-    strings that end the output, and are cut from it unless `include_stop`. stop_token_ids: tokens that end
-    the output, beside the model's own end tokens. shown_tokens: special tokens that are part of the text,
-    which is without the others. min_tokens: no end token is sampled before this many; max_tokens: at most
-    this many, None up to the context's end. ignore_eos: go on after the model's end tokens. structure: what
-    an output must be as a whole, such as JSON of a schema. It ends by itself when it is. n: how many
-    independent outputs for the prompt. logprobs: None, or how many most likely tokens to report with each
-    output token, beside the chosen one; -1 is the whole vocabulary. prompt_logprobs: the same for each prompt
-    token but the first. Log-probabilities are of the model's own distribution,
-        before penalties and temperature.
-
-    Raises RequestError when a value is out of range.
+    temperature: 0 is greedy; above 0 divides the logits. Without a model default: 1.0.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens whose probability reaches p (nucleus sampling, Holtzman et al.
+    2019).
+    min_p: drop tokens less probable than min_p times the most probable one (Nguyen et al. 2024).
+    repetition_penalty: above 1 makes every token of prompt and output less likely (Keskar et al. 2019).
+    presence_penalty, frequency_penalty: subtracted from a token's logit once if it is in the output, and once
+    per occurrence.
+    logit_bias: token id to a number added to its logit.
+    seed: the same seed, prompt and settings give the same random numbers, whatever else runs in the batch.
+    stop: strings that end the output, and are cut from it unless `include_stop`.
+    stop_token_ids: tokens that end the output, beside the model's own end tokens.
+    shown_tokens: special tokens that are part of the text, which is without the others.
+    min_tokens: no end token is sampled before this many.
+    max_tokens: at most this many; None up to the context's end.
+    ignore_eos: go on after the model's end tokens.
+    structure: what an output must be as a whole, such as JSON of a schema. It ends by itself when it is.
+    n: how many independent outputs for the prompt.
+    logprobs: None, or how many most likely tokens to report with each output token, beside the chosen one; -1
+    is the whole vocabulary. Log-probabilities are of the model's own distribution, before penalties and
+    temperature.
+    prompt_logprobs: the same for each prompt token but the first.
     """
 
     temperature: float | None = None
@@ -119,6 +123,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, also where a single one was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
@@ -147,8 +152,8 @@ def _whole(
 
 
 def shown(value: object) -> str:
-    """`value` as a message may carry it: short, also where Python refuses to write a number out for its
-    length."""
+    """Return `value` as a message may carry it: short, also where Python refuses to write a number out for
+    its length."""
     if isinstance(value, int) and abs(value) > 2**256:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or more"
     text = " ".join(repr(value).split())
@@ -157,7 +162,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A request's settings with every default filled in: what a Plan carries to the ranks."""
+    """The settings of a request with every default filled in, as a Plan carries them to the ranks."""
 
     temperature: float
     top_k: int
@@ -177,4 +182,5 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
+        """Whether logits depend on which tokens prompt and output have."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -34,15 +34,15 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Copy a device block to the host before the step computes. The page may be written again in the step
-    after."""
+    """Copy a page of the device to a block of the host before the step computes. The page may be written
+    again in the step after."""
 
     source: BlockId
     target: HostBlockId
 
 
 class Route(Enum):
-    """Between which tiers blocks go."""
+    """The two tiers between which blocks go."""
 
     UP = "host to device"
     DOWN = "device to host"
@@ -52,10 +52,10 @@ class Route(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks that are copied to another tier while steps go on: begun in the step of its plan, and reported
+    """Blocks are copied to another tier while steps go on. It begins in the step of its plan, and is reported
     when it has landed.
 
-    What it reads was written by earlier steps, and nobody writes it, nor touches what it writes, until it has
+    What it reads was written by earlier steps. No step writes that, nor touches what it writes, until it has
     landed.
     """
 
@@ -71,13 +71,29 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A transfer has ended. `lost`: which of its blocks, by their index in it, did not get there. `gone`: the
-    keys of those of them that the disk does not have; others may be read another time."""
+    """A transfer has ended.
+
+    lost: which of its blocks, by their index in it, did not get there.
+    gone: the keys of those of them that the disk does not have; others may be read another time.
+    """
 
     id: TransferId
     seconds: float
     lost: tuple[int, ...] = ()
     gone: tuple[bytes, ...] = ()
+
+
+class ShareKind(Enum):
+    """The kind of a share's tokens, which decides how they attend and how many tokens they yield."""
+
+    DECODE = "decode"
+    """One token, attended to as a row beside other rows; it yields at most one."""
+    CHUNK = "chunk"
+    """Two or more known tokens, attended to as a run; they yield at most one, after the last."""
+    VERIFY = "verify"
+    """The newest token and the draft that follows it, attended to as a run. They yield the tokens of the
+    draft that hold and one more: from one token up to as many as the share has. The scheduler takes such
+    results in; nothing makes drafts yet, and a sampler draws after the last token of a run alone."""
 
 
 @record(frozen=True, slots=True)
@@ -102,6 +118,7 @@ class Share:
     new_blocks: tuple[BlockId, ...]
     sample: bool
     prompt_length: int
+    kind: ShareKind = ShareKind.DECODE
     next_prompt_tokens: tuple[int, ...] = ()
     """Prompt tokens that follow each of this share's positions, where prompt log-probabilities were asked
     for."""
@@ -120,13 +137,14 @@ class Share:
 
     @property
     def stop(self) -> int:
+        """The position after the last of its tokens."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step. Admissions come first; shares that compute one token of a running request stand before longer
-    ones.
+    """A plan is one step. Admissions come first. Among the shares, those of kind DECODE stand before all
+    others.
 
     What `forget` names is given up before the transfers begin. A plan without shares while transfers are
     under way waits for one of them.
@@ -141,20 +159,21 @@ class Plan:
 
     @property
     def runs(self) -> tuple[Share, ...]:
-        """Shares of several tokens."""
-        count = len(self.shares)
-        while count and len(self.shares[count - 1].tokens) > 1:
+        """Return the shares that are not of kind DECODE: those that attend as runs."""
+        count, decode = len(self.shares), ShareKind.DECODE
+        while count and self.shares[count - 1].kind is not decode:
             count -= 1
         return self.shares[count:]
 
     @property
     def tokens(self) -> int:
+        """The number of tokens that the step computes."""
         return len(self.shares) + sum(len(run.tokens) - 1 for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability, and the likeliest tokens at its position, best first."""
+    """The log-probability of a token, and the likeliest tokens at its position, best first."""
 
     token: int
     logprob: float
@@ -165,22 +184,24 @@ class TokenLogprob:
 
 @record(frozen=True, slots=True)
 class Result:
-    """What one share yielded: a token if it was to sample, log-probabilities if they were asked for."""
+    """The result of one share: tokens if it was to sample, log-probabilities if they were asked for."""
 
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: tuple[int, ...] = ()
+    """In order; usually one. Each is at the position after the one that it was drawn from."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of the tokens, or none at all."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     broken: bool = False
-    """The output's structure could not be followed any further: the token is one that ends it, and it is not
-    what it should be."""
+    """Whether the output's structure could not be followed any further. The last token then ends the output,
+    which is not what it should be."""
     wrong: bool = False
-    """The logits were not numbers: any token stands in the place of one, and neither may what was computed
-    before it be trusted."""
+    """Whether logits were not numbers. Any token then stands in the place of the last one, and what was
+    computed before it may not be trusted either."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results in the order of the plan's shares, and which transfers have landed by now."""
+    """The results in the order of the plan's shares, and the transfers that have landed by now."""
 
     results: tuple[Result, ...]
     landed: tuple[Landed, ...] = ()
@@ -192,5 +213,5 @@ class Step(Protocol):
     """A plan that is being carried out."""
 
     def outcome(self) -> Outcome:
-        """Waits until it has been. To be called once, in the order in which plans were begun."""
+        """Wait until it has been carried out. To be called once, in the order in which plans were begun."""
         ...

@@ -1,4 +1,4 @@
-"""Values of which a step makes one for each row."""
+"""Values that a step makes one of for each row."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 else:
 
     def record(*, frozen: bool, slots: bool):
-        """A frozen dataclass, where only the type checker sees to it that nobody changes one: when that is
+        """A frozen dataclass, where only the type checker sees to it that none is changed: when that is
         done at run time, it takes seven times as long to make one, and for hundreds of rows that is
         milliseconds of a step."""
         assert frozen

@@ -16,6 +16,8 @@ calls."""
 
 
 class StructureKind(Enum):
+    """The language that a structure is written in."""
+
     JSON_SCHEMA = "JSON schema"
     JSON_OBJECT = "JSON object"
     REGEX = "regex"
@@ -25,8 +27,8 @@ class StructureKind(Enum):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Structure:
-    """Made by one of the methods below, which raise StructureError for what is plainly none; the rest is
-    found by whoever compiles it.
+    """A form that an output must have. It is made by one of the methods below, which raise StructureError for
+    what is plainly none; the rest is found by whoever compiles it.
 
     `text` is a schema as JSON, a regular expression, the strings to choose from as JSON, or a grammar. Of a
     JSON object there is none.
@@ -37,23 +39,23 @@ class Structure:
 
     @staticmethod
     def json_schema(schema: str | Mapping[str, object]) -> "Structure":
-        """JSON that a JSON Schema allows: the schema as an object, or as text."""
+        """Return the form of JSON that a JSON Schema allows. The schema is an object, or text."""
         return Structure(StructureKind.JSON_SCHEMA, _bounded(StructureKind.JSON_SCHEMA, _written(schema)))
 
     @staticmethod
     def json_object() -> "Structure":
-        """Any JSON object."""
+        """Return the form of any JSON object."""
         return Structure(StructureKind.JSON_OBJECT, "")
 
     @staticmethod
     def regex(pattern: str) -> "Structure":
-        """Text that a regular expression matches as a whole. In the syntax of Rust's `regex`, without
-        look-around and back-references."""
+        """Return the form of text that a regular expression matches as a whole, in the syntax of Rust's
+        `regex`, without look-around and back-references."""
         return Structure(StructureKind.REGEX, _bounded(StructureKind.REGEX, pattern))
 
     @staticmethod
     def choice(texts: Sequence[str]) -> "Structure":
-        """One of these strings."""
+        """Return the form of text that is one of these strings."""
         if (
             isinstance(texts, str)
             or not isinstance(texts, Sequence)
@@ -69,7 +71,7 @@ class Structure:
 
     @staticmethod
     def lark(grammar: str) -> "Structure":
-        """Text of a grammar in llguidance's variant of Lark's syntax, from the rule `start` on."""
+        """Return the form of a grammar in llguidance's variant of Lark's syntax, from the rule `start` on."""
         return Structure(StructureKind.LARK, _bounded(StructureKind.LARK, grammar))
 
 

@@ -45,7 +45,7 @@ from penstock.ops.matrix import GroupViews
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.runs import suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
-from penstock.step.plan import Plan, Share
+from penstock.step.plan import Plan, Share, ShareKind
 from penstock.weights.streaming.stream import WeightStream
 
 if TYPE_CHECKING:
@@ -341,7 +341,8 @@ class DecodeGraphs:
         return not any(odd)
 
     def _fits_run(self, share: Share) -> bool:
-        if not self._runs or len(share.tokens) > self._runs[0] or not share.sample:
+        chunk = share.kind is ShareKind.CHUNK and share.sample
+        if not chunk or not self._runs or len(share.tokens) > self._runs[0]:
             return False
         beyond_pages = share.near or share.cold_start or share.cold_stop or share.new_cold
         return not beyond_pages and not share.next_prompt_tokens and self._step.suits(share)

@@ -28,7 +28,7 @@ from penstock.ops.attention.inputs import (
     Scratch,
 )
 from penstock.ops.rope import RotaryAngles
-from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share
+from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share, ShareKind
 from penstock.worker.tiling import Stretch, Table, stretches
 
 Ints = NDArray[np.int64]
@@ -43,8 +43,8 @@ ROW_KEYS = PAST_TILE // 2
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step's inputs, and which of the wanted hidden states belong to whom: first one per sampling share, in
-    order, then the prompt's."""
+    """The inputs of a step, and which of the wanted hidden states belong to whom: first one for each sampling
+    share, in order, then those of prompts."""
 
     inputs: StepInputs
     samples: int
@@ -58,10 +58,11 @@ class StepTensors:
 
 
 class InputBuilder:
-    """Owns the block tables; every row's are valid up to what the last Plan told.
+    """The maker of a step's tensors, who owns the block tables. Those of each row are valid up to what the
+    last Plan said.
 
-    tile_tokens: of host memory's KV that is attended to at a time, whole blocks. choosing: whether policies
-    choose what of it rows read, and runs.
+    tile_tokens: of host memory's KV that is attended to at a time, whole blocks.
+    choosing: whether policies choose what of it rows read, and runs.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class InputBuilder:
         """Of the last step with tiles, and for what: the same serves until somebody's blocks change."""
 
     def build(self, plan: Plan, newest: Tensor) -> StepTensors:
-        """newest: each row's newest token, int64 `[rows]`, for those that the plan does not know."""
+        """Return the tensors of a step.
+
+        newest: each row's newest token, int64 `[rows]`, for those that the plan does not know.
+        """
         self.note(plan)
         self.note_on_device(plan)
         shares = plan.shares
@@ -114,13 +118,13 @@ class InputBuilder:
         tiling = self._tile(shares)
         choosing = [index for index, share in enumerate(shares) if share.cold_start and self._chooses(share)]
         readers = tuple(
-            Reader(self._cold_table(shares[at]).copy(), shares[at].start, len(shares[at].tokens) > 1)
+            Reader(
+                self._cold_table(shares[at]).copy(), shares[at].start, shares[at].kind is not ShareKind.DECODE
+            )
             for at in choosing
         )
-        singles = [share for share in shares if len(share.tokens) == 1]
-        assert all(len(share.tokens) == 1 for share in shares[: len(singles)]), (
-            "a plan's single-token shares come first"
-        )
+        singles = shares[: len(shares) - len(plan.runs)]
+        assert all(share.kind is ShareKind.DECODE for share in singles), "a plan's decode shares come first"
         where = self._send(positions)
         cos, sin = self._angles.tables(where, self._rope_lengths(shares) if self._dynamic else None)
         cold = None
@@ -128,7 +132,7 @@ class InputBuilder:
             paged = self._send(np.flatnonzero(~is_cold)) if sends else None
             cold = ColdInputs(
                 tiling.cold,
-                tuple(share.start for share in shares if len(share.tokens) == 1),
+                tuple(share.start for share in singles),
                 paged,
                 self._seen(tiling, shares),
                 tuple(index for index in choosing if index < len(singles)),
@@ -160,18 +164,19 @@ class InputBuilder:
 
     @property
     def angles(self) -> RotaryAngles:
+        """The rotary angles of the model."""
         return self._angles
 
     def keep_on_device(self) -> Tensor:
-        """From now on block tables are on the device as well: int32 `[rows + 1, blocks]`, the last row
-        nobody's. There `note_on_device` notes what a plan gives, not `note`."""
+        """Keep block tables on the device as well from now on: int32 `[rows + 1, blocks]`, the last row for
+        padding. There `note_on_device` notes what a plan gives, not `note`."""
         self._on_device = torch.zeros(
             len(self._table) + 1, self._table.shape[1], dtype=torch.int32, device=self._device
         )
         return self._on_device
 
     def note(self, plan: Plan) -> None:
-        """The blocks that a plan gives its rows."""
+        """Note the blocks that a plan gives its rows."""
         for share in plan.shares:
             if share.new_blocks:
                 self._table[
@@ -184,7 +189,8 @@ class InputBuilder:
                 self._tiling = None
 
     def note_on_device(self, plan: Plan) -> None:
-        """As `note`, of pages, if tables are there; behind what has been given to the device."""
+        """Note the pages that a plan gives its rows in the tables of the device, if there are any, behind
+        what has been given to the device."""
         table, counts = self._on_device, [len(share.new_blocks) for share in plan.shares]
         if table is None or not any(counts):
             return
@@ -207,7 +213,7 @@ class InputBuilder:
         return sent
 
     def _chooses(self, share: Share) -> bool:
-        return self._choosing[len(share.tokens) > 1]
+        return self._choosing[share.kind is not ShareKind.DECODE]
 
     def _cold_table(self, share: Share) -> Table:
         return self._cold[share.row, : share.cold_start // self._block_size]
@@ -221,7 +227,7 @@ class InputBuilder:
                 yield Send(int(at), tuple(HostBlockId(block) for block in blocks.tolist()))
 
     def _tile(self, shares: Sequence[Share]) -> "_Tiling":
-        kept = tuple((share.row, share.cold_start, len(share.tokens) > 1) for share in shares)
+        kept = tuple((share.row, share.cold_start, share.kind) for share in shares)
         if self._tiling is None or self._tiling[0] != kept:
             tables: list[Table] = [
                 self._cold_table(share)[: 0 if self._chooses(share) else None] for share in shares
@@ -230,7 +236,7 @@ class InputBuilder:
         return self._tiling[1]
 
     def _tiling_of(self, found: Sequence[Stretch], shares: Sequence[Share]) -> "_Tiling":
-        singles = sum(len(share.tokens) == 1 for share in shares)
+        singles = sum(share.kind is ShareKind.DECODE for share in shares)
         rows = [[member for member in stretch.members if member < singles] for stretch in found]
         index = torch.split(
             self._send(np.array([row for some in rows for row in some], dtype=np.int64)),
@@ -340,7 +346,7 @@ class InputBuilder:
     def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[Run, ...]:
         runs = []
         for at, share in zip(first, shares, strict=True):
-            if len(share.tokens) > 1:
+            if share.kind is not ShareKind.DECODE:
                 paged = not share.near
                 begin, end = (0, share.stop) if paged else (share.cold_start, share.start)
                 table = self._table[share.row, begin // self._block_size : -(-end // self._block_size)]

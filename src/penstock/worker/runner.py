@@ -287,15 +287,15 @@ class Begun:
             if self.drawn is not None
             else (frozenset[int](), frozenset[int]())
         )
+        scores = [() if logprob is None else (logprob,) for logprob in logprobs]
         if len(tokens) == len(self.plan.shares) and not any(self.prompts) and not broken and not wrong:
-            return tuple(map(Result, tokens, logprobs))
-        sampled = zip(
-            tokens, logprobs, [(place in broken, place in wrong) for place in range(len(tokens))], strict=True
-        )
-        results = []
+            return tuple(map(Result, zip(tokens), scores))  # Tuples of one token each.
+        places, results = iter(range(len(tokens))), []
         for share, prompt in zip(self.plan.shares, self.prompts, strict=True):
-            token, logprob, ends = (
-                next(sampled) if share.sample and self.drawn is not None else (None, None, (False, False))
-            )
-            results.append(Result(token, logprob, tuple(prompt), *ends))
+            if not share.sample or self.drawn is None:
+                results.append(Result(prompt_logprobs=tuple(prompt)))
+                continue
+            place = next(places)
+            ends = place in broken, place in wrong
+            results.append(Result((tokens[place],), scores[place], tuple(prompt), *ends))
         return tuple(results)

@@ -40,8 +40,8 @@ class _RowState:
 
 
 class Sampler:
-    """Owns what sampling must remember of each row. A row's state lasts until the row is given to another
-    request."""
+    """The chooser of tokens, who owns what sampling must remember of each row. A row's state lasts until the
+    row is given to another request."""
 
     def __init__(
         self,
@@ -61,10 +61,11 @@ class Sampler:
         self._choosy: set[Row] = set()
         """Of those, whoever wants more than the likeliest token."""
         self.newest = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        """Each row's newest token; the last is nobody's."""
+        """The newest token of each row; the last is for padding."""
         self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def admit(self, admission: Admission) -> None:
+        """Remember the settings of a newcomer, and count the tokens that it has where penalties need that."""
         sampling = admission.sampling
         state = self._rows[admission.row] = _RowState(sampling, len(admission.prompt))
         (self._choosy.discard if is_plain(sampling) else self._choosy.add)(admission.row)
@@ -87,14 +88,14 @@ class Sampler:
         return send(np.array(numbers, dtype=np.int64), self._device)
 
     def choose(self, logits: Tensor, likeliest: Tensor, shares: Sequence[Share]) -> "Drawn":
-        """As `sample`, where the likeliest tokens are known and are the rows' newest."""
+        """Choose tokens as `sample` does, where the likeliest tokens are known and are the rows' newest."""
         if not self._choosy or self._choosy.isdisjoint([share.row for share in shares]):
             return Drawn(likeliest)
         return self.sample(logits.float(), shares)
 
     def sample(self, logits: Tensor, shares: Sequence[Share]) -> "Drawn":
-        """A token, and its log-probability if wanted, for each share; logits float32 `[shares, vocab]` of
-        their last positions, perhaps overwritten."""
+        """Choose a token, and find its log-probability if wanted, for each share. logits: float32 `[shares,
+        vocab]` of their last positions, perhaps overwritten."""
         states = [self._rows[share.row] for share in shares]
         wanted = {
             row: state.sampling.logprobs
@@ -147,7 +148,7 @@ class Sampler:
             logits.index_fill_(0, state.ends, -torch.inf)
 
     def prompt_logprobs(self, logits: Tensor, share: Share, following: Sequence[int]) -> list[TokenLogprob]:
-        """The log-probability of each following prompt token; logits float32 `[positions, vocab]`."""
+        """Return the log-probability of each following prompt token. logits: float32 `[positions, vocab]`."""
         wanted = self._rows[share.row].sampling.prompt_logprobs
         assert wanted is not None
         tokens = self._ids(following)
@@ -156,7 +157,7 @@ class Sampler:
 
 
 def is_plain(sampling: Sampling) -> bool:
-    """Whether such a request takes the likeliest token and wants to know nothing else."""
+    """Tell whether such a request takes the likeliest token and wants to know nothing else."""
     adjusted = sampling.logit_bias or sampling.penalised or (sampling.min_tokens and sampling.end_tokens)
     return is_greedy(sampling) and not adjusted and sampling.logprobs is None and sampling.structure is None
 
@@ -190,8 +191,8 @@ class _Scores:
         return scores
 
 
-class Tokens:
-    """A step's tokens on their way to the host."""
+class PendingTokens:
+    """The tokens of a step on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
         """int64 `[shares]`, NO_TOKEN where logits are not numbers. Behind all that was given to the device
@@ -207,6 +208,7 @@ class Tokens:
             self._done.record()
 
     def read(self) -> list[int]:
+        """Wait for the tokens and return them, one for each share."""
         if self._read is None:
             if self._done is not None:
                 self._done.synchronize()
@@ -218,18 +220,21 @@ class Tokens:
 
 
 class Drawn:
-    """What a step has drawn. It may be made before that is known, and waits for it where it is read."""
+    """The tokens and scores that a step has drawn. It may be made before they are known, and waits for them
+    where they are read."""
 
     def __init__(
         self, tokens: Tensor, scores: _Scores | None = None, broken: frozenset[int] = frozenset()
     ) -> None:
-        """tokens: as in Tokens. broken: shares whose structure could not be kept to, so that they may only
-        end."""
+        """tokens: as in PendingTokens.
+        broken: shares whose structure could not be kept to, so that they may only end.
+        """
         self._scores = scores
-        self.tokens = Tokens(tokens)
+        self.tokens = PendingTokens(tokens)
         self.broken = broken
 
     def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Wait for tokens and scores and return them, one for each share."""
         tokens = self.tokens.read()
         return tokens, self._scores.read(tokens) if self._scores is not None else [None] * len(tokens)
 

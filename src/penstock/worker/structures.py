@@ -22,36 +22,36 @@ _ROWS = 16
 
 
 class Guide(Protocol):
-    """Knows what structures are, and how far each row has come in its own. It raises nothing: what cannot be
-    followed any further may only end."""
+    """The keeper of structures, who knows how far each row has come in its own. It raises nothing: what
+    cannot be followed any further may only end."""
 
     def begin(self, row: Row, sampling: Sampling) -> None:
-        """The row is another output's, of which nothing has been said."""
+        """Begin an output in this row, without tokens so far."""
         ...
 
     def end(self, row: Row) -> None:
-        """Nothing more is asked of that output."""
+        """Forget the output in this row."""
         ...
 
     def take(self, row: Row, tokens: Sequence[int]) -> None:
-        """This has been said."""
+        """Note that these tokens have been said."""
         ...
 
     def masks(self, rows: Sequence[Row]) -> tuple[NDArray[np.int32], frozenset[int]]:
-        """Which tokens may be next: token t is bit t % 32 of word t // 32, `[rows, words]`, at least one for
-        each row. And which of the rows, by their place, have broken off: these may only end, and are not what
-        they should be."""
+        """Return which tokens may be next: token t is bit t % 32 of word t // 32, `[rows, words]`, at least
+        one for each row. And which of the rows, by their place, have broken off: these may only end, and are
+        not what they should be."""
         ...
 
 
 class Arriving(Protocol):
-    """A step's tokens, one for each share, on their way to the host. wrong: shares that have none, known when
-    they have been read."""
+    """The tokens of a step, one for each share, on their way to the host. wrong: shares that have none, known
+    when they have been read."""
 
     wrong: frozenset[int]
 
     def read(self) -> list[int]:
-        """Waits for them."""
+        """Wait for the tokens."""
         ...
 
 
@@ -61,21 +61,22 @@ class _Line:
 
     sampling: Sampling
     untaken: Sequence[int]
-    """Known, and the guide has not been told."""
+    """The tokens that are known here and not to the guide."""
     begun: bool = False
     newest: tuple[Arriving, int] | None = None
     """Of the step that drew its newest token: all tokens, and which is its own."""
 
 
 class Masks:
-    """Of the rows whose output has a structure."""
+    """The masks of the rows whose output has a structure."""
 
     def __init__(self, guide: Guide, device: torch.device) -> None:
         self._guide, self._device = guide, device
         self._lines: dict[Row, _Line] = {}
 
     def admit(self, admission: Admission) -> None:
-        """Nothing is made of a structure before the row is to say something: then a pass is under way."""
+        """Remember a newcomer. Nothing is made of a structure before the row is to say something: then a pass
+        is under way."""
         before = self._lines.pop(admission.row, None)
         if before is not None and before.begun:
             self._guide.end(admission.row)
@@ -83,13 +84,13 @@ class Masks:
             self._lines[admission.row] = _Line(admission.sampling, admission.output)
 
     def drawn(self, rows: dict[int, Row], tokens: Arriving) -> None:
-        """What a step has drawn for the rows, by their shares; it may be on its way."""
+        """Note what a step has drawn for the rows, by their shares. It may be on its way."""
         for share, row in rows.items():
             self._lines[row].newest = tokens, share
 
     def put(self, logits: Tensor, rows: dict[int, Row]) -> frozenset[int]:
-        """On logits float32 `[shares, vocab]`, in place; rows: those with a structure, by their shares.
-        Returns the shares that break off.
+        """Mask logits float32 `[shares, vocab]`, in place. rows: those with a structure, by their shares.
+        Return the shares that break off.
 
         What a structure does not allow becomes impossible. If all else was impossible before, what it allows
         is equally likely.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.params import Sampling
-from penstock.step.plan import Admission, BlockId, HostBlockId, Plan, Row, Share
+from penstock.step.plan import Admission, BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.worker.inputs import ROW_KEYS
 
 HEAD_ROWS = 64
@@ -95,4 +95,7 @@ def largest_step(sizes: StepSizes, *, past: int, cold: bool = False) -> Plan:
 
 def _warm_share(row: int, start: int, count: int, block_size: int) -> Share:
     blocks = (BlockId(0),) * -(-(start + count) // block_size)
-    return Share(Row(row), start, (0,) * count, 0, blocks, sample=True, prompt_length=start + count)
+    kind = ShareKind.DECODE if count == 1 else ShareKind.CHUNK
+    return Share(
+        Row(row), start, (0,) * count, 0, blocks, sample=True, prompt_length=start + count, kind=kind
+    )

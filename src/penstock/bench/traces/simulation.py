@@ -22,7 +22,8 @@ from penstock.base.report import JsonLine
 from penstock.base.units import format_size
 from penstock.bench.report import table
 from penstock.bench.traces.workloads import WORKLOADS, TraceRequest, generate
-from penstock.kv.ledger.evict import Eviction, Key, Lru, Prospect
+from penstock.kv.ledger.evict import Eviction, Key, Lru
+from penstock.kv.ledger.prospect import Prospect
 
 BLOCK_BYTES = 64 << 20
 """512 tokens of Llama 3.1 8B in 16 bits."""

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
+from penstock.kv.ledger.blocks import BlockLedger
+from penstock.kv.ledger.disk import DiskLedger
+from penstock.kv.ledger.host import HostLedger
 from penstock.sched.rules import Name, Names
 from penstock.sched.tiers import Tiers
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route

@@ -16,20 +16,20 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def root_key(fingerprint: bytes, *facts: object) -> bytes:
-    """The first link: a digest of the model's fingerprint and of whatever else KV depends on (dtype, block
-    size, a prompt's length)."""
+    """Return the first link of all chains: a digest of the model's fingerprint and of whatever else KV
+    depends on (dtype, block size, a prompt's length)."""
     digest = blake2b(fingerprint, digest_size=KEY_BYTES, person=b"penstock-root")
     digest.update(repr(facts).encode())
     return digest.digest()
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of the block that holds `tokens` and follows the block with key `parent`."""
+    """Return the key of the block that holds `tokens` and follows the block with key `parent`."""
     return block_keys(parent, tokens, len(tokens))[0]
 
 
 def block_keys(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
-    """The keys of the full blocks of `size` tokens that follow the block with key `parent`."""
+    """Return the keys of the full blocks of `size` tokens that follow the block with key `parent`."""
     words = array("I", tokens)
     if _BIG_ENDIAN:
         words.byteswap()

@@ -41,7 +41,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 def scatter(key: Hashable) -> int:
-    """Returns 64 bits by which keys are spread evenly; the same in each process for bytes and for whole
+    """Return 64 bits by which keys are spread evenly, the same in each process for bytes and for whole
     numbers."""
     number = int.from_bytes(key[:8], "little") if isinstance(key, bytes) else hash(key)
     return number * _MIX & 0xFFFFFFFFFFFFFFFF
@@ -162,8 +162,8 @@ class Shadows(Generic[Key]):
         """Of the leader, since there are shadows."""
 
     def use(self, key: Key, kind: int, since: int) -> None:
-        """A block is used, and by that is of this kind and epoch; those of a request are told from its last
-        to its first. A kind below 2 was never used before."""
+        """Note that a block is used, and by that is of this kind and epoch. Blocks of a request come from its
+        last to its first. A kind below 2 was never used before."""
         if self._mask and scatter(key) >> 32 & self._mask:
             return
         again = kind > 1
@@ -174,7 +174,7 @@ class Shadows(Generic[Key]):
         self._counts[found] += 1
 
     def tick(self) -> bool:
-        """An epoch has ended. Returns whether another expert leads from now on."""
+        """Note that an epoch has ended. Return whether another expert leads from now on."""
         self._ranked.renew()
         hits = [
             sum(count for found, count in enumerate(self._counts) if found >> expert & 1) for expert in Expert

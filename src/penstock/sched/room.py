@@ -1,0 +1,69 @@
+"""How long a request may be, and which requests are long."""
+
+from penstock.base.errors import LengthError, RequestError
+from penstock.sched.rules import Limits
+
+
+class RequestRoom:
+    """The room that there is for one request, in tokens. It never changes."""
+
+    def __init__(self, limits: Limits, pages: int, host_blocks: int, long_pages: int) -> None:
+        """pages, host_blocks: that there are. long_pages: that a long request needs."""
+        self._limits, self._pages, self._host, self._long_pages = limits, pages, host_blocks, long_pages
+        # The last token of an output is never an input, so it needs no place in a block.
+        longest_short = pages * limits.block_size + 1
+        # What the host holds and a block of tail: after a preemption all full blocks are computed into host
+        # blocks.
+        most = (host_blocks + 1) * limits.block_size if host_blocks else 0
+        self._longest_long = most if pages >= long_pages else min(most, longest_short)
+        self.longest = min(limits.max_length, max(longest_short, self._longest_long))
+        """Most tokens of a request: the context's end or, if that is less, what KV on the device holds, or on
+        the host."""
+        never = longest_short + 1
+        self.long_from = never if limits.long_from is None else min(never, limits.long_from)
+        """Tokens from which a request may be long."""
+
+    def admissible(self, prompt: int, max_tokens: int | None, *, or_more: bool = False) -> int:
+        """Return the most tokens of output that a prompt of so many tokens may have. From any thread.
+
+        or_more: whether it may have more tokens than that, for all that is known.
+        Raises RequestError if it could never be served.
+        """
+        room = self.longest - prompt
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            raise LengthError(self._refusal(prompt, max_tokens, or_more=or_more))
+        return room
+
+    def is_long(self, reach: int, most: int) -> bool:
+        """Tell whether a request that comes to `reach` tokens, and may have `most`, is long. It is not if it
+        does not fit as such."""
+        return min(reach, most) >= self.long_from and most <= self._longest_long
+
+    def _refusal(self, prompt: int, max_tokens: int | None, *, or_more: bool) -> str:
+        limits, size = self._limits, self._limits.block_size
+        asked = f"{'at least ' if or_more else ''}{prompt} tokens of prompt" + (
+            f" and {max_tokens} of output" if max_tokens else ""
+        )
+        if self.longest == limits.max_length or not self._host:
+            context = self.longest == limits.max_length
+            what, more = (
+                ("the context holds", "more length")
+                if context
+                else ("the KV blocks hold", "more memory, or KV in host memory")
+            )
+            return f"the request has {asked}, but {what} {self.longest} in all; shorten it, or allow {more}"
+        total, needed = prompt + (max_tokens or 1), []
+        if total > (self._host + 1) * size:
+            needed.append(
+                f"host memory or disk for {(total - 1) // size * size} tokens of KV ({self._host * size} now)"
+            )
+        if self._pages < self._long_pages:
+            needed.append(f"{self._long_pages} KV blocks on the device ({self._pages} now)")
+        if total > limits.max_length:
+            needed.append(f"a max_length of {total} ({limits.max_length} now)")
+        return (
+            f"the request has {asked}, but KV has room for {self.longest} in all; shorten it, or allow "
+            f"{' and '.join(needed)}"
+        )
