@@ -144,6 +144,7 @@ class Scheduler:
         self._growth = Growth(self._pools, self._queues, self._reserves, self._arrivals, self._width)
         self._room = RequestRoom(limits, ledger.blocks, self.host.blocks, self._pools.long_pages)
         self.longest, self.admissible = self._room.longest, self._room.admissible
+        """The most tokens of a request, and how many of output a prompt may have: see RequestRoom."""
         self._requests: dict[RequestId, Request] = {}
         self._next_id = 0
         self._flights: deque[tuple[Plan, list[Request]]] = deque()
