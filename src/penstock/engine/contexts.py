@@ -11,13 +11,12 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
-from penstock.engine.placing import host_room
+from penstock.engine.plan import Hardware, host_room
 from penstock.kv.movement.carrier import Disk, chosen_bytes, staging_bytes
 from penstock.kv.movement.chosen import Policies, sketch_layout
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
 from penstock.kv.store.diskpool import record_bytes
 from penstock.kv.store.segments import least_cap
-from penstock.memory.device import free_memory, total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
 from penstock.sched.rules import Limits
@@ -118,7 +117,7 @@ def long_room(
     spec: ModelSpec,
     limits: Limits,
     layout: KVLayout,
-    device: torch.device,
+    hardware: Hardware,
     total: int,
     resident: int,
 ) -> LongRoom | None:
@@ -146,7 +145,7 @@ def long_room(
             or limits.max_step_tokens < max(2, size)
         ):
             return None
-        if device.type == "cpu" and host_room(config, device) == 0:
+        if not hardware.cuda and host_room(config, hardware) == 0:
             return None
     if config.host_kv_dtype == "fp8":
         layout = layout.in_fp8
@@ -155,13 +154,13 @@ def long_room(
         raise ConfigError(
             f"max_step_tokens {limits.max_step_tokens} must be at least {least}, for contexts in host memory"
         )
-    there, of = _host_memory(config, device, total)
+    there, of = _host_memory(config, hardware, total)
     if asked is None:
         blocks = min(needed, there // layout.block_bytes)
         if blocks == 0:
             return None
     else:
-        wanted = parse_size(asked, whole=total_memory(torch.device("cpu")))
+        wanted = parse_size(asked, whole=hardware.host_whole)
         blocks = _whole_blocks(wanted, layout.block_bytes, "host memory", size)
         if wanted > there:
             raise BudgetError(
@@ -169,7 +168,7 @@ def long_room(
                 "ask for less"
             )
     asked_tile = min(max(config.kv_tile // size, 1), needed) * size if config.kv_tile else 0
-    tile = asked_tile or usual_tile(layout, total, needed * size, device.type)
+    tile = asked_tile or usual_tile(layout, total, needed * size, "cuda" if hardware.cuda else "cpu")
     room = LongRoom(
         layout, blocks, tile, limits.max_step_tokens // size * size, policies=policies, most_blocks=needed
     )
@@ -246,9 +245,9 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     return Policies(rows, runs, config.missed_limit, config.sketch_bits, spec.heads)
 
 
-def _host_memory(config: Config, device: torch.device, total: int) -> tuple[int, str]:
+def _host_memory(config: Config, hardware: Hardware, total: int) -> tuple[int, str]:
     """Bytes that KV may take, and how to say whose."""
-    room = host_room(config, device)
-    if device.type == "cpu" and room == 0:
+    room = host_room(config, hardware)
+    if not hardware.cuda and room == 0:
         return total // 2, "half of the budget is"
-    return min(room, free_memory(torch.device("cpu"))), "there are"
+    return min(room, hardware.host_free), "there are"

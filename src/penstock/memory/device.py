@@ -38,6 +38,8 @@ _PACKED = 5 << 20
 bfloat16."""
 _MODULES = 256 << 20
 """Kernels that are loaded later."""
+_EARLY = (9, 0)
+"""Compute capability of the first GPUs whose kernels can wait for each other on the device."""
 _SMALL = 1 << 20
 """Bytes up to which torch allocates tensors from segments for small ones."""
 _SEGMENTS = 22 << 20
@@ -77,6 +79,12 @@ def send(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(
         device, non_blocking=True
     )  # The allocator gives pinned memory to nobody else before it has been read.
+
+
+def begins_early(device: torch.device) -> bool:
+    """Tell whether a device's kernels can begin before the one before has ended, and wait for it there
+    (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY
 
 
 def native_half(device: torch.device) -> bool:

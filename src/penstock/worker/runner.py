@@ -26,10 +26,11 @@ from penstock.step.plan import (
     TokenLogprob,
 )
 from penstock.weights.streaming.stream import WeightStream
-from penstock.worker.graphs import DecodeGraphs, DecodeStep, row_counts, run_counts
+from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import InputBuilder, StepTensors
 from penstock.worker.sampler import Drawn, Sampler
-from penstock.worker.warmup import HEAD_ROWS, StepSizes, kernel_steps, largest_step, small_steps
+from penstock.worker.sizes import StepSizes, row_counts, run_counts
+from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, small_steps
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""

@@ -2,12 +2,13 @@
 they need. Each needs a pool of one block, and leaves nothing behind."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.ops.attention import PAST_TILE
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Plan, Row, Share
 from penstock.worker.inputs import ROW_KEYS
+from penstock.worker.sizes import StepSizes
 
 HEAD_ROWS = 64
 """Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
@@ -19,17 +20,6 @@ _ROWS = (1, 2, 8, 17, 33, 64)
 """Rows of a decode step: one number of each class for which products or attention have a kernel."""
 _RUNS = (16, 512)
 """Tokens of a run behind a past: likewise."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """The most that a step and a sequence have: tokens and sequences of a step, tokens of a sequence; and the
-    tokens of a KV block."""
-
-    max_step_tokens: int
-    max_sequences: int
-    max_length: int
-    block_size: int
 
 
 def small_steps(sizes: StepSizes) -> Iterator[Plan]:
