@@ -14,7 +14,8 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.costs import StepCosts
-from penstock.engine.forecast import PROCESS, Forecast, Gain, Pace, gains
+from penstock.engine.forecast import PROCESS, FarBytes, Forecast, Gain, Pace, gains
+from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.ring import Link
 
 ASSUMED = "assumed"
@@ -109,6 +110,8 @@ class Report:
     step_tokens: int
     setting: Setting
     everything_resident: bool
+    steps: str
+    """Which steps are recorded as CUDA graphs, or why none is."""
     decode: PaceShown
     prefill: PaceShown
     gains: tuple[Gain, ...]
@@ -132,6 +135,7 @@ class Report:
             step_tokens=work.step_tokens,
             setting=setting,
             everything_resident=found.everything_resident,
+            steps=_steps(found.plan),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             gains=gains(spec, names, found),
@@ -174,11 +178,11 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
     kv = activations = process = 0
     capacity: int | None = None
     if tier is Tier.DEVICE:
-        capacity, kv, activations = machine.device - found.beside, budget.kv, budget.activations
+        capacity, kv, activations = machine.device - found.plan.beside, budget.kv, budget.activations
         process = machine.device - machine.usable
     elif tier is Tier.HOST:
         capacity, process = (
-            (found.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
+            (found.plan.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
         )
         kv = found.far
     free = None if capacity is None else capacity - weights - ring - kv - activations - process
@@ -250,6 +254,13 @@ def _homes(it: Report) -> list[str]:
     return [title, *_aligned(rows, "<<")]
 
 
+def _steps(plan: BootPlan[FarBytes]) -> str:
+    if not plan.recorded:
+        return f"Every kernel is launched by itself, since {plan.graph_blocker}."
+    runs = " and short prompts" if plan.record_runs and plan.outline.spec.moe is None else ""
+    return f"Decode steps{runs} are recorded as CUDA graphs."
+
+
 def _paces(it: Report) -> list[str]:
     def shown(name: str, pace: PaceShown) -> list[str]:
         rates = [
@@ -269,7 +280,7 @@ def _paces(it: Report) -> list[str]:
         *(f"{word} busy" for word in WORDS.values()),
         "bound by",
     ]
-    return _headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)])
+    return [*_headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)]), f"  {it.steps}"]
 
 
 def _gains(it: Report) -> list[str]:
