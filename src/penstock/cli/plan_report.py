@@ -20,7 +20,7 @@ from penstock.weights.streaming.ring import Link
 
 ASSUMED = "assumed"
 WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}
-"""What a link is called: the device itself is what computes and reads its memory."""
+"""Links are called so: the device itself is what computes and reads its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Setting:
     machine: str | None
     figures: Mapping[str, Figure]
     costs: StepCosts | None = None
-    """What steps cost there, if anybody measured it."""
+    """Steps cost this there, if anybody measured it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class PaceShown:
 
     @classmethod
     def of(cls, pace: Pace) -> Self:
+        """Return what is shown of a pace."""
         busy = {WORDS[link]: pace.share(link) for link in Link}
         return cls(
             pace.tokens_per_second,
@@ -111,7 +112,7 @@ class Report:
     setting: Setting
     everything_resident: bool
     steps: str
-    """Which steps are recorded as CUDA graphs, or why none is."""
+    """Says which steps are recorded as CUDA graphs, or why none is."""
     decode: PaceShown
     prefill: PaceShown
     gains: tuple[Gain, ...]
@@ -121,6 +122,7 @@ class Report:
 
     @classmethod
     def of(cls, model: str, spec: ModelSpec, names: TensorNames, setting: Setting, found: Forecast) -> Self:
+        """Return the report of a forecast for a model."""
         work, placement = found.work, found.placement
         layouts = group_layouts(spec, names, work.dtype)
         return cls(
@@ -145,7 +147,7 @@ class Report:
         )
 
     def line(self) -> str:
-        """Everything, as one line of JSON."""
+        """Return everything, as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
@@ -161,6 +163,7 @@ class Report:
 
     @property
     def title(self) -> str:
+        """Name the model, its size and its dtype."""
         size = f"{format_size(self.weights)} of weights in {self.dtype}"
         return (
             f"{self.model}: {self.family}, {self.layers} layers, {format_count(self.parameters)} parameters, "
@@ -169,6 +172,7 @@ class Report:
 
     @property
     def subtitle(self) -> str:
+        """Name the work, and the machine if it has a name."""
         work = f"batch {self.batch:,}, context {self.context:,}, at most {self.step_tokens:,} tokens a step"
         return work + (f", on {self.setting.machine}" if self.setting.machine else "")
 
@@ -291,7 +295,7 @@ def _gains(it: Report) -> list[str]:
 
 
 def gain_texts(it: Report, gain: Gain) -> tuple[str, str]:
-    """Of decode and prefill: what is gained in tokens/s, and in per cent; or nothing."""
+    """Return for decode and prefill what is gained in tokens/s, and in per cent; or `nothing`."""
     return _gain(gain.decode, it.decode.tokens_per_second), _gain(gain.prefill, it.prefill.tokens_per_second)
 
 
@@ -300,7 +304,7 @@ def _gain(more: float, now: float) -> str:
 
 
 def homes(it: Report, held: TierHeld) -> str:
-    """What rests on a tier, in words: `embedding, 12 of 80 attention`."""
+    """Say what rests on a tier, in words: `embedding, 12 of 80 attention`."""
     parts = []
     for kind, count in held.groups.items():
         whole = it.kinds[kind]
@@ -311,6 +315,7 @@ def homes(it: Report, held: TierHeld) -> str:
 
 
 def format_figure(name: str, value: float) -> str:
+    """Return a machine's figure with its unit."""
     if name.endswith("memory"):
         return format_size(value) if value else "the device"
     if name == "compute":
@@ -319,15 +324,17 @@ def format_figure(name: str, value: float) -> str:
 
 
 def format_pace(number: float) -> str:
-    """Three digits, and no powers of ten: `0.0309`, `57.9`, `9,949`."""
+    """Return three digits, and no powers of ten: `0.0309`, `57.9`, `9,949`."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 1e-3 else f"{number:#.3g}"
 
 
 def format_seconds(seconds: float) -> str:
+    """Return seconds, or milliseconds below one."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{format_pace(seconds)} s"
 
 
 def format_count(number: float) -> str:
+    """Return a count in billions or millions: `8.03B`."""
     return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
 
 

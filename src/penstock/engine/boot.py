@@ -27,7 +27,7 @@ from penstock.engine.parts import (
     make_scheduler,
     make_weights,
 )
-from penstock.engine.placing import Context, Model, Override, Say, place
+from penstock.engine.placing import BootContext, Model, Override, Say, place
 from penstock.engine.plan import BootPlan, Rest
 from penstock.engine.settling import settle
 from penstock.engine.store import carry_rates, open_store, outlives, root_of
@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # Needed by several ranks alone.
 
 @dataclass(frozen=True, slots=True)
 class Booted:
-    """An engine and the facts that were found or derived on the way."""
+    """Describe an engine: itself, and the facts that were found or derived on the way."""
 
     engine: Engine
     spec: ModelSpec
@@ -75,13 +75,13 @@ def boot(
     guide: Guide | None = None,
 ) -> Booted:
     """Return a running engine of a frozen Config and an open checkpoint or pack. say, trace, override,
-    loading, guide: see Context.
+    loading, guide: see BootContext.
 
     Of a Shape the weights are random. config.model is not looked at: the model has been found by now. A pack
     is closed with the engine. Raises PenstockErrors: DeviceError, ConfigError, BudgetError, CheckpointError.
     """
     begin = time.perf_counter()
-    context = Context(say, trace, override or Override(), loading, guide)
+    context = BootContext(say, trace, override or Override(), loading, guide)
     with ExitStack() as opened:  # closed if anything fails; afterwards the engine closes it
         if config.tensor_parallel == 1:
             device = choose_device(config.device)
@@ -128,7 +128,7 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override)
         group = seat.group(device)
         shard = Shard(seat.rank, seat.ranks)
         try:
-            context = Context(override=override)
+            context = BootContext(override=override)
             part = _build(config, model, Place(device, shard, group), opened, context)
             serve(seat.receive, part.runner, group)
         except BaseException:
@@ -138,7 +138,7 @@ def follow(seat: "Seat", config: Config, what: Path | Shape, override: Override)
 
 
 def _team(
-    config: Config, model: Model, opened: ExitStack, context: Context
+    config: Config, model: Model, opened: ExitStack, context: BootContext
 ) -> "tuple[_Part, Leader, torch.device]":
     """Rank 0's part, all ranks as one, and its device. The processes of the others have been started, unless
     torchrun has."""
@@ -181,9 +181,9 @@ class _Part:
     store: BlockStore | None
 
 
-def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: Context) -> _Part:
-    """Closed with `opened`. Every rank's is made in the same steps, since they compute together when the
-    largest step is measured."""
+def _build(config: Config, model: Model, where: Place, opened: ExitStack, context: BootContext) -> _Part:
+    """Build one rank's part, which is closed with `opened`. Every rank builds its part in the same steps,
+    since ranks compute together when the largest step is measured."""
     with plain_torch(not config.kernels):
         device, say = where.device, context.say
         opened.callback(lift_cap, device)

@@ -25,8 +25,7 @@ _CHUNKS = 1024, 16384
 _MEASURE = 0.2
 """Seconds."""
 _STEP_PART = 4
-"""Of the device's memory, at most one part in so many is for the activations of a step that was not asked
-for."""
+"""Activations of a step that was not asked for take at most one part in so many of the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +40,17 @@ class LongRoom:
     disk: Disk | None = None
     """Behind host memory: more of the same, in a file that lives as long as the process."""
     store_bytes: int = 0
-    """Of disk, for blocks that outlive the process."""
+    """Blocks that outlive the process have so many bytes of disk."""
     unused_bytes: int = 0
-    """Of disk: what long contexts leave, where that is less than a store of such blocks needs; then there is
-    none."""
+    """Long contexts leave so many bytes of disk, where that is less than a store of such blocks needs; then
+    there is no store."""
     policies: Policies | None = None
     most_blocks: int = 0
-    """Of a sequence."""
+    """A sequence has at most so many blocks."""
 
     @property
     def host_bytes(self) -> int:
+        """KV takes so many bytes of host memory, what it is copied through and sketches of keys included."""
         staging = staging_bytes(self.layout, self.tile_tokens, self.chunk_tokens) if self.disk else 0
         sketches = self._sketch_bytes * (self.blocks + self.on_disk)
         return self.blocks * self.layout.block_bytes + staging * (2 if self.policies else 1) + sketches
@@ -77,10 +77,12 @@ class LongRoom:
 
     @property
     def on_disk(self) -> int:
+        """Return the number of blocks on disk."""
         return self.disk.blocks if self.disk else 0
 
     @property
     def device_bytes(self) -> int:
+        """Far KV takes so many bytes of the device on its way."""
         chosen = (
             chosen_bytes(self.layout, self.tile_tokens, self.most_blocks, self.policies)
             if self.policies
@@ -196,7 +198,7 @@ def long_room(
 
 
 def keeps(config: Config) -> bool:
-    """Whether blocks of KV are kept on the host, and on disk, for later requests."""
+    """Tell whether blocks of KV are kept on the host, and on disk, for later requests."""
     return config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
 
 
@@ -228,8 +230,8 @@ def measured_chunk(
 
 
 def chunk_in_balance(spec: ModelSpec, itemsize: int, link: float, arithmetic: float) -> float:
-    """Tokens of a chunk that attend to a key, in all heads, for as long as the key and its value take over
-    the link."""
+    """Return the tokens of a chunk that attend to a key, in all heads, for as long as the key and its value
+    take over the link."""
     return (2 * spec.kv_heads * itemsize / link) * arithmetic / (4 * spec.heads)
 
 

@@ -1,5 +1,5 @@
-"""How a model would run on a machine, from its shape and the machine's figures alone: what rests where, and
-how fast it then goes.
+"""Forecast how a model would run on a machine, from its shape and the machine's figures alone: where weights
+rest, and how fast a pass is.
 
 Its plan is a BootPlan, as a boot there would build it (`engine.plan`). A pass then takes as long as disk,
 link and arithmetic hold each other up (`residency.predict`). What each use of a group takes on the device
@@ -44,7 +44,7 @@ PROCESS = GROWTH + (1200 << 20)
 """Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA
 took on an H200."""
 TABLES = 512
-"""Of so many bytes of pinned host memory, one is for the GPU's page tables."""
+"""The GPU's page tables take one byte for so many bytes of pinned host memory."""
 CONTEXT = 1000 << 20
 """Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an
 H200."""
@@ -74,11 +74,11 @@ class Machine:
     rates: Rates
     operations: float
     costs: StepCosts | None = None
-    """What steps cost there beyond bytes; without them a forecast is a bound of the device."""
+    """Steps cost this beyond bytes; without it a forecast is a bound of the device."""
 
     @property
     def usable(self) -> int:
-        """Bytes of DEVICE for weights, KV and activations."""
+        """Weights, KV and activations have so many bytes of DEVICE."""
         return self.device if self.host is None else max(self.device - CONTEXT - self.host // TABLES, 0)
 
 
@@ -108,7 +108,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Passes of one kind in the steady state.
+    """Describes passes of one kind in the steady state.
 
     tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to
     DEVICE and from DISK in a pass. busy: of its seconds, for how many each link is; of prompts longer than
@@ -123,6 +123,7 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
+        """Return the tokens a second of all sequences together."""
         return self.tokens / self.seconds
 
     @property
@@ -131,7 +132,7 @@ class Pace:
         return max(Link, key=lambda link: self.busy[link])
 
     def share(self, link: Link) -> float:
-        """Of the time, how much the link is busy."""
+        """Return the part of the time in which the link is busy."""
         return self.busy[link] / self.seconds
 
 
@@ -152,7 +153,7 @@ class Forecast:
 
     @property
     def budget(self) -> Budget:
-        """How the device's memory is divided."""
+        """The device's memory is divided so."""
         return self.plan.budget
 
     @property
@@ -163,11 +164,13 @@ class Forecast:
 
     @property
     def everything_resident(self) -> bool:
+        """Tell whether all weights stay on the device."""
         return self.placement.everything_resident and self.experts_on(Tier.DEVICE) == (
             self.experts.experts if self.experts else 0
         )
 
     def experts_on(self, tier: Tier) -> int:
+        """Return how many experts have their home on `tier`, where these are counted by themselves."""
         if self.experts is None:
             return 0
         return {
@@ -177,13 +180,13 @@ class Forecast:
         }[tier]
 
     def resting(self, tier: Tier) -> int:
-        """Bytes of weights with their home on `tier`."""
+        """Return the bytes of weights with their home on `tier`."""
         return self.placement.resting(tier) + self.experts_on(tier) * (
             self.experts.size if self.experts else 0
         )
 
     def ring(self, tier: Tier) -> int:
-        """Bytes through which the other weights pass."""
+        """Return the bytes through which the other weights pass."""
         if tier is Tier.DISK:
             return 0
         device = tier is Tier.DEVICE
@@ -196,7 +199,7 @@ class Forecast:
 
 
 class More(StrEnum):
-    """What a machine might have more of."""
+    """Names what a machine might have more of."""
 
     DEVICE = "1 GB more device memory"
     HOST = "1 GB more host memory"
@@ -256,7 +259,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
 
 
 def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...]:
-    """What more of each tier and link would buy."""
+    """Return what more of each tier and link would buy."""
     machine, rates = now.machine, now.machine.rates
     others = {
         More.DEVICE: replace(machine, device=machine.device + GB),
@@ -284,7 +287,7 @@ def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...
 def _plan(
     spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work
 ) -> BootPlan[FarBytes]:
-    """The plan of a boot with KV for all sequences at their longest, no more and no less."""
+    """Return the plan of a boot with KV for all sequences at their longest, no more and no less."""
     cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE)
     blocks = work.batch * -(-work.context // BLOCK_SIZE)
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
@@ -309,7 +312,7 @@ def _plan(
 
 
 def _far_kv(machine: Machine, work: Work, far: int) -> int:
-    """Bytes of all sequences' KV. Raises BudgetError if host memory does not hold it."""
+    """Return the bytes of all sequences' KV. Raises BudgetError if host memory does not hold it."""
     assert machine.host is not None
     there = max(machine.host - PROCESS, 0)
     if far > there:
@@ -357,8 +360,8 @@ def _pace(
     far: bool,
     fetched: float | None,
 ) -> Pace:
-    """How long passes take. Experts are known only once their router has run, so nothing hides their coming;
-    KV that is far comes while everything else goes on, over the same link as weights. fetched: see
+    """Return how long passes take. Experts are known only once their router has run, so nothing hides their
+    coming; KV that is far comes while everything else goes on, over the same link as weights. fetched: see
     Work.experts_fetched."""
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = (

@@ -1,4 +1,4 @@
-"""Reads what a plan needs to know of the machine."""
+"""Read what a plan needs to know of the machine."""
 
 import psutil
 import torch

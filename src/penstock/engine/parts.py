@@ -1,4 +1,4 @@
-"""Constructs the parts of an engine from what was decided. It decides nothing."""
+"""Construct the parts of an engine from what was decided. Nothing is decided here."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from penstock.arch.bounds import doubles_at
 from penstock.arch.spec import ModelSpec, RopeKind
 from penstock.base.trace import Trace
 from penstock.engine.contexts import LongRoom, keeps
-from penstock.engine.placing import Placed
+from penstock.engine.placing import PlacedWeights
 from penstock.engine.plan import BootPlan
 from penstock.engine.settling import Settled
 from penstock.kv.ledger.blocks import BlockLedger, DiskLedger, HostLedger
@@ -18,14 +18,14 @@ from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
 from penstock.memory.streams import streams_both_ways
 from penstock.models.decoder import Decoder
-from penstock.models.inputs import Collectives as Reduces
+from penstock.models.inputs import Collectives
 from penstock.ops.attention import PAST_TILE
 from penstock.sched.rules import PrefixRule
 from penstock.sched.scheduler import Scheduler
 from penstock.sched.tiers import Store
 from penstock.weights.streaming.stream import Blank, WeightStream
 from penstock.weights.streaming.waits import Waits
-from penstock.worker.collectives import Collectives, Unsummed
+from penstock.worker.collectives import RankCollectives, Unsummed
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
@@ -35,7 +35,7 @@ from penstock.worker.structures import Guide
 def make_runner(
     settled: Settled,
     device: torch.device,
-    collectives: Reduces | None,
+    collectives: Collectives | None,
     *,
     agree: Callable[[torch.Tensor], None] | None = None,
     guide: Guide | None = None,
@@ -59,7 +59,7 @@ def make_runner(
 
 
 def blank_runner(
-    settled: Settled, device: torch.device, collectives: Collectives | None, *, early: bool
+    settled: Settled, device: torch.device, collectives: RankCollectives | None, *, early: bool
 ) -> Runner:
     """Return a runner over blank weights and one block of KV, which waits for no other rank. Its model ends a
     layer behind the first of the last kind: a last layer computes less than others."""
@@ -80,7 +80,7 @@ def layer_kinds(spec: ModelSpec, each: int = 1) -> tuple[int, ...]:
     return tuple(sorted(layer for those in kinds.values() for layer in those[:each]))
 
 
-def make_weights(placed: Placed, device: torch.device, trace: Trace | None) -> WeightStream:
+def make_weights(placed: PlacedWeights, device: torch.device, trace: Trace | None) -> WeightStream:
     """Return the weights that were placed, not loaded yet. It takes over their sources; if it cannot be made,
     these are closed."""
     plan = placed.plan

@@ -29,7 +29,7 @@ from penstock.worker.structures import Guide
 Model = Checkpoint | Pack | Shape
 Say = Callable[[str], None]
 _LINK_SECONDS, _DISK_SECONDS = 0.4, 2.0
-"""How long links are measured. Some disks take their time to reach their rate."""
+"""Links are measured for so long. Some disks take their time to reach their rate."""
 _MEASURED = 4 << 30
 """Bytes of weights for which they are measured a second, if not that long."""
 _LEAST_READ = 16 << 20
@@ -38,7 +38,7 @@ _LEAST_READ = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """What measurements and tests want otherwise.
+    """Replaces what a boot would find, for measurements and tests.
 
     limits: for weights, instead of what the budgets leave (but disk, which is used if it must be). disk: what
     reads the weights that stay on disk, instead of the model's own source, and the file or device that it
@@ -50,8 +50,8 @@ class Override:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """What a boot is given beside its config and its model.
+class BootContext:
+    """Holds what a boot is given beside its config and its model.
 
     say: is told what was decided. trace: takes spans of waits. loading: takes the progress of loading. guide:
     keeps outputs to a structure; without one they have none.
@@ -65,9 +65,9 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A plan with the places of weights, where their bytes come from, and what was measured for it: nothing,
-    if nothing streams."""
+class PlacedWeights:
+    """Holds a plan with the places of weights, where their bytes come from, and the rates that were measured
+    for it: none, if nothing streams."""
 
     plan: BootPlan[LongRoom]
     source: Source
@@ -88,8 +88,8 @@ def host_room(config: Config, device: torch.device) -> int:
 
 
 def place(
-    outline: Outline[LongRoom], activations: int, model: Model, device: torch.device, context: Context
-) -> Placed:
+    outline: Outline[LongRoom], activations: int, model: Model, device: torch.device, context: BootContext
+) -> PlacedWeights:
     """Return the plan of a boot whose largest step takes `activations` bytes of the device, all that is
     beside weights and KV included. Links and the disk are measured where weights stream.
 
@@ -103,7 +103,7 @@ def place(
     measured = Measured(activations, read_hardware(device), there)
     found = plan_boot(outline, measured, override.limits)
     if not found.streams:
-        return Placed(found, source, disk, None)
+        return PlacedWeights(found, source, disk, None)
     total = sum(map(padded, layouts))
     if found.needs_disk and store is None:
         if isinstance(model, Checkpoint):
@@ -138,7 +138,7 @@ def place(
             else str(placement)
         )
         say(f"weights: of what every token needs, {stays}; {experts}")
-    return Placed(found, source, disk, rates)
+    return PlacedWeights(found, source, disk, rates)
 
 
 def _source(model: Model, dtype: str) -> Source:

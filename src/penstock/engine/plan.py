@@ -29,7 +29,7 @@ from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 USUAL = Rates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """Rates before anything was measured. They decide only whether there is a placement at all."""
 HOST_SHARE = 0.8
-"""Of the host's free memory, when no budget was given."""
+"""Weights get this part of the host's free memory, when no budget was given."""
 _ROOMY = 64 << 30
 """Bytes of a device from which on a step is usually twice as long: less of attention is merged from parts."""
 
@@ -73,17 +73,19 @@ class FarRoom(Protocol):
     """Room for KV beyond the device: bytes that it takes of the device and of the host."""
 
     @property
-    def device_bytes(self) -> int: ...
+    def device_bytes(self) -> int:
+        """KV takes so many bytes of the device on its way."""
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """KV takes so many bytes of the host."""
 
 
 Far = TypeVar("Far", bound=FarRoom)
 
 
 class Rest(IntEnum):
-    """What of the weights is on the device for good. Ranks go by the least of theirs."""
+    """Tells which weights are on the device for good. Ranks go by the least of theirs."""
 
     SOME = 0
     EXPERTS = 1
@@ -93,7 +95,7 @@ class Rest(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outline(Generic[Far]):
-    """What is decided before anything of an engine is constructed.
+    """Holds what is decided before anything of an engine is constructed.
 
     spec: of the whole model. shard: this rank's part of it, of which all that follows speaks. one_memory:
     whether host memory is no more than the device: on a CPU, unless host_memory allows more. total: bytes on
@@ -125,17 +127,17 @@ class Outline(Generic[Far]):
 
     @property
     def may_rest(self) -> bool:
-        """Whether all weights would fit on the device if nothing else were there."""
+        """Tell whether all weights would fit on the device if nothing else were there."""
         return sum(map(padded, self.layouts)) <= self.total
 
     @property
     def early(self) -> bool:
-        """Whether kernels will most likely begin before the one before has ended."""
+        """Tell whether kernels will most likely begin before the one before has ended."""
         return self.may_rest and self.hardware.pdl
 
     @property
     def recorded(self) -> bool:
-        """Whether steps are recorded as CUDA graphs if all weights rest where they may."""
+        """Tell whether steps are recorded as CUDA graphs if all weights rest where they may."""
         return self.settings.graphs and self.blocker(experts_rest=self.may_rest) is None
 
     @property
@@ -164,7 +166,7 @@ class Outline(Generic[Far]):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a boot measures.
+    """Holds what a boot measures.
 
     activations: bytes of the device for all but weights and KV. hardware: the machine at that time. disk:
     whether weights can come from one. rates: of links; None before they were measured, which is needed only
@@ -179,7 +181,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class BootPlan(Generic[Far]):
-    """What a boot builds, and `penstock plan` shows.
+    """Says what a boot builds, and `penstock plan` shows.
 
     budget: how the device's memory is divided. limits: bytes of each tier for weights. placement: where each
     group of weights rests; experts: the same of those that are placed by number. beside: bytes of the
@@ -198,37 +200,38 @@ class BootPlan(Generic[Far]):
 
     @property
     def streams(self) -> bool:
-        """Whether weights do not all fit on the device, so that links and the disk are to be measured."""
+        """Tell whether weights do not all fit on the device, so that links and the disk are measured."""
         return sum(map(padded, self.outline.layouts)) > self.limits.device
 
     @property
     def experts_rest(self) -> bool:
-        """Whether all experts are on the device for good."""
+        """Tell whether all experts are on the device for good."""
         return self.rest >= Rest.EXPERTS
 
     @property
     def early(self) -> bool:
-        """Whether kernels begin before the one before has ended (programmatic dependent launch)."""
+        """Tell whether kernels begin before the one before has ended (programmatic dependent launch)."""
         return self.rest is Rest.ALL and self.outline.hardware.pdl
 
     @property
     def graph_blocker(self) -> str | None:
-        """Why steps cannot be recorded as CUDA graphs; None if they can."""
+        """Say why steps cannot be recorded as CUDA graphs; None if they can."""
         return self.outline.blocker(experts_rest=self.experts_rest)
 
     @property
     def recorded(self) -> bool:
-        """Whether decode steps are recorded as CUDA graphs."""
+        """Tell whether decode steps are recorded as CUDA graphs."""
         return self.outline.settings.graphs and self.graph_blocker is None
 
     @property
     def record_runs(self) -> bool:
-        """Whether short prompts are recorded, too: not where weights stream, and the host has the time."""
+        """Tell whether short prompts are recorded, too: not where weights stream, so that the host has the
+        time."""
         return self.recorded and self.rest is Rest.ALL
 
     @property
     def compile_again(self) -> bool:
-        """Whether kernels were compiled for launches other than those that come."""
+        """Tell whether kernels were compiled for launches other than those that come."""
         return self.early != self.outline.early
 
     def agreed(self, blocks: int, rest: int) -> "BootPlan[Far]":
@@ -330,7 +333,7 @@ def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> Limits:
 
 
 def _is_roomy(config: Config, hardware: Hardware) -> bool:
-    """By what does not change while the machine is used. Several devices need not be alike, and must
+    """Decide by what does not change while the machine is used. Several devices need not be alike, and must
     agree."""
     if not hardware.cuda or config.tensor_parallel > 1:
         return False

@@ -1,4 +1,4 @@
-"""Settles the outline of a plan (`engine.plan`) by the model and the machine."""
+"""Settle the outline of a plan (`engine.plan`) by the model and the machine."""
 
 from dataclasses import replace
 

@@ -18,7 +18,7 @@ from penstock.memory.device import choose_device
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.reader import Pack
-from penstock.worker.collectives import Collectives
+from penstock.worker.collectives import RankCollectives
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.group import Group
@@ -38,19 +38,19 @@ class Place:
         """The smallest that any rank says, which all of them then go by."""
         return self.group.least(value) if self.group is not None else value
 
-    def collectives(self, spec: ModelSpec, dtype: str) -> Collectives | None:
-        """On all ranks at once."""
+    def collectives(self, spec: ModelSpec, dtype: str) -> RankCollectives | None:
+        """Return what makes sums with the other ranks, None without any. To be called on all at once."""
         if self.group is None:
             return None
-        collectives = Collectives(self.group, spec, getattr(torch, dtype))
+        collectives = RankCollectives(self.group, spec, getattr(torch, dtype))
         self.last.callback(collectives.close)
         collectives.open()
         return collectives
 
 
 def device_of(config: Config, local: int) -> torch.device:
-    """The device of the `local`th rank of a machine. Raises DeviceError if it is not there, ConfigError if
-    one device was named for all."""
+    """Return the device of the `local`th rank of a machine. Raises DeviceError if it is not there,
+    ConfigError if one device was named for all."""
     device = choose_device(config.device)
     if device.type == "cpu" or config.tensor_parallel == 1:
         return device
@@ -70,8 +70,8 @@ def device_of(config: Config, local: int) -> torch.device:
 
 
 def team_config(config: Config, model: Model) -> Config:
-    """The settings of each rank. Raises ConfigError for what several ranks, or so many of this model, cannot
-    do."""
+    """Return the settings of each rank. Raises ConfigError for what several ranks, or so many of this model,
+    cannot do."""
     held(model.spec, Shard(0, config.tensor_parallel))
     if isinstance(model, Pack):
         raise ConfigError(
@@ -89,8 +89,8 @@ def team_config(config: Config, model: Model) -> Config:
 
 
 def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
-    """Where ranks compute on the same cores: this process's part of its threads, since threads that wait for
-    each other take far longer. Returns what gives it back all that it had."""
+    """Take this process's part of its threads where ranks compute on the same cores, since threads that wait
+    for each other take far longer. Returns what gives back all that it had."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(max(1, before // ranks))
@@ -98,7 +98,7 @@ def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
 
 
 def described(model: Model) -> Path | Shape:
-    """By which another process opens the same model."""
+    """Return what another process opens the same model by."""
     return model if isinstance(model, Shape) else model.path.resolve()
 
 

@@ -47,7 +47,7 @@ _SEGMENTS = 22 << 20
 
 
 def choose_device(asked: str) -> torch.device:
-    """The device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises DeviceError if it is not there."""
+    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises DeviceError if it is not there."""
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -64,6 +64,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the number of a CPU's threads."""
     return (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -88,7 +89,7 @@ def begins_early(device: torch.device) -> bool:
 
 
 def native_half(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices in hardware."""
+    """Tell whether the device multiplies bfloat16 matrices in hardware."""
     if device.type == "cuda":
         return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

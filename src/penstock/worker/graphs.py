@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _IDLE: list[torch.cuda.Stream] = []
 _COUNTERS = 256
-"""Of tiles of a product that programs share."""
+"""Programs share at most so many tiles of a product."""
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
 _WHERE = 4
@@ -76,8 +76,8 @@ class DecodeStep:
         tokens: int,
         max_length: int,
     ) -> None:
-        """table: int32 `[rows + 1, blocks]`, the pages of each row, the last nobody's; newest: int64 `[rows +
-        1]`, its newest token."""
+        """Allocate the inputs and outputs. table: int32 `[rows + 1, blocks]`, the pages of each row, the last
+        nobody's; newest: int64 `[rows + 1]`, its newest token."""
         self._decoder, self._angles, self._pool, self._table, self._newest = (
             decoder,
             angles,
@@ -132,7 +132,7 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def suits(self, share: Share) -> bool:
-        """Whether such a run is to be attended to in pages: the same on all ranks, which replay alike."""
+        """Tell whether such a run is attended to in pages: the same on all ranks, which replay alike."""
         spec = self.spec
         head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
         return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)
@@ -190,7 +190,7 @@ class DecodeGraphs:
     they share."""
 
     def __init__(self, step: DecodeStep, weights: WeightStream, rows: int, tokens: int) -> None:
-        """rows, tokens: as of the step."""
+        """Record nothing yet. rows, tokens: as of the step."""
         self._step, self._weights = step, weights
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
         self._programs: dict[int, _Program] = {}
@@ -201,12 +201,12 @@ class DecodeGraphs:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Numbers of rows, the largest first."""
+        """Return the numbers of rows, the largest first."""
         return self._counts
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """Numbers of a run's tokens, the largest first."""
+        """Return the numbers of a run's tokens, the largest first."""
         return self._runs
 
     def record(self, *, record_runs: bool, early: bool) -> None:
@@ -261,8 +261,8 @@ class DecodeGraphs:
             _IDLE.append(stream)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether there is such a step for this plan: each share is a token of a row whose KV is in pages,
-        and yields another; or it is one run, likewise, which does not read too much for that."""
+        """Tell whether there is such a step for this plan: each share is a token of a row whose KV is in
+        pages, and yields another; or it is one run, likewise, which does not read too much for that."""
         shares = plan.shares
         if plan.runs:
             return len(shares) == 1 and self._fits_run(shares[0])
@@ -297,9 +297,9 @@ class DecodeGraphs:
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """To record on. The library of products keeps memory for each stream that they were recorded on, as long
-    as the process lives, and recorded steps write there: so a stream is used again, but only when nothing is
-    left of what was recorded on it."""
+    """Return a stream to record on. The library of products keeps memory for each stream that they were
+    recorded on, as long as the process lives, and recorded steps write there: so a stream is used again, but
+    only when nothing is left of what was recorded on it."""
     for stream in list(_IDLE):
         if stream.device == device:
             with suppress(ValueError):  # Another thread was faster.

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
 
 _GRAPH_BYTES = 16 << 20
-"""Of a recorded step, beside what passes through it."""
+"""A recorded step takes so many bytes, beside what passes through it."""
 _STREAM_BYTES = 64 << 20
-"""Of the stream that steps are recorded on: 32 MiB that the library of products takes for each, and segments
-that are used in part."""
+"""The stream that steps are recorded on takes so many bytes: 32 MiB that the library of products takes for
+each, and segments that are used in part."""
 _MANY = 32
 _RUNS = (512, 256, 128, 64, 32, 16)
 """Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""

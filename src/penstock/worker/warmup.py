@@ -39,7 +39,7 @@ def kernel_steps(sizes: StepSizes) -> Iterator[Plan]:
 
 
 def _mixed_step(sizes: StepSizes, rows: int, tokens: int) -> Plan:
-    """As many rows of one token, and a run of so many tokens, as the sizes allow."""
+    """Return a step of as many rows of one token, and a run of so many tokens, as the sizes allow."""
     size, longest = sizes.block_size, sizes.max_length
     singles = min(rows, sizes.max_sequences - bool(tokens), sizes.max_step_tokens - bool(tokens))
     shares = [_warm_share(row, min(1, longest - 1), 1, size) for row in range(singles)]

@@ -105,7 +105,7 @@ MACHINES: Mapping[str, Known] = {
 """The GPU is taken nine tenths of, the host memory what a system in use leaves. Where the device is the CPU
 it is host memory itself, of which no more is there, and the link a copy within it."""
 USUAL = "desktop-24"
-"""Whose rates hold where no others are given."""
+"""Its rates hold where no others are given."""
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -200,7 +200,7 @@ def command(
 
 
 def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
-    """A name to show, and the shape. Raises CheckpointError, UnsupportedModelError."""
+    """Return a name to show, and the shape. Raises CheckpointError, UnsupportedModelError."""
     path = Path(model)
     if model in SHAPES and not path.exists():
         config, where, name = SHAPES[model], model, model
@@ -259,6 +259,7 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
 
 
 def machine_of(setting: Setting) -> Machine:
+    """Return the machine that a setting describes."""
     value = {name: figure.value for name, figure in setting.figures.items()}
     rates = Rates(value["link_rate"], value["disk_rate"], value["device_read"])
     return Machine(
@@ -283,7 +284,7 @@ def _gpu() -> tuple[str, int]:
 
 
 def _free_memory() -> int:
-    """Of the host, or of the container, whose limit psutil does not know."""
+    """Return the free bytes of the host, or of the container, whose limit psutil does not know."""
     import psutil  # 10 ms
 
     try:
@@ -297,8 +298,8 @@ def _free_memory() -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes/s meant by `3GB/s`, or `3GB`. Raises ConfigError, also where the unit must have been
-    forgotten."""
+    """Read bytes/s from `3GB/s`, or `3GB`. Raises ConfigError, also where the unit must have been forgotten.
+    """
     try:
         rate = parse_size(text.strip().lower().removesuffix("/s"))
     except ConfigError as error:
@@ -314,7 +315,7 @@ def parse_disk(text: str) -> float:
 
 
 def parse_operations(text: str) -> float:
-    """Operations/s meant by `700TFLOPS` or `7e14`. Raises ConfigError."""
+    """Read operations/s from `700TFLOPS` or `7e14`. Raises ConfigError."""
     match = _OPERATIONS.fullmatch(text)
     number = float(match[1]) * 1000.0 ** " kmgtp".index(match[2].lower() or " ") if match else 0.0
     if not 1e6 <= number < 1e30:
@@ -330,4 +331,4 @@ PARSERS: Mapping[str, Callable[[str], float]] = {
     "device_read": parse_rate,
     "compute": parse_operations,
 }
-"""By flag, without dashes."""
+"""Flags are named without dashes."""
