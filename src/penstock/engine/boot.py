@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # Needed by several ranks alone.
 
 @dataclass(frozen=True, slots=True)
 class Booted:
-    """Describe an engine: itself, and the facts that were found or derived on the way."""
+    """Holds an engine and the facts that were found or derived on the way."""
 
     engine: Engine
     spec: ModelSpec
@@ -191,7 +191,7 @@ def _build(config: Config, model: Model, where: Place, opened: ExitStack, contex
         if device.type == "cuda" and not kernels_of(device):
             why = "since there is no Triton" if config.kernels else "as asked"
             say(f"kernels: none of our own, {why}; plain torch computes")
-        outline = settle(config, model, device, say, where.shard)
+        outline = where.agree(settle(config, model, device, say, where.shard))
         collectives = where.collectives(outline.spec, outline.dtype)
         if collectives is not None and device.type == "cuda":
             few = f"of up to {collectives.rows} rows in one launch, " if collectives.rows else ""

@@ -77,7 +77,7 @@ class LongRoom:
 
     @property
     def on_disk(self) -> int:
-        """Return the number of blocks on disk."""
+        """So many blocks are on disk."""
         return self.disk.blocks if self.disk else 0
 
     @property
@@ -126,10 +126,10 @@ def long_room(
     """Host memory for KV: as much as was asked for, or what a sequence of the length that was asked for takes
     if it does not fit the device. None if nobody needs any.
 
-    total: bytes of the device. resident: what all weights and the largest step take of them. Raises
-    BudgetError, ConfigError.
+    total: bytes of the device. resident: what all weights and the largest step take of them. Of several ranks
+    each holds its own heads' KV, in its part of what was asked for. Raises BudgetError, ConfigError.
     """
-    asked, size = config.host_kv_memory, layout.block_size
+    asked, size, ranks = config.host_kv_memory, layout.block_size, config.tensor_parallel
     policies = _policies(config, spec)  # Refused where they cannot be, whether this room holds KV or not.
     if asked in (0, "0"):
         if config.disk_kv_memory is not None:
@@ -162,7 +162,7 @@ def long_room(
         if blocks == 0:
             return None
     else:
-        wanted = parse_size(asked, whole=hardware.host_whole)
+        wanted = parse_size(asked, whole=hardware.host_whole) // ranks
         blocks = _whole_blocks(wanted, layout.block_bytes, "host memory", size)
         if wanted > there:
             raise BudgetError(
@@ -175,9 +175,9 @@ def long_room(
         layout, blocks, tile, limits.max_step_tokens // size * size, policies=policies, most_blocks=needed
     )
     if config.disk_kv_memory is not None:
-        wanted, block = parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout)
+        wanted, block = parse_size(config.disk_kv_memory) // ranks, layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)
-        if keeps(config):
+        if keeps(config) and ranks == 1:
             on_disk = min(on_disk, max(needed - room.blocks, 0))
             left = wanted - on_disk * block
             room = (
@@ -239,6 +239,11 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     rows, runs = policy_of(config.attention_policy), policy_of(config.prefill_policy)
     if rows is None and runs is None:
         return None
+    if config.tensor_parallel > 1:
+        raise ConfigError(
+            "attention policies choose on a single device; leave attention_policy and prefill_policy full, "
+            "or tensor_parallel"
+        )
     if any(window is not None for window in spec.windows):
         raise ConfigError(
             "attention policies are for models without sliding windows; leave attention_policy and "

@@ -123,7 +123,7 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens a second of all sequences together."""
+        """All sequences together get so many tokens a second."""
         return self.tokens / self.seconds
 
     @property

@@ -47,12 +47,12 @@ class UseWork:
 
     @property
     def bytes(self) -> float:
-        """Return the bytes of weights and KV that are read."""
+        """Weights and KV that are read take so many bytes."""
         return self.weights + self.experts + self.kv
 
     @property
     def operations(self) -> float:
-        """Return the operations of all products."""
+        """All products together take so many operations."""
         return self.products + self.expert_products + self.attention
 
     @classmethod

@@ -13,7 +13,9 @@ from penstock.arch.shards import WHOLE, Shard, held
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Model
+from penstock.engine.plan import Outline
 from penstock.memory.device import choose_device
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
@@ -38,8 +40,25 @@ class Place:
         """The smallest that any rank says, which all of them then go by."""
         return self.group.least(value) if self.group is not None else value
 
+    def agree(self, outline: Outline[LongRoom]) -> Outline[LongRoom]:
+        """Return the outline with the least limits and room for far KV that any rank has. A plan names slots
+        for all ranks."""
+        if self.group is None or outline.settings.host_kv_memory in (0, "0"):
+            return outline
+        far, limits = outline.far, outline.limits
+        tokens = self.least(limits.max_step_tokens)
+        blocks, on_disk, tile = map(
+            self.least, (far.blocks, far.on_disk, far.tile_tokens) if far else (0, 0, 0)
+        )
+        if far is not None and blocks:
+            chunk = tokens // limits.block_size * limits.block_size
+            disk = replace(far.disk, blocks=on_disk) if far.disk and on_disk else None
+            far = replace(far, blocks=blocks, tile_tokens=tile, chunk_tokens=chunk, disk=disk)
+        return replace(outline, limits=replace(limits, max_step_tokens=tokens), far=far if blocks else None)
+
     def collectives(self, spec: ModelSpec, dtype: str) -> RankCollectives | None:
-        """Return what makes sums with the other ranks, None without any. To be called on all at once."""
+        """Return what this rank exchanges in a pass; none if it is alone. To be called on all ranks at once.
+        """
         if self.group is None:
             return None
         collectives = RankCollectives(self.group, spec, getattr(torch, dtype))
@@ -79,13 +98,11 @@ def team_config(config: Config, model: Model) -> Config:
             f"part, but {model.path} is a pack; "
             "give the checkpoint it was made of"
         )
-    far = {"host_kv_memory": config.host_kv_memory, "disk_kv_memory": config.disk_kv_memory}
-    for name, value in far.items():
-        if value not in (None, 0, "0"):
-            raise ConfigError(
-                f"{name} {value} goes with a single device so far; leave it, or tensor_parallel"
-            )
-    return replace(config, host_kv_memory=0)
+    if config.host_kv_memory is None and config.disk_kv_memory is None:
+        return replace(
+            config, host_kv_memory=0
+        )  # What each rank has room for differs: it is to be asked for.
+    return config
 
 
 def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:

@@ -44,7 +44,7 @@ class Closed(DeviceError):
 
 
 class ChannelWriter:
-    """Send to `readers` others. Their ends are `ends`, which are handed to their processes and then closed
+    """Sends to `readers` others. Their ends are `ends`, which are handed to their processes and then closed
     here, by `handed_over`."""
 
     def __init__(

@@ -111,8 +111,8 @@ class _Child:
 
 
 class StartedCrew:
-    """Hold a crew of processes that were started here. Its thread does all that concerns them; others look at
-    `failure` and ask it to end."""
+    """Holds a crew of processes that were started here. Its thread does all that concerns them; others look
+    at `failure` and ask it to end."""
 
     local = 0
 

@@ -231,7 +231,7 @@ class Group:
 
 
 class _LibraryErrors:
-    """Raise errors of the library as ours."""
+    """Raises errors of the library as ours."""
 
     def __init__(self, group: Group, what: str) -> None:
         self._group, self._what = group, what

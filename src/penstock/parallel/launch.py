@@ -73,8 +73,8 @@ def launch(
 
 
 class _Launched:
-    """Stand for a process that was there already: it is the crew of rank 0, or the seat of another. Messages
-    go through the group, which reaches other machines too."""
+    """Is a process that was there already: the crew of rank 0, or the seat of another. Messages go through
+    the group, which reaches other machines too."""
 
     failure: DeviceError | None = None
 

@@ -61,7 +61,7 @@ class Start:
 
 
 class _Follower:
-    """This is the seat of a follower."""
+    """Is the seat of a follower."""
 
     def __init__(self, control: socket.socket, start: Start) -> None:
         self.rank, self.ranks, self.local = start.rank, start.ranks, start.rank

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _IDLE: list[torch.cuda.Stream] = []
 _COUNTERS = 256
-"""Programs share at most so many tiles of a product."""
+"""So many tiles of a product may be shared by programs."""
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
 _WHERE = 4
@@ -132,7 +132,8 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def suits(self, share: Share) -> bool:
-        """Tell whether such a run is attended to in pages: the same on all ranks, which replay alike."""
+        """Tell whether such a run is to be attended to in pages: the same on all ranks, which replay alike.
+        """
         spec = self.spec
         head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
         return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)

@@ -79,7 +79,7 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Rank 0 sends this to all others."""
+    """Goes from rank 0 to all others."""
 
     number: int
     kind: _Kind
@@ -178,7 +178,7 @@ class Leader:
         return self._part.ahead
 
     def begin(self, plan: Plan) -> Step:
-        """Begin a plan on all ranks. What fails is raised where its outcome is asked for."""
+        """Have a plan begun on all ranks. What fails is raised where its outcome is asked for."""
         self._told = []
         self._workers.put(Task(partial(self._begin, plan)))
         return _UnderWay(self)
