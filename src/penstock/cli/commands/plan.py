@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -166,13 +167,10 @@ def command(
     machine: str | None,
     costs: Path | None,
     cache: Path,
-    batch: int,
-    context: int,
-    step_tokens: int | None,
     dtype: str,
     json: bool,
     picture: Path | None,
-    **given: str | None,
+    **given: Any,
 ) -> None:
     """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
     binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
@@ -185,6 +183,7 @@ def command(
     """
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {picture}: its directory does not exist")
+    batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model)
     chosen = spec.dtype if dtype == "auto" else dtype
@@ -227,7 +226,9 @@ def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
         file = costs_file(cache, gpu, dtype) if (gpu := _gpu()[0]) else None
         return file if file is not None and file.exists() else None
     name = MACHINES[machine].costs
-    return Path(__file__).parents[1] / "machines" / name if name and dtype in ("bfloat16", "float16") else None
+    return (
+        Path(__file__).parents[1] / "machines" / name if name and dtype in ("bfloat16", "float16") else None
+    )
 
 
 def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None = None) -> tuple[Setting, int]:
