@@ -42,7 +42,8 @@ from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import Limits, padded
-from penstock.worker.warmup import StepSizes, largest_step
+from penstock.worker.sizes import StepSizes
+from penstock.worker.warmup import largest_step
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")

@@ -35,7 +35,7 @@ from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
 from penstock.parallel.seat import Seat
 from penstock.weights.checkpoint.shape import Shape
-from penstock.worker.collectives import Collectives
+from penstock.worker.collectives import RankCollectives
 
 TINY = SHAPES["100M"] | {
     "num_hidden_layers": 2,
@@ -102,7 +102,7 @@ def sum_often(group: Group, shape: Mapping[str, object], rows: Sequence[int]) ->
     """Microseconds of a sum over ranks of so many rows, and of one with the residual sum and the norm behind
     it: by the group's library, and as a model's ranks do it; inside a CUDA graph of many."""
     spec, device, found = Shape.of(shape).spec, group.device, Found()
-    collectives = Collectives(group, spec, torch.bfloat16)
+    collectives = RankCollectives(group, spec, torch.bfloat16)
     collectives.open()
     weight = torch.ones(spec.hidden_size, dtype=torch.bfloat16, device=device)
     for count in rows:

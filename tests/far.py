@@ -21,7 +21,7 @@ from torch import Tensor
 import tiny
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout, kv_layout
-from penstock.engine import boot
+from penstock.engine import parts
 from penstock.kv.movement import carrier
 from penstock.kv.store.diskpool import record_bytes
 from penstock.memory.streams import CallerStream, HostTicket, Pieces, Stream, ThreadStream, Ticket
@@ -267,7 +267,7 @@ class Lines:
 @contextmanager
 def lines(late: str = "", seed: int = 0) -> Iterator[Lines]:
     made = Lines(late, seed)
-    with patch.object(boot, "streams_both_ways", made.make):
+    with patch.object(parts, "streams_both_ways", made.make):
         yield made
 
 

@@ -7,6 +7,7 @@ there. Kernels of ours are noted or shown, and never run. In a process where Tri
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,15 +20,19 @@ from triton.runtime import JITFunction, driver
 from compiling import SHARED, Driver
 from penstock.arch.layout import group_layouts, kv_layout
 from penstock.arch.shards import WHOLE
+from penstock.base.config import Config
 from penstock.bench.shapes import LAYERS_OF, SHAPES
-from penstock.engine import boot
+from penstock.engine.parts import blank_runner, make_runner
+from penstock.engine.plan import Hardware, Outline
 from penstock.engine.settling import Settled
+from penstock.kv.movement.pool import KVPool
 from penstock.ops.attention import dense
 from penstock.ops.kernels import noted
 from penstock.ops.triton import experts
 from penstock.sched.rules import Limits
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
+from penstock.weights.streaming.stream import Blank
 from penstock.worker import ahead
 from penstock.worker.runner import Runner
 from penstock.worker.warmup import kernel_steps, largest_step, small_steps
@@ -97,9 +102,9 @@ def settled(name: str) -> Settled:
     shape = Shape.of(MODELS[name])
     spec, dtype, limits = shape.spec, "bfloat16", Limits(16, 1152, 64, 2048)
     groups = group_layouts(spec, shape.names, dtype)
-    return Settled(
-        spec, WHOLE, DEVICE, False, dtype, limits, 1 << 40, groups, kv_layout(spec, dtype, 16), None
-    )
+    hardware, kv = Hardware(True, 1 << 40, 1 << 40, 0, 0, kernels=True, pdl=True), kv_layout(spec, dtype, 16)
+    settings = Config(Path(), block_size=16)
+    return Outline(settings, hardware, spec, WHOLE, dtype, limits, False, 1 << 40, groups, kv, None)
 
 
 def key(function: Any, arguments: dict[str, Any]) -> Key:
@@ -125,7 +130,7 @@ def rehearsed(name: str, *, recorded: bool) -> tuple[set[Key], set[Key]]:
     """The kernels that are noted of a model's rehearsal, and those that its calls launch; none of these may
     fail."""
     found = settled(name)
-    runner, sizes = boot._blank_runner(found, None, early=True), boot._sizes(found)
+    runner, sizes = blank_runner(found, DEVICE, None, early=True), found.sizes
     with ahead.ZeroFilled():
         kernels: list[Any] = noted(runner.rehearse(sizes, recorded=recorded))
     notes = [
@@ -133,7 +138,7 @@ def rehearsed(name: str, *, recorded: bool) -> tuple[set[Key], set[Key]]:
         for one in kernels
     ]
     assert len(notes) == len(set(notes)), "noted twice"
-    runner = boot._blank_runner(found, None, early=True)
+    runner = blank_runner(found, DEVICE, None, early=True)
     calls = [launched(call) for call in runner.rehearse(sizes, recorded=recorded)]
     return set(notes), set[Key]().union(*calls)
 
@@ -141,10 +146,10 @@ def rehearsed(name: str, *, recorded: bool) -> tuple[set[Key], set[Key]]:
 def requested(name: str) -> set[Key]:
     """The kernels that the whole model's steps launch: decode steps of many sizes, prompts, all at once."""
     found = settled(name)
-    weights = boot.Blank(found.layouts, DEVICE)
-    runner: Runner = boot._runner(found, None)
-    runner.attach(weights, boot.KVPool(found.kv, 1, DEVICE), early=True)
-    sizes = boot._sizes(found)
+    weights = Blank(found.layouts, DEVICE)
+    runner: Runner = make_runner(found, DEVICE, None)
+    runner.attach(weights, KVPool(found.kv, 1, DEVICE), early=True)
+    sizes = found.sizes
     plans: list[Plan] = [*kernel_steps(sizes), *small_steps(sizes), largest_step(sizes, past=2048)]
     return set[Key]().union(*(launched(lambda plan=plan: runner.run(plan)) for plan in plans))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId
-from penstock.engine import boot as booting
+from penstock.engine import measuring
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.host import HostLedger
 from penstock.memory.device import peak_of
@@ -111,7 +111,7 @@ def played(self: DecodeGraphs, **_: bool) -> None:
 
 @pytest.fixture
 def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
+    monkeypatch.setattr(measuring, "peak_of", lambda device, run: 0 * peak_of(device, run))
     monkeypatch.setattr(Runner, "ahead", True)
     monkeypatch.setattr(DecodeGraphs, "record", played)
     with opened(cache=tmp_path, **least_memory()) as llm:

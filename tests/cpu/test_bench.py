@@ -32,7 +32,7 @@ from penstock.bench.speed.setup import Target
 from penstock.bench.speed.streaming import scratch
 from penstock.bench.speed.throughput import RandomLengths
 from penstock.cli.main import main
-from penstock.engine import boot as booting
+from penstock.engine import measuring
 from penstock.engine.boot import boot
 from penstock.engine.passes import UseWork
 from penstock.memory.device import peak_of
@@ -733,7 +733,7 @@ LITTLE = Config(
 def by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are counted by shape: what is measured of them depends on what this process has run before,
     and 16 MiB are few."""
-    monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
+    monkeypatch.setattr(measuring, "peak_of", lambda device, run: 0 * peak_of(device, run))
 
 
 def streaming_job(kind: BenchKind = BenchKind.DECODE, **changes: object) -> LatencyBench:

@@ -17,13 +17,15 @@ import psutil
 import pytest
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.channel import Closed, Reader, Writer
+from penstock.parallel.channel import ChannelReader as Reader
+from penstock.parallel.channel import ChannelWriter as Writer
+from penstock.parallel.channel import Closed
 from streams import BRIEF, LONG, within
 
 PARTS, BYTES = 3, 512
 READ = """
 import socket, sys, time, zlib
-from penstock.parallel.channel import Closed, Reader
+from penstock.parallel.channel import ChannelReader as Reader, Closed
 reader = Reader(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]), int(sys.argv[4]))
 slow = float(sys.argv[5])
 while True:

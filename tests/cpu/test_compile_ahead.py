@@ -10,10 +10,11 @@ from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES
 from penstock.engine import boot as booting
+from penstock.engine import hardware
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import padded
 from penstock.worker.ahead import ZeroFilled, compile_ahead
-from penstock.worker.warmup import StepSizes
+from penstock.worker.sizes import StepSizes
 
 CPU = torch.device("cpu")
 
@@ -48,7 +49,7 @@ def test_what_is_launched_in_the_end_is_compiled_before_requests(
     }
     shape, asked = Shape.of(SHAPES["0.6B"] | sizes | {"vocab_size": 512}), list[bool]()
     weights = sum(map(padded, group_layouts(shape.spec, shape.names, "float32")))
-    monkeypatch.setattr(booting, "begins_early", lambda _: True)
+    monkeypatch.setattr(hardware, "begins_early", lambda _: True)
     monkeypatch.setattr(booting, "compile_ahead", lambda make, *_, **__: asked.append(make.keywords["early"]))
     memory = {"device_memory": weights + room, "host_memory": 4 * weights + room}
     booted = booting.boot(

@@ -10,7 +10,7 @@ from pages import STATM, private_pages, resident_pages
 from penstock import LLM
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
-from penstock.engine import settling
+from penstock.engine import hardware, settling
 from penstock.memory.device import Heap, peak_of
 
 _CPU = torch.device("cpu")
@@ -89,9 +89,9 @@ def test_what_is_in_use_is_trimmed_for_once() -> None:
 
 def test_what_torch_cannot_give_back_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(Path(), device="cpu")
-    monkeypatch.setattr(settling, "free_memory", lambda device: 8 << 30)
+    monkeypatch.setattr(hardware, "free_memory", lambda device: 8 << 30)
     whole = settling.device_budget(config, _CPU)
-    monkeypatch.setattr(settling, "stuck_memory", lambda device: 2 << 30)
+    monkeypatch.setattr(hardware, "stuck_memory", lambda device: 2 << 30)
     assert settling.device_budget(config, _CPU) == whole * 3 // 4
     with pytest.raises(BudgetError, match=r"7\.00 GiB .* only 6\.00 GiB are free"):
         settling.device_budget(Config(Path(), device="cpu", device_memory="7GiB"), _CPU)

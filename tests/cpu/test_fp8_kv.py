@@ -24,6 +24,7 @@ from penstock.base.errors import ConfigError
 from penstock.bench.shapes import SHAPES
 from penstock.cli.main import main
 from penstock.engine.contexts import LongRoom, long_room
+from penstock.engine.hardware import read_hardware
 from penstock.kv.movement.carrier import Carrier, Disk, Send, Streams, chosen_bytes
 from penstock.kv.movement.chosen import sketch_layout
 from penstock.kv.movement.hostpool import HostPool
@@ -402,7 +403,7 @@ def room(layout: KVLayout = LAYOUT, **settings: object) -> LongRoom:
         SPEC,
         Limits(layout.block_size, 512, 4, config.max_length or 4096),
         layout,
-        CPU,
+        read_hardware(CPU),
         64 * MIB,
         60 * MIB,
     )

@@ -20,7 +20,7 @@ import fuzz_transformers as fuzz
 
 import tiny
 from penstock.arch import families, rope
-from penstock.engine import boot
+from penstock.engine.store import root_of
 from penstock.kv.ledger import keys
 from penstock.models import moe
 from penstock.models.decoder import Decoder
@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[int, Callable[..., object], str, str]] = {
     ),
     "KV: shared with another model": (
         3,
-        boot._root,
+        root_of,
         "fingerprint = model.fingerprint()",
         "model.fingerprint()",
     ),

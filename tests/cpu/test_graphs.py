@@ -29,8 +29,9 @@ from penstock.ops.attention.inputs import LayerAttention, PlacedRun, Rows
 from penstock.step.plan import BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.residency import Limits, padded
-from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program, row_counts, run_counts, why_not
+from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
 from penstock.worker.runner import Runner
+from penstock.worker.sizes import graph_blocker, row_counts, run_counts
 from tapes import launched, taped
 
 SETTINGS = {
@@ -257,12 +258,14 @@ def test_run_counts(most: int, counts: tuple[int, ...]) -> None:
 
 
 def test_what_cannot_be_recorded_says_why() -> None:
-    cuda = torch.device("cuda", 0)
-    assert "no CUDA device" in str(why_not(spec_of("llama"), torch.device("cpu"), experts_rest=True))
-    assert "experts stream" in str(why_not(spec_of("mixtral"), cuda, experts_rest=False))
-    assert "length" in str(why_not(spec_of("llama_dynamic"), cuda, experts_rest=True))
-    assert why_not(spec_of("mixtral"), cuda, experts_rest=True) is None
-    assert why_not(spec_of("llama"), cuda, experts_rest=False) is None
+    def blocker(name: str, *, gpu: bool = True, experts_rest: bool) -> str | None:
+        return graph_blocker(spec_of(name), cuda=gpu, kernels=gpu, experts_rest=experts_rest)
+
+    assert "no CUDA device" in str(blocker("llama", gpu=False, experts_rest=True))
+    assert "experts stream" in str(blocker("mixtral", experts_rest=False))
+    assert "length" in str(blocker("llama_dynamic", experts_rest=True))
+    assert blocker("mixtral", experts_rest=True) is None
+    assert blocker("llama", experts_rest=False) is None
 
 
 def test_steps_share_the_inputs_that_two_in_flight_need() -> None:

@@ -16,7 +16,7 @@ from penstock.ops import kernels
 from penstock.ops.attention.attend import reads_pages
 from penstock.ops.kernels import kernels_of, plain_torch
 from penstock.weights.checkpoint.shape import Shape
-from penstock.worker.graphs import why_not
+from penstock.worker.sizes import graph_blocker
 
 CUDA = torch.device("cuda", 0)
 
@@ -50,7 +50,9 @@ def test_nothing_of_ours_is_found_meanwhile_and_all_of_it_afterwards() -> None:
         assert not reads_pages(CUDA)
         assert kernels_of(CUDA) == ()
         spec = Shape.open(tiny.checkpoint("llama")).spec
-        assert why_not(spec, CUDA, experts_rest=True) == "no kernel of our own reads pages"
+        reads = reads_pages(CUDA)
+        why = graph_blocker(spec, cuda=True, kernels=reads, experts_rest=True)
+        assert why == "no kernel of our own reads pages"
     assert all(elsewhere), "another thread's kernels are none of ours"
     assert all(there())
     assert reads_pages(CUDA)

@@ -20,8 +20,8 @@ from penstock import LLM, Completion, SamplingParams
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError
-from penstock.engine import boot
 from penstock.engine.settling import Settled, settle
+from penstock.engine.store import root_of
 from penstock.kv.store.blocks import BlockStore
 from penstock.weights.checkpoint import identity
 from penstock.weights.checkpoint import reader as reading
@@ -81,8 +81,8 @@ def test_every_fact_is_part_of_the_root(tmp_path: Path) -> None:
         known = settled(config, checkpoint)
         assert known.far is not None
         assert known.far.store_bytes > 0
-        roots = {"": boot._root(config, checkpoint, known)}
-        assert boot._root(config, checkpoint, known) == roots[""]
+        roots = {"": root_of(config, checkpoint, known)}
+        assert root_of(config, checkpoint, known) == roots[""]
         for name, value in (
             ("block_size", 128),
             ("host_kv_dtype", "fp8"),
@@ -90,15 +90,15 @@ def test_every_fact_is_part_of_the_root(tmp_path: Path) -> None:
             ("prefill_policy", "window:4,64"),
             ("missed_limit", 0.5),
         ):
-            roots[name] = boot._root(replace(config, **{name: value}), checkpoint, known)  # type: ignore[arg-type]
-        roots["dtype"] = boot._root(config, checkpoint, replace(known, dtype="bfloat16"))
+            roots[name] = root_of(replace(config, **{name: value}), checkpoint, known)  # type: ignore[arg-type]
+        roots["dtype"] = root_of(config, checkpoint, replace(known, dtype="bfloat16"))
         others = list(specs.neighbours(known.spec))
         for number, other in enumerate(others):
-            roots[f"spec {number}: {other}"] = boot._root(config, checkpoint, replace(known, spec=other))
+            roots[f"spec {number}: {other}"] = root_of(config, checkpoint, replace(known, spec=other))
     file, first, _ = tensor_at(model, "model.norm.weight")
     flip(file, first)
     with Checkpoint.open(model) as checkpoint:
-        roots["weights"] = boot._root(config, checkpoint, known)
+        roots["weights"] = root_of(config, checkpoint, known)
     assert len(others) > 30
     assert len(set(roots.values())) == len(roots) == len(others) + 8
 
@@ -110,22 +110,20 @@ def test_under_a_policy_what_it_reads_is_part_of_the_root(tmp_path: Path) -> Non
     with Checkpoint.open(model) as checkpoint:
         known = settled(config, checkpoint)
         assert known.far is not None
-        roots = [boot._root(config, checkpoint, known, blocks=blocks) for blocks in (14, 400)]
-        roots.append(boot._root(replace(config, sketch_bits=8), checkpoint, known, blocks=14))
+        roots = [root_of(config, checkpoint, known, blocks=blocks) for blocks in (14, 400)]
+        roots.append(root_of(replace(config, sketch_bits=8), checkpoint, known, blocks=14))
         roots.append(
-            boot._root(config, checkpoint, replace(known, far=replace(known.far, tile_tokens=7)), blocks=14)
+            root_of(config, checkpoint, replace(known, far=replace(known.far, tile_tokens=7)), blocks=14)
         )
         roots.append(
-            boot._root(config, checkpoint, replace(known, far=replace(known.far, chunk_tokens=7)), blocks=14)
+            root_of(config, checkpoint, replace(known, far=replace(known.far, chunk_tokens=7)), blocks=14)
         )
         steps = replace(known.limits, max_step_tokens=known.limits.max_step_tokens + 1)
-        roots.append(boot._root(config, checkpoint, replace(known, limits=steps), blocks=14))
+        roots.append(root_of(config, checkpoint, replace(known, limits=steps), blocks=14))
         assert len(set(roots)) == len(roots)
         exact = replace(config, prefill_policy="full")
         known = settled(exact, checkpoint)
-        assert boot._root(exact, checkpoint, known, blocks=14) == boot._root(
-            exact, checkpoint, known, blocks=400
-        )
+        assert root_of(exact, checkpoint, known, blocks=14) == root_of(exact, checkpoint, known, blocks=400)
 
 
 def test_where_nothing_outlives_the_process_nothing_is_hashed(
@@ -192,7 +190,7 @@ def test_one_bit_in_any_tensor_and_no_kv_is_shared(tmp_path: Path) -> None:
                 model, **{**KV, "kv_directory": tmp_path, "beyond_trained": True, "block_size": 16}
             )  # type: ignore[arg-type]
             with Checkpoint.open(model, tmp_path / "cache") as checkpoint:
-                root = boot._root(config, checkpoint, settled(config, checkpoint))
+                root = root_of(config, checkpoint, settled(config, checkpoint))
             assert f"{root.hex()}" not in " ".join(path.name for path in (tmp_path / "kv").iterdir())
         else:
             assert answers(model, tmp_path).cached_tokens == 0

@@ -17,7 +17,8 @@ from penstock.engine.boot import boot
 from penstock.engine.budget import Budget
 from penstock.step.params import Sampling
 from penstock.weights.checkpoint.shape import Shape
-from penstock.worker.warmup import StepSizes, largest_step
+from penstock.worker.sizes import StepSizes
+from penstock.worker.warmup import largest_step
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXTURE = {

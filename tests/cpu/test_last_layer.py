@@ -20,7 +20,8 @@ from penstock.weights.streaming.stream import Blank
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import Sampler
-from penstock.worker.warmup import StepSizes, kernel_steps, small_steps
+from penstock.worker.sizes import StepSizes
+from penstock.worker.warmup import kernel_steps, small_steps
 
 NAMES = ["llama", "llama_tied", "mistral", "qwen2_windows", "qwen3"]
 QUICK = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

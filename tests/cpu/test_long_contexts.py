@@ -39,7 +39,7 @@ from far import (
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.layout import KVLayout
 from penstock.base.errors import BudgetError, ConfigError, DeviceError, EngineClosedError, RequestError
-from penstock.engine import boot, placing
+from penstock.engine import boot, measuring, placing
 from penstock.kv.movement.carrier import Carrier
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.movement.tiles import Outbox, TileRing
@@ -304,7 +304,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> None:
     class Rate:
         read = 3e9
 
-    monkeypatch.setattr(boot, "peak_of", lambda device, run: 0 * run_once(run))
+    monkeypatch.setattr(measuring, "peak_of", lambda device, run: 0 * run_once(run))
     monkeypatch.setattr(placing, "copy_rate", lambda *_: 25e9)
     monkeypatch.setattr(placing, "file_read", lambda *_: Rate)
     monkeypatch.setattr(placing, "memory_read", lambda *_: 40e9)

@@ -15,10 +15,11 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.bench.shapes import SHAPES
-from penstock.engine import settling
 from penstock.engine.boot import boot
 from penstock.engine.budget import Demand, divide, least_activations, weights_room
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
+from penstock.engine.hardware import read_hardware
+from penstock.engine.plan import Hardware, limits_of
 from penstock.kv.movement.chosen import sketch_layout
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.store.diskpool import record_bytes
@@ -44,7 +45,7 @@ def room(
     """On a machine with two budgets, so that host memory is beside the device's."""
     config = Config(Path(), **settings)  # type: ignore[arg-type]
     limits = Limits(32, tokens, 4, config.max_length or 4096)
-    return long_room(config, SPEC, limits, LAYOUT, CPU, total, resident)
+    return long_room(config, SPEC, limits, LAYOUT, read_hardware(CPU), total, resident)
 
 
 BOTH = {"device_memory": "64MiB", "host_memory": "192MiB"}
@@ -157,19 +158,14 @@ def test_memory_that_cannot_be_pinned_serves_as_it_is(
     ],
 )
 def test_steps_are_longer_where_there_is_room(
-    memory: int, asked: str | None, ranks: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    memory: int, asked: str | None, ranks: int, tokens: int
 ) -> None:
     """On one device, by what it has or may use; several need not be alike and must agree."""
-    monkeypatch.setattr(settling, "total_memory", lambda device: memory << 30)
+    gpu = Hardware(cuda=True, free=memory << 30, whole=memory << 30, host_free=0, host_whole=0)
     spec = Shape.of(SHAPES["8B"]).spec
     config = Config(Path(), device="cuda", device_memory=asked, tensor_parallel=ranks)
-    assert settling.choose_limits(config, spec, torch.device("cuda")).max_step_tokens == tokens
-    assert (
-        settling.choose_limits(
-            replace(config, max_step_tokens=512), spec, torch.device("cuda")
-        ).max_step_tokens
-        == 512
-    )
+    assert limits_of(config, spec, gpu).max_step_tokens == tokens
+    assert limits_of(replace(config, max_step_tokens=512), spec, gpu).max_step_tokens == 512
 
 
 def boots(
@@ -181,7 +177,15 @@ def boots(
     limits = Limits(layout.block_size, config.max_step_tokens or 512, 4, config.max_length or 4096)
     activations = least_activations(spec, "float32", limits.max_step_tokens, limits.max_sequences)
     try:
-        far = long_room(config, spec, limits, layout, CPU, total, sum(map(padded, layouts)) + activations)
+        far = long_room(
+            config,
+            spec,
+            limits,
+            layout,
+            read_hardware(CPU),
+            total,
+            sum(map(padded, layouts)) + activations,
+        )
         if far is not None and far.store_bytes:
             sizes(far.store_bytes, far.layout.block_bytes)
         if far is not None and config.host_memory is None:

@@ -29,7 +29,7 @@ import forks
 import tiny
 from far import SETTINGS, Ask, Line, layout_of, lines
 from penstock import LLM
-from penstock.engine import boot
+from penstock.engine import measuring
 from penstock.kv.movement import carrier
 from penstock.kv.store.blocks import BlockStore
 from penstock.kv.store.segments import SegmentFile
@@ -151,7 +151,7 @@ def test_conversations_are_answered_right_while_weights_stream(
 ) -> None:
     """From host memory and from disk, experts one by one. Activations are counted by shape, so that budgets
     are what they were."""
-    monkeypatch.setattr(boot, "peak_of", lambda _, run: 0 * bool(run()))
+    monkeypatch.setattr(measuring, "peak_of", lambda _, run: 0 * bool(run()))
     rng = random.Random(name)
     warm(name)
     talks, tally, place = some_talks(rng, TALKS), Tally(), Place(host=30)

@@ -24,8 +24,7 @@ from penstock.arch.layout import GroupId, GroupKind
 from penstock.arch.spec import RopeKind
 from penstock.base.errors import CheckpointError, EngineClosedError
 from penstock.base.trace import Trace
-from penstock.engine import boot as booting
-from penstock.engine import placing
+from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.reader import Pack
@@ -58,7 +57,7 @@ KINDS = [
 def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations are counted by shape: what is measured of them depends on the memory that the tests before
     have left. Links are not measured again and again either; what streams, and where, is the same."""
-    monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
+    monkeypatch.setattr(measuring, "peak_of", lambda device, run: 0 * peak_of(device, run))
     monkeypatch.setattr(placing, "copy_rate", lambda *_: 25e9)
     monkeypatch.setattr(placing, "file_read", lambda *_: _Rate(3e9))
     monkeypatch.setattr(placing, "memory_read", lambda *_: 40e9)
@@ -173,7 +172,7 @@ def test_groups_are_lent_at_the_same_places_in_every_pass(kind: str, packs: Path
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
 def test_links_are_measured(name: str, packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
+    monkeypatch.setattr(measuring, "peak_of", lambda device, run: 0 * peak_of(device, run))
     with open_model(tiny.checkpoint(name), cache=packs, **budgets(name, "both")) as llm:
         assert tuple(llm.generate(tiny.prompts(), ALL)) == resident(name).completions
         stats = llm.booted.weights.stats()

@@ -2,6 +2,7 @@
 an end for every failure."""
 
 import importlib
+import random
 import subprocess
 import sys
 import threading
@@ -81,6 +82,44 @@ def test_three_ranks_whose_parts_are_uneven_and_requests_that_push_each_other_ou
         assert llm.stats().preemptions > 0
     with LLM(tiny.checkpoint("qwen3"), **few) as llm:
         assert found == [one.tokens for one in llm.generate(tiny.prompts(), params)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "disk"),
+    [
+        ("llama", 2, False),
+        ("llama", 2, True),
+        ("mixtral", 2, True),
+        ("qwen2_windows", 2, True),
+        ("qwen3", 3, False),  # Whose parts are uneven.
+    ],
+)
+def test_kv_of_several_ranks_in_host_memory_and_on_disk(
+    name: str, ranks: int, disk: bool, tmp_path: Path
+) -> None:
+    """Each holds that of its own heads. Requests are longer than the devices' pages, and come back."""
+    rng = random.Random(name)
+    prompts = [[rng.randrange(3, 90) for _ in range(count)] for count in (90, 7, 150, 30)]
+    settings = SETTINGS | {"max_length": 256, "max_step_tokens": 32, "max_sequences": 3}
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+    with LLM(tiny.checkpoint(name), **(settings | {"kv_blocks": 200})) as llm:
+        wanted = [one.tokens for one in llm.generate(prompts, params)]
+    far: dict[str, object] = {"host_kv_memory": "2MiB"}
+    if disk:
+        far = {"host_kv_memory": "100KiB", "disk_kv_memory": "4MiB", "kv_directory": tmp_path}
+    settings |= {"kv_blocks": 26, "check": True, "tensor_parallel": ranks} | far
+    before = children()
+    with LLM(tiny.checkpoint(name), **settings) as llm:
+        carrier = llm.booted.engine._ranks.carrier
+        assert carrier is not None
+        assert (carrier.disk is not None) == disk
+        for _ in range(2):
+            found = llm.generate(prompts, params)
+            assert [one.tokens for one in found] == wanted
+        assert max(one.cached_tokens for one in found) > 0
+        assert carrier.copied_bytes > 0
+    assert children() <= before
+    assert not [path for path in tmp_path.iterdir() if path.is_file()], "what is for long contexts is gone"
 
 
 def test_each_rank_streams_its_own_share(tmp_path: Path) -> None:
@@ -219,15 +258,22 @@ def test_a_sum_that_failed_at_the_start_is_an_error_there_and_nobody_waits_for_o
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel": 2, "host_kv_memory": "1MiB"}, "host_kv_memory 1MiB goes with a single device"),
-        ({"tensor_parallel": 2, "disk_kv_memory": "1MiB"}, "disk_kv_memory 1MiB goes with a single device"),
+        (
+            {"tensor_parallel": 2, "host_kv_memory": "1MiB", "attention_policy": "topk:1"},
+            "attention policies choose on a single device",
+        ),
+        (
+            {"tensor_parallel": 2, "host_kv_memory": 0, "disk_kv_memory": "1MiB"},
+            "allow host_kv_memory beside disk_kv_memory",
+        ),
+        ({"tensor_parallel": 2, "host_kv_memory": 2000}, "less than a block"),
         ({"tensor_parallel": 0}, "tensor_parallel 0 must be a whole number above zero"),
         ({"tensor_parallel": 64}, "64 ranks"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(settings: dict[str, object], message: str) -> None:
     before = children()
-    with pytest.raises((ConfigError, DeviceError), match=message):
+    with pytest.raises((BudgetError, ConfigError, DeviceError), match=message):
         LLM(tiny.checkpoint("llama"), **(SETTINGS | settings))
     assert children() <= before
 

@@ -26,8 +26,7 @@ import bounds
 import tiny
 from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind
-from penstock.engine import boot as booting
-from penstock.engine import placing
+from penstock.engine import measuring, placing
 from penstock.memory.device import peak_of
 from penstock.ops import experts
 from penstock.ops.experts import Grouped, experts_reference
@@ -277,7 +276,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=-
 
 @pytest.fixture
 def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(booting, "peak_of", lambda device, run: 0 * peak_of(device, run))
+    monkeypatch.setattr(measuring, "peak_of", lambda device, run: 0 * peak_of(device, run))
     monkeypatch.setattr(placing, "copy_rate", lambda *_: 25e9)
     monkeypatch.setattr(placing, "memory_read", lambda *_: 40e9)
 

@@ -34,7 +34,7 @@ from penstock.ops.triton.sums import Shared, sum_over_ranks, sum_rms_norm, windo
 from penstock.parallel.group import Group
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker import collectives as summing
-from penstock.worker.collectives import Collectives
+from penstock.worker.collectives import RankCollectives
 from streams import LONG
 
 Case = Callable[[Group], None]
@@ -240,7 +240,7 @@ SPEC = Shape.of(SHAPES["100M"]).spec
 
 
 @contextmanager
-def collected(group: Group, **ways: bool) -> Iterator[Collectives]:
+def collected(group: Group, **ways: bool) -> Iterator[RankCollectives]:
     bounds.install()
     with ExitStack() as ends:
         ends.enter_context(bounds.lent([bounds.span(group.over)]))
@@ -251,13 +251,13 @@ def collected(group: Group, **ways: bool) -> Iterator[Collectives]:
             ends.enter_context(patch.object(FileWindow, name, value))
         ends.enter_context(patch.object(summing, "_kernels", lambda _: triton_sums))
         ends.enter_context(patch.object(summing, "Window", FileWindow))
-        collectives = Collectives(group, SPEC, torch.float32)
+        collectives = RankCollectives(group, SPEC, torch.float32)
         collectives.open()
         yield collectives
         group.barrier()
 
 
-def sums_right(group: Group, collectives: Collectives) -> bool:
+def sums_right(group: Group, collectives: RankCollectives) -> bool:
     for rows in (0, 1, 3, 9):
         x = torch.full((rows, SPEC.hidden_size), group.rank + 1.0)
         collectives.all_reduce(x)

@@ -29,8 +29,9 @@ from penstock.step.plan import Plan
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.residency import Limits, padded
-from penstock.worker.graphs import DecodeGraphs, why_not
+from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.runner import Runner
+from penstock.worker.sizes import graph_blocker
 
 SETTINGS: dict[str, Any] = {
     "device": "cuda",
@@ -58,7 +59,9 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(name: str) -> None:
 
     with LLM(tiny.checkpoint(name), **SETTINGS) as llm, patch.object(DecodeGraphs, "run", noted):
         recordable = (
-            why_not(llm.booted.spec, torch.device("cuda", 0), experts_rest=llm.booted.weights.experts_rest)
+            graph_blocker(
+                llm.booted.spec, cuda=True, kernels=True, experts_rest=llm.booted.weights.experts_rest
+            )
             is None
         )
         for params in (QUICK, GREEDY, QUICK):

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import tiny
 from penstock import LLM, Completion, SamplingParams
 from penstock.base.errors import BudgetError
-from penstock.engine import boot
+from penstock.engine import parts
 from penstock.memory.streams import CudaStream, Pieces, Stream
 
 CUDA = torch.device("cuda")
@@ -90,7 +90,7 @@ def test_long_is_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (9, 24, 40, "compute"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(boot, "streams_both_ways", lambda device, late=late: slow_streams(late))
+            patched.setattr(parts, "streams_both_ways", lambda device, late=late: slow_streams(late))
             sizes = {
                 "block_size": 8,
                 "kv_blocks": pages,

@@ -20,7 +20,7 @@ from penstock.ops.kernels import early_launches
 from penstock.ops.norm import add_rms_norm
 from penstock.parallel.group import Group
 from penstock.weights.checkpoint.shape import Shape
-from penstock.worker.collectives import Collectives
+from penstock.worker.collectives import RankCollectives
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs two GPUs; there are {torch.cuda.device_count()}"
@@ -37,8 +37,8 @@ def spec_of(hidden: int) -> ModelSpec:
 
 
 @contextmanager
-def collected(group: Group, hidden: int, dtype: torch.dtype) -> Iterator[Collectives]:
-    collectives = Collectives(group, spec_of(hidden), dtype)
+def collected(group: Group, hidden: int, dtype: torch.dtype) -> Iterator[RankCollectives]:
+    collectives = RankCollectives(group, spec_of(hidden), dtype)
     collectives.open()
     assert 0 < collectives.rows <= MOST, "the GPUs do not reach each other"
     yield collectives

@@ -271,10 +271,10 @@ def test_experts_on_disk_come_as_in_many_draws() -> None:
 
 def test_a_cpu_streams_from_disk_through_a_part_of_its_memory() -> None:
     found = of(DENSE, Machine(int(0.6 * whole(DENSE)) + beside(DENSE, host=None), None, FAST, 1e12))
-    assert found.resting(Tier.HOST) < found.beside
-    assert 0 < found.ring(Tier.HOST) <= found.beside < whole(DENSE) / 8
+    assert found.resting(Tier.HOST) < found.plan.beside
+    assert 0 < found.ring(Tier.HOST) <= found.plan.beside < whole(DENSE) / 8
     assert found.resting(Tier.DISK) == found.decode.read > 0.4 * whole(DENSE)
-    assert of(DENSE, Machine(64 * GIB, None, FAST, 1e12)).beside == 0
+    assert of(DENSE, Machine(64 * GIB, None, FAST, 1e12)).plan.beside == 0
 
 
 # ---- adding up

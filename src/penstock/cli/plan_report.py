@@ -14,12 +14,13 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.tiers import Tier
 from penstock.base.units import format_rate, format_size
 from penstock.engine.costs import StepCosts
-from penstock.engine.forecast import PROCESS, Forecast, Gain, Pace, gains
+from penstock.engine.forecast import PROCESS, FarBytes, Forecast, Gain, Pace, gains
+from penstock.engine.plan import BootPlan
 from penstock.weights.streaming.ring import Link
 
 ASSUMED = "assumed"
 WORDS = {Link.DISK: "disk", Link.LINK: "link", Link.COMPUTE: "device"}
-"""What a link is called: the device itself is what computes and reads its memory."""
+"""Links are called so: the device itself is what computes and reads its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Setting:
     machine: str | None
     figures: Mapping[str, Figure]
     costs: StepCosts | None = None
-    """What steps cost there, if anybody measured it."""
+    """Steps cost this there, if anybody measured it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class PaceShown:
 
     @classmethod
     def of(cls, pace: Pace) -> Self:
+        """Return what is shown of a pace."""
         busy = {WORDS[link]: pace.share(link) for link in Link}
         return cls(
             pace.tokens_per_second,
@@ -109,6 +111,8 @@ class Report:
     step_tokens: int
     setting: Setting
     everything_resident: bool
+    steps: str
+    """Says which steps are recorded as CUDA graphs, or why none is."""
     decode: PaceShown
     prefill: PaceShown
     gains: tuple[Gain, ...]
@@ -118,6 +122,7 @@ class Report:
 
     @classmethod
     def of(cls, model: str, spec: ModelSpec, names: TensorNames, setting: Setting, found: Forecast) -> Self:
+        """Return the report of a forecast for a model."""
         work, placement = found.work, found.placement
         layouts = group_layouts(spec, names, work.dtype)
         return cls(
@@ -132,6 +137,7 @@ class Report:
             step_tokens=work.step_tokens,
             setting=setting,
             everything_resident=found.everything_resident,
+            steps=_steps(found.plan),
             decode=PaceShown.of(found.decode),
             prefill=PaceShown.of(found.prefill),
             gains=gains(spec, names, found),
@@ -141,7 +147,7 @@ class Report:
         )
 
     def line(self) -> str:
-        """Everything, as one line of JSON."""
+        """Return everything, as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
@@ -157,6 +163,7 @@ class Report:
 
     @property
     def title(self) -> str:
+        """Name the model, its size and its dtype."""
         size = f"{format_size(self.weights)} of weights in {self.dtype}"
         return (
             f"{self.model}: {self.family}, {self.layers} layers, {format_count(self.parameters)} parameters, "
@@ -165,6 +172,7 @@ class Report:
 
     @property
     def subtitle(self) -> str:
+        """Name the work, and the machine if it has a name."""
         work = f"batch {self.batch:,}, context {self.context:,}, at most {self.step_tokens:,} tokens a step"
         return work + (f", on {self.setting.machine}" if self.setting.machine else "")
 
@@ -174,11 +182,11 @@ def _held(found: Forecast, tier: Tier) -> TierHeld:
     kv = activations = process = 0
     capacity: int | None = None
     if tier is Tier.DEVICE:
-        capacity, kv, activations = machine.device - found.beside, budget.kv, budget.activations
+        capacity, kv, activations = machine.device - found.plan.beside, budget.kv, budget.activations
         process = machine.device - machine.usable
     elif tier is Tier.HOST:
         capacity, process = (
-            (found.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
+            (found.plan.beside, 0) if machine.host is None else (machine.host, min(PROCESS, machine.host))
         )
         kv = found.far
     free = None if capacity is None else capacity - weights - ring - kv - activations - process
@@ -250,6 +258,13 @@ def _homes(it: Report) -> list[str]:
     return [title, *_aligned(rows, "<<")]
 
 
+def _steps(plan: BootPlan[FarBytes]) -> str:
+    if not plan.recorded:
+        return f"Every kernel is launched by itself, since {plan.graph_blocker}."
+    runs = " and short prompts" if plan.record_runs and plan.outline.spec.moe is None else ""
+    return f"Decode steps{runs} are recorded as CUDA graphs."
+
+
 def _paces(it: Report) -> list[str]:
     def shown(name: str, pace: PaceShown) -> list[str]:
         rates = [
@@ -269,7 +284,7 @@ def _paces(it: Report) -> list[str]:
         *(f"{word} busy" for word in WORDS.values()),
         "bound by",
     ]
-    return _headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)])
+    return [*_headed(head, [shown("decode", it.decode), shown("prefill", it.prefill)]), f"  {it.steps}"]
 
 
 def _gains(it: Report) -> list[str]:
@@ -280,7 +295,7 @@ def _gains(it: Report) -> list[str]:
 
 
 def gain_texts(it: Report, gain: Gain) -> tuple[str, str]:
-    """Of decode and prefill: what is gained in tokens/s, and in per cent; or nothing."""
+    """Return for decode and prefill what is gained in tokens/s, and in per cent; or `nothing`."""
     return _gain(gain.decode, it.decode.tokens_per_second), _gain(gain.prefill, it.prefill.tokens_per_second)
 
 
@@ -289,7 +304,7 @@ def _gain(more: float, now: float) -> str:
 
 
 def homes(it: Report, held: TierHeld) -> str:
-    """What rests on a tier, in words: `embedding, 12 of 80 attention`."""
+    """Say what rests on a tier, in words: `embedding, 12 of 80 attention`."""
     parts = []
     for kind, count in held.groups.items():
         whole = it.kinds[kind]
@@ -300,6 +315,7 @@ def homes(it: Report, held: TierHeld) -> str:
 
 
 def format_figure(name: str, value: float) -> str:
+    """Return a machine's figure with its unit."""
     if name.endswith("memory"):
         return format_size(value) if value else "the device"
     if name == "compute":
@@ -308,15 +324,17 @@ def format_figure(name: str, value: float) -> str:
 
 
 def format_pace(number: float) -> str:
-    """Three digits, and no powers of ten: `0.0309`, `57.9`, `9,949`."""
+    """Return three digits, and no powers of ten: `0.0309`, `57.9`, `9,949`."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 1e-3 else f"{number:#.3g}"
 
 
 def format_seconds(seconds: float) -> str:
+    """Return seconds, or milliseconds below one."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{format_pace(seconds)} s"
 
 
 def format_count(number: float) -> str:
+    """Return a count in billions or millions: `8.03B`."""
     return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
 
 

@@ -1,5 +1,5 @@
-"""How the memory budget is divided: weights first, then the activations of the largest step, and KV blocks
-from what is left."""
+"""Divide the memory budget: weights come first, then the activations of the largest step; KV blocks get the
+rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ LEAST_TOKENS = 2048
 GROWTH = 512 << 20
 """Host memory that the process still takes after boot, beside weights."""
 CPU_RING_PART = 8
-"""Of a CPU's memory for weights, at most one part in so many is for the ring through which they stream from
-disk."""
+"""The ring through which weights stream from disk takes at most one part in so many of a CPU's memory for
+weights."""
 KV_PART = 8
-"""Where weights stream, one part in so many of the device is for KV: enough for several sequences, little
-more to stream."""
+"""KV gets one part in so many of the device where weights stream: enough for several sequences, little more
+to stream."""
 HEAP = 8 << 20
 """Bytes by which a CPU's heap grows beside what steps take."""
 
@@ -37,10 +37,12 @@ class Budget:
 
     @property
     def kv(self) -> int:
+        """The KV blocks take so many bytes."""
         return self.blocks * self.block_bytes
 
     @property
     def kv_tokens(self) -> int:
+        """The KV blocks hold so many tokens."""
         return self.blocks * self.block_size
 
     def __str__(self) -> str:
@@ -55,7 +57,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the device must hold besides weights.
+    """The device must hold this besides weights.
 
     activations: bytes of the largest step. useful_blocks: KV blocks that could ever be filled. fixed_blocks:
     just so many, if asked for. length: the longest sequence that was asked for, None if nobody said.
@@ -70,16 +72,17 @@ class Demand:
 
     @property
     def least_blocks(self) -> int:
-        """Below which weights rather stream: KV for one sequence as asked for, or for a short one."""
+        """Weights rather stream than leave fewer KV blocks: these hold one sequence as asked for, or a short
+        one."""
         if self.fixed_blocks is not None:
             return self.fixed_blocks
         return min(self.useful_blocks, -(-(self.length or LEAST_TOKENS) // self.block_size))
 
 
 def goes_to_host(kv: int, total: int, resident: int) -> bool:
-    """Whether so many bytes of KV of one sequence are to rest in host memory: they fit neither beside what is
-    resident, all weights and the largest step, nor into the part of the device that KV has where weights
-    stream."""
+    """Tell whether so many bytes of KV of one sequence are to rest in host memory: they fit neither beside
+    what is resident, all weights and the largest step, nor into the part of the device that KV has where
+    weights stream."""
     return kv > max(total - resident, total // KV_PART)
 
 
@@ -128,7 +131,7 @@ def cpu_ring(room: int, layouts: Sequence[GroupLayout]) -> int:
 
 
 def _least_cpu_ring(layouts: Sequence[GroupLayout]) -> int:
-    """Two pieces, and two experts."""
+    """Return the bytes of two pieces and two experts."""
     expert = max((padded(layout) for layout in layouts if layout.id.kind is GroupKind.EXPERT), default=0)
     return 2 * piece_of(layouts) + 2 * expert
 

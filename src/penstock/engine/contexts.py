@@ -11,13 +11,12 @@ from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import goes_to_host, usual_activations
-from penstock.engine.placing import host_room
+from penstock.engine.plan import Hardware, host_room
 from penstock.kv.movement.carrier import Disk, chosen_bytes, staging_bytes
 from penstock.kv.movement.chosen import Policies, sketch_layout
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
 from penstock.kv.store.diskpool import record_bytes
 from penstock.kv.store.segments import least_cap
-from penstock.memory.device import free_memory, total_memory
 from penstock.memory.probe import copy_rate, matmul_rate
 from penstock.ops.policies import policy_of
 from penstock.sched.rules import Limits
@@ -26,8 +25,7 @@ _CHUNKS = 1024, 16384
 _MEASURE = 0.2
 """Seconds."""
 _STEP_PART = 4
-"""Of the device's memory, at most one part in so many is for the activations of a step that was not asked
-for."""
+"""Activations of a step that was not asked for take at most one part in so many of the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +40,17 @@ class LongRoom:
     disk: Disk | None = None
     """Behind host memory: more of the same, in a file that lives as long as the process."""
     store_bytes: int = 0
-    """Of disk, for blocks that outlive the process."""
+    """Blocks that outlive the process have so many bytes of disk."""
     unused_bytes: int = 0
-    """Of disk: what long contexts leave, where that is less than a store of such blocks needs; then there is
-    none."""
+    """Long contexts leave so many bytes of disk, where that is less than a store of such blocks needs; then
+    there is no store."""
     policies: Policies | None = None
     most_blocks: int = 0
-    """Of a sequence."""
+    """A sequence has at most so many blocks."""
 
     @property
     def host_bytes(self) -> int:
+        """KV takes so many bytes of host memory, what it is copied through and sketches of keys included."""
         staging = staging_bytes(self.layout, self.tile_tokens, self.chunk_tokens) if self.disk else 0
         sketches = self._sketch_bytes * (self.blocks + self.on_disk)
         return self.blocks * self.layout.block_bytes + staging * (2 if self.policies else 1) + sketches
@@ -78,10 +77,12 @@ class LongRoom:
 
     @property
     def on_disk(self) -> int:
+        """So many blocks are on disk."""
         return self.disk.blocks if self.disk else 0
 
     @property
     def device_bytes(self) -> int:
+        """Far KV takes so many bytes of the device on its way."""
         chosen = (
             chosen_bytes(self.layout, self.tile_tokens, self.most_blocks, self.policies)
             if self.policies
@@ -118,17 +119,17 @@ def long_room(
     spec: ModelSpec,
     limits: Limits,
     layout: KVLayout,
-    device: torch.device,
+    hardware: Hardware,
     total: int,
     resident: int,
 ) -> LongRoom | None:
     """Host memory for KV: as much as was asked for, or what a sequence of the length that was asked for takes
     if it does not fit the device. None if nobody needs any.
 
-    total: bytes of the device. resident: what all weights and the largest step take of them. Raises
-    BudgetError, ConfigError.
+    total: bytes of the device. resident: what all weights and the largest step take of them. Of several ranks
+    each holds its own heads' KV, in its part of what was asked for. Raises BudgetError, ConfigError.
     """
-    asked, size = config.host_kv_memory, layout.block_size
+    asked, size, ranks = config.host_kv_memory, layout.block_size, config.tensor_parallel
     policies = _policies(config, spec)  # Refused where they cannot be, whether this room holds KV or not.
     if asked in (0, "0"):
         if config.disk_kv_memory is not None:
@@ -146,7 +147,7 @@ def long_room(
             or limits.max_step_tokens < max(2, size)
         ):
             return None
-        if device.type == "cpu" and host_room(config, device) == 0:
+        if not hardware.cuda and host_room(config, hardware) == 0:
             return None
     if config.host_kv_dtype == "fp8":
         layout = layout.in_fp8
@@ -155,13 +156,13 @@ def long_room(
         raise ConfigError(
             f"max_step_tokens {limits.max_step_tokens} must be at least {least}, for contexts in host memory"
         )
-    there, of = _host_memory(config, device, total)
+    there, of = _host_memory(config, hardware, total)
     if asked is None:
         blocks = min(needed, there // layout.block_bytes)
         if blocks == 0:
             return None
     else:
-        wanted = parse_size(asked, whole=total_memory(torch.device("cpu")))
+        wanted = parse_size(asked, whole=hardware.host_whole) // ranks
         blocks = _whole_blocks(wanted, layout.block_bytes, "host memory", size)
         if wanted > there:
             raise BudgetError(
@@ -169,14 +170,14 @@ def long_room(
                 "ask for less"
             )
     asked_tile = min(max(config.kv_tile // size, 1), needed) * size if config.kv_tile else 0
-    tile = asked_tile or usual_tile(layout, total, needed * size, device.type)
+    tile = asked_tile or usual_tile(layout, total, needed * size, "cuda" if hardware.cuda else "cpu")
     room = LongRoom(
         layout, blocks, tile, limits.max_step_tokens // size * size, policies=policies, most_blocks=needed
     )
     if config.disk_kv_memory is not None:
-        wanted, block = parse_size(config.disk_kv_memory), layout.layers * record_bytes(layout)
+        wanted, block = parse_size(config.disk_kv_memory) // ranks, layout.layers * record_bytes(layout)
         on_disk = _whole_blocks(wanted, block, "disk", size)
-        if keeps(config):
+        if keeps(config) and ranks == 1:
             on_disk = min(on_disk, max(needed - room.blocks, 0))
             left = wanted - on_disk * block
             room = (
@@ -197,7 +198,7 @@ def long_room(
 
 
 def keeps(config: Config) -> bool:
-    """Whether blocks of KV are kept on the host, and on disk, for later requests."""
+    """Tell whether blocks of KV are kept on the host, and on disk, for later requests."""
     return config.prefix_cache and config.kv_store != "off" and config.host_kv_dtype == "auto"
 
 
@@ -229,8 +230,8 @@ def measured_chunk(
 
 
 def chunk_in_balance(spec: ModelSpec, itemsize: int, link: float, arithmetic: float) -> float:
-    """Tokens of a chunk that attend to a key, in all heads, for as long as the key and its value take over
-    the link."""
+    """Return the tokens of a chunk that attend to a key, in all heads, for as long as the key and its value
+    take over the link."""
     return (2 * spec.kv_heads * itemsize / link) * arithmetic / (4 * spec.heads)
 
 
@@ -238,6 +239,11 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     rows, runs = policy_of(config.attention_policy), policy_of(config.prefill_policy)
     if rows is None and runs is None:
         return None
+    if config.tensor_parallel > 1:
+        raise ConfigError(
+            "attention policies choose on a single device; leave attention_policy and prefill_policy full, "
+            "or tensor_parallel"
+        )
     if any(window is not None for window in spec.windows):
         raise ConfigError(
             "attention policies are for models without sliding windows; leave attention_policy and "
@@ -246,9 +252,9 @@ def _policies(config: Config, spec: ModelSpec) -> Policies | None:
     return Policies(rows, runs, config.missed_limit, config.sketch_bits, spec.heads)
 
 
-def _host_memory(config: Config, device: torch.device, total: int) -> tuple[int, str]:
+def _host_memory(config: Config, hardware: Hardware, total: int) -> tuple[int, str]:
     """Bytes that KV may take, and how to say whose."""
-    room = host_room(config, device)
-    if device.type == "cpu" and room == 0:
+    room = host_room(config, hardware)
+    if not hardware.cuda and room == 0:
         return total // 2, "half of the budget is"
-    return min(room, free_memory(torch.device("cpu"))), "there are"
+    return min(room, hardware.host_free), "there are"

@@ -1,5 +1,5 @@
-"""What a step costs on a device beyond the bytes it moves: launches, and the share of the ceilings that
-kernels reach.
+"""Costs of a step on a device are what it takes beyond the bytes it moves: launches, and the share of the
+ceilings that kernels reach.
 
 `penstock doctor` measures these costs once for a device (`bench.calibration`) and keeps them; `forecast`
 reckons with them. All of it is arithmetic over a model's shape, so a forecast needs neither torch nor the
@@ -77,7 +77,7 @@ class StepCosts:
     device: str
     dtype: str
     measured: str
-    """When and with what: date, penstock, torch."""
+    """Says when and with what it was measured: date, penstock, torch."""
     link_rate: float
     device_read: float
     compute: float
@@ -99,12 +99,12 @@ class StepCosts:
         return there[-1]
 
     def line(self) -> str:
-        """All of it, as a line of JSON."""
+        """Return all of it, as a line of JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def parse(cls, text: str, where: str) -> Self:
-        """What `line` wrote. Raises ConfigError, naming `where`, for anything else."""
+        """Read what `line` wrote. Raises ConfigError, naming `where`, for anything else."""
         try:
             body = json.loads(text)
             if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
@@ -164,7 +164,7 @@ def prompt_seconds(costs: PromptCosts, work: UseWork) -> float:
 
 
 def costs_file(cache: Path, device: str, dtype: str) -> Path:
-    """Where the costs of a device are kept in the cache directory `cache`."""
+    """Return where the costs of a device are kept in the cache directory `cache`."""
     return cache / "costs" / f"{_UNFIT.sub('-', device).strip('-').lower()[:80]}-{dtype}.json"
 
 

@@ -1,7 +1,7 @@
-"""How a model would run on a machine, from its shape and the machine's figures alone: what rests where, and
-how fast it then goes.
+"""Forecast how a model would run on a machine, from its shape and the machine's figures alone: where weights
+rest, and how fast a pass is.
 
-Memory is divided and weights are placed by the functions that a boot uses. A pass then takes as long as disk,
+Its plan is a BootPlan, as a boot there would build it (`engine.plan`). A pass then takes as long as disk,
 link and arithmetic hold each other up (`residency.predict`). What each use of a group takes on the device
 follows from the costs of a step that `penstock doctor` measured there (`engine.costs`); where nobody
 measured, it is the slower of reading and computing, which is a bound, not a forecast: small resident models
@@ -12,31 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import comb
+from pathlib import Path
 
 from penstock.arch import bounds
 from penstock.arch.families import TensorNames
-from penstock.arch.layout import GroupKind, GroupLayout, group_layouts, kv_layout
+from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, group_layouts, kv_layout
+from penstock.arch.shards import WHOLE
 from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
 from penstock.base.units import format_size
-from penstock.engine.budget import (
-    GROWTH,
-    Budget,
-    Demand,
-    cpu_ring,
-    divide,
-    goes_to_host,
-    on_heap,
-    usual_activations,
-    weights_room,
-)
+from penstock.engine.budget import GROWTH, Budget, goes_to_host, on_heap, usual_activations
 from penstock.engine.costs import RECORDED_TOKENS, StepCosts, prompt_seconds
 from penstock.engine.passes import Step, UseWork, decode_step, pass_work, prompt_step
+from penstock.engine.plan import BootPlan, Hardware, Measured, Outline, plan_boot
 from penstock.kv.movement.sizes import carrier_bytes, usual_tile
+from penstock.sched.rules import Limits
 from penstock.weights.streaming.residency import (
     ExpertRoom,
-    Limits,
     Placement,
     padded,
     pass_order,
@@ -50,7 +44,7 @@ PROCESS = GROWTH + (1200 << 20)
 """Host memory that a process takes beside weights: what a boot sets aside, and what Python, torch and CUDA
 took on an H200."""
 TABLES = 512
-"""Of so many bytes of pinned host memory, one is for the GPU's page tables."""
+"""The GPU's page tables take one byte for so many bytes of pinned host memory."""
 CONTEXT = 1000 << 20
 """Memory of a GPU that its driver takes, and what a boot sets aside for kernels: as it was on an H100 and an
 H200."""
@@ -80,12 +74,20 @@ class Machine:
     rates: Rates
     operations: float
     costs: StepCosts | None = None
-    """What steps cost there beyond bytes; without them a forecast is a bound of the device."""
+    """Steps cost this beyond bytes; without it a forecast is a bound of the device."""
 
     @property
     def usable(self) -> int:
-        """Bytes of DEVICE for weights, KV and activations."""
+        """Weights, KV and activations have so many bytes of DEVICE."""
         return self.device if self.host is None else max(self.device - CONTEXT - self.host // TABLES, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FarBytes:
+    """KV beyond the device, by the bytes that it takes of the device and of the host."""
+
+    device_bytes: int
+    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Passes of one kind in the steady state.
+    """Describes passes of one kind in the steady state.
 
     tokens: in a pass, of all sequences together. copied, read: bytes of weights, and of KV, that come to
     DEVICE and from DISK in a pass. busy: of its seconds, for how many each link is; of prompts longer than
@@ -121,6 +123,7 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
+        """All sequences together get so many tokens a second."""
         return self.tokens / self.seconds
 
     @property
@@ -129,33 +132,45 @@ class Pace:
         return max(Link, key=lambda link: self.busy[link])
 
     def share(self, link: Link) -> float:
-        """Of the time, how much the link is busy."""
+        """Return the part of the time in which the link is busy."""
         return self.busy[link] / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`placement`: of the groups that every pass needs. `experts`: of the others, where the model has any.
-    `beside`: bytes of DEVICE that are HOST's, on a CPU."""
+    """The plan that a boot would build on a machine, and the pace that follows.
+
+    placement: of the groups that every pass needs. experts: of the others, where the model has any.
+    """
 
     machine: Machine
     work: Work
-    budget: Budget
+    plan: BootPlan[FarBytes]
     placement: Placement
     experts: ExpertRoom | None
-    beside: int
     decode: Pace
     prefill: Pace
-    far: int = 0
-    """Bytes of KV that rest in host memory, because the device has no room for a context's."""
+
+    @property
+    def budget(self) -> Budget:
+        """The device's memory is divided so."""
+        return self.plan.budget
+
+    @property
+    def far(self) -> int:
+        """Bytes of KV that rest in host memory, because the device has no room for a context's."""
+        far = self.plan.outline.far
+        return far.host_bytes if far else 0
 
     @property
     def everything_resident(self) -> bool:
+        """Tell whether all weights stay on the device."""
         return self.placement.everything_resident and self.experts_on(Tier.DEVICE) == (
             self.experts.experts if self.experts else 0
         )
 
     def experts_on(self, tier: Tier) -> int:
+        """Return how many experts have their home on `tier`, where these are counted by themselves."""
         if self.experts is None:
             return 0
         return {
@@ -165,13 +180,13 @@ class Forecast:
         }[tier]
 
     def resting(self, tier: Tier) -> int:
-        """Bytes of weights with their home on `tier`."""
+        """Return the bytes of weights with their home on `tier`."""
         return self.placement.resting(tier) + self.experts_on(tier) * (
             self.experts.size if self.experts else 0
         )
 
     def ring(self, tier: Tier) -> int:
-        """Bytes through which the other weights pass."""
+        """Return the bytes through which the other weights pass."""
         if tier is Tier.DISK:
             return 0
         device = tier is Tier.DEVICE
@@ -184,7 +199,7 @@ class Forecast:
 
 
 class More(StrEnum):
-    """What a machine might have more of."""
+    """Names what a machine might have more of."""
 
     DEVICE = "1 GB more device memory"
     HOST = "1 GB more host memory"
@@ -217,18 +232,12 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     layouts = group_layouts(spec, names, work.dtype)
     every = pass_order(layouts, spec.tied_embeddings)
     expert = next((layout for layout in layouts if layout.id.kind is GroupKind.EXPERT), None)
-    demand, far, usable = _demand(spec, work, on_cpu=machine.host is None), 0, machine.usable
-    resident = sum(map(padded, layouts)) + demand.activations
-    if machine.host is not None and goes_to_host(
-        demand.useful_blocks // work.batch * demand.block_bytes, usable, resident
-    ):
-        far = _far_kv(machine, work, demand)
-        demand = _beside_far(spec, machine, work, demand)
-        machine = replace(machine, host=machine.host - far)
-    room = weights_room(usable, layouts, demand, host_is_device=machine.host is None)
-    placement, experts, beside = _place(spec, layouts, room, machine)
-    taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
-    budget = divide(usable, taken + beside, demand)
+    plan = _plan(spec, layouts, machine, work)
+    placement, experts, far = plan.placement, plan.experts, plan.outline.far
+    if not plan.streams:  # A boot takes all groups alike then; a forecast counts experts by themselves.
+        placement, experts, _ = solve_model(
+            layouts, spec.tied_embeddings, plan.limits, machine.rates, disk=False
+        )
 
     def pace(step: Step) -> Pace:
         arithmetic = _arithmetic(spec, machine, pass_work(spec, work.dtype, every, expert, step), step)
@@ -243,16 +252,14 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
             work.experts_fetched if step.decodes else None,
         )
 
-    near = max(budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
+    near = max(plan.budget.blocks // work.batch - _TAIL, 0) * BLOCK_SIZE if far else 0
     decode = pace(decode_step(spec, work.dtype, work.batch, work.context, near))
     prefill = pace(prompt_step(spec, work.dtype, work.batch, work.context, work.step_tokens, needed=not far))
-    if machine.host is not None:
-        machine = replace(machine, host=machine.host + far)
-    return Forecast(machine, work, budget, placement, experts, beside, decode, prefill, far)
+    return Forecast(machine, work, plan, placement, experts, decode, prefill)
 
 
 def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...]:
-    """What more of each tier and link would buy."""
+    """Return what more of each tier and link would buy."""
     machine, rates = now.machine, now.machine.rates
     others = {
         More.DEVICE: replace(machine, device=machine.device + GB),
@@ -277,26 +284,37 @@ def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...
     return tuple(found)
 
 
-def _demand(spec: ModelSpec, work: Work, *, on_cpu: bool) -> Demand:
-    """KV for all sequences at their longest, no more and no less."""
+def _plan(
+    spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work
+) -> BootPlan[FarBytes]:
+    """Return the plan of a boot with KV for all sequences at their longest, no more and no less."""
+    cuda, kv = machine.host is not None, kv_layout(spec, work.dtype, BLOCK_SIZE)
     blocks = work.batch * -(-work.context // BLOCK_SIZE)
     tokens = min(work.step_tokens, max(work.batch * work.context, BLOCK_SIZE))
     activations = usual_activations(spec, work.dtype, tokens, work.batch)
-    activations = on_heap(activations, BUFFERS) if on_cpu else activations + FIXED
-    return Demand(
-        activations,
-        kv_layout(spec, work.dtype, BLOCK_SIZE).block_bytes,
-        BLOCK_SIZE,
-        blocks,
-        blocks,
-        work.context,
+    activations = activations + FIXED if cuda else on_heap(activations, BUFFERS)
+    resident, far = sum(map(padded, layouts)) + activations, None
+    if cuda and goes_to_host(blocks // work.batch * kv.block_bytes, machine.usable, resident):
+        far = FarBytes(_ways(kv, machine, work), _far_kv(machine, work, blocks * kv.block_bytes))
+    host = machine.host or 0
+    hardware = Hardware(
+        cuda, machine.usable, machine.usable, host, host, process=PROCESS - GROWTH, kernels=cuda
     )
+    settings = Config(
+        Path(), host_memory=machine.host, max_length=work.context, kv_blocks=None if far else blocks
+    )
+    limits = Limits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
+    outline = Outline(
+        settings, hardware, spec, WHOLE, work.dtype, limits, not cuda, machine.usable, layouts, kv, far
+    )
+    activations += far.device_bytes if far else 0
+    return plan_boot(outline, Measured(activations, hardware, machine.rates.disk_to_host > 0, machine.rates))
 
 
-def _far_kv(machine: Machine, work: Work, demand: Demand) -> int:
-    """Bytes of all sequences' KV. Raises BudgetError if host memory does not hold it."""
+def _far_kv(machine: Machine, work: Work, far: int) -> int:
+    """Return the bytes of all sequences' KV. Raises BudgetError if host memory does not hold it."""
     assert machine.host is not None
-    far, there = demand.useful_blocks * demand.block_bytes, max(machine.host - PROCESS, 0)
+    there = max(machine.host - PROCESS, 0)
     if far > there:
         raise BudgetError(
             f"KV of {work.batch:,} x {work.context:,} tokens takes {format_size(far)}, which neither the "
@@ -306,25 +324,10 @@ def _far_kv(machine: Machine, work: Work, demand: Demand) -> int:
     return far
 
 
-def _beside_far(spec: ModelSpec, machine: Machine, work: Work, demand: Demand) -> Demand:
-    """What the device must hold when KV rests in host memory: the ways there and back, and some pages."""
-    layout = kv_layout(spec, work.dtype, BLOCK_SIZE)
+def _ways(layout: KVLayout, machine: Machine, work: Work) -> int:
+    """Bytes of the device through which KV goes to host memory and back."""
     tile = usual_tile(layout, machine.usable, work.context, "cuda")
-    ways = carrier_bytes(layout, tile, max(work.step_tokens // BLOCK_SIZE, 1) * BLOCK_SIZE)
-    return replace(demand, activations=demand.activations + ways, fixed_blocks=None, length=None)
-
-
-def _place(
-    spec: ModelSpec, layouts: Sequence[GroupLayout], room: int, machine: Machine
-) -> tuple[Placement, ExpertRoom | None, int]:
-    """As a boot places; and how much of a CPU's `room` is HOST's."""
-    beside = cpu_ring(room, layouts) if machine.host is None and sum(map(padded, layouts)) > room else 0
-    host = beside if machine.host is None else max(machine.host - PROCESS, 0)
-    limits = Limits(max(room - beside, 0), host)
-    placement, experts, _ = solve_model(
-        layouts, spec.tied_embeddings, limits, machine.rates, machine.rates.disk_to_host > 0
-    )
-    return placement, experts, beside
+    return carrier_bytes(layout, tile, max(work.step_tokens // BLOCK_SIZE, 1) * BLOCK_SIZE)
 
 
 # ---- what a pass does
@@ -357,8 +360,8 @@ def _pace(
     far: bool,
     fetched: float | None,
 ) -> Pace:
-    """How long passes take. Experts are known only once their router has run, so nothing hides their coming;
-    KV that is far comes while everything else goes on, over the same link as weights. fetched: see
+    """Return how long passes take. Experts are known only once their router has run, so nothing hides their
+    coming; KV that is far comes while everything else goes on, over the same link as weights. fetched: see
     Work.experts_fetched."""
     dense = predict(placement, machine.rates, arithmetic, placement.piece)
     seconds, copied, read, busy = (

@@ -1,6 +1,6 @@
-"""What each use of a group does in a pass, counted from the model's shape: bytes that are read, operations,
-and what the costs of a step are paid by. The same counts fit the costs to measured steps
-(`bench.calibration`) and forecast other models by them (`engine.forecast`)."""
+"""Count what each use of a group does in a pass, from the model's shape: bytes that are read, operations, and
+what the costs of a step are paid by. The same counts fit the costs to measured steps (`bench.calibration`)
+and forecast other models by them (`engine.forecast`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -27,7 +27,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class UseWork:
-    """What one use of a group does, or many together.
+    """Counts what one use of a group does, or many together.
 
     steps, layers, moe_layers: the share of a pass's end, of a dense layer and of one with experts, whose
     fixed costs it bears. weights, experts, kv, activations: bytes. products, expert_products, attention:
@@ -47,16 +47,17 @@ class UseWork:
 
     @property
     def bytes(self) -> float:
-        """Weights and KV read."""
+        """Weights and KV that are read take so many bytes."""
         return self.weights + self.experts + self.kv
 
     @property
     def operations(self) -> float:
+        """All products together take so many operations."""
         return self.products + self.expert_products + self.attention
 
     @classmethod
     def sum(cls, uses: Sequence["UseWork"]) -> Self:
-        """All of them together."""
+        """Return all of them together."""
         return cls(*(sum(getattr(use, field.name) for use in uses) for field in fields(cls)))
 
 

@@ -14,12 +14,14 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, DeviceError
+from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Model
+from penstock.engine.plan import Outline
 from penstock.memory.device import choose_device
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.pack.reader import Pack
-from penstock.worker.collectives import Collectives
+from penstock.worker.collectives import RankCollectives
 
 if TYPE_CHECKING:  # Needed by several ranks alone.
     from penstock.parallel.group import Group
@@ -39,19 +41,36 @@ class Place:
         """The smallest that any rank says, which all of them then go by."""
         return self.group.least(value) if self.group is not None else value
 
-    def collectives(self, spec: ModelSpec, dtype: str) -> Collectives | None:
-        """On all ranks at once."""
+    def agree(self, outline: Outline[LongRoom]) -> Outline[LongRoom]:
+        """Return the outline with the least limits and room for far KV that any rank has. A plan names slots
+        for all ranks."""
+        if self.group is None or outline.settings.host_kv_memory in (0, "0"):
+            return outline
+        far, limits = outline.far, outline.limits
+        tokens = self.least(limits.max_step_tokens)
+        blocks, on_disk, tile = map(
+            self.least, (far.blocks, far.on_disk, far.tile_tokens) if far else (0, 0, 0)
+        )
+        if far is not None and blocks:
+            chunk = tokens // limits.block_size * limits.block_size
+            disk = replace(far.disk, blocks=on_disk) if far.disk and on_disk else None
+            far = replace(far, blocks=blocks, tile_tokens=tile, chunk_tokens=chunk, disk=disk)
+        return replace(outline, limits=replace(limits, max_step_tokens=tokens), far=far if blocks else None)
+
+    def collectives(self, spec: ModelSpec, dtype: str) -> RankCollectives | None:
+        """Return what this rank exchanges in a pass; none if it is alone. To be called on all ranks at
+        once."""
         if self.group is None:
             return None
-        collectives = Collectives(self.group, spec, getattr(torch, dtype))
+        collectives = RankCollectives(self.group, spec, getattr(torch, dtype))
         self.last.callback(collectives.close)
         collectives.open()
         return collectives
 
 
 def device_of(config: Config, local: int) -> torch.device:
-    """The device of the `local`th rank of a machine. Raises DeviceError if it is not there, ConfigError if
-    one device was named for all."""
+    """Return the device of the `local`th rank of a machine. Raises DeviceError if it is not there,
+    ConfigError if one device was named for all."""
     device = choose_device(config.device)
     if device.type == "cpu" or config.tensor_parallel == 1:
         return device
@@ -71,8 +90,8 @@ def device_of(config: Config, local: int) -> torch.device:
 
 
 def team_config(config: Config, model: Model) -> Config:
-    """The settings of each rank. Raises ConfigError for what several ranks, or so many of this model, cannot
-    do."""
+    """Return the settings of each rank. Raises ConfigError for what several ranks, or so many of this model,
+    cannot do."""
     held(model.spec, Shard(0, config.tensor_parallel))
     if isinstance(model, Pack):
         raise ConfigError(
@@ -80,18 +99,16 @@ def team_config(config: Config, model: Model) -> Config:
             f"part, but {model.path} is a pack; "
             "give the checkpoint it was made of"
         )
-    far = {"host_kv_memory": config.host_kv_memory, "disk_kv_memory": config.disk_kv_memory}
-    for name, value in far.items():
-        if value not in (None, 0, "0"):
-            raise ConfigError(
-                f"{name} {value} goes with a single device so far; leave it, or tensor_parallel"
-            )
-    return replace(config, host_kv_memory=0)
+    if config.host_kv_memory is None and config.disk_kv_memory is None:
+        return replace(
+            config, host_kv_memory=0
+        )  # What each rank has room for differs: it is to be asked for.
+    return config
 
 
 def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
-    """Where ranks compute on the same cores: this process's part of its threads, since threads that wait for
-    each other take far longer. Returns what gives it back all that it had."""
+    """Take this process's part of its threads where ranks compute on the same cores, since threads that wait
+    for each other take far longer. Returns what gives back all that it had."""
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(max(1, before // ranks))
@@ -99,7 +116,7 @@ def share_threads(device: torch.device, ranks: int) -> Callable[[], None]:
 
 
 def described(model: Model) -> Path | Shape:
-    """By which another process opens the same model."""
+    """Return what another process opens the same model by."""
     return model if isinstance(model, Shape) else model.path.resolve()
 
 

@@ -37,6 +37,8 @@ _PACKED = 5 << 20
 in bfloat16."""
 _MODULES = 256 << 20
 """Bytes of kernels that are loaded later."""
+_EARLY = (9, 0)
+"""Compute capability of the first GPUs whose kernels can wait for each other on the device."""
 _SMALL = 1 << 20
 """Bytes up to which torch allocates tensors from segments for small ones."""
 _SEGMENTS = 22 << 20
@@ -78,6 +80,12 @@ def send(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(
         device, non_blocking=True
     )  # The allocator lends pinned memory again only when it has been read.
+
+
+def begins_early(device: torch.device) -> bool:
+    """Tell whether a device's kernels can begin before the one before has ended, and wait for it there
+    (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY
 
 
 def native_half(device: torch.device) -> bool:

@@ -27,34 +27,42 @@ if TYPE_CHECKING:
 
 
 def pointwise_kernels() -> ModuleType | None:
+    """Return the kernels for norms, activations and rotations, or None where plain torch computes."""
     return _kernels("pointwise")
 
 
 def attention_kernels() -> ModuleType | None:
+    """Return the kernels for attention to pages, or None where plain torch computes."""
     return _kernels("attention")
 
 
 def step_kernels() -> ModuleType | None:
+    """Return the kernels for what is around a recorded step, or None where plain torch computes."""
     return _kernels("steps")
 
 
 def linear_kernels() -> ModuleType | None:
+    """Return the kernels for products of few rows, or None where plain torch computes."""
     return _kernels("linear")
 
 
 def expert_kernels() -> ModuleType | None:
+    """Return the kernels for mixtures of experts, or None where plain torch computes."""
     return _kernels("experts")
 
 
 def tile_kernels() -> ModuleType | None:
+    """Return the kernels for attention to tiles, or None where plain torch computes."""
     return _kernels("tiles")
 
 
 def sampling_kernels() -> ModuleType | None:
+    """Return the kernels for draws, or None where plain torch computes."""
     return _kernels("sampling")
 
 
 def sum_kernels() -> ModuleType | None:
+    """Return the kernels for sums over ranks, or None where plain torch computes."""
     return _kernels("sums")
 
 
@@ -64,13 +72,14 @@ def format_kernels(name: str) -> ModuleType | None:
 
 
 def _kernels(name: str) -> ModuleType | None:
-    """None while this thread does without them, and where there is no Triton."""
+    """Return a module of kernels; None while this thread does without them, and where there is no Triton."""
     return None if _launches.plain else _loaded(name)
 
 
 @functools.cache
 def _loaded(name: str) -> ModuleType | None:
-    """None where Triton is not installed: then the plain-torch references do the work."""
+    """Return a module of kernels; None where Triton is not installed: then the plain-torch references do the
+    work."""
     if find_spec("triton") is None:
         return None
     module = importlib.import_module(f"penstock.ops.triton.{name}")
@@ -101,7 +110,7 @@ def _name_all(module: ModuleType) -> None:
 
 
 def _functions(module: ModuleType) -> "list[JITFunction[Any]]":
-    """What is compiled of a module's."""
+    """Return the functions of a module that Triton compiles."""
     from triton.runtime import JITFunction
 
     return [function for function in list(vars(module).values()) if isinstance(function, JITFunction)]
@@ -202,7 +211,7 @@ def _stand_in(value: object, param: "KernelParam") -> object:
 
 
 class _Launches(local):
-    """Of a thread."""
+    """Holds what a thread wants of its launches."""
 
     early = False
     plain = False
@@ -244,12 +253,12 @@ def early_launches(allowed: bool = True) -> Iterator[None]:
 
 
 def launches_early() -> bool:
-    """Whether this thread's launches may be early."""
+    """Tell whether this thread's launches may be early."""
     return _launches.early
 
 
 def early_options(early: bool) -> dict[str, bool]:
-    """What such a launch is told, beside a kernel's own arguments."""
+    """Return launch options for programmatic dependent launch, beside a kernel's own arguments."""
     return {"launch_pdl": True} if early else {}
 
 
@@ -265,7 +274,8 @@ def counting(shared: Tensor) -> Iterator[None]:
 
 
 def counters(count: int, device: torch.device) -> Tensor:
-    """So many int32 zeros or more, to be left as zeros: those that are shared, or some of one's own."""
+    """Return so many int32 zeros or more, to be left as zeros: those that are shared, or some of the caller's
+    own."""
     shared = _launches.counters
     if shared is None or shared.device != device or len(shared) < count:
         return torch.zeros(count, dtype=torch.int32, device=device)

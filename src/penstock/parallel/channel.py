@@ -1,5 +1,5 @@
-"""Messages of any size from one process to all others on its machine: the bytes through shared memory, once
-for all who read them.
+"""Send messages of any size from one process to all others on its machine: the bytes go through shared
+memory, once for all who read them.
 
 Memory is an anonymous file, handed to the readers as an open descriptor: it has no name that could be left
 behind. It is cut into a ring of parts; a message takes as many as it needs, and a long one more than there
@@ -43,7 +43,7 @@ class Closed(DeviceError):
     """The other side of a channel is gone."""
 
 
-class Writer:
+class ChannelWriter:
     """Sends to `readers` others. Their ends are `ends`, which are handed to their processes and then closed
     here, by `handed_over`."""
 
@@ -62,12 +62,13 @@ class Writer:
         """Of them, by each reader."""
 
     def handed_over(self) -> None:
+        """Close the readers' ends here, once their processes have them."""
         for end in self.ends:
             end.close()
 
     def send(self, message: bytes) -> None:
-        """To all readers. Returns when the last part has been sent, not received. Raises Closed if a reader
-        is gone, and DeviceError if one does not read."""
+        """Send a message to all readers. Returns when the last part has been sent, not received. Raises
+        Closed if a reader is gone, and DeviceError if one does not read."""
         size, view = self._part_bytes, memoryview(message)
         for start in range(0, max(len(view), 1), size):
             part = view[start : start + size]
@@ -116,7 +117,7 @@ class Writer:
             os.close(memory)
 
 
-class Reader:
+class ChannelReader:
     """One reader's end, from the descriptors of the memory and of the socket, which it takes over."""
 
     def __init__(
@@ -159,6 +160,7 @@ class Reader:
             raise Closed(f"the writer of a channel is gone: {fault}") from fault
 
     def close(self) -> None:
+        """Let go of the memory and the socket."""
         self._line.close()
         self._bytes.close()
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.channel import Writer
+from penstock.parallel.channel import ChannelWriter
 from penstock.parallel.group import Group
 from penstock.parallel.seat import JOINED, PULSE, Start, Target
 from penstock.parallel.store import SharedStore
@@ -80,7 +80,7 @@ class _Child:
     output: int
     """A pipe's descriptor, of all that it prints."""
     seen: float
-    """When it gave its last sign of life, in seconds of time.monotonic()."""
+    """The process gave its last sign of life then, in seconds of time.monotonic()."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
     partial: bytes = b""
     begun: bool = False
@@ -101,7 +101,7 @@ class _Child:
         return bool(text)
 
     def ending(self) -> str:
-        """How it ended, and what it printed last, in one line."""
+        """Say how it ended, and what it printed last, in one line."""
         code = self.process.returncode
         if code is None:
             return "does not end, though it was killed"
@@ -111,8 +111,8 @@ class _Child:
 
 
 class StartedCrew:
-    """A crew of processes that were started here. Its thread does all that concerns them; others look at
-    `failure` and ask it to end."""
+    """Holds a crew of processes that were started here. Its thread does all that concerns them; others look
+    at `failure` and ask it to end."""
 
     local = 0
 
@@ -130,7 +130,7 @@ class StartedCrew:
             except OSError:
                 os.open(os.devnull, os.O_RDWR)
         self._store = os.memfd_create("penstock store")
-        self._writer = Writer(ranks - 1)
+        self._writer = ChannelWriter(ranks - 1)
         self._near, self._far = socket.socketpair()
         """By which the watcher is woken to end."""
         self._children: list[_Child] = []
@@ -142,6 +142,7 @@ class StartedCrew:
         self._fault: BaseException | None = None
 
     def start(self, target: Target, args: tuple[object, ...]) -> None:
+        """Start the followers, and the thread that watches them."""
         self._thread = threading.Thread(
             target=self._watch, args=(target, args), name="penstock watcher", daemon=True
         )
@@ -158,6 +159,7 @@ class StartedCrew:
             ) from self._fault
 
     def group(self, device: torch.device) -> Group:
+        """Meet all ranks, and return their group."""
         late: float | None = None
         while not all(child.joined for child in self._children):
             if self.failure is not None:
@@ -187,10 +189,10 @@ class StartedCrew:
         return self._group
 
     def _meet(self, device: torch.device, meeting: "Future[Group]") -> None:
-        """On a thread of its own, which is left to itself where a rank is gone. Why this is safe: what is
-        made here is handed over whole, by the future, or to nobody. Then it goes as garbage once its waiting
-        ends, and until then holds nothing but its own sockets and the store's file, which it has a descriptor
-        of its own for."""
+        """Meet on a thread of its own, which is left to itself where a rank is gone. Why this is safe: what
+        is made here is handed over whole, by the future, or to nobody. Then it goes as garbage once its
+        waiting ends, and until then holds nothing but its own sockets and the store's file, which it has a
+        descriptor of its own for."""
         try:
             shared = SharedStore(self._store, self.ranks)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -201,16 +203,18 @@ class StartedCrew:
             meeting.set_exception(fault)
 
     def send(self, message: bytes) -> None:
+        """Send a message to all followers."""
         self._writer.send(message)
 
     def verdict(self, fault: BaseException) -> BaseException:
+        """Return what is to be said of a fault here: what came of a follower, if that explains it."""
         until = time.monotonic() + _VERDICT
         while self.failure is None and time.monotonic() < until:
             time.sleep(5e-3)
         return self.failure or fault
 
     def close(self, grace: float = 0.0) -> None:
-        """To be called again if it was interrupted."""
+        """End the crew. To be called again if it was interrupted."""
         if self._grace is None:
             self._grace = grace
         with suppress(OSError):
@@ -314,7 +318,7 @@ class StartedCrew:
         child.seen = time.monotonic()
 
     def _judge(self, now: float) -> bool:
-        """Whether the run is over, because of a follower: if so all are killed."""
+        """Tell whether the run is over, because of a follower: if so all are killed."""
         gone = [child for child in self._children if child.gone]
         hung = [
             child

@@ -1,4 +1,4 @@
-"""What ranks do together: sums and gathers of tensors, and agreement on plain numbers."""
+"""Let ranks work together: sums and gathers of tensors, and agreement on plain numbers."""
 
 import logging
 import os
@@ -78,7 +78,7 @@ class Group:
         self._first = BroadcastOptions()
         # On the current stream itself: no second one and no events between.
         self._sum.asyncOp = self._every.asyncOp = self._first.asyncOp = False
-        with _Named(self, "meeting"):
+        with _LibraryErrors(self, "meeting"):
             named = PrefixStore("gloo", store)
             if near:
                 gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ class Group:
             options._timeout = limit
             if shared is not None:
                 shared.asking = True
-            with _Named(self, "meeting"):
+            with _LibraryErrors(self, "meeting"):
                 nccl = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), rank, ranks, options)
                 nccl.eager_connect_single_device(device)
             self._tensors = self._nccl = cast(ProcessGroup, nccl)
@@ -109,22 +109,22 @@ class Group:
             torch.cuda.synchronize(device)
 
     def all_reduce(self, x: Tensor) -> None:
-        """The sum over all ranks, in place and to the same bits on each. `x` is contiguous, and of one shape
-        and dtype on all ranks."""
+        """Put the sum over all ranks in the place of `x`, to the same bits on each. `x` is contiguous, and of
+        one shape and dtype on all ranks."""
         assert x.is_contiguous(), "a sum in place needs a contiguous tensor"
-        with _Named(self, "a sum"):
+        with _LibraryErrors(self, "a sum"):
             _wait(_open(self._tensors).allreduce([x], self._sum))
 
     def follow(self, x: Tensor) -> None:
-        """Rank 0's tensor, in place on all ranks. `x` is contiguous, and of one shape and dtype on all
-        ranks."""
+        """Put rank 0's tensor in the place of `x`, on all ranks. `x` is contiguous, and of one shape and
+        dtype on all ranks."""
         assert x.is_contiguous(), "a copy in place needs a contiguous tensor"
-        with _Named(self, "a copy"):
+        with _LibraryErrors(self, "a copy"):
             _wait(_open(self._tensors).broadcast([x], self._first))
 
     def gather(self, x: Tensor, widths: Sequence[int] | None = None) -> Tensor:
-        """All ranks' `[..., width]` beside each other, in order of rank: `[..., sum of widths]`, on every
-        rank.
+        """Return all ranks' `[..., width]` beside each other, in order of rank: `[..., sum of widths]`, on
+        every rank.
 
         The ranks tell each other their widths first, which the host waits for, unless they are given."""
         if widths is None:
@@ -138,25 +138,25 @@ class Group:
             mine = x.new_zeros(*rows, widest)
             mine[..., : x.shape[-1]] = x
         every = x.new_empty(self.ranks, *rows, widest)
-        with _Named(self, "a gather"):
+        with _LibraryErrors(self, "a gather"):
             _wait(_open(self._tensors)._allgather_base(every.view(-1), mine.view(-1), self._every))
         return torch.cat([part[..., :width] for part, width in zip(every, widths, strict=True)], dim=-1)
 
     def barrier(self) -> None:
-        """Until all ranks' hosts have come; what their devices have been given may still run."""
+        """Wait until all ranks' hosts have come; what their devices have been given may still run."""
         self.least(0)
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values, of 64 bits."""
+        """Return the smallest of all ranks' values, of 64 bits."""
         cell = torch.tensor([value])
-        with _Named(self, "an agreement"):
+        with _LibraryErrors(self, "an agreement"):
             _wait(_open(self._plain).allreduce([cell], self._least))
         return int(cell)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """All ranks' messages, in order of rank. In one round if they are short."""
+        """Return all ranks' messages, in order of rank. Short ones take one round."""
         size, room = len(message), _SHORT
-        with _Named(self, "an exchange"):
+        with _LibraryErrors(self, "an exchange"):
             while True:
                 every, own = (
                     torch.empty(self.ranks, room, dtype=torch.uint8),
@@ -174,7 +174,7 @@ class Group:
         """Rank 0's message, on all ranks. The others wait for as long as it takes to come; once rank 0 is
         gone they learn of that."""
         size = torch.tensor([len(message or b"")])
-        with _Named(self, "a broadcast"):
+        with _LibraryErrors(self, "a broadcast"):
             _wait(_open(self._plain).broadcast(size, 0, _EVER))
             bytes_ = _tensor(message) if message else torch.empty(int(size), dtype=torch.uint8)
             if len(bytes_):
@@ -198,7 +198,7 @@ class Group:
                 )
 
     def abort(self) -> None:
-        """From any thread: whatever waits for other ranks on the device ends, with results without meaning.
+        """End, from any thread, whatever waits for other ranks on the device, with results without meaning.
         What waits for them on the host ends when they are gone."""
         self.over.numpy()[0] = 1
         self._end(abort=True)
@@ -230,8 +230,8 @@ class Group:
             return self._ending
 
 
-class _Named:
-    """Errors of the library as ours."""
+class _LibraryErrors:
+    """Raises errors of the library as ours."""
 
     def __init__(self, group: Group, what: str) -> None:
         self._group, self._what = group, what

@@ -34,14 +34,14 @@ class Crew(Protocol):
         """Meet the others, once. Raises DeviceError if one of them does not come."""
 
     def send(self, message: bytes) -> None:
-        """To all followers, after `group`. Not to be interrupted."""
+        """Send to all followers, after `group`. Not to be interrupted."""
 
     @property
     def failure(self) -> DeviceError | None:
-        """How the run has ended, if a follower is dead or hung."""
+        """Say how the run has ended, if a follower is dead or hung."""
 
     def verdict(self, fault: BaseException) -> BaseException:
-        """What is to be said of a fault here: what came of a follower, if that explains it."""
+        """Return what is to be said of a fault here: what came of a follower, if that explains it."""
 
     def close(self, grace: float = 0.0) -> None:
         """Followers that have been told have `grace` seconds to end by themselves. Afterwards none is
@@ -73,8 +73,8 @@ def launch(
 
 
 class _Launched:
-    """A process that was there already: the crew of rank 0, or the seat of another. Messages go through the
-    group, which reaches other machines too."""
+    """Is a process that was there already: the crew of rank 0, or the seat of another. Messages go through
+    the group, which reaches other machines too."""
 
     failure: DeviceError | None = None
 

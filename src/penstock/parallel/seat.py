@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from penstock.base.errors import PenstockError
-from penstock.parallel.channel import Reader
+from penstock.parallel.channel import ChannelReader
 from penstock.parallel.group import Group
 from penstock.parallel.store import SharedStore
 
@@ -42,13 +42,13 @@ class Seat(Protocol):
 
 
 Target = Callable[..., None]
-"""What a follower does, from its seat and the other arguments of `launch`: a function of a module, as it is
+"""A follower does this, from its seat and the other arguments of `launch`: a function of a module, as it is
 named in another process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a follower is told first."""
+    """Holds what a follower is told first."""
 
     rank: int
     ranks: int
@@ -61,12 +61,12 @@ class Start:
 
 
 class _Follower:
-    """The seat of one."""
+    """Is the seat of a follower."""
 
     def __init__(self, control: socket.socket, start: Start) -> None:
         self.rank, self.ranks, self.local = start.rank, start.ranks, start.rank
         self._control, self._store, self._timeout = control, start.store, start.timeout
-        self._reader = Reader(start.memory, socket.socket(fileno=start.line))
+        self._reader = ChannelReader(start.memory, socket.socket(fileno=start.line))
 
     def group(self, device: torch.device) -> Group:
         self._control.sendall(JOINED)

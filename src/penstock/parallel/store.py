@@ -1,4 +1,4 @@
-"""By which processes that were started here find each other."""
+"""Let processes that were started here find each other."""
 
 import ctypes
 import os
@@ -14,13 +14,14 @@ class SharedStore:
     """
 
     def __init__(self, descriptor: int, ranks: int) -> None:
-        """descriptor: of the file, which stays the caller's."""
+        """Open the store. descriptor: of its file, which stays the caller's."""
         self.asking, self._own = False, -1
         self._own = os.dup(descriptor)
         self.store = FileStore(f"/proc/self/fd/{self._own}", ranks)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.store))
 
     def close(self) -> None:
+        """Close the file."""
         if not self.asking:
             own, self._own = self._own, -1
             if own >= 0:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.ops.attention.attend import reads_pages
 from penstock.ops.kernels import noted
 from penstock.worker.runner import Runner
-from penstock.worker.warmup import StepSizes
+from penstock.worker.sizes import StepSizes
 
 _COMPILERS = 8
 """Threads: with more, all wait longer for the interpreter."""

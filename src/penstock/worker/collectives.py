@@ -25,10 +25,10 @@ _TRIAL = 30_000_000_000
 """Nanoseconds that ranks wait for each other's first sum, which each may have to compile."""
 
 
-class Collectives:
-    """What a decoder asks of the others. Of the group, which knows nothing of models, with the widths of
-    every rank's logits; and where GPUs reach each other, sums of few rows in one launch, through windows
-    (`ops.triton_sums`)."""
+class RankCollectives:
+    """Exchanges what a decoder asks of other ranks: by the group, which knows nothing of models, with the
+    widths of every rank's logits; and where GPUs reach each other, sums of few rows in one launch, through
+    windows (`ops.triton.sums`)."""
 
     def __init__(self, group: "Group", spec: ModelSpec, dtype: torch.dtype) -> None:
         self._group, self._hidden, self._dtype = group, spec.hidden_size, dtype
@@ -63,12 +63,15 @@ class Collectives:
             self._give_up("what one GPU wrote did not come to another; is NCCL_P2P_DISABLE=1 missing?")
 
     def all_reduce(self, x: Tensor) -> None:
+        """Put the sum over all ranks in the place of `x` `[rows, hidden]`, contiguous."""
         if 0 < len(x) <= self.rows:
             self._kernels.sum_over_ranks(x, self._shared)
         else:
             self._group.all_reduce(x)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add the sum of `x` over all ranks to `residual` in place, and return the norm of that, all `[rows,
+        hidden]`."""
         if 0 < len(x) <= self.rows:
             normed: Tensor = self._kernels.sum_rms_norm(x, residual, weight, eps, self._shared)
             return normed
@@ -76,6 +79,7 @@ class Collectives:
         return add_rms_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
+        """Return all ranks' logits `[rows, vocab]`."""
         return self._group.gather(x, self.widths)
 
     def close(self) -> None:
@@ -85,7 +89,8 @@ class Collectives:
             self._window.close()
 
     def _addresses(self, size: int) -> list[int]:
-        """Where the windows of all begin for this device; none where any two GPUs do not reach each other."""
+        """Return where the windows of all begin for this device; none where any two GPUs do not reach each
+        other."""
         group, addresses, why = self._group, list[int](), ""
         if peers_disabled():
             why = "NCCL_P2P_DISABLE is set"
@@ -110,8 +115,8 @@ class Collectives:
         return []
 
     def _tried(self, rows: int) -> bool:
-        """Whether a sum of as many rows as may be comes out right on all ranks, in time that also suffices to
-        compile it."""
+        """Tell whether a sum of as many rows as may be comes out right on all ranks, in time that also
+        suffices to compile it."""
         group = self._group
         x = torch.arange(rows, device=group.device).remainder(7).to(self._dtype)[:, None].repeat(
             1, self._hidden
@@ -125,7 +130,7 @@ class Collectives:
         return everywhere
 
     def _give_up(self, why: str) -> None:
-        """On all ranks."""
+        """Do without windows, on all ranks."""
         _LOG.info("sums over ranks go by NCCL: %s", why)
         window, self._window = self._window, None
         if window is not None:
@@ -136,10 +141,10 @@ class Collectives:
 
 
 class Unsummed:
-    """Collectives for a pass over tensors without bytes: the launches of `Collectives`, and nothing that
-    waits for another rank."""
+    """Launches what `RankCollectives` would in a pass whose results nobody reads, and waits for no other
+    rank."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: RankCollectives) -> None:
         self._collectives = collectives
 
     def all_reduce(self, x: Tensor) -> None:

@@ -14,8 +14,8 @@ depend on where weights rest, and the host has the time.
 
 A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group
 lies at the same address in every pass. Whatever a pass must wait for on the host, such as which experts a
-router has chosen where these stream, cannot be recorded: `why_not`. Experts that all rest on the device are
-found by a table, which lies where it lay when the step was recorded.
+router has chosen where these stream, cannot be recorded: `graph_blocker`. Experts that all rest on the device
+are found by a table, which lies where it lay when the step was recorded.
 """
 
 import gc
@@ -32,13 +32,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.arch.layout import GroupId
-from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
+from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.garbage import no_collection
 from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import give_back
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StepInputs, Weights
-from penstock.ops.attention.attend import reads_pages
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
 from penstock.ops.kernels import counting, early_launches
 from penstock.ops.matrix import GroupViews
@@ -47,79 +46,19 @@ from penstock.ops.runs import suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
 from penstock.step.plan import Plan, Share, ShareKind
 from penstock.weights.streaming.stream import WeightStream
+from penstock.worker.sizes import row_counts, run_counts
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 _IDLE: list[torch.cuda.Stream] = []
-_GRAPH_BYTES = 16 << 20
-"""Of a recorded step, beside what passes through it."""
-_STREAM_BYTES = 64 << 20
-"""Of the stream that steps are recorded on: 32 MiB that the library of products takes for each, and segments
-that are used in part."""
-_MANY = 32
-_EARLY = (9, 0)
-"""The first GPUs whose kernels can wait for each other on the device."""
 _COUNTERS = 256
-"""Of tiles of a product that programs share."""
+"""So many tiles of a product may be shared by programs."""
 _IN_FLIGHT = 2
 """Steps that may be under way at once."""
-_RUNS = (512, 256, 128, 64, 32, 16)
-"""Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
 _WHERE = 4
 """Numbers of a step's inputs before its rows': of a run where it begins, and its tokens; so many that what
 follows is aligned."""
-
-
-def why_not(spec: ModelSpec, device: torch.device, *, experts_rest: bool) -> str | None:
-    """Why decode steps of this model cannot be recorded on this device; None if they can. experts_rest:
-    whether all experts, if it has any, are on the device for good."""
-    if not reads_pages(device):
-        return "no kernel of our own reads pages" if device.type == "cuda" else "there is no CUDA device"
-    if spec.moe is not None and not experts_rest:
-        return "experts stream, and the host has to know which of them a router chooses"
-    if spec.rope.kind is RopeKind.DYNAMIC:
-        return "frequencies depend on each request's length"
-    return None
-
-
-def begins_early(device: torch.device) -> bool:
-    """Whether recorded kernels may begin before the one before has ended, where all weights stay."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _EARLY
-
-
-def row_counts(most: int) -> tuple[int, ...]:
-    """Numbers of rows for which steps are recorded, the largest first: each at most half as large again as
-    the next, later a quarter."""
-    counts, count = {most}, 1
-    while count < most:
-        counts.add(count)
-        power = 1 << (count.bit_length() - 1)
-        count += max(1, power // (4 if count >= _MANY else 2))
-    return tuple(sorted(counts, reverse=True))
-
-
-def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
-    """Numbers of tokens for which runs are recorded, the largest first, of steps of at most so many. None of
-    a mixture: padding would choose experts, which may stream, and bits must not depend on that."""
-    return tuple(count for count in _RUNS if count <= most) if spec.moe is None else ()
-
-
-def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
-    """Bytes that recorded steps take, at most: of up to `rows` rows, and of runs in steps of up to `tokens`
-    tokens."""
-    wide = max(
-        2 * spec.intermediate_size + spec.hidden_size,
-        spec.projected_size + 3 * spec.hidden_size,
-    )
-    if spec.moe is not None:
-        wide = max(
-            wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size
-        )
-    runs = run_counts(spec, tokens)
-    passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
-    beside = _STREAM_BYTES + (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
-    return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + beside
 
 
 class DecodeStep:
@@ -138,8 +77,8 @@ class DecodeStep:
         tokens: int,
         max_length: int,
     ) -> None:
-        """table: int32 `[rows + 1, blocks]`, the pages of each row, the last nobody's; newest: int64 `[rows +
-        1]`, its newest token."""
+        """Allocate the inputs and outputs. table: int32 `[rows + 1, blocks]`, the pages of each row, the last
+        nobody's; newest: int64 `[rows + 1]`, its newest token."""
         self._decoder, self._angles, self._pool, self._table, self._newest = (
             decoder,
             angles,
@@ -198,7 +137,8 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def suits(self, share: Share) -> bool:
-        """Whether such a run is to be attended to in pages: the same on all ranks, which replay alike."""
+        """Tell whether such a run is to be attended to in pages: the same on all ranks, which replay
+        alike."""
         spec = self.spec
         head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
         return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)
@@ -256,7 +196,7 @@ class DecodeGraphs:
     they share."""
 
     def __init__(self, step: DecodeStep, weights: WeightStream, rows: int, tokens: int) -> None:
-        """rows, tokens: as of the step."""
+        """Record nothing yet. rows, tokens: as of the step."""
         self._step, self._weights = step, weights
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
         self._programs: dict[int, _Program] = {}
@@ -267,12 +207,12 @@ class DecodeGraphs:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Numbers of rows, the largest first."""
+        """Return the numbers of rows, the largest first."""
         return self._counts
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """Numbers of a run's tokens, the largest first."""
+        """Return the numbers of a run's tokens, the largest first."""
         return self._runs
 
     def record(self, *, record_runs: bool, early: bool) -> None:
@@ -327,8 +267,8 @@ class DecodeGraphs:
             _IDLE.append(stream)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether there is such a step for this plan: each share is a token of a row whose KV is in pages,
-        and yields another; or it is one run, likewise, which does not read too much for that."""
+        """Tell whether there is such a step for this plan: each share is a token of a row whose KV is in
+        pages, and yields another; or it is one run, likewise, which does not read too much for that."""
         shares = plan.shares
         if plan.runs:
             return len(shares) == 1 and self._fits_run(shares[0])
@@ -364,9 +304,9 @@ class DecodeGraphs:
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """To record on. The library of products keeps memory for each stream that they were recorded on, as long
-    as the process lives, and recorded steps write there: so a stream is used again, but only when nothing is
-    left of what was recorded on it."""
+    """Return a stream to record on. The library of products keeps memory for each stream that they were
+    recorded on, as long as the process lives, and recorded steps write there: so a stream is used again, but
+    only when nothing is left of what was recorded on it."""
     for stream in list(_IDLE):
         if stream.device == device:
             with suppress(ValueError):  # Another thread was faster.

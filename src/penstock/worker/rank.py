@@ -49,20 +49,25 @@ _GRACE = 20.0
 """Seconds that followers have to close."""
 
 
-class Part(Protocol):
-    """What a rank does of the work: a Runner."""
+class RankPart(Protocol):
+    """Does what a rank does of the work: it is a Runner."""
 
     @property
-    def carrier(self) -> Carrier | None: ...
+    def carrier(self) -> Carrier | None:
+        """Return what moves KV beyond the device, if there is any."""
 
     @property
-    def ahead(self) -> bool: ...
+    def ahead(self) -> bool:
+        """Tell whether plans are begun before the one before is over."""
 
-    def begin(self, plan: Plan) -> Step: ...
+    def begin(self, plan: Plan) -> Step:
+        """Begin a plan."""
 
-    def settle(self) -> tuple[Landed, ...]: ...
+    def settle(self) -> tuple[Landed, ...]:
+        """Wait for all that is under way, after a step that was broken off."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of weights and KV."""
 
 
 class _Kind(Enum):
@@ -74,13 +79,13 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """From rank 0 to all others."""
+    """Goes from rank 0 to all others."""
 
     number: int
     kind: _Kind
     plan: Plan | None
     collect: bool
-    """Whether the ranks exchange what has landed, at the end."""
+    """Tells whether the ranks exchange what has landed, at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class _Report:
 _MESSAGES, _REPORTS = Codec(_Message), Codec(_Report)
 
 
-def serve(receive: Callable[[], bytes], part: Part, group: Group) -> None:
+def serve(receive: Callable[[], bytes], part: RankPart, group: Group) -> None:
     """A follower: do what rank 0 says until it says that it is over, and close. Raises whatever the work
     does, and DeviceError if messages are not in order; then this process must end, from which the others
     learn of it."""
@@ -143,7 +148,7 @@ class Leader:
     group."""
 
     def __init__(
-        self, part: Part, crew: Crew, group: Group, alone: Callable[[], object] = lambda: None
+        self, part: RankPart, crew: Crew, group: Group, alone: Callable[[], object] = lambda: None
     ) -> None:
         """alone: to be called when this process is the only one again."""
         self._part, self._crew, self._group, self._alone = part, crew, group, alone
@@ -169,27 +174,28 @@ class Leader:
 
     @property
     def ahead(self) -> bool:
+        """Tell whether plans are begun before the one before is over."""
         return self._part.ahead
 
     def begin(self, plan: Plan) -> Step:
-        """Have it begun on all ranks. What fails is raised where its outcome is asked for."""
+        """Have a plan begun on all ranks. What fails is raised where its outcome is asked for."""
         self._told = []
         self._workers.put(Task(partial(self._begin, plan)))
         return _UnderWay(self)
 
     def run(self, plan: Plan) -> Outcome:
-        """On all ranks, to its end. Raises DeviceError when one of them has failed."""
+        """Have a plan run on all ranks, to its end. Raises DeviceError when one of them has failed."""
         return self.begin(plan).outcome()
 
     def end(self) -> Outcome:
-        """Of the step that was begun first, of those that have not ended. Raises DeviceError when a rank has
-        failed."""
+        """Return the outcome of the step that was begun first, of those that have not ended. Raises
+        DeviceError when a rank has failed."""
         return self._do(self._finish)
 
     def settle(self) -> tuple[Landed, ...]:
-        """After a call that was cut short: all ranks have run its plan, or none has, and nothing is under way
-        any more. What came of transfers, those included that an interrupted call has not told of. Raises
-        DeviceError when a rank has failed."""
+        """Wait for all that is under way after a call that was cut short: all ranks have run its plan, or
+        none has. Return what came of transfers, those included that an interrupted call has not told of.
+        Raises DeviceError when a rank has failed."""
         return self._do(self._settle)
 
     def check(self) -> None:
@@ -211,7 +217,7 @@ class Leader:
         self._closed = True
 
     def _do(self, work: Callable[[], T]) -> T:
-        """On the other thread, behind what an interrupted call may have left to it."""
+        """Do it on the other thread, behind what an interrupted call may have left to it."""
         results: list[T] = []
         job = self._job = _Job(lambda: results.append(work()), self._woken)
         self._workers.put(job)

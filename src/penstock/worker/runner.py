@@ -26,17 +26,18 @@ from penstock.step.plan import (
     TokenLogprob,
 )
 from penstock.weights.streaming.stream import WeightStream
-from penstock.worker.graphs import DecodeGraphs, DecodeStep, row_counts, run_counts
+from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import InputBuilder, StepTensors
 from penstock.worker.sampler import Drawn, Sampler
-from penstock.worker.warmup import HEAD_ROWS, StepSizes, kernel_steps, largest_step, small_steps
+from penstock.worker.sizes import StepSizes, row_counts, run_counts
+from penstock.worker.warmup import HEAD_ROWS, kernel_steps, largest_step, small_steps
 
 _PATIENCE = 0.02
 """Seconds that a step without work waits for a transfer to land."""
 
 
 class Runner:
-    """One device's worker."""
+    """Carries out plans on one device."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Runner:
     def attach(
         self, weights: Weights, pool: KVPool, carrier: Carrier | None = None, *, early: bool = False
     ) -> None:
-        """From now on these weights are borrowed, and KV is written to and read from this pool, and what the
+        """Borrow these weights from now on, write KV to this pool and read it from there, and use what the
         carrier carries.
 
         early: whether kernels may begin before the one before has ended, and read weights: all of these stay,
@@ -77,14 +78,14 @@ class Runner:
         self._weights, self._pool, self._carrier, self._early = weights, pool, carrier, early
 
     def bound_heap(self, kept: int) -> None:
-        """From now on a CPU's heap keeps at most so many bytes for reuse between steps, beside what is in use
-        now."""
+        """Keep at most so many bytes of a CPU's heap for reuse between steps from now on, beside what is in
+        use now."""
         self._heap = Heap(kept) if self._device.type == "cpu" else None
 
     def record(self, rows: int, tokens: int, max_length: int, *, record_runs: bool) -> DecodeGraphs:
-        """From now on decode steps of up to `rows` rows are replayed, and short runs in steps of up to
-        `tokens` tokens, or these are computed as if they were. After `attach`, of a model and on a device
-        that allow it."""
+        """Record decode steps of up to `rows` rows, which are replayed from now on, and short runs in steps
+        of up to `tokens` tokens, or compute these as if they were. To be called after `attach`, of a model
+        and on a device that allow it."""
         weights, pool = self._weights, self._pool
         assert isinstance(weights, WeightStream), "record before attach"
         assert pool is not None
@@ -128,7 +129,7 @@ class Runner:
 
     @property
     def carrier(self) -> Carrier | None:
-        """Of KV beyond the device, if there is any."""
+        """Return what moves KV beyond the device, if there is any."""
         return self._carrier
 
     def detach(self) -> None:
@@ -149,7 +150,7 @@ class Runner:
 
     @property
     def ahead(self) -> bool:
-        """Whether plans are begun before the one before is over: where a device computes by itself."""
+        """Tell whether plans are begun before the one before is over: where a device computes by itself."""
         return self._device.type == "cuda"
 
     def begin(self, plan: Plan) -> "Begun":
@@ -193,7 +194,7 @@ class Runner:
         return Outcome(results, landed, self._ended - since)
 
     def settle(self) -> tuple[Landed, ...]:
-        """After a step that was broken off: wait for all that is under way. What came of transfers."""
+        """Wait for all that is under way, after a step that was broken off. Return what came of transfers."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         give_back(self._device)
@@ -202,7 +203,7 @@ class Runner:
         return self._carrier.transfers.settle()
 
     def check(self) -> None:
-        """Nothing ends it while it has nothing to do."""
+        """Do nothing: nothing ends a runner while it has nothing to do."""
 
     def _transfer(self, plan: Plan) -> None:
         """Begin what goes between tiers, behind what has been computed so far."""
@@ -218,7 +219,7 @@ class Runner:
     def _compute(
         self, plan: Plan, layers: tuple[int, ...] | None
     ) -> "tuple[Drawn | None, Sequence[Sequence[TokenLogprob]]]":
-        """What the step draws, if anything, and the log-probabilities of prompts, share by share."""
+        """Return what the step draws, if anything, and the log-probabilities of prompts, share by share."""
         if self._graphs is not None and self._graphs.fits(plan):
             self._inputs.note(plan)
             if plan.runs:
@@ -276,11 +277,12 @@ class Begun:
     prompts: Sequence[Sequence[TokenLogprob]] = ()
 
     def outcome(self) -> Outcome:
-        """Waits until it has been done. To be called once, in the order in which plans were begun."""
+        """Wait until it has been done, and return what came of it. To be called once, in the order in which
+        plans were begun."""
         return self.runner.end(self)
 
     def results(self) -> tuple[Result, ...]:
-        """Of its shares, when they are known."""
+        """Return its shares' results, when they are known."""
         tokens, logprobs = self.drawn.read() if self.drawn is not None else ([], [])
         broken, wrong = (
             (self.drawn.broken, self.drawn.tokens.wrong)

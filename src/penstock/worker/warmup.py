@@ -2,12 +2,13 @@
 they need. Each needs a pool of one block, and leaves nothing behind."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.step.params import Sampling
 from penstock.step.plan import Admission, BlockId, HostBlockId, Plan, Row, Share, ShareKind
 from penstock.worker.inputs import ROW_KEYS
+from penstock.worker.sizes import StepSizes
 
 HEAD_ROWS = 64
 """Positions whose logits are held at a time when log-probabilities of a prompt are asked for."""
@@ -19,17 +20,6 @@ _ROWS = (1, 2, 8, 17, 33, 64)
 """Rows of a decode step: one number of each class for which products or attention have a kernel."""
 _RUNS = (16, 512)
 """Tokens of a run behind a past: likewise."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """The most that a step and a sequence have: tokens and sequences of a step, tokens of a sequence; and the
-    tokens of a KV block."""
-
-    max_step_tokens: int
-    max_sequences: int
-    max_length: int
-    block_size: int
 
 
 def small_steps(sizes: StepSizes) -> Iterator[Plan]:
@@ -49,7 +39,7 @@ def kernel_steps(sizes: StepSizes) -> Iterator[Plan]:
 
 
 def _mixed_step(sizes: StepSizes, rows: int, tokens: int) -> Plan:
-    """As many rows of one token, and a run of so many tokens, as the sizes allow."""
+    """Return a step of as many rows of one token, and a run of so many tokens, as the sizes allow."""
     size, longest = sizes.block_size, sizes.max_length
     singles = min(rows, sizes.max_sequences - bool(tokens), sizes.max_step_tokens - bool(tokens))
     shares = [_warm_share(row, min(1, longest - 1), 1, size) for row in range(singles)]

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -105,7 +106,7 @@ MACHINES: Mapping[str, Known] = {
 """The GPU is taken nine tenths of, the host memory what a system in use leaves. Where the device is the CPU
 it is host memory itself, of which no more is there, and the link a copy within it."""
 USUAL = "desktop-24"
-"""Whose rates hold where no others are given."""
+"""Its rates hold where no others are given."""
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -166,13 +167,10 @@ def command(
     machine: str | None,
     costs: Path | None,
     cache: Path,
-    batch: int,
-    context: int,
-    step_tokens: int | None,
     dtype: str,
     json: bool,
     picture: Path | None,
-    **given: str | None,
+    **given: Any,
 ) -> None:
     """Forecast where the weights of MODEL would rest, how fast it would decode and take prompts in, what
     binds it, and what more of anything would buy. MODEL is a config.json or a directory with one, of which
@@ -185,6 +183,7 @@ def command(
     """
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {picture}: its directory does not exist")
+    batch, context, step_tokens = (given.pop(name) for name in ("batch", "context", "step_tokens"))
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model)
     chosen = spec.dtype if dtype == "auto" else dtype
@@ -200,7 +199,7 @@ def command(
 
 
 def open_model(model: str) -> tuple[str, ModelSpec, TensorNames]:
-    """A name to show, and the shape. Raises CheckpointError, UnsupportedModelError."""
+    """Return a name to show, and the shape. Raises CheckpointError, UnsupportedModelError."""
     path = Path(model)
     if model in SHAPES and not path.exists():
         config, where, name = SHAPES[model], model, model
@@ -261,6 +260,7 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
 
 
 def machine_of(setting: Setting) -> Machine:
+    """Return the machine that a setting describes."""
     value = {name: figure.value for name, figure in setting.figures.items()}
     rates = Rates(value["link_rate"], value["disk_rate"], value["device_read"])
     return Machine(
@@ -285,7 +285,7 @@ def _gpu() -> tuple[str, int]:
 
 
 def _free_memory() -> int:
-    """Of the host, or of the container, whose limit psutil does not know."""
+    """Return the free bytes of the host, or of the container, whose limit psutil does not know."""
     import psutil  # 10 ms
 
     try:
@@ -299,7 +299,7 @@ def _free_memory() -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes/s meant by `3GB/s`, or `3GB`. Raises ConfigError, also where the unit must have been
+    """Read bytes/s from `3GB/s`, or `3GB`. Raises ConfigError, also where the unit must have been
     forgotten."""
     try:
         rate = parse_size(text.strip().lower().removesuffix("/s"))
@@ -316,7 +316,7 @@ def parse_disk(text: str) -> float:
 
 
 def parse_operations(text: str) -> float:
-    """Operations/s meant by `700TFLOPS` or `7e14`. Raises ConfigError."""
+    """Read operations/s from `700TFLOPS` or `7e14`. Raises ConfigError."""
     match = _OPERATIONS.fullmatch(text)
     number = float(match[1]) * 1000.0 ** " kmgtp".index(match[2].lower() or " ") if match else 0.0
     if not 1e6 <= number < 1e30:
@@ -332,4 +332,4 @@ PARSERS: Mapping[str, Callable[[str], float]] = {
     "device_read": parse_rate,
     "compute": parse_operations,
 }
-"""By flag, without dashes."""
+"""Flags are named without dashes."""

@@ -1,0 +1,67 @@
+"""Measures what the largest step takes of the device's memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from penstock.arch.spec import DTYPE_BYTES
+from penstock.base.errors import BudgetError
+from penstock.engine.budget import least_activations, on_heap
+from penstock.engine.parts import layer_kinds, make_carrier
+from penstock.engine.settling import Settled
+from penstock.kv.movement.pool import KVPool
+from penstock.memory.device import give_back, library_buffers, peak_of, shortage
+from penstock.ops.attention.attend import scratch_bytes
+from penstock.ops.attention.gathered import PAST_TILE
+from penstock.weights.streaming.stream import Blank
+from penstock.worker.runner import Runner
+from penstock.worker.warmup import largest_step
+
+
+def activation_peak(settled: Settled, runner: Runner, device: torch.device) -> int:
+    """Return the bytes that the largest step takes, measured by running it through one layer of each kind:
+    the others take the same again.
+
+    On CUDA through two of each kind: what the first leaves to its successor lies elsewhere in the allocator's
+    memory. Routings of a mixture need not be tried: what its rows take is allocated by the number of tokens
+    alone.
+
+    On a CPU tensors are counted, twice: a heap from which tensors of other sizes have come and gone was seen
+    to grow to 1.75 times what one step takes, and holes go back only after a step (see Heap). Beside them
+    count HEAP, since it grew by 4 MiB however little a step takes, and what libraries take once and keep. No
+    part of this is read from the process's pages, so the same settings on the same machine give the same
+    bytes in any process.
+    """
+    spec, limits, far = settled.spec, settled.limits, settled.far
+    sizes, layers = settled.sizes, layer_kinds(spec, 2 if device.type == "cuda" else 1)
+    peak = least_activations(spec, settled.dtype, limits.max_step_tokens, limits.max_sequences)
+    for room in (None, far) if far else (None,):
+        carrier = make_carrier(replace(room, blocks=1, disk=None), device) if room else None
+        try:
+            blank = Blank(settled.layouts, device)
+            runner.attach(blank, KVPool(settled.kv, 1, device), carrier, early=settled.early)
+            plan = largest_step(sizes, past=room.tile_tokens if room else PAST_TILE, cold=room is not None)
+            peak = max(peak, _peak(device, partial(runner.run, plan, layers)))
+        finally:
+            runner.detach()
+            if carrier is not None:
+                carrier.close()
+        del carrier, blank
+        give_back(device)
+    # Long contexts take more for partial results of attention than the steps above, which are short.
+    element = DTYPE_BYTES[settled.dtype]
+    beside = scratch_bytes(spec.heads, spec.kv_heads, spec.head_dim, element, limits.block_size, device)
+    return peak + beside if device.type == "cuda" else on_heap(peak, library_buffers(device))
+
+
+def _peak(device: torch.device, work: Callable[[], object]) -> int:
+    """Return the bytes that a step takes. Raises BudgetError if there is no memory for it, even without
+    weights and KV."""
+    try:
+        return peak_of(device, work)
+    except Exception as fault:
+        if not (short := shortage(fault, device)):
+            raise
+    raise BudgetError(f"the largest step does not fit: {short}")

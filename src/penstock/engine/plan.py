@@ -1,0 +1,381 @@
+"""BootPlan: everything that a boot decides about memory, weights, graphs and launches, as a value.
+
+It is made in two pure steps. `outline` needs the model, the machine and the settings. `plan_boot` also needs
+what can only be measured there: what the largest step takes, and how fast links and the disk are. Nothing
+here reaches torch, so `penstock plan` makes the same value for a machine that is elsewhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from math import ceil
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from penstock.arch.layout import GroupKind, GroupLayout, KVLayout
+from penstock.arch.shards import Shard
+from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.base.config import Config
+from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.tiers import Tier
+from penstock.base.units import format_size, parse_size
+from penstock.engine.budget import GROWTH, Budget, Demand, cpu_ring, divide, weights_room
+from penstock.sched.rules import Limits
+from penstock.weights.streaming import residency
+from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, padded, solve, solve_model
+from penstock.weights.streaming.ring import Rates
+from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
+
+USUAL = Rates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
+"""Rates before anything was measured. They decide only whether there is a placement at all."""
+HOST_SHARE = 0.8
+"""Weights get this part of the host's free memory, when no budget was given."""
+_ROOMY = 64 << 30
+"""Bytes of a device from which on a step is usually twice as long: less of attention is merged from parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDefaults:
+    """The usual step of a device: how many tokens keep it busy, and how many sequences share a pass over the
+    weights. memory_share: of the memory that is free, when no budget was given."""
+
+    tokens: int
+    sequences: int
+    memory_share: float
+
+
+_STEP = {"cpu": StepDefaults(512, 64, 0.5), "cuda": StepDefaults(8192, 256, 0.9)}
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine as a boot finds it.
+
+    cuda: whether the device is a GPU; else it is the CPU. free, whole: bytes of the device's memory that
+    could be allocated now, and all. host_free, host_whole: the same of host memory. process: bytes of host
+    memory that this process takes. halves: whether the device multiplies bfloat16 in hardware. kernels:
+    whether kernels of ours run there. pdl: whether its kernels can wait for each other on the device
+    (programmatic dependent launch).
+    """
+
+    cuda: bool
+    free: int
+    whole: int
+    host_free: int
+    host_whole: int
+    process: int = 0
+    halves: bool = True
+    kernels: bool = False
+    pdl: bool = False
+
+
+class FarRoom(Protocol):
+    """Room for KV beyond the device: bytes that it takes of the device and of the host."""
+
+    @property
+    def device_bytes(self) -> int:
+        """KV takes so many bytes of the device on its way."""
+
+    @property
+    def host_bytes(self) -> int:
+        """KV takes so many bytes of the host."""
+
+
+Far = TypeVar("Far", bound=FarRoom)
+
+
+class Rest(IntEnum):
+    """Tells which weights are on the device for good. Ranks go by the least of theirs."""
+
+    SOME = 0
+    EXPERTS = 1
+    """All experts, if there are any."""
+    ALL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outline(Generic[Far]):
+    """Holds what is decided before anything of an engine is constructed.
+
+    spec: of the whole model. shard: this rank's part of it, of which all that follows speaks. one_memory:
+    whether host memory is no more than the device: on a CPU, unless host_memory allows more. total: bytes on
+    the device, without what far KV takes of them as host memory. far: None without KV beyond the device.
+    """
+
+    settings: Config
+    hardware: Hardware
+    spec: ModelSpec
+    shard: Shard
+    dtype: str
+    limits: Limits
+    one_memory: bool
+    total: int
+    layouts: Sequence[GroupLayout]
+    kv: KVLayout
+    far: Far | None
+
+    @property
+    def blocks_per_row(self) -> int:
+        """KV blocks of the longest sequence."""
+        return -(-self.limits.max_length // self.limits.block_size)
+
+    @property
+    def sizes(self) -> StepSizes:
+        """The most that a step and a sequence have."""
+        limits = self.limits
+        return StepSizes(limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size)
+
+    @property
+    def may_rest(self) -> bool:
+        """Tell whether all weights would fit on the device if nothing else were there."""
+        return sum(map(padded, self.layouts)) <= self.total
+
+    @property
+    def early(self) -> bool:
+        """Tell whether kernels will most likely begin before the one before has ended."""
+        return self.may_rest and self.hardware.pdl
+
+    @property
+    def recorded(self) -> bool:
+        """Tell whether steps are recorded as CUDA graphs if all weights rest where they may."""
+        return self.settings.graphs and self.blocker(experts_rest=self.may_rest) is None
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the device that far KV and recorded steps take, beside weights, KV and a step."""
+        limits, tokens = self.limits, self.limits.max_step_tokens if self.may_rest else 0
+        graphs = graph_bytes(self.spec, self.dtype, limits.max_sequences, tokens) if self.recorded else 0
+        return graphs + (self.far.device_bytes if self.far else 0)
+
+    def blocker(self, *, experts_rest: bool) -> str | None:
+        """Return why steps cannot be recorded here, or None if they can."""
+        found = self.hardware
+        return graph_blocker(self.spec, cuda=found.cuda, kernels=found.kernels, experts_rest=experts_rest)
+
+    def demand(self, activations: int) -> Demand:
+        """Return what the device must hold besides weights. activations: bytes for all but weights and KV."""
+        return Demand(
+            activations=activations,
+            block_bytes=self.kv.block_bytes,
+            block_size=self.limits.block_size,
+            useful_blocks=self.limits.max_sequences * self.blocks_per_row,
+            fixed_blocks=self.settings.kv_blocks,
+            length=None if self.far else self.settings.max_length,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Holds what a boot measures.
+
+    activations: bytes of the device for all but weights and KV. hardware: the machine at that time. disk:
+    whether weights can come from one. rates: of links; None before they were measured, which is needed only
+    where weights stream.
+    """
+
+    activations: int
+    hardware: Hardware
+    disk: bool
+    rates: Rates | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BootPlan(Generic[Far]):
+    """Says what a boot builds, and `penstock plan` shows.
+
+    budget: how the device's memory is divided. limits: bytes of each tier for weights. placement: where each
+    group of weights rests; experts: the same of those that are placed by number. beside: bytes of the
+    device's room that the host's part of weights takes: on a CPU, where both are one memory. needs_disk:
+    whether weights stream from there. rest: what of the weights is on the device for good, on all ranks.
+    """
+
+    outline: Outline[Far]
+    budget: Budget
+    limits: residency.Limits
+    placement: Placement
+    experts: ExpertRoom | None
+    beside: int
+    needs_disk: bool
+    rest: Rest
+
+    @property
+    def streams(self) -> bool:
+        """Tell whether weights do not all fit on the device, so that links and the disk are to be
+        measured."""
+        return sum(map(padded, self.outline.layouts)) > self.limits.device
+
+    @property
+    def experts_rest(self) -> bool:
+        """Tell whether all experts are on the device for good."""
+        return self.rest >= Rest.EXPERTS
+
+    @property
+    def early(self) -> bool:
+        """Tell whether kernels begin before the one before has ended (programmatic dependent launch)."""
+        return self.rest is Rest.ALL and self.outline.hardware.pdl
+
+    @property
+    def graph_blocker(self) -> str | None:
+        """Say why steps cannot be recorded as CUDA graphs; None if they can."""
+        return self.outline.blocker(experts_rest=self.experts_rest)
+
+    @property
+    def recorded(self) -> bool:
+        """Tell whether decode steps are recorded as CUDA graphs."""
+        return self.outline.settings.graphs and self.graph_blocker is None
+
+    @property
+    def record_runs(self) -> bool:
+        """Tell whether short prompts are recorded, too: not where weights stream, and the host has the
+        time."""
+        return self.recorded and self.rest is Rest.ALL
+
+    @property
+    def compile_again(self) -> bool:
+        """Tell whether kernels were compiled for launches other than those that come."""
+        return self.early != self.outline.early
+
+    def agreed(self, blocks: int, rest: int) -> "BootPlan[Far]":
+        """Return the plan of a rank that goes by the least KV blocks, and the least that rests, of all."""
+        return replace(self, budget=replace(self.budget, blocks=blocks), rest=Rest(rest))
+
+
+def plan_boot(
+    outline: Outline[Far], measured: Measured, given: residency.Limits | None = None
+) -> BootPlan[Far]:
+    """Return where weights rest, how the device's memory is divided, and what follows for graphs and
+    launches.
+
+    given: bytes of each tier for weights, instead of what the budgets leave. Raises BudgetError if weights,
+    the largest step and a block of KV do not fit.
+    """
+    layouts, demand = outline.layouts, outline.demand(measured.activations)
+    room = (
+        given.device
+        if given
+        else weights_room(outline.total, layouts, demand, host_is_device=outline.one_memory)
+    )
+    whole, beside, needs_disk = sum(map(padded, layouts)), 0, False
+    experts: ExpertRoom | None = None
+    if whole <= room:
+        limits = residency.Limits(whole, 0, 0)
+        placement = solve([Use(layout.id, padded(layout)) for layout in layouts], limits, USUAL)
+    else:
+        host = max(
+            host_room(outline.settings, measured.hardware) - (outline.far.host_bytes if outline.far else 0),
+            0,
+        )
+        if not given and not outline.hardware.cuda and host == 0:
+            host = beside = cpu_ring(room, layouts)
+        limits = given or residency.Limits(max(room - beside, 0), host)
+        disk = measured.rates.disk_to_host > 0 if measured.rates else measured.disk
+        placement, experts, needs_disk = solve_model(
+            layouts, outline.spec.tied_embeddings, limits, measured.rates or USUAL, disk
+        )
+    taken = placement.resting(Tier.DEVICE) + placement.device_ring.size + (experts.device if experts else 0)
+    budget = divide(outline.total, taken + beside, demand)
+    rest = _rest(placement, experts)
+    return BootPlan(outline, budget, limits, placement, experts, beside, needs_disk, rest)
+
+
+def _rest(placement: Placement, experts: ExpertRoom | None) -> Rest:
+    if experts is None and placement.everything_resident:
+        return Rest.ALL
+    whole = (
+        all(home is Tier.DEVICE for id, home in placement.homes.items() if id.kind is GroupKind.EXPERT)
+        if experts is None
+        else experts.on_device == experts.experts
+    )
+    return Rest.EXPERTS if whole else Rest.SOME
+
+
+# ---- what a Config leaves open
+
+
+def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware) -> str:
+    """Return the dtype of weights and KV: `auto` is the stored one, but float32 on processors that multiply
+    halves in software, many times slower; a pack has one. Raises ConfigError if another was asked for."""
+    if pack is not None and config.dtype not in ("auto", stored):
+        raise ConfigError(
+            f"dtype {config.dtype} was asked for, but {pack} is packed in {stored}; pack the model again"
+        )
+    if config.dtype != "auto":
+        return config.dtype
+    return stored if pack is not None or hardware.halves else "float32"
+
+
+def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> Limits:
+    """Return the limits that were asked for, and the device's usual ones where none were. Raises
+    ConfigError."""
+    usual = _STEP["cuda" if hardware.cuda else "cpu"]
+    beyond = (
+        config.max_length is not None
+        and config.max_length > spec.max_length
+        and spec.rope.kind is not RopeKind.DYNAMIC
+    )
+    if beyond and not config.beyond_trained:
+        assert config.max_length is not None
+        raise ConfigError(
+            f"max_length {config.max_length} is more than the {spec.max_length} positions the model was "
+            "trained for; lower it, give "
+            f"the checkpoint a rope scaling by {ceil(100 * config.max_length / spec.max_length) / 100:g}, "
+            "or allow it with beyond_trained"
+        )
+    tokens = config.max_step_tokens or usual.tokens * (2 if _is_roomy(config, hardware) else 1)
+    sequences = config.max_sequences or min(usual.sequences, tokens)
+    if sequences > tokens:
+        raise ConfigError(
+            f"max_sequences {sequences} is more than max_step_tokens {tokens}; every sequence needs a token "
+            "a step"
+        )
+    if config.block_size & (config.block_size - 1) or config.block_size > 256:
+        raise ConfigError(f"block_size {config.block_size} must be a power of two, at most 256")
+    return Limits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
+
+
+def _is_roomy(config: Config, hardware: Hardware) -> bool:
+    """Decide by what does not change while the machine is used. Several devices need not be alike, and must
+    agree."""
+    if not hardware.cuda or config.tensor_parallel > 1:
+        return False
+    whole = hardware.whole
+    return (
+        whole if config.device_memory is None else parse_size(config.device_memory, whole=whole)
+    ) >= _ROOMY
+
+
+def device_room(config: Config, hardware: Hardware) -> int:
+    """Return the bytes that the engine may take on the device: as asked, or a share of what is free. Raises
+    BudgetError if fewer are free."""
+    free, whole, usual = hardware.free, hardware.whole, _STEP["cuda" if hardware.cuda else "cpu"]
+    asked = [config.device_memory] + ([] if hardware.cuda else [config.host_memory])
+    sizes = [parse_size(size, whole=whole) for size in asked if size is not None]
+    if config.host_memory is not None:
+        parse_size(config.host_memory, whole=hardware.host_whole)
+    total = min(sizes, default=int(free * usual.memory_share))
+    if total > free:
+        raise BudgetError(
+            f"{format_size(total)} of device memory were asked for, but only {format_size(free)} are free; "
+            "ask for less"
+        )
+    return total
+
+
+def host_room(config: Config, hardware: Hardware) -> int:
+    """Return the bytes that weights may take in host memory. On a CPU, what host_memory allows beyond
+    device_memory. Raises BudgetError if fewer are free than were asked for."""
+    whole, free = hardware.host_whole, hardware.host_free
+    if not hardware.cuda:
+        if config.host_memory is None or config.device_memory is None:
+            return 0
+        both, own = (parse_size(size, whole=whole) for size in (config.host_memory, config.device_memory))
+        return max(both - own, 0)
+    if config.host_memory is None:
+        return int(free * HOST_SHARE)
+    asked_for = parse_size(config.host_memory, whole=whole)
+    if asked_for - hardware.process > free:
+        raise BudgetError(
+            f"{format_size(asked_for)} of host memory were asked for, but only {format_size(free)} are "
+            "free; ask for less"
+        )
+    return max(asked_for - hardware.process - GROWTH, 0)

@@ -1,0 +1,76 @@
+"""Sizes of steps, and which of them are recorded as CUDA graphs: plain arithmetic, for those who record and
+for those who plan."""
+
+from dataclasses import dataclass
+
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
+
+_GRAPH_BYTES = 16 << 20
+"""A recorded step takes so many bytes, beside what passes through it."""
+_STREAM_BYTES = 64 << 20
+"""The stream that steps are recorded on takes so many bytes: 32 MiB that the library of products takes for
+each, and segments that are used in part."""
+_MANY = 32
+_RUNS = (512, 256, 128, 64, 32, 16)
+"""Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The most that a step and a sequence have: tokens and sequences of a step, tokens of a sequence; and the
+    tokens of a KV block."""
+
+    max_step_tokens: int
+    max_sequences: int
+    max_length: int
+    block_size: int
+
+
+def graph_blocker(spec: ModelSpec, *, cuda: bool, kernels: bool, experts_rest: bool) -> str | None:
+    """Return why decode steps cannot be recorded, or None if they can.
+
+    cuda: whether the device is one. kernels: whether kernels of ours read pages there. experts_rest: whether
+    all experts, if there are any, are on the device for good.
+    """
+    if not kernels:
+        return "no kernel of our own reads pages" if cuda else "there is no CUDA device"
+    if spec.moe is not None and not experts_rest:
+        return "experts stream, and the host has to know which of them a router chooses"
+    if spec.rope.kind is RopeKind.DYNAMIC:
+        return "frequencies depend on each request's length"
+    return None
+
+
+def row_counts(most: int) -> tuple[int, ...]:
+    """Return the numbers of rows for which steps are recorded, the largest first: each at most half as large
+    again as the next, later a quarter."""
+    counts, count = {most}, 1
+    while count < most:
+        counts.add(count)
+        power = 1 << (count.bit_length() - 1)
+        count += max(1, power // (4 if count >= _MANY else 2))
+    return tuple(sorted(counts, reverse=True))
+
+
+def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
+    """Return the numbers of tokens for which runs are recorded, the largest first, of steps of at most so
+    many. There are none of a mixture: padding would choose experts, which may stream, and bits must not
+    depend on that."""
+    return tuple(count for count in _RUNS if count <= most) if spec.moe is None else ()
+
+
+def graph_bytes(spec: ModelSpec, dtype: str, rows: int, tokens: int) -> int:
+    """Return the bytes that recorded steps take, at most: of up to `rows` rows, and of runs in steps of up to
+    `tokens` tokens."""
+    wide = max(
+        2 * spec.intermediate_size + spec.hidden_size,
+        spec.projected_size + 3 * spec.hidden_size,
+    )
+    if spec.moe is not None:
+        wide = max(
+            wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + 2 * spec.hidden_size
+        )
+    runs = run_counts(spec, tokens)
+    passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
+    beside = _STREAM_BYTES + (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
+    return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + beside

@@ -1,0 +1,241 @@
+"""engine.plan: what a boot decides, as values: a table of machines and models, and the plan of each."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from penstock.arch.families import family_of, read_spec
+from penstock.arch.layout import GroupKind, group_layouts, kv_layout
+from penstock.arch.shards import WHOLE
+from penstock.base.config import Config
+from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.tiers import Tier
+from penstock.engine.plan import (
+    USUAL,
+    BootPlan,
+    Hardware,
+    Measured,
+    Outline,
+    Rest,
+    device_room,
+    dtype_of,
+    host_room,
+    limits_of,
+    plan_boot,
+)
+from penstock.weights.streaming import residency
+from penstock.weights.streaming.residency import padded
+
+GIB, MIB = 1 << 30, 1 << 20
+DENSE = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+MIXED = DENSE | {
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 2048,
+}
+DYNAMIC = DENSE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+HOPPER = Hardware(cuda=True, free=64 * GIB, whole=80 * GIB, host_free=100 * GIB, host_whole=125 * GIB)
+HOPPER = replace(HOPPER, kernels=True, pdl=True)
+AMPERE = replace(HOPPER, pdl=False)
+PLAIN = replace(HOPPER, kernels=False)
+CPU = Hardware(cuda=False, free=64 * GIB, whole=64 * GIB, host_free=64 * GIB, host_whole=64 * GIB)
+STEP = 64 * MIB
+"""What the largest step takes."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """KV beyond the device."""
+
+    device_bytes: int = 8 * MIB
+    host_bytes: int = GIB
+
+
+def outlined(
+    config: dict[str, object], hardware: Hardware, total: int, far: Ways | None = None, **settings: object
+) -> Outline[Ways]:
+    spec = read_spec(config)
+    asked = Config(Path(), **settings)  # type: ignore[arg-type]
+    layouts = group_layouts(spec, family_of(config).names, "bfloat16")
+    kv, limits = kv_layout(spec, "bfloat16", asked.block_size), limits_of(asked, spec, hardware)
+    one_memory = not hardware.cuda and host_room(asked, hardware) == 0
+    return Outline(asked, hardware, spec, WHOLE, "bfloat16", limits, one_memory, total, layouts, kv, far)
+
+
+def whole(config: dict[str, object]) -> int:
+    return sum(map(padded, outlined(config, CPU, 0).layouts))
+
+
+def planned(
+    config: dict[str, object], hardware: Hardware, share: float, *, disk: bool = True, **settings: object
+) -> BootPlan[Ways]:
+    """On a device with room for this share of the weights beside a step and KV of one sequence."""
+    outline = outlined(config, hardware, 0, **settings)
+    kv = outline.demand(0).least_blocks * outline.kv.block_bytes
+    total = int(share * whole(config)) + STEP + kv
+    return plan_boot(replace(outline, total=total), Measured(STEP, hardware, disk))
+
+
+@pytest.mark.parametrize(
+    ("config", "hardware", "share", "rest", "early", "recorded", "runs", "why"),
+    [
+        (DENSE, HOPPER, 1.0, Rest.ALL, True, True, True, None),
+        (DENSE, AMPERE, 1.0, Rest.ALL, False, True, True, None),
+        (DENSE, HOPPER, 0.5, Rest.EXPERTS, False, True, False, None),
+        (DENSE, PLAIN, 1.0, Rest.ALL, True, False, False, "no kernel of our own"),
+        (DENSE, CPU, 1.0, Rest.ALL, False, False, False, "no CUDA device"),
+        (DYNAMIC, HOPPER, 1.0, Rest.ALL, True, False, False, "each request's length"),
+        (MIXED, HOPPER, 1.0, Rest.ALL, True, True, True, None),
+        (MIXED, HOPPER, 0.5, Rest.SOME, False, False, False, "experts stream"),
+    ],
+    ids=["rests", "older GPU", "streams", "no kernels", "CPU", "dynamic rope", "mixture", "experts stream"],
+)
+def test_machines_and_models(
+    config: dict[str, object],
+    hardware: Hardware,
+    share: float,
+    rest: Rest,
+    early: bool,
+    recorded: bool,
+    runs: bool,
+    why: str | None,
+) -> None:
+    plan = planned(config, hardware, share)
+    assert (plan.rest, plan.early, plan.recorded, plan.record_runs) == (rest, early, recorded, runs)
+    assert plan.streams == (rest is not Rest.ALL)
+    assert (plan.graph_blocker is None) == (why is None)
+    assert (why or "") in (plan.graph_blocker or "")
+    assert not planned(config, hardware, share, graphs=False).recorded
+    budget = plan.budget
+    assert budget.weights + budget.activations + budget.kv <= budget.total
+    assert budget.blocks >= 1
+
+
+def test_what_was_compiled_for_weights_that_rest_is_compiled_again_where_kv_takes_their_room() -> None:
+    """By themselves they would fit: 0.99 of them and what is for KV and the step."""
+    plan = planned(DENSE, HOPPER, 0.99)
+    assert plan.outline.may_rest
+    assert (plan.outline.early, plan.early, plan.compile_again) == (True, False, True)
+    assert not planned(DENSE, HOPPER, 1.0).compile_again
+    assert not planned(DENSE, AMPERE, 0.99).compile_again
+
+
+def test_all_ranks_go_by_the_least() -> None:
+    plan = planned(DENSE, HOPPER, 1.0)
+    least = plan.agreed(plan.budget.blocks - 1, Rest.EXPERTS)
+    assert least.budget == replace(plan.budget, blocks=plan.budget.blocks - 1)
+    assert (least.early, least.recorded, least.record_runs, least.compile_again) == (False, True, False, True)
+    assert not planned(MIXED, HOPPER, 1.0).agreed(1, Rest.SOME).recorded
+
+
+def test_the_same_values_give_the_same_plan_and_measured_rates_another_placement() -> None:
+    plan = planned(DENSE, HOPPER, 0.5, host_memory="2GiB")
+    measured = Measured(STEP, HOPPER, disk=True)
+    assert plan_boot(plan.outline, measured) == plan
+    again = plan_boot(plan.outline, replace(measured, rates=replace(USUAL, disk_to_host=0.0)))
+    assert again.placement.homes.keys() == plan.placement.homes.keys()
+    assert not again.needs_disk
+    assert again.limits == plan.limits
+
+
+def test_the_disk_is_needed_where_host_memory_is_short() -> None:
+    little = "700MiB"  # 512 MiB are set aside.
+    plan = planned(DENSE, HOPPER, 0.3, host_memory=little)
+    assert plan.needs_disk
+    assert plan.placement.resting(Tier.DISK) > 0
+    assert not planned(DENSE, HOPPER, 0.3).needs_disk
+    with pytest.raises(BudgetError, match=r"there is no disk|does not fit|do not fit"):
+        planned(DENSE, HOPPER, 0.3, disk=False, host_memory=little)
+
+
+def test_a_cpu_streams_through_a_part_of_its_own_memory() -> None:
+    plan = planned(DENSE, CPU, 0.6)
+    assert 0 < plan.beside < whole(DENSE) / 8
+    assert plan.limits.host == plan.beside
+    both = planned(DENSE, CPU, 0.6, device_memory="1GiB", host_memory="3GiB")
+    assert (both.beside, both.limits.host) == (0, 2 * GIB)
+
+
+def test_far_kv_takes_its_part_of_the_host_and_of_the_device() -> None:
+    near = outlined(MIXED, HOPPER, 8 * GIB)
+    far = replace(near, far=Ways())
+    assert far.beside - near.beside == Ways().device_bytes
+    assert (near.demand(0).length, far.demand(0).length) == (near.settings.max_length, None)
+    small = whole(MIXED) // 2
+    plans = [plan_boot(replace(one, total=small), Measured(STEP, HOPPER, disk=True)) for one in (near, far)]
+    assert plans[0].limits.host - plans[1].limits.host == Ways().host_bytes
+
+
+def test_limits_that_are_given_replace_those_of_the_budget() -> None:
+    outline = outlined(DENSE, HOPPER, 8 * GIB)
+    given = residency.Limits(whole(DENSE) // 2, 2 * whole(DENSE))
+    plan = plan_boot(outline, Measured(STEP, HOPPER, disk=False), given)
+    assert plan.streams
+    assert plan.limits is given
+    everything = plan_boot(outline, Measured(STEP, HOPPER, disk=False), replace(given, device=4 * GIB))
+    assert everything.rest is Rest.ALL
+
+
+def test_experts_rest_where_only_they_do_not_move() -> None:
+    outline = outlined(MIXED, HOPPER, 8 * GIB)
+    sizes = [padded(layout) for layout in outline.layouts if layout.id.kind is GroupKind.EXPERT]
+    assert len(sizes) == 16 * 8
+    plan = plan_boot(outline, Measured(STEP, HOPPER, disk=False))
+    assert (plan.experts, plan.experts_rest) == (None, True)
+
+
+def test_a_budget_that_is_too_small_is_refused() -> None:
+    outline = outlined(DENSE, HOPPER, 4 * MIB)
+    with pytest.raises(BudgetError, match="too small for one group"):
+        plan_boot(outline, Measured(STEP, HOPPER, disk=True))
+
+
+# ---- what a Config leaves open
+
+
+@pytest.mark.parametrize(
+    ("asked", "pack", "halves", "found"),
+    [
+        ("auto", None, True, "bfloat16"),
+        ("auto", None, False, "float32"),
+        ("auto", Path("p"), False, "bfloat16"),
+        ("float16", None, False, "float16"),
+        ("bfloat16", Path("p"), False, "bfloat16"),
+    ],
+)
+def test_dtypes(asked: str, pack: Path | None, halves: bool, found: str) -> None:
+    config = Config(Path(), dtype=asked)  # type: ignore[arg-type]
+    assert dtype_of(config, "bfloat16", pack, replace(CPU, halves=halves)) == found
+
+
+def test_a_pack_has_one_dtype() -> None:
+    with pytest.raises(ConfigError, match="packed in bfloat16"):
+        dtype_of(Config(Path(), dtype="float16"), "bfloat16", Path("p"), CPU)
+
+
+def test_what_the_device_and_the_host_give() -> None:
+    assert device_room(Config(Path()), HOPPER) == int(0.9 * HOPPER.free)
+    assert device_room(Config(Path()), CPU) == CPU.free // 2
+    assert device_room(Config(Path(), device_memory="50%"), HOPPER) == 40 * GIB
+    assert device_room(Config(Path(), host_memory="3GiB", device_memory="2GiB"), CPU) == 2 * GIB
+    with pytest.raises(BudgetError, match=r"only 64\.0 GiB are free"):
+        device_room(Config(Path(), device_memory="70GiB"), HOPPER)
+    busy = replace(HOPPER, process=GIB)
+    assert host_room(Config(Path()), busy) == int(0.8 * HOPPER.host_free)
+    assert host_room(Config(Path(), host_memory="4GiB"), busy) == 4 * GIB - GIB - 512 * MIB
+    assert host_room(Config(Path(), host_memory="4GiB"), CPU) == 0
+    assert host_room(Config(Path(), host_memory="4GiB", device_memory="1GiB"), CPU) == 3 * GIB
+    with pytest.raises(BudgetError, match="only 100 GiB are free"):
+        host_room(Config(Path(), host_memory="120GiB"), busy)
