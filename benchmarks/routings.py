@@ -28,6 +28,7 @@ import torch
 from recording import environment, need_commit
 from torch import Tensor
 
+from penstock.arch.formats.format import Format
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.arch.spec import MoeSpec
 from penstock.base.config import Config
@@ -239,13 +240,13 @@ def _step(booted: Booted, case: Case, plan: Plan, name: str | None, rng: torch.G
     scores = KINDS[name](case, rng) if name in KINDS else None
     kinds, first = list(KINDS.values()), int(torch.randint(len(KINDS), (1,), generator=rng))
 
-    def routed(x: Tensor, own: Tensor, moe: MoeSpec, layer: int, weights: Weights) -> Tensor:
+    def routed(x: Tensor, own: Tensor, moe: MoeSpec, layer: int, weights: Weights, format: Format) -> Tensor:
         if name is not None:
             forced = kinds[(first + layer) % len(kinds)](case, rng) if scores is None else scores
             own.copy_(
                 forced[: len(own)].to(own.dtype)
             )  # Converted on the host: nothing more is allocated on the device.
-        return mixture(x, own, moe, layer, weights)
+        return mixture(x, own, moe, layer, weights, format)
 
     with patch.object(decoder, "mixture", routed):
         booted.engine._ranks.run(plan)  # type: ignore[union-attr]

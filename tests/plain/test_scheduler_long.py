@@ -880,7 +880,7 @@ def altered(plan: Plan, **changes: Any) -> Plan:
         (
             decoding,
             lambda plan: replace(plan, orders=(*plan.orders, Order(BlockId(7), HostBlockId(3)))),
-            "nobody's block",
+            "a block that no request has",
         ),
         (
             decoding,
