@@ -301,7 +301,7 @@ def _plan(
         cuda, machine.usable, machine.usable, host, host, process=PROCESS - GROWTH, kernels=cuda
     )
     settings = Config(
-        Path(), host_memory=machine.host, max_length=work.context, kv_blocks=None if far else blocks
+        Path(), host_memory=machine.host or None, max_length=work.context, kv_blocks=None if far else blocks
     )
     limits = Limits(BLOCK_SIZE, work.step_tokens, work.batch, work.context)
     outline = Outline(
