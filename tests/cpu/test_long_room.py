@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import tiny
 from layouts import kv_of_heads
 from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
+from penstock.arch.shards import Shard
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
@@ -20,6 +22,8 @@ from penstock.engine.budget import Demand, divide, least_activations, weights_ro
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
 from penstock.engine.hardware import read_hardware
 from penstock.engine.plan import Hardware, limits_of
+from penstock.engine.settling import settle
+from penstock.engine.team import Place
 from penstock.kv.movement.chosen import sketch_layout
 from penstock.kv.movement.hostpool import HostPool
 from penstock.kv.store.diskpool import record_bytes
@@ -301,3 +305,24 @@ def test_kv_has_what_weights_and_the_largest_step_leave() -> None:
     assert divide(2000, 1000, fixed).blocks == 7
     with pytest.raises(BudgetError, match="leaves room for 6"):
         divide(1999, 1000, fixed)
+
+
+def test_ranks_agree_on_the_least_room_that_any_has() -> None:
+    """Each number is a rank's own, or that of a smaller one."""
+    shape = Shape.of(SHAPES["100M"])
+    config = Config(Path(), device="cpu", dtype="float32", device_memory="2GiB", host_kv_memory="64MiB")
+    config = replace(config, max_length=4096, disk_kv_memory="48MiB", tensor_parallel=2)
+    mine = settle(config, shape, CPU, lambda _: None, Shard(0, 2))
+    assert mine.far is not None
+    assert mine.far.disk is not None
+    smaller = {mine.far.blocks: 5, mine.far.disk.blocks: 7, mine.far.tile_tokens: 64, 512: 100}
+    other = SimpleNamespace(least=lambda value: min(value, smaller[value]))
+    found = Place(CPU, Shard(0, 2), other).agree(mine)  # type: ignore[arg-type]
+    assert found.far is not None
+    assert found.limits.max_step_tokens == 100
+    assert (found.far.blocks, found.far.on_disk, found.far.tile_tokens) == (5, 7, 64)
+    assert found.far.chunk_tokens == 96
+    nothing = SimpleNamespace(least=lambda _: 0)
+    assert Place(CPU, Shard(0, 2), nothing).agree(mine).far is None  # type: ignore[arg-type]
+    alone = replace(mine, settings=replace(config, host_kv_memory=0, disk_kv_memory=None))
+    assert Place(CPU, Shard(0, 2), nothing).agree(alone) is alone  # type: ignore[arg-type]

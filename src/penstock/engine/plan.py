@@ -200,8 +200,7 @@ class BootPlan(Generic[Far]):
 
     @property
     def streams(self) -> bool:
-        """Tell whether weights do not all fit on the device, so that links and the disk are to be
-        measured."""
+        """Tell whether weights do not all fit on the device, so that links and the disk are measured."""
         return sum(map(padded, self.outline.layouts)) > self.limits.device
 
     @property
@@ -226,8 +225,7 @@ class BootPlan(Generic[Far]):
 
     @property
     def record_runs(self) -> bool:
-        """Tell whether short prompts are recorded, too: not where weights stream, and the host has the
-        time."""
+        """Tell whether short prompts are recorded, too: not where weights stream."""
         return self.recorded and self.rest is Rest.ALL
 
     @property

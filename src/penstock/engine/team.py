@@ -58,8 +58,7 @@ class Place:
         return replace(outline, limits=replace(limits, max_step_tokens=tokens), far=far if blocks else None)
 
     def collectives(self, spec: ModelSpec, dtype: str) -> RankCollectives | None:
-        """Return what this rank exchanges in a pass; none if it is alone. To be called on all ranks at
-        once."""
+        """Return what makes sums with the other ranks, None without any. To be called on all at once."""
         if self.group is None:
             return None
         collectives = RankCollectives(self.group, spec, getattr(torch, dtype))

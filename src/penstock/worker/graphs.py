@@ -137,8 +137,7 @@ class DecodeStep:
         self._given[: len(staging)].copy_(staging, non_blocking=True)
 
     def suits(self, share: Share) -> bool:
-        """Tell whether such a run is to be attended to in pages: the same on all ranks, which replay
-        alike."""
+        """Tell whether such a run is attended to in pages: the same on all ranks, which replay alike."""
         spec = self.spec
         head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
         return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)

@@ -299,8 +299,7 @@ def _free_memory() -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Read bytes/s from `3GB/s`, or `3GB`. Raises ConfigError, also where the unit must have been
-    forgotten."""
+    """Read bytes/s from `3GB/s`, or `3GB`. Raises ConfigError, also where the unit was forgotten."""
     try:
         rate = parse_size(text.strip().lower().removesuffix("/s"))
     except ConfigError as error:
