@@ -1272,7 +1272,7 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(DirectFile, "read_direct", read_direct)
     monkeypatch.setattr(os, "pwrite", pwrite)
     with engine("llama", tmp_path) as llm:
-        desk = SimpleNamespace(stats=llm.booted.engine.stats(), outputs=0, reading=None, open=True)
+        desk = SimpleNamespace(stats=llm.stats(), outputs=0, reading=None, open=True)
         metrics, watch = Metrics(), Watch(llm, cast("Any", desk), "llama")
         metrics.watch(llm, desk)
         watch.look()
@@ -1281,7 +1281,7 @@ def test_metrics_count_what_was_read_and_written(tmp_path: Path, monkeypatch: py
         assert disk is not None
         disk.readers.close()  # Reads ahead of the last step may be under way.
         disk.close()
-        desk.stats = llm.booted.engine.stats()
+        desk.stats = llm.stats()
         found = dict(
             re.findall(r"^penstock:(\S+(?: \S+ \S+)?) (\S+)$", metrics.text().decode(), re.MULTILINE)
         )

@@ -157,7 +157,7 @@ def test_conversations_are_answered_right_while_weights_stream(
     talks, tally, place = some_talks(rng, TALKS), Tally(), Place(host=30)
     with opened(name, place, tmp_path) as llm:
         budget, groups = (
-            llm.booted.budget,
+            llm.memory.budget,
             [(layout.id.expert >= 0, layout.size) for layout in llm.booted.weights._layouts.values()],
         )
         converse(llm, name, talks, rng, tally, pause=TALKS)
@@ -173,7 +173,7 @@ def test_conversations_are_answered_right_while_weights_stream(
             converse(llm, name, talks, rng, tally, leaves=0.02)
         rest(llm)
         everything_is_free(llm)
-        moved = llm.booted.weights.stats()
+        moved = llm.memory.weights
         assert moved.copied > budget.weights
         assert sum(tally.found.values()) > 0
 

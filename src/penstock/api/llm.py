@@ -18,6 +18,7 @@ from typing import Self
 from penstock.api.detokenize import Detokenizer
 from penstock.api.jobs import Job, Ready, Sequel
 from penstock.api.outputs import Completion, Delta
+from penstock.api.snapshots import MemoryUse, ServingLimits
 from penstock.api.structures import Structures
 from penstock.api.text import Tokenizer
 from penstock.arch.spec import ModelSpec
@@ -25,7 +26,7 @@ from penstock.base.config import CACHE, Config
 from penstock.base.errors import CheckpointError, EngineClosedError, RequestError
 from penstock.base.trace import Trace
 from penstock.engine.boot import Booted, boot
-from penstock.engine.engine import Stats
+from penstock.engine.engine import Progress, Stats
 from penstock.sched.scheduler import Event
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.step.plan import RequestId
@@ -158,6 +159,7 @@ class LLM:
             if isinstance(weights, Checkpoint):
                 weights.close()
         self._engine = self._booted.engine
+        self.limits = ServingLimits.of(self._booted)
 
     # -- what there is
     # -------------------------------------------------------------------------------------------------------
@@ -177,12 +179,38 @@ class LLM:
 
     @property
     def booted(self) -> Booted:
-        """Facts about the loaded model: spec, device, dtype, limits, memory budget."""
+        """The engine and its parts, for tests and benchmarks. Everything else reads the snapshots below."""
         return self._booted
 
     @property
     def spec(self) -> ModelSpec:
+        """The shape of the model: layers, heads, widths, vocabulary."""
         return self._booted.spec
+
+    @property
+    def device(self) -> str:
+        """The device that computes, as torch names it."""
+        return str(self._booted.device)
+
+    @property
+    def dtype(self) -> str:
+        """The number format of weights and activations, such as "bfloat16"."""
+        return self._booted.dtype
+
+    @property
+    def boot_seconds(self) -> float:
+        """The seconds that it took to start the engine."""
+        return self._booted.seconds
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Where weights and KV rest at this moment. May be read from any thread, also while a step runs."""
+        return MemoryUse.of(self._booted)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the last step came. May be read from any thread, also while a step runs."""
+        return self._engine.progress
 
     def stats(self) -> Stats:
         """The engine at this moment, and its counts since it started."""

@@ -98,15 +98,9 @@ def follow(
 ) -> Answer:
     """The answer to `prompt`; `show` sees each piece at once. Once `interrupted` it ends with the step under
     way."""
-    weights, engine = llm.booted.weights, llm.booted.engine
-    before, kv_before, missed_before, begin = (
-        weights.stats(),
-        engine.kv_stats(),
-        engine.missed_stats(),
-        perf_counter(),
-    )
+    before, missed_before, begin = llm.memory, llm.stats().missed, perf_counter()
     with llm.stream(prompt, params, until=interrupted) as stream:
-        answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before)
+        answer = Answer(len(stream.prompt_tokens), [Output() for _ in range(params.n)], before.weights)
         for delta in stream:
             answer.end = perf_counter() - begin
             answer.first = answer.first or answer.end
@@ -120,11 +114,12 @@ def follow(
     completion = stream.completion
     for output, ended in zip(answer.outputs, completion.outputs, strict=True):
         output.error = ended.error
-    answer.weights, kv = weights.stats().since(before), engine.kv_stats()
-    answer.kv = kv.since(kv_before) if kv and kv_before else None
+    memory, stats = llm.memory, llm.stats()
+    answer.weights = memory.weights.since(before.weights)
+    answer.kv = memory.kv.since(before.kv) if memory.kv and before.kv else None
     answer.cached_tokens, answer.prompt_logprobs = completion.cached_tokens, completion.prompt_logprobs
     answer.cached_host, answer.cached_disk = completion.cached_host, completion.cached_disk
-    answer.tiers, answer.missed = engine.tier_stats(), engine.missed_stats().since(missed_before)
+    answer.tiers, answer.missed = stats.tiers, stats.missed.since(missed_before)
     return answer
 
 
@@ -145,8 +140,7 @@ def record(
     llm: "LLM", config: Config, prompt: str, params: SamplingParams, answer: Answer
 ) -> dict[str, object]:
     """What --json writes of an answer to `prompt`, as the user gave it."""
-    booted, outputs = llm.booted, [_output(llm, output, params) for output in answer.outputs]
-    budget = asdict(booted.budget) | {"kv": booted.budget.kv, "kv_tokens": booted.budget.kv_tokens}
+    budget, outputs = llm.memory.budget, [_output(llm, output, params) for output in answer.outputs]
     return {
         "model": str(config.model),
         "prompt": prompt,
@@ -160,15 +154,15 @@ def record(
             "output_tokens": answer.tokens,
         },
         "timings": {
-            "boot_s": booted.seconds,
+            "boot_s": llm.boot_seconds,
             "first_token_s": answer.first or None,
             "total_s": answer.end,
             "prefill_tokens_per_s": answer.prefill_rate,
             "decode_tokens_per_s": answer.decode_rate,
         },
-        "device": str(booted.device),
-        "dtype": booted.dtype,
-        "budget": budget,
+        "device": llm.device,
+        "dtype": llm.dtype,
+        "budget": asdict(budget) | {"kv": budget.kv, "kv_tokens": budget.kv_tokens},
         "weights": asdict(answer.weights) | {"streams": True} if answer.weights.streams else None,
         "kv": asdict(answer.kv) if answer.kv is not None else None,
         "missed": _missed(answer.missed),

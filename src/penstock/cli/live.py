@@ -47,7 +47,7 @@ from penstock.base.units import format_rate, format_size
 from penstock.cli import terminal
 
 if TYPE_CHECKING:  # torch takes 1.2 s
-    from penstock.engine.boot import Booted
+    from penstock.api.llm import LLM
     from penstock.engine.engine import Progress
 
 PERIOD = 0.25
@@ -112,9 +112,8 @@ class LiveLine:
         self._thread: Thread | None = None
 
     @classmethod
-    def of(cls, booted: "Booted", *, quiet: bool) -> Self:
-        engine = booted.engine
-        return cls(booted.weights.stats, engine.kv_stats, lambda: engine.progress, quiet=quiet)
+    def of(cls, llm: "LLM", *, quiet: bool) -> Self:
+        return cls(lambda: llm.memory.weights, lambda: llm.memory.kv, lambda: llm.progress, quiet=quiet)
 
     def __enter__(self) -> Self:
         if self._quiet or not _usable():

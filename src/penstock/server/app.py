@@ -349,7 +349,7 @@ async def _model(house: House, request: Request) -> Response:
 
 def _described(house: House, name: str) -> Answer:
     llm, _ = house.model()
-    longest = llm.booted.engine.scheduler.longest
+    longest = llm.limits.max_model_len
     return {
         "id": name,
         "object": "model",
@@ -458,7 +458,7 @@ async def _tokenize(house: House, request: Request) -> Response:
             tokens = llm.prompt_tokens(asked.prompt or "", special=asked.add_special_tokens)
         answer: Answer = {
             "count": len(tokens),
-            "max_model_len": llm.booted.engine.scheduler.longest,
+            "max_model_len": llm.limits.max_model_len,
             "tokens": tokens,
         }
         if asked.return_token_strs:

@@ -87,7 +87,7 @@ class Batch:
             told(self._tally())
             waiting, active = deque(sorted(tasks, key=lambda task: task.ready[0].tokens)), list[_Task]()
             del tasks
-            most = _AHEAD * self._llm.booted.limits.max_sequences
+            most = _AHEAD * self._llm.limits.max_sequences
             try:
                 while waiting or active:
                     while waiting and sum(task.outputs for task in active) < most:

@@ -181,10 +181,10 @@ class Desk:
         calls go. keys: of the server. Where there are several, each may have half of all outputs, and three
         quarters of those computed at a time."""
         self._llm, self._metrics = llm, metrics
-        self._long = llm.booted.limits.max_step_tokens // 2
+        self._long = llm.limits.max_step_tokens // 2
         """Tokens from which a prompt is long: it may take more than what a step leaves to those behind
         another long one."""
-        self._rows = llm.booted.limits.max_sequences
+        self._rows = llm.limits.max_sequences
         self._most = self._rows + queue
         self._several = keys > 1
         self._each = max(self._most // 2, 1) if self._several else self._most

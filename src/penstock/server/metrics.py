@@ -19,9 +19,9 @@ from prometheus_client.utils import floatToGoString
 
 from penstock.api.llm import LLM
 from penstock.api.outputs import Completion
+from penstock.api.snapshots import MemoryUse, PrefixCounts
 from penstock.base.meter import SHARES, Direction, KVStats, MissedStats, Passes, TierStats, WeightStats
 from penstock.engine.engine import Stats
-from penstock.step.plan import Route
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -123,7 +123,7 @@ class Metrics:
 
     def watch(self, llm: LLM, desk: Counts) -> None:
         """From now on the engine's own counts are told too."""
-        self._looks = llm.booted.engine.scheduler.prefixes.share
+        self._looks = llm.limits.prefix_cache
         self._registry.register(_Engine(llm, desk))
 
     def answered(self, route: str, status: int) -> None:
@@ -196,17 +196,16 @@ class _Engine(Collector):
         self._rates = _Rates()
 
     def collect(self) -> Iterator[Metric]:
-        stats, weights = self._desk.stats, self._llm.booted.weights.stats()
-        kv, tiers = stats.kv or _NO_KV, stats.tiers or _NO_TIERS
+        stats, memory = self._desk.stats, self._llm.memory
+        weights, kv, tiers = memory.weights, stats.kv or _NO_KV, stats.tiers or _NO_TIERS
         yield from _of_steps(stats, max(self._desk.outputs - stats.running, stats.waiting))
         yield from _of_passes(stats.passes, weights)
         yield from _of_weights(weights)
         crossed = _crossed(weights, kv, tiers)
         yield from _of_links(weights, crossed, self._rates.of(crossed, monotonic()))
-        yield from _of_kv(self._llm, stats, kv, tiers)
+        yield from _of_kv(memory, stats, kv, tiers)
         yield from _of_missed(stats.missed)
-        scheduler = self._llm.booted.engine.scheduler
-        yield from _of_tiers(tiers, scheduler.tiers.counts.moved[Route.UP], scheduler.tiers.pages.given_up)
+        yield from _of_tiers(tiers, memory.prefixes)
 
 
 class _Rates:
@@ -330,9 +329,9 @@ def _of_links(stats: WeightStats, crossed: Mapping[str, int], rates: Mapping[str
     )
 
 
-def _of_kv(llm: LLM, stats: Stats, kv: KVStats, tiers: TierStats) -> Iterator[Metric]:
-    scheduler, block = llm.booted.engine.scheduler, llm.booted.budget.block_bytes
-    near = kv.room // scheduler.host.near if scheduler.host.near else 0
+def _of_kv(memory: MemoryUse, stats: Stats, kv: KVStats, tiers: TierStats) -> Iterator[Metric]:
+    block = memory.budget.block_bytes
+    near = kv.room // memory.host_blocks if memory.host_blocks else 0
     held = {"device": (stats.kv_blocks - stats.kv_blocks_free) * block, "host": kv.host, "disk": kv.disk}
     kept = {
         "device": stats.kv_blocks_cached * block,
@@ -352,9 +351,7 @@ def _of_kv(llm: LLM, stats: Stats, kv: KVStats, tiers: TierStats) -> Iterator[Me
     yield _counter("far_kv_written_bytes", "Bytes of it that were written to disk.", kv.written)
 
 
-def _of_tiers(stats: TierStats, loaded: int, given_up: int) -> Iterator[Metric]:
-    """loaded: blocks that came up to the device. given_up: of its own blocks, which are given up without
-    other tiers too."""
+def _of_tiers(stats: TierStats, prefixes: PrefixCounts) -> Iterator[Metric]:
     ways = {"up": stats.up, "down": stats.down, "in": stats.inward, "out": stats.outward}
     moved = {route: way.bytes for route, way in ways.items()}
     yield _counters("kv_moved_bytes", "Bytes of KV blocks that went between tiers.", "route", moved)
@@ -362,11 +359,11 @@ def _of_tiers(stats: TierStats, loaded: int, given_up: int) -> Iterator[Metric]:
     yield _counters("kv_moving_seconds", "Time that they were under way.", "route", moving)
     lost = {route: way.lost for route, way in ways.items()}
     yield _counters("kv_lost_blocks", "KV blocks that did not get there.", "route", lost)
-    decided = {"load": loaded, "recompute": stats.recomputed, "late": stats.late}
+    decided = {"load": prefixes.loaded_blocks, "recompute": stats.recomputed, "late": stats.late}
     yield _counters(
         "kv_load_decisions", "KV blocks found beyond the device, by what became of them.", "decision", decided
     )
-    made_room = {"device": given_up, "host": stats.given_up_host, "disk": stats.given_up_disk}
+    made_room = {"device": prefixes.evicted_blocks, "host": stats.given_up_host, "disk": stats.given_up_disk}
     yield _counters("kv_given_up_blocks", "KV blocks that made room for others.", "tier", made_room)
     yield _counter(
         "kv_checksum_failures",

@@ -167,7 +167,7 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         request, length = self.conversation.request(line)
-        longest = self.llm.booted.engine.scheduler.longest
+        longest = self.llm.limits.max_model_len
         room = longest - length
         if room < 1:
             hint = "/reset begins a new one" if self.conversation.turns else "shorten the message"
@@ -176,7 +176,7 @@ class Chat:
                 f"answer; {hint}"
             )
         params = replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
-        with Interrupt() as interrupt, LiveLine.of(self.llm.booted, quiet=self.quiet or self.json) as live:
+        with Interrupt() as interrupt, LiveLine.of(self.llm, quiet=self.quiet or self.json) as live:
             put = (lambda text: None) if self.json else live.write
             live.compute(length)
             answer = follow(self.llm, request, params, lambda delta: put(delta.text), lambda: interrupt.asked)

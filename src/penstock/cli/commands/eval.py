@@ -177,7 +177,7 @@ def _evaluate(
     with llm:
         tell: Callable[[str], None] = (lambda _: None) if json else (lambda line: say(line, faint=True))
         report = evaluate(llm, work, str(model) if model else "shipped", tell)
-        kv = llm.booted.engine.kv_stats()
+        kv = llm.memory.kv
     if kv is not None and kv.streams:
         tell(kv_summary(kv, report.seconds))
     line = report.line(settings=config.changed(), kv=asdict(kv) if kv else None, machine=asdict(machine()))

@@ -8,7 +8,8 @@ from time import perf_counter
 import torch
 
 from penstock.api.llm import LLM
-from penstock.base.meter import Counts, KVStats, MissedStats, Passes, Prompt, TierStats, WeightStats
+from penstock.api.snapshots import MemoryUse, PrefixCounts
+from penstock.base.meter import Counts, KVStats, MissedStats, Passes, Prompt, TierStats
 from penstock.engine.engine import Stats
 from penstock.memory.device import device_name, free_memory, total_memory
 from penstock.server.desk import Call, Desk
@@ -147,14 +148,13 @@ class Watch:
 
     def __init__(self, llm: LLM, desk: Desk, name: str) -> None:
         self._llm, self._desk, self._name = llm, desk, name
-        self._device = device_name(llm.booted.device)
-        self._longest = llm.booted.engine.scheduler.longest
+        self._device = device_name(torch.device(llm.device))
         self._seen = deque[_Look]()
         self._prompt: tuple[Call, Prompt] | None = None
 
     def look(self) -> State:
-        booted, stats = self._llm.booted, self._desk.stats
-        weights, kv = booted.weights.stats(), booted.engine.kv_stats()
+        memory, stats = self._llm.memory, self._desk.stats
+        weights, kv = memory.weights, memory.kv
         now = _Look(Counts(perf_counter(), weights, kv), stats)
         first = self._since(now)
         seconds = now.counts.when - first.counts.when
@@ -162,14 +162,14 @@ class Watch:
         def rate(counted: float) -> float:
             return counted / seconds if seconds > 0 else 0.0
 
-        spec = booted.spec
+        spec = self._llm.spec
         return State(
             model=self._name,
             family=spec.family,
             layers=spec.layers,
-            dtype=booted.dtype,
+            dtype=self._llm.dtype,
             device=self._device,
-            longest=self._longest,
+            longest=self._llm.limits.max_model_len,
             open=self._desk.open,
             running=stats.running,
             waiting=max(self._desk.outputs - stats.running, stats.waiting),
@@ -178,13 +178,13 @@ class Watch:
             computed_rate=rate(stats.computed_tokens - first.stats.computed_tokens),
             prompt=self._prompt_at(now.counts.when),
             tiers=(
-                self._on_device(stats, weights),
-                self._on_host(weights, kv, stats.tiers),
-                self._on_disk(weights, kv, stats.tiers),
+                _on_device(stats, memory),
+                _on_host(stats.tiers, memory),
+                _on_disk(stats.tiers, memory),
             ),
             links=_links(first, now, seconds),
-            cache=self._cache(),
-            plan=self._plan(weights, first.stats.passes, stats.passes),
+            cache=_cache(memory.prefixes),
+            plan=_plan(memory, first.stats.passes, stats.passes),
             missed=_missed(stats.missed),
         )
 
@@ -201,7 +201,7 @@ class Watch:
         return seen[0]
 
     def _prompt_at(self, now: float) -> PromptState | None:
-        call, progress, stats = self._desk.reading, self._llm.booted.engine.progress, self._desk.stats
+        call, progress, stats = self._desk.reading, self._llm.progress, self._desk.stats
         # One of which nothing is computed may still be waiting.
         if call is None or not (progress.reached or stats.waiting == 0):
             self._prompt = None
@@ -220,68 +220,65 @@ class Watch:
             reached, prompt.length, rate or None, prompt.left(now) if rate and prompt.reached else None
         )
 
-    def _on_device(self, stats: Stats, weights: WeightStats) -> TierState:
-        budget, block = self._llm.booted.budget, self._llm.booted.budget.block_bytes
-        beside = budget.weights - weights.device - weights.device_ring
-        parts = [Part("weights", weights.device)]
-        parts += [
-            Part(what, size) for what, size in (("ring", weights.device_ring), ("beside", beside)) if size > 0
-        ]
-        parts += _kv_parts(
-            budget.kv, (stats.kv_blocks - stats.kv_blocks_free) * block, stats.kv_blocks_cached * block
-        )
-        parts.append(Part("activations", budget.activations))
-        return _tier("device", budget.total, parts)
 
-    def _on_host(self, weights: WeightStats, kv: KVStats | None, tiers: TierStats | None) -> TierState:
-        host = torch.device("cpu")
-        whole, free = total_memory(host), free_memory(host)
-        parts = [
-            Part(what, size)
-            for what, size in (("weights", weights.host), ("ring", weights.host_ring))
-            if size
-        ]
-        if kv is not None:
-            parts += _kv_parts(
-                kv.room, kv.host, tiers.cached_host * self._block(kv) if tiers is not None else 0
-            )
-        # What is pinned for penstock is not free, and neither is what others have.
-        parts.append(Part("other", max(whole - free - sum(part.bytes for part in parts), 0)))
-        return _tier("host", whole, parts)
+def _on_device(stats: Stats, memory: MemoryUse) -> TierState:
+    budget, weights, block = memory.budget, memory.weights, memory.budget.block_bytes
+    beside = budget.weights - weights.device - weights.device_ring
+    parts = [Part("weights", weights.device)]
+    parts += [
+        Part(what, size) for what, size in (("ring", weights.device_ring), ("beside", beside)) if size > 0
+    ]
+    held = (stats.kv_blocks - stats.kv_blocks_free) * block
+    parts += _kv_parts(budget.kv, held, stats.kv_blocks_cached * block)
+    parts.append(Part("activations", budget.activations))
+    return _tier("device", budget.total, parts)
 
-    def _on_disk(self, weights: WeightStats, kv: KVStats | None, tiers: TierStats | None) -> TierState:
-        parts, room = [Part("weights", weights.disk)] if weights.disk else [], 0
-        scheduler = self._llm.booted.engine.scheduler
-        if kv is not None:
-            far = scheduler.host.blocks - scheduler.host.near
-            kept = scheduler.tiers.disk.capacity if scheduler.tiers.disk is not None else 0
-            room = (far + kept) * self._block(kv)
-        if kv is not None and room:
-            parts += _kv_parts(room, kv.disk, tiers.disk_bytes if tiers is not None else 0)
-        return _tier("disk", sum(part.bytes for part in parts), parts)
 
-    def _block(self, kv: KVStats) -> int:
-        """Bytes of a block on the host."""
-        return kv.room // self._llm.booted.engine.scheduler.host.near
+def _on_host(tiers: TierStats | None, memory: MemoryUse) -> TierState:
+    host, kv, weights = torch.device("cpu"), memory.kv, memory.weights
+    whole, free = total_memory(host), free_memory(host)
+    parts = [
+        Part(what, size) for what, size in (("weights", weights.host), ("ring", weights.host_ring)) if size
+    ]
+    if kv is not None:
+        kept = tiers.cached_host * _host_block(memory, kv) if tiers is not None else 0
+        parts += _kv_parts(kv.room, kv.host, kept)
+    # What is pinned for penstock is not free, and neither is what others have.
+    parts.append(Part("other", max(whole - free - sum(part.bytes for part in parts), 0)))
+    return _tier("host", whole, parts)
 
-    def _cache(self) -> CacheState:
-        counts = self._llm.booted.engine.scheduler.tiers.counts
-        found = counts.found + counts.found_host + counts.found_disk
-        return CacheState(max(counts.prompts - found, 0), counts.found, counts.found_host, counts.found_disk)
 
-    def _plan(self, weights: WeightStats, before: Passes, after: Passes) -> PlanState:
-        placement, streams = self._llm.booted.weights.placement, weights.streams
-        return PlanState(
-            weights.device,
-            weights.host,
-            weights.disk,
-            placement.streamed,
-            placement.read,
-            weights.predicted,
-            after.decode_pass(before),
-            after.prefill_pass(before),
-            weights.binding if streams else "",
-        )
+def _on_disk(tiers: TierStats | None, memory: MemoryUse) -> TierState:
+    kv, parts = memory.kv, [Part("weights", memory.weights.disk)] if memory.weights.disk else []
+    room = memory.disk_blocks * _host_block(memory, kv) if kv is not None else 0
+    if kv is not None and room:
+        parts += _kv_parts(room, kv.disk, tiers.disk_bytes if tiers is not None else 0)
+    return _tier("disk", sum(part.bytes for part in parts), parts)
+
+
+def _host_block(memory: MemoryUse, kv: KVStats) -> int:
+    """Return the bytes of a KV block on the host."""
+    return kv.room // memory.host_blocks
+
+
+def _cache(counts: PrefixCounts) -> CacheState:
+    found = counts.device + counts.host + counts.disk
+    return CacheState(max(counts.prompt_tokens - found, 0), counts.device, counts.host, counts.disk)
+
+
+def _plan(memory: MemoryUse, before: Passes, after: Passes) -> PlanState:
+    weights = memory.weights
+    return PlanState(
+        weights.device,
+        weights.host,
+        weights.disk,
+        memory.copied_per_pass,
+        memory.read_per_pass,
+        weights.predicted,
+        after.decode_pass(before),
+        after.prefill_pass(before),
+        weights.binding if weights.streams else "",
+    )
 
 
 def _missed(stats: MissedStats) -> MissedState:
